@@ -1,0 +1,41 @@
+"""The error tree. Every error names what is wrong and, where there is one, the field, its value and the remedy."""
+
+from __future__ import annotations
+
+
+class QKVError(Exception):
+    """Base of every error this package raises on purpose.
+
+    ``field`` and ``value`` name what was wrong; ``remedy`` says what would work. All three end up in the message.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, value: object = None, remedy: str | None = None):
+        self.field, self.value, self.remedy = field, value, remedy
+        text = message if field is None else f"{field}={_short(value)}: {message}"
+        super().__init__(text if remedy is None else f"{text}. {remedy}")
+
+
+class ConfigError(QKVError, ValueError):
+    """An engine option is out of range, unknown or contradicts another."""
+
+
+class ModelError(QKVError):
+    """A model folder, checkpoint, tokenizer or template cannot be loaded."""
+
+
+class RequestError(QKVError, ValueError):
+    """One request is invalid or failed; the engine and the other requests go on."""
+
+
+class CapacityError(RequestError):
+    """One request, or one configuration, can never fit in the memory it was given."""
+
+
+class EngineDeadError(QKVError, RuntimeError):
+    """The engine was closed or its device was lost; nothing more can run on it."""
+
+
+def _short(value: object, limit: int = 80) -> str:
+    """``repr`` cut to ``limit`` characters, so that a hostile value cannot flood a log."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

@@ -1,0 +1,180 @@
+"""What a caller hands in and gets back: sampling parameters, request outputs, and the live request itself.
+
+Field names and defaults are vLLM's. No torch here: the scheduler works on these objects alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from qkv_engine.errors import QKVError
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request is sampled and when it stops; ``validate`` in ``engine/validation.py`` checks the bounds.
+
+    Differs from vLLM in one default: ``max_tokens=None`` generates to the end of the context instead of 16 tokens.
+    ``seed=None`` draws a seed at submit. Tokens of a seeded request never depend on its neighbours.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1 mean no limit
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token under the model (before penalties and temperature); rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One of the ``n`` continuations of a prompt. ``text`` and ``token_ids`` are cumulative, ``delta`` is what is new."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    delta: str = ""
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length, abort, error
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for end of sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Times in seconds on the monotonic clock; ``None`` until the event has happened."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """State of one request; while it streams, each output adds ``delta`` to the one before."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kv: dict[str, int | float] = {}  # blocks by rung when it ended, and the lowest bits reached
+    error: str | None = None
+
+    @property
+    def delta(self) -> str:
+        """New text of the first completion since the previous output of the stream."""
+        return self.outputs[0].delta
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence the engine computes: a prompt, what was generated so far, and how far the KV cache has caught up.
+
+    Owned by the scheduler from ``add`` to ``finish``. A prompt with ``n > 1`` becomes ``n`` requests.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    arrival: int = 0  # serial number, first come first served
+    seed: int = 0
+    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    num_computed_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: QKVError | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens whose KV the request may need at most: the last sampled token is never fed back."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
