@@ -89,6 +89,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    token_times: list[float] = []  # one per output token of the first completion
     num_preemptions: int = 0
 
 

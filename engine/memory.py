@@ -1,0 +1,53 @@
+"""How much memory is free, and how much of it the KV cache takes when nobody says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
+GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations, graphs and libraries take the rest
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes a new allocation on ``device`` could take now."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_available_ram(), _cgroup_headroom())
+
+
+def default_kv_memory(device: torch.device, most: int) -> int:
+    """Bytes for the KV cache when the caller gave none; ``most`` is what all requests together could ever use."""
+    free = free_memory(device)
+    if device.type == "cuda":
+        import torch
+
+        total = torch.cuda.mem_get_info(device)[1]
+        return max(1, min(most, free - int((1 - GPU_SHARE) * total) - GPU_WORKSPACE))
+    return max(1, min(most, int(CPU_SHARE * free), CPU_LIMIT))
+
+
+def _available_ram() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no count of available pages
+
+
+def _cgroup_headroom() -> int:
+    """Bytes left under a container's limit; very large where there is none."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62

@@ -1,0 +1,73 @@
+"""Runs one step on the device: batch -> hidden states -> logits of the rows that sample -> tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+
+from .kv.cache import KVCache
+from .sampler import SampledToken, Sampler, SampleRow, TokenLogprobs, token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave one request: a token if it reached the end of what is known, prompt log-probabilities if asked.
+
+    ``prompt_logprobs`` belong to the tokens at positions ``item.start + 1 ..``.
+    """
+
+    item: ScheduledRequest
+    token: SampledToken | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class Runner:
+    """Owns the model and the sampler of an engine. Steps are repeatable: a failed one may simply be run again."""
+
+    def __init__(self, model: nn.Module, cache: KVCache, device: torch.device):
+        self.model, self.cache, self.device = model, cache, device
+        self.sampler = Sampler()
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> list[StepResult]:
+        """Computes the KV of every scheduled token and samples where a request's last known token was reached."""
+        items = batch.items
+        ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
+        positions = [p for item in items for p in range(item.start, item.end)]
+        step = self.cache.begin_step(batch)
+        hidden = self.model(
+            torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), step
+        )
+        tokens = self._sample(hidden, items)
+        prompt = self._prompt_logprobs(hidden, items)
+        return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)]
+
+    def _sample(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, SampledToken]:
+        last, sampling = -1, []
+        for i, item in enumerate(items):
+            last += item.num_tokens
+            if item.samples:
+                sampling.append((i, last))
+        if not sampling:
+            return {}
+        if len(sampling) < len(hidden):
+            hidden = hidden[torch.tensor([row for _, row in sampling], device=self.device)]
+        rows = [sample_row(items[i]) for i, _ in sampling]
+        sampled = self.sampler.sample(self.model.compute_logits(hidden), rows)
+        return {i: token for (i, _), token in zip(sampling, sampled, strict=True)}
+
+    def _prompt_logprobs(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
+        found, first = {}, 0
+        for i, item in enumerate(items):
+            wanted, request = item.request.params.prompt_logprobs, item.request
+            targets = request.prompt_token_ids[item.start + 1 : item.end + 1]
+            if wanted is not None and targets:
+                logits = self.model.compute_logits(hidden[first : first + len(targets)])
+                found[i] = token_logprobs(logits, targets, wanted)
+            first += item.num_tokens
+        return found

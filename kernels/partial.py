@@ -1,0 +1,43 @@
+"""Attention in parts: each part of a request's KV gives an output and a log-sum-exp, which merge exactly.
+
+With S the scores of all keys and S_p those of part p: out = sum_p softmax_p(lse_p) out_p, lse_p = log sum exp S_p.
+Source: flash-decoding split-KV.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of ``q`` over ``k``, ``v`` and the log-sum-exp of its scores, in any strides of the outer dims.
+
+    Shapes:  q [B, H, M, D];  k, v [B, H, T, D];  mask [B|1, H|1, M|1, T], 0 or -inf;  out [B, H, M, D], lse [B, H, M]
+    ``is_causal`` aligns query i with key i. lse is float32, in natural log. Rows without a visible key are undefined.
+    """
+    if q.device.type == "cpu":
+        if mask is not None:
+            mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse[..., None]).to(v.dtype) @ v, lse
+
+
+def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
+    """Joins parts along dim 1; a part with lse -inf counts for nothing if its output is finite.
+
+    Shapes:  out [B, P, ..., D];  lse [B, P, ...] float32;  returns [B, ..., D] in ``out``'s dtype
+    """
+    weight = torch.softmax(lse, dim=1)
+    return (out * weight.unsqueeze(-1)).sum(1).to(out.dtype)

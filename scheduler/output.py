@@ -1,0 +1,44 @@
+"""What one step computes: which requests, how many tokens of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qkv_engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """``num_tokens`` tokens of ``request``, from position ``start``, run in this step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last known token, so that its logits give the next one."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work: single-token requests first, then chunks of prompts."""
+
+    items: list[ScheduledRequest]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+    def halves(self) -> tuple[ScheduledBatch, ScheduledBatch]:
+        """The batch cut in two, to find out which request makes a step fail."""
+        middle = len(self.items) // 2
+        return ScheduledBatch(self.items[:middle]), ScheduledBatch(self.items[middle:])
+
+    def __len__(self) -> int:
+        return len(self.items)

@@ -1,0 +1,43 @@
+"""Who waits and who runs, in order of arrival."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from qkv_engine.request import Request
+
+
+class ArrivalQueue:
+    """Requests in order of arrival. A preempted request returns to the place its arrival gives it."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def oldest(self) -> Request:
+        return self._requests[0]
+
+    @property
+    def youngest(self) -> Request:
+        return self._requests[-1]
+
+    def add(self, request: Request) -> None:
+        bisect.insort(self._requests, request, key=_arrival)
+
+    def remove(self, request: Request) -> None:
+        """Takes ``request`` out. Raises ``ValueError`` if it is not in the queue."""
+        index = bisect.bisect_left(self._requests, request.arrival, key=_arrival)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"request {request.request_id!r} is not in the queue")
+        del self._requests[index]
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
