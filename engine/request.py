@@ -93,6 +93,13 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     num_preemptions: int = 0
 
 
+class KVUsage(msgspec.Struct, frozen=True):
+    """Where a request's KV stood when it ended: its blocks by rung, and the lowest code bits among them."""
+
+    blocks: dict[str, int] = {}
+    lowest_bits: float | None = None
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """State of one request; while it streams, each output adds ``delta`` to the one before."""
 
@@ -104,7 +111,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    kv: dict[str, int | float] = {}  # blocks by rung when it ended, and the lowest bits reached
+    kv: KVUsage = KVUsage()
     error: str | None = None
 
     @property

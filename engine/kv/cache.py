@@ -14,6 +14,7 @@ from qkv_engine.scheduler import ScheduledBatch
 
 from ..config import BLOCK_TOKENS
 from ..errors import CapacityError
+from ..request import KVUsage
 from .arena import Arena
 from .formats.dense import Dense
 from .ladder import Ladder
@@ -65,6 +66,13 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes allocated on the device."""
         return self.memory.nbytes
+
+    def usage(self, request_id: str) -> KVUsage:
+        """Where the blocks of a request stand now."""
+        if request_id not in self.tables:
+            return KVUsage()
+        rung = self.ladder.widest
+        return KVUsage({rung.name: len(self.tables[request_id].blocks)}, min(rung.k.bits, rung.v.bits))
 
     def begin_step(self, batch: ScheduledBatch) -> KVStep:
         """What the attention layers need of ``batch``, computed once. Single tokens come first in the batch."""

@@ -1,0 +1,328 @@
+"""The engine's inside, for one thread: schedule, run, turn tokens into text, stop, report.
+
+A request that fails (bad logits, an error in its text, a step that only breaks with it) is ended with its error; the
+others go on. Nothing here knows of threads; ``engine/loop.py`` is the only caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from qkv_engine.scheduler import ScheduledBatch, Scheduler
+
+from .detokenizer import Detokenizer
+from .errors import QKVError, RequestError
+from .metrics import Counters
+from .request import (
+    CompletionOutput,
+    FinishReason,
+    KVUsage,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RequestStatus,
+    SamplingParams,
+)
+from .runner import Runner, StepResult
+from .sampler import SampledToken, TokenLogprobs
+from .stream import OutputStream
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger("qkv_engine")
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One of the ``n`` continuations of a submission, with the text of its tokens so far."""
+
+    index: int
+    request: Request
+    detokenizer: Detokenizer | None
+    text: str = ""
+    delta: str = ""
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    kv: KVUsage = field(default_factory=KVUsage)
+
+    def output(self) -> CompletionOutput:
+        delta, self.delta = self.delta, ""
+        reason = self.request.finish_reason
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.request.output_token_ids,
+            delta=delta,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=None if reason is None else str(reason),
+            stop_reason=self.request.stop_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """What a caller submitted: one prompt, ``n`` completions, and the stream their outputs go to."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    incremental: bool  # report after every step, not only at the end
+    stream: OutputStream = field(default_factory=OutputStream)
+    completions: list[Completion] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: QKVError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(c.request.is_finished for c in self.completions)
+
+    def output(self) -> RequestOutput:
+        kvs = [c.kv for c in self.completions]
+        bits = [kv.lowest_bits for kv in kvs if kv.lowest_bits is not None]
+        blocks: dict[str, int] = {}
+        for kv in kvs:
+            for rung, number in kv.blocks.items():
+                blocks[rung] = blocks.get(rung, 0) + number
+        self.metrics.num_preemptions = sum(c.request.num_preemptions for c in self.completions)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.output() for c in self.completions],
+            finished=self.finished,
+            metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs,
+            kv=KVUsage(blocks, min(bits, default=None)),
+            error=None if self.error is None else str(self.error),
+        )
+
+
+class EngineCore:
+    """Runs submissions to their end. ``live`` holds every one that has not ended, by request id.
+
+    ``live`` is filled by the loop's ``submit`` in the caller's thread, so that a duplicate id is refused at once.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, stop_ids: frozenset[int]):
+        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.eos_ids = stop_ids
+        self.live: dict[str, Submission] = {}
+        self.counters = Counters()
+        self._owners: dict[Request, tuple[Submission, Completion]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, submission: Submission) -> None:
+        """Queues a submission that is already in ``live``; an error goes to its stream and nowhere else."""
+        self.counters.num_requests += 1
+        params = submission.params
+        for index in range(params.n):
+            suffix = f"/{index}" if params.n > 1 else ""
+            request = Request(
+                submission.request_id + suffix,
+                submission.prompt_token_ids,
+                params,
+                submission.max_tokens,
+                seed=submission.seed + index,
+            )
+            completion = Completion(index, request, self._detokenizer(params))
+            completion.logprobs = None if params.logprobs is None else []
+            submission.completions.append(completion)
+            self._owners[request] = (submission, completion)
+        if params.prompt_logprobs is not None:
+            submission.prompt_logprobs = [None]
+        try:
+            for completion in submission.completions:
+                self.scheduler.add(completion.request)
+        except QKVError as error:
+            self._fail_submission(submission, error)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a submission wherever it stands; an id that is not live is ignored."""
+        submission = self.live.get(request_id)
+        if submission is None:
+            return
+        for completion in submission.completions:
+            if not completion.request.is_finished:
+                self._finish(submission, completion, FinishReason.ABORT)
+        self._report(submission)
+
+    def fail_all(self, error: QKVError) -> None:
+        """Ends every live submission with ``error``, raised to its reader."""
+        for submission in list(self.live.values()):
+            submission.stream.fail(error)
+        self.live.clear()
+
+    def reset_counters(self) -> None:
+        """Starts counting anew; the peak of KV memory becomes what is in use."""
+        self.counters = Counters()
+        self.scheduler.num_preemptions = 0
+        arena = self.runner.cache.arena
+        arena.peak_nbytes = arena.used_nbytes
+
+    def step(self) -> None:
+        """One iteration: every scheduled request advances by its tokens, or ends."""
+        batch = self.scheduler.schedule()
+        now = time.monotonic()
+        for item in batch.items:
+            metrics = self._owners[item.request][0].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+        results = self._run(batch)
+        now = time.monotonic()
+        changed = {}
+        for result in results:
+            submission, completion = self._owners[result.item.request]
+            self._accept_safely(submission, completion, result, now)
+            if submission.incremental or submission.finished:
+                changed[submission.request_id] = submission
+        for submission in changed.values():
+            self._report(submission)
+        self.counters.num_steps += 1
+        self.counters.num_preemptions = self.scheduler.num_preemptions
+
+    def _run(self, batch: ScheduledBatch) -> list[StepResult]:
+        """Runs the batch; if that raises, halves it until the request that makes it raise stands alone, and fails it."""
+        try:
+            return self.runner.run(batch)
+        except Exception as error:
+            if len(batch) > 1:
+                first, second = batch.halves()
+                return self._run(first) + self._run(second)
+            submission, _ = self._owners[batch.items[0].request]
+            logger.warning("request %s failed", submission.request_id, exc_info=error)
+            self._fail_submission(submission, _as_request_error(error))
+            return []
+
+    def _accept_safely(
+        self, submission: Submission, completion: Completion, result: StepResult, now: float
+    ) -> None:
+        if completion.request.is_finished:
+            return  # a sibling's failure ended it during this step
+        try:
+            self._accept(submission, completion, result, now)
+        except Exception as error:
+            logger.warning("request %s failed", submission.request_id, exc_info=error)
+            self._fail_submission(submission, _as_request_error(error))
+
+    def _accept(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
+        request, item = completion.request, result.item
+        self.scheduler.computed(item)
+        computed_prompt = max(0, min(item.end, request.num_prompt_tokens) - item.start)
+        self.counters.prompt_tokens += computed_prompt
+        if result.prompt_logprobs is not None and completion.index == 0:
+            self._add_prompt_logprobs(submission, item.start, result.prompt_logprobs)
+        token = result.token
+        if token is None:
+            return
+        if token.error is not None:
+            raise token.error
+        self.scheduler.append_token(request, token.token_id)
+        self.counters.generation_tokens += 1
+        if completion.logprobs is not None:
+            self._add_logprobs(completion, token)
+        if completion.index == 0:
+            submission.metrics.token_times.append(now)
+        if submission.metrics.first_token_time is None:
+            submission.metrics.first_token_time = now
+        submission.metrics.last_token_time = now
+        self._stop_if_done(submission, completion, token.token_id)
+
+    def _stop_if_done(self, submission: Submission, completion: Completion, token_id: int) -> None:
+        request, params = completion.request, completion.request.params
+        may_stop = request.num_output_tokens >= params.min_tokens
+        is_eos = token_id in self.eos_ids and not params.ignore_eos
+        is_stop = token_id in (params.stop_token_ids or ())
+        detokenizer = completion.detokenizer
+        if detokenizer is not None:
+            _extend(completion, detokenizer.push(token_id))
+        if may_stop and (is_eos or is_stop):
+            request.stop_reason = None if is_eos else token_id
+            self._finish(submission, completion, FinishReason.STOP)
+        elif detokenizer is not None and detokenizer.stopped is not None:
+            request.stop_reason = detokenizer.stopped
+            self._finish(submission, completion, FinishReason.STOP)
+        elif request.num_output_tokens >= request.max_tokens:
+            self._finish(submission, completion, FinishReason.LENGTH)
+
+    def _finish(
+        self, submission: Submission, completion: Completion, reason: FinishReason, error: QKVError | None = None
+    ) -> None:
+        request = completion.request
+        completion.kv = self.runner.cache.usage(request.request_id)
+        self.scheduler.finish(request, reason, error=error)
+        del self._owners[request]
+        if completion.detokenizer is not None and error is None:
+            _extend(completion, completion.detokenizer.finish())
+        if submission.finished:
+            submission.metrics.finished_time = time.monotonic()
+            self.counters.num_finished += error is None
+            self.counters.num_failed += error is not None
+
+    def _fail_submission(self, submission: Submission, error: QKVError) -> None:
+        submission.error = error
+        for completion in submission.completions:
+            request = completion.request
+            if self.scheduler.requests.get(request.request_id) is request:
+                self._finish(submission, completion, FinishReason.ERROR, error)
+            elif not request.is_finished:  # never came as far as the scheduler
+                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+        self.live.pop(submission.request_id, None)
+        submission.stream.put(submission.output())
+
+    def _report(self, submission: Submission) -> None:
+        if submission.request_id not in self.live:
+            return
+        if submission.finished:
+            del self.live[submission.request_id]
+        submission.stream.put(submission.output())
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            stop=params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _add_logprobs(self, completion: Completion, token: SampledToken) -> None:
+        assert completion.logprobs is not None and token.logprobs is not None
+        completion.logprobs.append(self._logprob_dict(token.logprobs))
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprobs.logprob
+
+    def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
+        """Files what a chunk gave; after a preemption the same positions come again and are not filed twice."""
+        assert submission.prompt_logprobs is not None
+        for position, logprobs in enumerate(found, start + 1):
+            if position == len(submission.prompt_logprobs):
+                submission.prompt_logprobs.append(self._logprob_dict(logprobs))
+
+    def _logprob_dict(self, found: TokenLogprobs) -> dict[int, Logprob]:
+        entries = [(found.token_id, found.logprob, found.rank), *found.top]
+        return {i: Logprob(logprob, rank, self._token_text(i)) for i, logprob, rank in entries}
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+
+def _extend(completion: Completion, delta: str) -> None:
+    completion.text += delta
+    completion.delta += delta
+
+
+def _as_request_error(error: Exception) -> QKVError:
+    if isinstance(error, QKVError):
+        return error
+    return RequestError(f"the request failed while running: {type(error).__name__}: {error}")

@@ -1,0 +1,315 @@
+"""``Engine``: the embedded interface. Blocking, streaming and async calls over one owner thread."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
+from .core import Submission
+from .errors import EngineDeadError, RequestError
+from .loop import EngineLoop
+from .metrics import EngineStats
+from .request import RequestOutput, SamplingParams
+from .startup import Started, start
+from .tokenizer import Tokenizer
+from .validation import validate_lengths, validate_params, validate_prompt_ids
+
+Prompt = str | list[int] | dict[str, Any]
+Messages = list[dict[str, Any]]
+
+
+class Engine:
+    """A model, its KV memory and a scheduler, ready for requests from any thread or event loop.
+
+    ``model`` is a local folder, a Hub id, or with ``load_format="random"`` a named shape; ``None`` is the demo model
+    inside the package. ``kv`` is a preset name or a ``KVConfig``; ``kv_memory`` is bytes, "20GiB", or a share of
+    free memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        kv: str | KVConfig = DEFAULT_KV,
+        kv_memory: int | str | float | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        load_format: str = "auto",
+        revision: str | None = None,
+        token: str | None = None,
+        seed: int = 0,
+    ):
+        config = EngineConfig(
+            model=model,
+            kv=resolve_kv(kv),
+            kv_memory=kv_memory,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            load_format=load_format,
+            revision=revision,
+            token=token,
+            seed=seed,
+        )
+        self._started: Started | None = start(config)
+        self._loop = EngineLoop(self._started.core)
+        self._ids = count()
+        self._finalizer = weakref.finalize(self, self._loop.close)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; ``None`` for a bare shape, which takes and gives token ids alone."""
+        return self._alive.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return self._alive.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: token ids lie below."""
+        return self._alive.config.vocab_size
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters uses: vLLM's defaults under the model's ``generation_config.json``."""
+        return self._alive.default_params
+
+    def describe(self) -> list[str]:
+        """What is in effect: model, KV memory in tokens, concurrency, defaults taken from the model."""
+        return list(self._alive.summary)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Completes prompts and returns one output each, in order; ``use_tqdm`` shows a bar on stderr.
+
+        A prompt is a string, a list of token ids, or ``{"prompt_token_ids": [...]}``. An invalid prompt or parameter
+        raises ``RequestError`` before anything runs; a request that fails later has ``finish_reason`` "error".
+        """
+        many = _as_list(prompts)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise RequestError(f"{len(each)} sampling parameters for {len(many)} prompts", field="params")
+        return self._run_all([self._prepare(p, s, None, False) for p, s in zip(many, each, strict=True)], use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answers a conversation (dicts with ``role`` and ``content``) through the model's chat template."""
+        return self._run_all([self._prepare(messages, params, None, False, template_kwargs)], False)[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> RequestStream:
+        """Submits a prompt or a conversation at once and iterates over its outputs, each with the new ``delta``.
+
+        Closing or dropping the iterator aborts the request.
+        """
+        submission = self._prepare(prompt, params, request_id, True, template_kwargs)
+        self._loop.submit(submission)
+        return RequestStream(self._loop, submission)
+
+    async def generate_async(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Like ``stream`` for ``async for``; cancelling the task or closing the generator aborts the request."""
+        submission = self._prepare(prompt, params, request_id, True, template_kwargs)
+        self._loop.submit(submission)
+        finished = False
+        try:
+            while not finished:
+                output = await submission.stream.get_async()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._loop.abort(submission.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at any moment with ``finish_reason`` "abort"; an unknown or ended id is ignored."""
+        self._loop.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of load, memory and counters."""
+        started = self._alive
+        core, cache = started.core, started.core.runner.cache
+        rung = started.ladder.widest
+        return EngineStats(
+            model=started.name,
+            device=str(started.device),
+            dtype=str(started.dtype).removeprefix("torch."),
+            kv=started.ladder.name,
+            max_model_len=started.max_model_len,
+            num_running=len(core.scheduler.running),
+            num_waiting=len(core.scheduler.waiting),
+            num_requests=core.counters.num_requests,
+            num_finished=core.counters.num_finished,
+            num_failed=core.counters.num_failed,
+            num_steps=core.counters.num_steps,
+            prompt_tokens=core.counters.prompt_tokens,
+            generation_tokens=core.counters.generation_tokens,
+            num_preemptions=core.counters.num_preemptions,
+            num_demotions=0,
+            kv_bytes_total=cache.nbytes,
+            kv_bytes_used=cache.arena.used_nbytes,
+            kv_bytes_peak=cache.arena.peak_nbytes,
+            kv_bytes_codes=0,
+            kv_bytes_meta=0,
+            kv_bytes_dense=cache.arena.used_nbytes,
+            kv_tokens_capacity=cache.tables.capacity,
+            effective_bits=rung.effective_bits,
+        )
+
+    def reset_stats(self) -> None:
+        """Sets counters to zero and the peak to what is in use now."""
+        core = self._alive.core
+        core.reset_counters()
+
+    def close(self) -> None:
+        """Ends all requests, stops the thread and frees memory. May be called again."""
+        self._finalizer()
+        self._started = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _alive(self) -> Started:
+        if self._started is None:
+            raise EngineDeadError("the engine is closed", remedy="Make a new Engine")
+        return self._started
+
+    def _prepare(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None,
+        request_id: str | None,
+        incremental: bool,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> Submission:
+        """Checks and tokenizes one request in the caller's thread. Raises ``RequestError``."""
+        started = self._alive
+        params = started.default_params if params is None else params
+        params = validate_params(params, vocab_size=self.vocab_size)
+        text, ids = self._tokenize(prompt, template_kwargs or {})
+        validate_prompt_ids(ids, self.vocab_size)
+        max_tokens = validate_lengths(len(ids), params.max_tokens, started.max_model_len)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        name = f"request-{next(self._ids)}" if request_id is None else request_id
+        return Submission(name, text, ids, params, max_tokens, seed, incremental)
+
+    def _tokenize(self, prompt: Prompt | Messages, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
+            return None, list(prompt)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer", field="prompt", remedy="Give a list of token ids")
+        if isinstance(prompt, str):
+            return prompt, tokenizer.encode(prompt)
+        if isinstance(prompt, list):
+            text = tokenizer.apply_chat_template(prompt, **template_kwargs)
+            return text, tokenizer.encode(text, add_special_tokens=False)
+        raise RequestError("not a prompt", field="prompt", value=prompt, remedy="Give a string or a list of token ids")
+
+    def _run_all(self, submissions: list[Submission], show_bar: bool) -> list[RequestOutput]:
+        """Submits all, waits for all; whatever interrupts the wait aborts what is left."""
+        begun: list[Submission] = []
+        try:
+            for submission in submissions:
+                self._loop.submit(submission)
+                begun.append(submission)
+            return [_final(s) for s in _with_bar(submissions, show_bar)]
+        except BaseException:
+            for submission in begun:
+                self._loop.abort(submission.request_id)
+            raise
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The outputs of one request as they come. ``close`` (or dropping it) aborts the request if it still runs."""
+
+    def __init__(self, loop: EngineLoop, submission: Submission):
+        self.request_id = submission.request_id
+        self._loop, self._source = loop, submission.stream
+        self._finished = False
+
+    def __next__(self) -> RequestOutput:
+        if self._finished:
+            raise StopIteration
+        output = self._source.get()
+        assert output is not None
+        self._finished = output.finished
+        return output
+
+    def close(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._loop.abort(self.request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    listed = list(prompts)
+    if listed and isinstance(listed[0], int) and not isinstance(listed[0], bool):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _final(submission: Submission) -> RequestOutput:
+    output = submission.stream.get()
+    while output is None or not output.finished:
+        output = submission.stream.get()
+    return output
+
+
+def _with_bar(submissions: list[Submission], show: bool) -> Iterator[Submission]:
+    if not show:
+        return iter(submissions)
+    from rich.console import Console
+    from rich.progress import track
+
+    return iter(track(submissions, description="Requests", console=Console(stderr=True)))
+
+
+__all__ = ["Engine", "RequestStream"]

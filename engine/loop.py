@@ -1,0 +1,101 @@
+"""The engine's one owner thread: takes submissions and aborts from any thread, runs steps while there is work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from .core import EngineCore, Submission
+from .errors import EngineDeadError, QKVError, RequestError
+
+logger = logging.getLogger("qkv_engine")
+
+
+class EngineLoop:
+    """Hands work to the owner thread and never touches the core itself. All methods may be called from any thread."""
+
+    def __init__(self, core: EngineCore):
+        self._core = core
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._dead: QKVError | None = None
+        self._thread = threading.Thread(target=self._run, name="qkv-engine", daemon=True)
+        _LOOPS.add(self)
+        self._thread.start()
+
+    def submit(self, submission: Submission) -> None:
+        """Queues a request. Raises ``RequestError`` for a live id, ``EngineDeadError`` when nothing runs any more."""
+        with self._changed:
+            self._check_alive()
+            if submission.request_id in self._core.live:
+                raise RequestError("a live request has this id", field="request_id", value=submission.request_id)
+            self._core.live[submission.request_id] = submission
+            self._post(lambda: self._core.add(submission))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request soon; an id that is not live is ignored."""
+        with self._changed:
+            if self._dead is None and not self._closing:
+                self._post(lambda: self._core.abort(request_id))
+
+    def close(self) -> None:
+        """Stops the thread; requests still live end with ``EngineDeadError``. May be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._changed.notify_all()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if self._closing:
+            raise EngineDeadError("the engine is closed", remedy="Make a new Engine")
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._core.has_work:
+                    self._core.step()
+            error: QKVError = EngineDeadError("the engine was closed while the request ran")
+        except BaseException as cause:
+            logger.critical("the engine stopped", exc_info=cause)
+            error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
+        with self._changed:
+            self._dead = error
+            self._core.fail_all(error)
+
+    def _take_commands(self) -> bool:
+        """Runs what callers posted, waiting for some if there is nothing else to do; ``False`` when closing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._closing or self._core.has_work)
+            if self._closing:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command()
+        return True
+
+
+_LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+
+
+def _mark_forked() -> None:
+    """Threads do not survive a fork: in the child every engine says so instead of hanging."""
+    for loop in list(_LOOPS):
+        loop._changed = threading.Condition()  # the parent's lock may have been held at the fork
+        loop._dead = EngineDeadError("the process was forked after the engine started", remedy="Make an Engine here")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)

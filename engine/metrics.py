@@ -1,0 +1,48 @@
+"""Counters of an engine and the snapshot ``Engine.stats()`` returns."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot. Bytes are bytes allocated, not computed; counters run since start or ``reset_stats``."""
+
+    model: str
+    device: str
+    dtype: str
+    kv: str
+    max_model_len: int
+    num_running: int
+    num_waiting: int
+    num_requests: int  # submitted
+    num_finished: int
+    num_failed: int
+    num_steps: int
+    prompt_tokens: int  # computed, recomputed ones counted again
+    generation_tokens: int
+    num_preemptions: int
+    num_demotions: int
+    kv_bytes_total: int
+    kv_bytes_used: int
+    kv_bytes_peak: int
+    kv_bytes_codes: int  # of the bytes used: low-precision codes, their metadata, and dense elements
+    kv_bytes_meta: int
+    kv_bytes_dense: int
+    kv_tokens_capacity: int
+    effective_bits: float  # per KV element of the blocks in use, metadata counted; of the widest rung when none is
+
+    def to_dict(self) -> dict[str, int | float | str]:
+        return msgspec.structs.asdict(self)
+
+
+class Counters(msgspec.Struct):
+    """What the engine's thread counts as it goes."""
+
+    num_requests: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0

@@ -1,0 +1,175 @@
+"""Builds what an engine runs on: device, model, tokenizer, KV memory; and says what is in effect."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.loader import load_model
+from qkv_engine.scheduler import Scheduler
+
+from .config import BLOCK_TOKENS, EngineConfig, format_size, parse_size
+from .core import EngineCore
+from .errors import CapacityError, ConfigError, ModelError
+from .kv.cache import KVCache
+from .kv.ladder import Ladder, build_ladder
+from .memory import default_kv_memory, free_memory
+from .request import SamplingParams
+from .runner import Runner
+from .tokenizer import Tokenizer
+from .validation import default_params, describe_defaults, eos_token_ids
+
+logger = logging.getLogger("qkv_engine")
+
+
+@dataclass(frozen=True)
+class Started:
+    """A core ready to run and what its callers need to know of it."""
+
+    core: EngineCore
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    max_model_len: int
+    device: torch.device
+    dtype: torch.dtype
+    ladder: Ladder
+    summary: list[str]
+
+
+def demo_folder() -> Path:
+    """The demo model inside the package."""
+    return Path(str(files("qkv_engine") / "assets" / "demo"))
+
+
+def start(config: EngineConfig) -> Started:
+    """Loads the model and allocates KV memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``."""
+    device = resolve_device(config.device)
+    source = str(demo_folder()) if config.model is None else config.model
+    loaded = load_model(
+        source,
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        revision=config.revision,
+        token=config.token,
+        seed=config.seed,
+    )
+    model_config = loaded.config
+    dtype = next(loaded.model.parameters()).dtype
+    tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder, config.load_format)
+    generation = {} if loaded.folder is None else _read_generation_config(loaded.folder)
+    ladder = build_ladder(
+        config.kv,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=dtype,
+    )
+    limit = config.max_model_len or model_config.max_position_embeddings
+    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device)
+    max_model_len = _fit_model_len(config, limit, cache)
+    name = "demo" if config.model is None else loaded.name
+    scheduler = Scheduler(
+        cache.tables, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    stop_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
+    core = EngineCore(scheduler, Runner(loaded.model, cache, device), tokenizer, stop_ids)
+    summary = _summarize(name, device, dtype, cache, max_model_len)
+    applied = describe_defaults(generation)
+    if applied:
+        summary.append(applied)
+    for line in summary:
+        logger.info(line)
+    return Started(
+        core, name, model_config, tokenizer, default_params(generation), max_model_len, device, dtype, ladder, summary
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called ``name``; "auto" is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    remedy = 'Use "auto", "cpu", "cuda" or "cuda:N"'
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError("unknown device", field="device", value=name, remedy=remedy) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("unsupported device", field="device", value=name, remedy=remedy)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("no such GPU here", field="device", value=name, remedy=remedy)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _load_tokenizer(folder: Path, load_format: str) -> Tokenizer | None:
+    """The folder's tokenizer; a folder of random weights may do without one."""
+    if load_format == "random" and not (folder / "tokenizer.json").exists():
+        return None
+    return Tokenizer.from_folder(folder)
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return found
+
+
+def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
+    free = free_memory(device)
+    if config.kv_memory is None:
+        most = config.max_num_seqs * -(-limit // BLOCK_TOKENS) * ladder.widest.block_nbytes
+        return default_kv_memory(device, most)
+    nbytes = parse_size(config.kv_memory, field="kv_memory", free=free)
+    if nbytes > free:
+        raise CapacityError(
+            f"{format_size(nbytes)} asked for, {format_size(free)} free on {device}",
+            field="kv_memory",
+            value=config.kv_memory,
+            remedy="Lower kv_memory",
+        )
+    return nbytes
+
+
+def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
+    """The longest request that fits. One asked for by name must fit; the model's own limit is lowered to what does."""
+    capacity = cache.tables.capacity
+    if limit <= capacity:
+        return limit
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"KV memory of {format_size(cache.nbytes)} holds {capacity} tokens",
+            field="max_model_len",
+            value=config.max_model_len,
+            remedy=f"Raise kv_memory or set max_model_len to at most {capacity}",
+        )
+    logger.warning("max_model_len lowered from %d to %d, which is what KV memory holds", limit, capacity)
+    return capacity
+
+
+def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
+    tokens, ladder = cache.tables.capacity, cache.ladder
+    per_request = -(-max_model_len // BLOCK_TOKENS) * BLOCK_TOKENS
+    return [
+        f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
+        f"KV memory {format_size(cache.nbytes)}: {tokens:,} tokens at {ladder.widest.k.bits:g} bits "
+        f"({ladder.widest.token_nbytes:,.0f} bytes a token, preset {ladder.name})",
+        f"Maximum concurrency for {max_model_len:,} tokens per request: {tokens / per_request:.2f}x",
+    ]
