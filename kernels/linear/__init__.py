@@ -1,0 +1,34 @@
+"""Matrix product of a linear layer, with the residual add fused where the back end can.
+
+``pack_weight`` is called once per layer after loading; ``linear`` then picks the back end by the weight's
+layout, so that a packed weight and a plain one are used in the same way.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import cpu, reference
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Weight ``[O, I]`` in the layout the fastest ``linear`` wants; the same tensor where there is no such
+    layout.
+
+    A packed weight is an opaque tensor (``is_mkldnn``): it can be used by ``linear`` and by nothing else.
+    """
+    return cpu.pack_weight(weight) if cpu.can_pack(weight) else weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias + residual``.
+
+    Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; residual and result [M, O]; one
+    dtype.
+    """
+    if weight.is_mkldnn:
+        return cpu.linear(x, weight, bias, residual)
+    return reference.linear(x, weight, bias, residual)
+
+
+__all__ = ["linear", "pack_weight"]

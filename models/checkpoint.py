@@ -1,0 +1,226 @@
+"""Safetensors checkpoints, one file or many: headers checked in full, then tensors streamed in pieces.
+
+Own reader instead of a memory map: a file that shrinks while it is read is then an error, not a signal, and
+the pieces keep the peak at the weights plus one buffer. The format:
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv_engine.errors import ModelError
+
+from .files import open_inside, parse_json, read_exactly, read_into, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TENSOR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_ITEM_BITS = {
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+}
+_ITEM_BITS |= {
+    "I16": 16,
+    "U16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F4": 4,
+}
+_MAX_HEADER_BYTES = 16 * 2**20
+_MAX_TENSORS = 100_000
+_TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+_PIECE_BYTES = 32 * 2**20
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_CONVERT = (
+    "Convert it with transformers: AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(FOLDER) "
+    "writes safetensors"
+)
+
+
+class StoredTensor(NamedTuple):
+    """One entry of a header; ``offset`` and ``nbytes`` are bytes of the file."""
+
+    file_name: str
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Checkpoint:
+    """The open files of one checkpoint and the tensors in them; use as a context manager."""
+
+    def __init__(self, folder: Path):
+        """Open the files and check every header. Raises ``ModelError`` naming the file, and the tensor if it
+        is one.
+        """
+        self.tensors: dict[str, StoredTensor] = {}
+        self.nbytes = 0
+        self._files: dict[str, FileIO] = {}
+        self._buffer = bytearray(0)
+        with ExitStack() as stack:
+            for file_name, names in _shards(folder).items():
+                file = stack.enter_context(open_inside(folder, file_name))
+                self._add_file(file_name, file, names)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def file_names(self) -> list[str]:
+        return list(self._files)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, int, Tensor]]:
+        """Rows ``[start, stop)`` of a tensor after one another; each piece is valid until the next one is
+        asked for.
+        """
+        stored = self.tensors[name]
+        dtype = TENSOR_DTYPES[stored.dtype]
+        rows = stored.shape[0]
+        row_bytes = stored.nbytes // rows
+        step = max(1, _PIECE_BYTES // row_bytes)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            piece = self._view((stop - start) * row_bytes)
+            read_into(
+                self._files[stored.file_name], stored.offset + start * row_bytes, piece, stored.file_name
+            )
+            yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:])
+
+    def _view(self, nbytes: int) -> memoryview:
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
+
+    def _add_file(self, file_name: str, file: FileIO, indexed: set[str] | None) -> None:
+        found = read_header(file, file_name)
+        if indexed is not None and found.keys() != indexed:
+            name = min(found.keys() ^ indexed)
+            where = (
+                "listed in the index but missing"
+                if name in indexed
+                else "present but not listed in the index"
+            )
+            raise ModelError(f"{file_name}: tensor {name} is {where}")
+        for name, stored in found.items():
+            if name in self.tensors:
+                raise ModelError(
+                    f"tensor {name} is in {self.tensors[name].file_name} and again in {file_name}"
+                )
+            self.tensors[name] = stored
+        self._files[file_name] = file
+        self.nbytes += os.fstat(file.fileno()).st_size
+
+
+def read_header(file: FileIO, file_name: str) -> dict[str, StoredTensor]:
+    """Tensors of one safetensors file, after checking that they tile the data exactly."""
+    total = os.fstat(file.fileno()).st_size
+    start = bytes(read_exactly(file, 0, 8, file_name)) if total >= 8 else b""
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+        raise ModelError(f"{file_name} is a pickle, whatever its name says, and is not read", remedy=_CONVERT)
+    header_bytes = int.from_bytes(start, "little")
+    if not start or header_bytes > min(_MAX_HEADER_BYTES, total - 8):
+        raise ModelError(
+            f"{file_name} is not a safetensors file or is truncated: {total} bytes in all, "
+            f"a header of {header_bytes} bytes announced"
+        )
+    raw = read_exactly(file, 8, header_bytes, file_name)
+    header = parse_json(raw, f"the header of {file_name}")
+    if not raw.startswith(b"{") or not isinstance(header, dict) or len(header) > _MAX_TENSORS:
+        raise ModelError(f"the header of {file_name} is not an object of at most {_MAX_TENSORS} tensors")
+    header.pop("__metadata__", None)
+    data_start = 8 + header_bytes
+    tensors = {name: _stored_tensor(name, entry, file_name, data_start) for name, entry in header.items()}
+    _check_tiling(tensors, file_name, data_start, total)
+    return tensors
+
+
+def _stored_tensor(name: str, entry: Any, file_name: str, data_start: int) -> StoredTensor:
+    where = f"{file_name}: tensor {name[:200]}"
+    if not _TENSOR_NAME.fullmatch(name):
+        raise ModelError(f"{file_name}: {name[:200]!r} is not a tensor name")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ModelError(f"{where} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
+        raise ModelError(f"{where} has an unknown dtype {dtype!r:.40}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ModelError(f"{where} has a malformed shape or malformed offsets")
+    begin, end = offsets
+    nbytes, rest = divmod(math.prod(shape) * _ITEM_BITS[dtype], 8)
+    if rest or end - begin != nbytes:
+        raise ModelError(f"{where} has {end - begin} bytes where its shape {shape} in {dtype} needs {nbytes}")
+    return StoredTensor(file_name, dtype, tuple(shape), data_start + begin, nbytes)
+
+
+def _check_tiling(tensors: dict[str, StoredTensor], file_name: str, data_start: int, total: int) -> None:
+    position = data_start
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if stored.offset != position:
+            raise ModelError(f"{file_name}: tensor {name} overlaps another one or leaves a hole before it")
+        position += stored.nbytes
+        if position > total:
+            raise ModelError(f"{file_name} is truncated: tensor {name} ends at byte {position} of {total}")
+    if position != total:
+        raise ModelError(f"{file_name} has {total - position} bytes after its last tensor")
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _shards(folder: Path) -> dict[str, set[str] | None]:
+    """File names of the checkpoint, each with the tensors its index promises (``None`` without an index)."""
+    if os.path.lexists(folder / SINGLE_FILE):
+        return {SINGLE_FILE: None}
+    if not os.path.lexists(folder / INDEX_FILE):
+        raise _no_weights(folder)
+    index = read_json(folder, INDEX_FILE, _MAX_HEADER_BYTES)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= _MAX_TENSORS:
+        raise ModelError(f"{INDEX_FILE} has no weight_map from tensor names to files")
+    shards: dict[str, set[str] | None] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
+            raise ModelError(
+                f"{INDEX_FILE}: tensor {name[:200]} is not in a .safetensors file but in {file_name!r:.80}"
+            )
+        names = shards.setdefault(file_name, set())
+        assert names is not None
+        names.add(name)
+    return shards
+
+
+def _no_weights(folder: Path) -> ModelError:
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(_PICKLE_SUFFIXES))
+    if pickles:
+        message = f"{folder} has only pickled weights ({pickles[0]}), which can run code and are not read"
+        return ModelError(message, remedy=_CONVERT)
+    return ModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", remedy=_CONVERT)

@@ -1,0 +1,68 @@
+"""Strict reading of a JSON object somebody else wrote: every value is checked for type and range, never
+trusted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv_engine.errors import ModelError
+
+
+class Fields:
+    """Typed access to one JSON object. ``null`` counts as absent; every refusal is a ``ModelError`` naming
+    the field.
+    """
+
+    def __init__(self, values: object, where: str = ""):
+        if not isinstance(values, dict):
+            raise ModelError(f"{where or 'config.json'} must be a JSON object, not {type(values).__name__}")
+        self.values: dict[str, Any] = values
+        self._prefix = f"{where}." if where else ""
+
+    def get(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(name, f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        # Compared before conversion: a huge int has no float, and NaN fails both comparisons.
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.error(name, f"must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.error(name, "must be true or false")
+        return value
+
+    def string(self, name: str, default: str) -> str:
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) is not str:
+            raise self.error(name, "must be a string")
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One id, a list of ids or ``null``, as a tuple without repeats."""
+        value = self.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
+            raise self.error(name, f"must be token ids from 0 to {vocab_size - 1}")
+        return tuple(dict.fromkeys(ids))
+
+    def error(self, name: str, message: str, remedy: str | None = None) -> ModelError:
+        return ModelError(message, field=self._prefix + name, value=self.get(name), remedy=remedy)

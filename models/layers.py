@@ -1,0 +1,115 @@
+"""Layers every supported model is made of. Each says which checkpoint tensors fill it; the loader does the
+filling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv_engine.kernels.linear import linear, pack_weight
+
+
+class Slot(NamedTuple):
+    """Where one checkpoint tensor goes: rows ``[start, stop)`` of a module's parameter."""
+
+    name: str  # in the checkpoint, below the path of the module's parent
+    shape: tuple[int, ...]  # in the checkpoint; broadcast over the rows where it has fewer dimensions
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
+class Linear(nn.Module):
+    """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias +
+    residual``.
+
+    ``shards`` maps each projection's name to its rows. ``pack`` ends loading; from then on the weight is
+    opaque.
+    """
+
+    def __init__(self, in_features: int, shards: dict[str, int], *, bias: bool):
+        super().__init__()
+        out_features = sum(shards.values())
+        self.in_features, self.shards = in_features, shards
+        self.weight: Tensor = _empty(out_features, in_features)
+        self.bias = _empty(out_features) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [M, I] -> [M, O]; residual [M, O]."""
+        return linear(x, self.weight, self.bias, residual)
+
+    def slots(self) -> Iterator[Slot]:
+        start = 0
+        for name, rows in self.shards.items():
+            stop = start + rows
+            assert isinstance(self.weight, nn.Parameter), "slots are asked for before packing"
+            yield Slot(f"{name}.weight", (rows, self.in_features), self.weight, start, stop)
+            if self.bias is not None:
+                yield Slot(f"{name}.bias", (rows,), self.bias, start, stop)
+            start = stop
+
+    def pack(self) -> None:
+        """Replace the weight by the layout the fastest product wants, and free the original."""
+        packed = pack_weight(self.weight)
+        if packed is not self.weight:
+            del self.weight
+            self.weight = packed
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last dimension: float32 inside, cast back before the weight, like
+    Hugging Face.
+    """
+
+    def __init__(self, name: str, size: int, eps: float):
+        super().__init__()
+        self.name, self.size, self.eps = name, size, eps
+        self.weight = _empty(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.size,), None, self.eps).mul_(self.weight)
+
+    def slots(self) -> Iterator[Slot]:
+        yield Slot(f"{self.name}.weight", (self.size,), self.weight, 0, self.size)
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm over each head of a tensor ``[N, heads, D]`` whose heads come from several norms, ``shards``
+    heads each.
+    """
+
+    def __init__(self, size: int, eps: float, shards: dict[str, int]):
+        super().__init__("", size, eps)
+        self.shards = shards
+        self.weight = _empty(sum(shards.values()), size)
+
+    def slots(self) -> Iterator[Slot]:
+        start = 0
+        for name, heads in self.shards.items():
+            yield Slot(f"{name}.weight", (self.size,), self.weight, start, start + heads)
+            start += heads
+
+
+class Embedding(nn.Module):
+    """Token embedding table ``[V, E]``."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.name = name
+        self.weight = _empty(vocab_size, hidden_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [N] int64 -> [N, E]."""
+        return F.embedding(input_ids, self.weight)
+
+    def slots(self) -> Iterator[Slot]:
+        yield Slot(f"{self.name}.weight", tuple(self.weight.shape), self.weight, 0, self.weight.shape[0])
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
