@@ -1,0 +1,76 @@
+"""Sampling parameters as a user types them, on the command line or after ``/params``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from qkv_engine.errors import ConfigError, RequestError
+from qkv_engine.request import SamplingParams
+from qkv_engine.validation import validate_params
+
+if TYPE_CHECKING:
+    from qkv_engine import Engine
+
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+
+# A chat shows one text, so how many there are, and whether they are text at all, is not for the user to set.
+_FIXED = {"n", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs"}
+SETTABLE = tuple(name for name in _TYPES if name not in _FIXED)
+
+_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The parameters that have an option of their own; the others are set with ``/params``."""
+    group = parser.add_argument_group("sampling", "the model's own defaults apply where nothing is given")
+    for name in _OPTIONS:
+        number = float if name in ("temperature", "top_p", "min_p") else int
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=number, metavar="X" if number is float else "N"
+        )
+
+
+def sampling_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that were given on the command line. Raises ``ConfigError`` for one out of bounds."""
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    try:
+        validate_params(SamplingParams(**given), vocab_size=1)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    return given
+
+
+def chat_params(engine: Engine, overrides: dict[str, Any]) -> SamplingParams:
+    """The model's defaults with ``overrides``; special tokens stay in the text: ``<think>`` may be one."""
+    return msgspec.structs.replace(engine.default_params, skip_special_tokens=False, **overrides)
+
+
+def set_param(params: SamplingParams, name: str, text: str, engine: Engine) -> SamplingParams:
+    """``params`` with ``name`` as ``text`` says, where "default" is the model's. Raises ``RequestError``."""
+    if name not in SETTABLE:
+        near = difflib.get_close_matches(name, SETTABLE, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "/params lists them"
+        reason = "cannot be set in a chat" if name in _FIXED else "is not a sampling parameter"
+        raise RequestError(f"{name} {reason}", remedy=hint)
+    value = getattr(engine.default_params, name) if text == "default" else _parse(name, text)
+    return validate_params(msgspec.structs.replace(params, **{name: value}), vocab_size=engine.vocab_size)
+
+
+def _parse(name: str, text: str) -> Any:
+    """``text`` as JSON if it is, as a word if not."""
+    if text.lower() == "none":
+        text = "null"
+    candidates: list[Any] = [text]
+    with contextlib.suppress(msgspec.DecodeError):
+        candidates.insert(0, msgspec.json.decode(text))
+    for candidate in candidates:
+        try:
+            return msgspec.convert(candidate, _TYPES[name], strict=False)
+        except msgspec.ValidationError as error:
+            reason = error
+    raise RequestError(f"{reason}", field=name, value=text)

@@ -1,0 +1,195 @@
+"""One conversation with an engine: history, parameters, and what each turn cost. Prints nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qkv_engine.config import format_size
+from qkv_engine.errors import RequestError
+
+from .text import Part, Piece, ReplySplitter, sanitize
+
+if TYPE_CHECKING:
+    from qkv_engine import Engine, RequestOutput, SamplingParams
+
+Message = dict[str, str]
+
+_STATS_INTERVAL = 0.1  # seconds between two looks at the engine's counters while a reply streams
+
+
+class Reply(Protocol):
+    """Where a streamed reply goes. After ``start`` comes an ``end``, whatever happens in between."""
+
+    def start(self) -> None: ...
+
+    def think(self, text: str, num_tokens: int) -> None: ...
+
+    def think_end(self, seconds: float, num_tokens: int) -> None: ...
+
+    def answer(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class Turn:
+    """One question and its reply, with the figures of the status line."""
+
+    question: str
+    thinking: str = ""
+    answer: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    first_token_seconds: float | None = None
+    tokens_per_second: float | None = None
+    kv_nbytes: int = 0
+    finish_reason: str | None = None
+    interrupted: bool = False
+
+    @property
+    def context_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    def status(self, max_model_len: int) -> str:
+        """The figures of the turn in one line."""
+        parts = ["stopped"] if self.interrupted else []
+        if self.finish_reason == "length":
+            parts.append("cut off by max_tokens or the end of the context")
+        if self.first_token_seconds is not None:
+            parts.append(f"first token {self.first_token_seconds:.2f} s")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.1f} tok/s")
+        parts.append(f"context {self.context_tokens:,} of {max_model_len:,}")
+        parts.append(f"KV {format_size(self.kv_nbytes)}")
+        return " · ".join(parts)
+
+    def update(self, output: RequestOutput) -> None:
+        """Take over the counts and times of the latest output."""
+        completion, times = output.outputs[0], output.metrics
+        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_output_tokens = len(completion.token_ids)
+        self.finish_reason = completion.finish_reason
+        if times.first_token_time is None:
+            return
+        self.first_token_seconds = times.first_token_time - times.arrival_time
+        last = times.finished_time or times.last_token_time
+        if last is not None and last > times.first_token_time and self.num_output_tokens > 1:
+            self.tokens_per_second = (self.num_output_tokens - 1) / (last - times.first_token_time)
+
+
+@dataclass
+class Conversation:
+    """What has been said, and with which parameters the next turn is sampled."""
+
+    engine: Engine
+    params: SamplingParams
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    last: Turn | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def reset(self) -> None:
+        """Forget what was said; the system prompt and the parameters stay."""
+        self.messages, self.last = [], None
+
+    def ask(self, question: str, reply: Reply) -> Turn:
+        """Stream a reply to ``question`` and remember both. Ctrl-C ends it; what was said so far is kept."""
+        turn = Turn(question)
+        user: Message = {"role": "user", "content": question}
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        prompt: list[dict[str, Any]] = [*system, *self.messages, user]
+        try:
+            with closing(self.engine.stream(prompt, self.params)) as outputs:
+                _Pump(self, turn, reply).run(outputs)
+        except KeyboardInterrupt:
+            turn.interrupted = True
+        self.last = turn
+        if turn.answer or not turn.interrupted:
+            self.messages += [user, _assistant(turn)]
+        return turn
+
+
+class _Pump:
+    """Moves one stream of outputs into a turn and its reply."""
+
+    def __init__(self, conversation: Conversation, turn: Turn, reply: Reply):
+        self._engine, self._clock = conversation.engine, conversation.clock
+        self._turn, self._reply = turn, reply
+        self._splitter: ReplySplitter | None = None
+        self._think_started: float | None = None
+        self._think_tokens = 0
+        self._next_look = 0.0
+
+    def run(self, outputs: Iterable[RequestOutput]) -> None:
+        """Pass on everything until the stream ends. Raises ``RequestError`` when the engine gives the request up."""
+        self._reply.start()
+        try:
+            self._take_all(outputs)
+        finally:
+            self._reply.end()
+
+    def _take_all(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self._turn.update(output)
+            self._look_at_memory()
+            if self._splitter is None:
+                self._splitter = _splitter(self._engine, output)
+            self._show(self._splitter.feed(sanitize(output.delta)))
+            if output.finished:
+                self._show(self._splitter.finish())
+                self._end_thinking()
+            if output.error is not None:
+                raise RequestError(output.error)
+
+    def _show(self, pieces: list[Piece]) -> None:
+        for part, text in pieces:
+            if part is Part.THINKING:
+                self._think(text)
+            else:
+                self._end_thinking()
+                self._turn.answer += text
+                self._reply.answer(text)
+
+    def _think(self, text: str) -> None:
+        if self._think_started is None:
+            text = text.lstrip()
+            if not text:
+                return
+            self._think_started = self._clock()
+        self._think_tokens = self._turn.num_output_tokens
+        self._turn.thinking += text
+        self._reply.think(text, self._think_tokens)
+
+    def _end_thinking(self) -> None:
+        if self._think_started is not None:
+            self._reply.think_end(self._clock() - self._think_started, self._think_tokens)
+            self._think_started = None
+
+    def _look_at_memory(self) -> None:
+        """Note the most KV bytes seen: once the reply has ended its blocks are free again."""
+        if self._clock() >= self._next_look:
+            self._turn.kv_nbytes = max(self._turn.kv_nbytes, self._engine.stats().kv_bytes_used)
+            self._next_look = self._clock() + _STATS_INTERVAL
+
+
+def _assistant(turn: Turn) -> Message:
+    """A reply as history: thinking stands in its own field, where only a template that asks for it looks."""
+    message: Message = {"role": "assistant", "content": turn.answer.rstrip()}
+    if turn.thinking:
+        message["reasoning_content"] = turn.thinking.strip()
+    return message
+
+
+def _splitter(engine: Engine, output: RequestOutput) -> ReplySplitter:
+    tail = engine.tokenizer.decode(output.prompt_token_ids[-8:], skip_special_tokens=False)
+    return ReplySplitter(_end_markers(engine), thinking=tail.rstrip().endswith("<think>"))
+
+
+def _end_markers(engine: Engine) -> list[str]:
+    """The special tokens that are never part of a reply."""
+    tags = {"<think>", "</think>"}
+    return [token for token in engine.tokenizer.special_tokens if token not in tags]

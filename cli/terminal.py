@@ -1,0 +1,157 @@
+"""The terminal as an input: a prompt with history and completion, and the keyboard while a reply streams."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.styles import Style
+from rich.console import Console
+from rich.text import Text
+
+from .chat_commands import COMMANDS
+
+_STYLE = Style.from_dict(
+    {"prompt": "bold ansicyan", "hint": "ansibrightblack", "thinking": "ansibrightblack italic"}
+)
+_HINT = "Ask something. /help lists the commands, Ctrl-D leaves."
+_ROWS_KEPT = 6  # rows left for the input and its completions below unfolded thinking
+
+
+class ChatInput:
+    """Reads messages and commands. ``thinking`` gives the text that Ctrl-T unfolds above the prompt."""
+
+    def __init__(self, thinking: Callable[[], str]):
+        self._thinking = thinking
+        self._is_unfolded = False
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            completer=CommandCompleter(),
+            key_bindings=self._bindings(),
+            style=_STYLE,
+            multiline=True,
+            enable_open_in_editor=True,
+            prompt_continuation=lambda width, number, wrapped: " " * width,
+            reserve_space_for_menu=4,
+        )
+
+    def read(self) -> str:
+        """One message. Raises ``EOFError`` on Ctrl-D."""
+        self._is_unfolded = False
+        return self._session.prompt(self._message, placeholder=[("class:hint", _HINT)])
+
+    def _message(self) -> StyleAndTextTuples:
+        message: StyleAndTextTuples = [("class:prompt", "> ")]
+        if not self._is_unfolded or get_app().is_done:
+            return message
+        size = get_app().output.get_size()
+        lines = _wrap(self._thinking(), size.columns)[-max(1, size.rows - _ROWS_KEPT) :]
+        return [("class:thinking", "".join(f"{line}\n" for line in lines)), *message]
+
+    def _bindings(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def send(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.document.text_before_cursor.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.newline(copy_margin=False)
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def new_line(event: KeyPressEvent) -> None:
+            event.current_buffer.newline(copy_margin=False)
+
+        @keys.add("c-c")
+        def clear(event: KeyPressEvent) -> None:
+            event.current_buffer.reset()
+
+        @keys.add("c-t")
+        def unfold(event: KeyPressEvent) -> None:
+            self._is_unfolded = not self._is_unfolded
+
+        return keys
+
+
+class CommandCompleter(Completer):
+    """Completes commands, then the names, words or paths that a command takes."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/"):
+            return
+        name, space, argument = text[1:].partition(" ")
+        if not space:
+            commands = ((key, command.summary) for key, command in COMMANDS.items())
+            yield from (_completion(key, name, meta) for key, meta in commands if key.startswith(name))
+        elif command := COMMANDS.get(name):
+            yield from (_completion(word, argument) for word in command.choices if word.startswith(argument))
+            if command.takes_path:
+                yield from self._paths.get_completions(Document(argument), complete_event)
+
+
+@contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """While a reply streams: no echo, no cursor. What is typed waits for the prompt; Ctrl-C still works."""
+    with _without_echo():
+        sys.stdout.write("\x1b[?25l")
+        try:
+            yield
+        finally:
+            sys.stdout.write("\x1b[?25h")
+            sys.stdout.flush()
+
+
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    try:
+        import termios
+    except ImportError:  # Windows has no termios, and consoles there do not echo into the output
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    silent = termios.tcgetattr(keyboard)
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _wrap(text: str, columns: int) -> list[str]:
+    console = Console(width=columns)
+    return [line.plain.rstrip() for line in Text(text.strip()).wrap(console, columns)] if text.strip() else []
+
+
+def _completion(word: str, typed: str, meta: str = "") -> Completion:
+    return Completion(word, start_position=-len(typed), display_meta=meta)
+
+
+def _history() -> History:
+    """What was typed before, readable by its owner alone; only this session where no file can be written."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "qkv-engine" / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        path.chmod(0o600)
+    except (OSError, RuntimeError):
+        return InMemoryHistory()
+    return FileHistory(str(path))

@@ -1,0 +1,113 @@
+"""An engine without a model: it answers from a script, through the interface the chat uses. Also a program of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
+from qkv_engine.metrics import EngineStats
+from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
+ANSWERS = {
+    "What is 47*86?": "<think>\n47*80=3760 47*6=282\n</think>\n\n4042",
+    "markdown": "# Title\n\nSome *text*.\n\n```python\nprint(1)\n\nprint(2)\n```\n\nThe end.",
+    "escape": "a\x1b[31mb\x9bc\x07",
+    "slow": "word " * 400,
+    "slow thinking": "<think>\n" + "hmm " * 400,
+}
+
+
+class FakeTokenizer:
+    """Every character is a token."""
+
+    special_tokens = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+
+class FakeEngine:
+    """Streams scripted answers, five characters a time. ``fail`` and ``die`` are questions that go wrong."""
+
+    max_model_len = 8192
+    vocab_size = 1024
+    default_params = SamplingParams(temperature=0.0)
+    tokenizer = FakeTokenizer()
+
+    def __init__(self) -> None:
+        self.prompts: list[list[dict[str, Any]]] = []
+        self.params: list[SamplingParams | None] = []
+        self.aborted = 0
+        self.closed = False
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.closed = True
+
+    def describe(self) -> list[str]:
+        return ["Model fake on cpu in float32"]
+
+    def stats(self) -> EngineStats:
+        counts = {name: 0 for name in EngineStats.__struct_fields__}
+        known = {"model": "fake", "device": "cpu", "dtype": "float32", "kv": "bf16", "max_model_len": 8192}
+        sizes = {"kv_bytes_total": 2**30, "kv_bytes_used": 2**20, "kv_tokens_capacity": 131072}
+        return EngineStats(**{**counts, **known, **sizes, "effective_bits": 16.0})
+
+    def stream(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        self.prompts.append(messages)
+        self.params.append(params)
+        question = messages[-1]["content"]
+        if question == "fail":
+            raise RequestError("out of range", field="top_k", value=-5)
+        if question == "die":
+            raise EngineDeadError("the engine stopped")
+        return self._outputs(ANSWERS.get(question, f"echo: {question}"), delay=0.02 * question.startswith("slow"))
+
+    def _outputs(self, text: str, delay: float) -> Iterator[RequestOutput]:
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        finished = False
+        try:
+            for end in range(5, len(text) + 5, 5):
+                time.sleep(delay)
+                now = time.monotonic()
+                metrics.first_token_time = metrics.first_token_time or now
+                metrics.last_token_time = now
+                finished = end >= len(text)
+                completion = CompletionOutput(
+                    index=0,
+                    text=text[:end],
+                    token_ids=list(range(min(end, len(text)))),
+                    delta=text[end - 5 : end],
+                    finish_reason="stop" if finished else None,
+                )
+                yield RequestOutput(
+                    request_id="0",
+                    prompt=None,
+                    prompt_token_ids=[60, 61],
+                    outputs=[completion],
+                    finished=finished,
+                    metrics=metrics,
+                )
+        finally:
+            self.aborted += not finished
+
+
+def open_fake(args: Any) -> FakeEngine:
+    """What stands in for ``common.open_engine``; two model names fail as real ones may."""
+    if args.model == "huge":
+        raise CapacityError("holds 12 tokens", field="max_model_len", value=8192)
+    if args.model == "bug":
+        raise TypeError("oops")
+    return FakeEngine()
+
+
+if __name__ == "__main__":
+    from qkv_engine.cli import common, main
+
+    common.open_engine = open_fake  # type: ignore[assignment]
+    sys.exit(main.main())
