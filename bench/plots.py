@@ -1,0 +1,115 @@
+"""A sweep as a picture: throughput and KV memory against batch size, one line a preset."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from qkv_engine.config import format_size
+from qkv_engine.errors import ConfigError
+
+from .sweep import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette without yellow: told apart with every kind of colour vision, and by marker in grey.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+GREY = "#666666"
+
+
+def require_matplotlib() -> None:
+    """Raises ``ConfigError`` naming the extra that has it, so that nobody learns it after a long run."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "plots need matplotlib", field="plot", remedy="Install it with: pip install 'qkv-engine[bench]'"
+        ) from None
+
+
+def plot_sweep(rows: Sequence[Row], dpi: int = 150) -> bytes:
+    """The PNG of a sweep, 11 x 4.8 inches."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, memory = figure.subplots(1, 2)
+    _draw_speed(speed, rows)
+    _draw_memory(memory, rows)
+    _label(figure, rows)
+    for axes in (speed, memory):
+        _dress(axes, rows)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
+    return png.getvalue()
+
+
+def _presets(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Preset, colour and marker, in the order of the sweep."""
+    kvs = list(dict.fromkeys(row.kv for row in rows))
+    return [(kv, COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, kv in enumerate(kvs)]
+
+
+def _draw_speed(axes: Axes, rows: Sequence[Row]) -> None:
+    for kv, color, marker in _presets(rows):
+        mine = [row for row in rows if row.kv == kv and row.output_tok_s is not None]
+        batches = [row.batch for row in mine]
+        axes.plot(batches, [row.output_tok_s or 0 for row in mine], color=color, marker=marker, label=kv)
+        low, high = ([getattr(row, f"output_tok_s_{end}") for row in mine] for end in ("min", "max"))
+        axes.fill_between(batches, low, high, color=color, alpha=0.18, linewidth=0)
+        missing = [row.batch for row in rows if row.kv == kv and row.output_tok_s is None]
+        axes.plot(missing, [0] * len(missing), color=color, marker="x", linestyle="", clip_on=False)
+    axes.set_title("Throughput")
+    axes.set_ylabel("output tokens per second")
+
+
+def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
+    most = max((row.kv_bytes_peak or 0 for row in rows), default=0)
+    unit, divisor = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    for kv, color, marker in _presets(rows):
+        mine = [row for row in rows if row.kv == kv and row.kv_bytes_peak is not None]
+        peaks = [(row.kv_bytes_peak or 0) / divisor for row in mine]
+        axes.plot([row.batch for row in mine], peaks, color=color, marker=marker, label=kv)
+    limits = {row.kv_bytes_total for row in rows if row.kv_bytes_total}
+    # A limit far above every peak would only flatten the lines.
+    if len(limits) == 1 and (limit := limits.pop()) <= 1.5 * most:
+        axes.axhline(limit / divisor, color=GREY, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"KV memory {format_size(limit)}",
+            (0.01, limit / divisor),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            color=GREY,
+            fontsize="small",
+        )
+    axes.set_title("KV memory at the peak")
+    axes.set_ylabel(unit)
+
+
+def _label(figure: Figure, rows: Sequence[Row]) -> None:
+    ran = next((row for row in rows if row.repeats), rows[0])
+    where = ", ".join(part for part in (ran.device, ran.dtype) if part)
+    title = f"{ran.model}{f' on {where}' if where else ''}: {ran.input_len} tokens in, {ran.output_len} out"
+    figure.suptitle(title, fontweight="bold")
+
+
+def _dress(axes: Axes, rows: Sequence[Row]) -> None:
+    batches = sorted({row.batch for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_xlabel("batch size (requests)")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.04)
+    axes.grid(color="#DDDDDD", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.legend(frameon=False, title="KV", loc="upper left")

@@ -1,0 +1,266 @@
+"""Throughput against batch size: runs every batch of a plan through an engine and gives one row for each.
+
+What does not fit becomes a row that says so. Nothing here prints; rendering is in ``report.py``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
+from qkv_engine.metrics import EngineStats
+from qkv_engine.request import RequestOutput, SamplingParams
+
+from .timing import RunFigures, Timeline, median, run_figures
+
+OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
+
+
+class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
+    """What a sweep needs of ``Engine``."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def reset_stats(self) -> None: ...
+
+
+OpenEngine = Callable[[str], BenchEngine]
+OnRun = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What to measure: every batch size with every KV preset; lengths are exact, in tokens."""
+
+    model: str
+    kvs: tuple[str, ...]
+    batches: tuple[int, ...]
+    input_len: int = 128
+    output_len: int = 128
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0, "seed": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"must be at least {low}", field=name, value=getattr(self, name))
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Batch sizes of "1,2,4", of "1..64" (doubling, both ends included), or of a mixture; repeated ones once."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:\.\.\s*(\d{1,6})\s*)?", part, re.ASCII)
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 1 <= first <= last:
+            remedy = 'Give a list such as "1,2,4" or a range such as "1..64"'
+            raise ConfigError("not batch sizes", field="batch_sweep", value=text, remedy=remedy)
+        while first < last:
+            sizes.append(first)
+            first *= 2
+        sizes.append(last)
+    return tuple(dict.fromkeys(sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One batch size with one KV preset: medians over the repeats, None where there is nothing to tell.
+
+    ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
+    those of the repeat with the highest ``kv_bytes_peak``, which ``_codes``, ``_meta`` and ``_dense`` split.
+    ``max_running`` requests ran at once. ``status`` is "ok", "queued" (the batch did not fit at once and ran
+    part after part), "does not fit" or "failed"; ``detail`` says why.
+    """
+
+    model: str
+    device: str | None = None
+    dtype: str | None = None
+    kv: str
+    batch: int
+    input_len: int
+    output_len: int
+    repeats: int = 0
+    output_tok_s: float | None = None
+    output_tok_s_min: float | None = None
+    output_tok_s_max: float | None = None
+    total_tok_s: float | None = None
+    decode_tok_s: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    itl_ms: float | None = None
+    itl_p99_ms: float | None = None
+    kv_bytes_total: int | None = None
+    kv_bytes_peak: int | None = None
+    kv_bytes_codes: int | None = None
+    kv_bytes_meta: int | None = None
+    kv_bytes_dense: int | None = None
+    effective_bits: float | None = None
+    max_running: int | None = None
+    demotions: int | None = None
+    preemptions: int | None = None
+    status: str
+    detail: str | None = None
+
+
+class Run(NamedTuple):
+    figures: RunFigures
+    stats: EngineStats
+
+
+def sweep(
+    plan: SweepPlan,
+    open_engine: OpenEngine,
+    *,
+    on_run: OnRun = lambda kv, batch: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Row]:
+    """Yields a row as soon as it is measured; ``on_run`` is told of every run before it starts.
+
+    One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
+    ``ModelError``, which no other batch size would cure; every other failure is a row.
+    """
+    return _Sweep(plan, open_engine, on_run, clock).rows()
+
+
+@dataclass
+class _Sweep:
+    plan: SweepPlan
+    open_engine: OpenEngine
+    on_run: OnRun
+    clock: Callable[[], float]
+
+    def rows(self) -> Iterator[Row]:
+        for kv in self.plan.kvs:
+            batches = list(self.plan.batches)
+            while batches:
+                try:
+                    with self.open_engine(kv) as engine:
+                        yield from self._sizes(kv, batches, engine)
+                except CapacityError as error:
+                    yield from (
+                        _row(self.plan, kv, batch, status=NO_FIT, detail=str(error)) for batch in batches
+                    )
+                    break
+
+    def _sizes(self, kv: str, batches: list[int], engine: BenchEngine) -> Iterator[Row]:
+        """Takes sizes off ``batches`` until none is left or one fails: then the engine is in doubt."""
+        while batches:
+            row = self._size(kv, batches.pop(0), engine)
+            yield row
+            if row.status == FAILED:
+                return
+
+    def _size(self, kv: str, batch: int, engine: BenchEngine) -> Row:
+        runs = []
+        try:
+            for index in range(self.plan.warmup + self.plan.repeats):
+                self.on_run(kv, batch)
+                runs.append(self._run(batch, index, engine))
+        except CapacityError as error:
+            return _row(self.plan, kv, batch, status=NO_FIT, detail=str(error))
+        except (ConfigError, ModelError):
+            raise
+        except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
+            return _row(self.plan, kv, batch, status=FAILED, detail=f"{type(error).__name__}: {error}")
+        return _summary(self.plan, kv, batch, runs[self.plan.warmup :])
+
+    def _run(self, batch: int, index: int, engine: BenchEngine) -> Run:
+        """One timed run of ``batch`` requests, greedy and of exactly ``output_len`` tokens each."""
+        plan = self.plan
+        # New prompts for every run: the KV of an earlier one must not be found again.
+        prompts = random_prompts(engine, batch, plan.input_len, seed=f"{plan.seed} {batch} {index}")
+        params = greedy(plan.output_len)
+        engine.reset_stats()
+        start = self.clock()
+        outputs = engine.generate(prompts, params)
+        seconds = self.clock() - start
+        timelines = [timeline(output, plan.output_len) for output in outputs]
+        figures = run_figures(timelines, num_prompt_tokens=batch * plan.input_len, seconds=seconds)
+        return Run(figures, engine.stats())
+
+
+def greedy(output_len: int) -> SamplingParams:
+    """Exactly ``output_len`` greedy tokens, as ids only."""
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+
+def random_prompts(engine: BenchEngine, batch: int, length: int, seed: str) -> list[list[int]]:
+    """``batch`` prompts of ``length`` random token ids, none special; the same for the same ``seed``."""
+    special = special_ids(engine)
+    ordinary = [token for token in range(engine.vocab_size) if token not in special]
+    rng = random.Random(seed)
+    return [rng.choices(ordinary, k=length) for _ in range(batch)]
+
+
+def special_ids(engine: BenchEngine) -> frozenset[int]:
+    """Ids of the tokenizer's special tokens; none for a random-weight model without a tokenizer."""
+    return frozenset(getattr(getattr(engine, "tokenizer", None), "special_ids", ()))
+
+
+def timeline(output: RequestOutput, output_len: int) -> Timeline:
+    """The times of a finished request. Raises ``RuntimeError`` if it has not given ``output_len`` tokens."""
+    metrics, completion = output.metrics, output.outputs[0]
+    num_tokens = len(completion.token_ids)
+    if num_tokens != output_len:
+        reason = output.error or completion.finish_reason
+        raise RuntimeError(f"a request gave {num_tokens} of {output_len} tokens: {reason}")
+    assert metrics.first_token_time is not None and metrics.last_token_time is not None
+    return Timeline(
+        sent=metrics.arrival_time,
+        scheduled=metrics.first_scheduled_time or metrics.arrival_time,
+        first_token=metrics.first_token_time,
+        last_token=metrics.last_token_time,
+        num_tokens=num_tokens,
+        token_times=metrics.token_times,
+    )
+
+
+def _row(plan: SweepPlan, kv: str, batch: int, *, status: str, **values: Any) -> Row:
+    values |= {"input_len": plan.input_len, "output_len": plan.output_len}
+    return Row(model=plan.model, kv=kv, batch=batch, status=status, **values)
+
+
+def _summary(plan: SweepPlan, kv: str, batch: int, runs: Sequence[Run]) -> Row:
+    """The row of a batch size that ran: medians over ``runs``."""
+    figures = [run.figures for run in runs]
+    rates = [figure.output_tok_s for figure in figures]
+    medians = ("output_tok_s", "total_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "itl_ms", "itl_p99_ms")
+    values = {name: _rounded(median(getattr(figure, name) for figure in figures)) for name in medians}
+    stats = max((run.stats for run in runs), key=lambda stats: stats.kv_bytes_peak)
+    kept = ("kv_bytes_total", "kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
+    max_running = min(figure.max_running for figure in figures)
+    return _row(
+        plan,
+        kv,
+        batch,
+        status=OK if max_running == batch else QUEUED,
+        detail=None if max_running == batch else f"at most {max_running} requests ran at once",
+        device=stats.device,
+        dtype=stats.dtype,
+        repeats=len(runs),
+        output_tok_s_min=_rounded(min(rates)),
+        output_tok_s_max=_rounded(max(rates)),
+        **values,
+        **{name: getattr(stats, name) for name in kept},
+        effective_bits=_rounded(stats.effective_bits),
+        max_running=max_running,
+        demotions=stats.num_demotions,
+        preemptions=stats.num_preemptions,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
