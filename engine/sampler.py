@@ -1,0 +1,393 @@
+"""Sampler: turns logits into tokens on any device. It does not decide when a request stops.
+
+Order of operations (vLLM's): log-probabilities of the raw logits; masks (allowed_token_ids, bad_words,
+min_tokens) and logit_bias; penalties; temperature; min_p; top_k; top_p; draw.
+
+A draw reads one uniform number that is a hash of (seed, position), and walks the cumulative weights in order
+of token id. Weights are integers, so their sums are exact: a request's tokens depend on its own logits, seed
+and position alone, never on its neighbours, their order, chunking or preemption. top_k, top_p and min_p are
+thresholds on the logit: of equal logits at the boundary all are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import RequestError
+from .request import SamplingParams
+
+WEIGHT_ONE = float(2**40)  # weight of the likeliest token; 2**40 x 2**20 tokens stay well inside int64
+DRAW_TILE = 128  # tokens summed per step of the two-level walk
+TOP_CANDIDATES = (64, 1024)  # tries of top_p before the whole vocabulary is sorted
+LOGPROB_CHUNK = 1 << 25  # float32 values a chunk of prompt log-probabilities may hold
+MIN_TEMPERATURE = 1e-5  # below it float32 logits are greedy anyway
+_U64 = (1 << 64) - 1
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability and rank of one token; ``top`` holds (token id, logprob, rank) of the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float, int]]
+
+
+class SampledToken(NamedTuple):
+    """One row's result. ``logprobs`` if the request asks for them; with an ``error`` the token id is -1."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: RequestError | None = None
+
+
+class TokenCounts:
+    """Distinct token ids of one request and how often each was generated; only grows, like the request."""
+
+    __slots__ = ("_num_seen", "_slot_of", "counts", "ids")
+
+    def __init__(self) -> None:
+        self.ids, self.counts = array("q"), array("q")
+        self._slot_of: dict[int, int] = {}
+        self._num_seen = 0
+
+    def update(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+        for position in range(self._num_seen, len(token_ids)):
+            token_id = token_ids[position]
+            slot = self._slot_of.get(token_id)
+            if slot is None:
+                slot = self._slot_of[token_id] = len(self.ids)
+                self.ids.append(token_id)
+                self.counts.append(0)
+            if position >= num_prompt_tokens:
+                self.counts[slot] += 1
+        self._num_seen = len(token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class SampleRow:
+    """What the sampler knows of one request. Made once when the request starts, it lives and dies with it.
+
+    ``token_ids`` is the request's own list (prompt, then output) and is read, never copied. ``stop_ids``
+    (end of sequence and stop_token_ids) are suppressed until ``min_tokens`` are out. ``bad_word_ids`` are
+    the tokenized ``bad_words``.
+    """
+
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    stop_ids: Sequence[int] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    counts: TokenCounts | None = field(init=False, default=None)
+    is_plain: bool = field(init=False, default=False)  # greedy with nothing else to do
+
+    def __post_init__(self) -> None:
+        params = self.params
+        penalized = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (
+            0.0,
+            0.0,
+            1.0,
+        )
+        self.counts = TokenCounts() if penalized else None
+        edited = (
+            penalized
+            or params.min_tokens
+            or params.logit_bias
+            or params.allowed_token_ids
+            or self.bad_word_ids
+        )
+        self.is_plain = params.is_greedy and not edited and params.logprobs is None
+
+    @property
+    def position(self) -> int:
+        """Index in the output of the token to be sampled."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class Sampler:
+    """Samples one token a row. Holds no state: what a request accumulates lives in its ``SampleRow``."""
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """logits [M, V], any float dtype, row i belongs to ``rows[i]``; left unchanged. One result per row,
+        in order.
+
+        A row with NaN or +Inf, or with every token masked, gets ``error`` and ``token_id`` -1; the others go
+        on.
+        """
+        if not rows:
+            return []
+        if all(row.is_plain for row in rows):
+            peak, token_ids = logits.max(dim=-1)
+            return _collect(token_ids, peak, peak)
+        raw_peak = logits.amax(dim=-1)
+        edited = edit_logits(logits, rows)
+        peak, token_ids = edited.max(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if drawn:
+            index = torch.tensor(drawn, device=logits.device)
+            everything = len(drawn) == len(rows)
+            scores = edited if everything else edited[index]
+            token_ids[index] = draw(scores, peak if everything else peak[index], [rows[i] for i in drawn])
+        sampled = _collect(token_ids, raw_peak, peak)
+        return _add_logprobs(sampled, logits, rows)
+
+
+def _collect(token_ids: Tensor, raw_peak: Tensor, peak: Tensor) -> list[SampledToken]:
+    """The one device-to-host copy of a step. NaN reaches a row's peak, so the peaks tell the usable rows."""
+    packed = torch.stack((token_ids.double(), raw_peak.double(), peak.double()), dim=1).tolist()
+    sampled = []
+    for token_id, raw, edited in packed:
+        if not math.isfinite(raw):
+            error = RequestError(
+                "the model's logits are not finite", remedy="Try another dtype or KV precision"
+            )
+            sampled.append(SampledToken(-1, error=error))
+        elif not math.isfinite(edited):
+            error = RequestError(
+                "no token is left to sample",
+                remedy="Relax allowed_token_ids, bad_words or min_tokens: together they mask every token",
+            )
+            sampled.append(SampledToken(-1, error=error))
+        else:
+            sampled.append(SampledToken(int(token_id)))
+    return sampled
+
+
+# ---- masks, bias, penalties
+
+
+def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """logits [M, V] -> float32 [M, V] with masks, bias and penalties applied; a copy if anything changes."""
+    edited = logits.float()
+    banned, biased = _collect_edits(rows)
+    allowed = [
+        (i, row.params.allowed_token_ids) for i, row in enumerate(rows) if row.params.allowed_token_ids
+    ]
+    penalized = [i for i, row in enumerate(rows) if row.counts is not None]
+    if not (banned or biased or allowed or penalized):
+        return edited
+    if edited is logits:
+        edited = logits.clone()
+    for i, ids in allowed:
+        kept_ids = torch.tensor(ids, device=logits.device)
+        kept = edited[i, kept_ids]
+        edited[i].fill_(-math.inf)
+        edited[i, kept_ids] = kept
+    if banned:
+        index = torch.tensor(banned, device=logits.device).T
+        edited[index[0], index[1]] = -math.inf
+    if biased:
+        entries = torch.tensor(biased, dtype=torch.float64).to(logits.device).T
+        edited.index_put_((entries[0].long(), entries[1].long()), entries[2].float(), accumulate=True)
+    if penalized:
+        _penalize(edited, [(i, rows[i]) for i in penalized])
+    return edited
+
+
+def _collect_edits(rows: Sequence[SampleRow]) -> tuple[list[tuple[int, int]], list[tuple[int, int, float]]]:
+    """(row, token id) pairs to mask and (row, token id, bias) triples to add."""
+    banned: list[tuple[int, int]] = []
+    biased: list[tuple[int, int, float]] = []
+    for i, row in enumerate(rows):
+        if row.position < row.params.min_tokens:
+            banned.extend((i, token_id) for token_id in row.stop_ids)
+        for word in row.bad_word_ids:
+            if _word_is_due(word, row):
+                banned.append((i, word[-1]))
+        if row.params.logit_bias:
+            biased.extend((i, token_id, bias) for token_id, bias in row.params.logit_bias.items())
+    return banned, biased
+
+
+def _word_is_due(word: Sequence[int], row: SampleRow) -> bool:
+    """Whether the output ends in all but the last token of ``word``."""
+    prefix_len = len(word) - 1
+    if prefix_len > row.position:
+        return False
+    return prefix_len == 0 or row.token_ids[-prefix_len:] == list(word[:-1])
+
+
+def _penalize(logits: Tensor, rows: Sequence[tuple[int, SampleRow]]) -> None:
+    """In place, at the tokens each request has seen. Repetition counts prompt and output, the others output."""
+    ids, counts, sizes, settings = [], [], [], []
+    for i, row in rows:
+        assert row.counts is not None
+        row.counts.update(row.token_ids, row.num_prompt_tokens)
+        if not row.counts.ids:
+            continue
+        ids.append(torch.frombuffer(row.counts.ids, dtype=torch.int64))
+        counts.append(torch.frombuffer(row.counts.counts, dtype=torch.int64))
+        sizes.append(len(row.counts.ids))
+        params = row.params
+        settings.append((i, params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+    if not ids:
+        return
+    repeats = torch.tensor(sizes)
+    per_entry = torch.tensor(settings, dtype=torch.float64).repeat_interleave(repeats, dim=0)
+    table = torch.cat((per_entry, torch.stack((torch.cat(ids), torch.cat(counts)), dim=1)), dim=1).to(
+        logits.device
+    )
+    row_index, id_index, count = table[:, 0].long(), table[:, 4].long(), table[:, 5].float()
+    repetition, frequency, presence = table[:, 1].float(), table[:, 2].float(), table[:, 3].float()
+    values = logits[row_index, id_index]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[row_index, id_index] = values - frequency * count - presence * (count > 0)
+
+
+# ---- the draw
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a pure function of its arguments (SplitMix64 mixing, twice)."""
+    state = _mix(_mix(seed & _U64) ^ (position & _U64))
+    return (state >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _U64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _U64
+    return value ^ (value >> 31)
+
+
+def draw(logits: Tensor, peak: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """logits [R, V] float32, peak [R] its row maxima -> token ids [R] int64. Rows never meet."""
+    settings = torch.tensor([_draw_settings(row) for row in rows], dtype=torch.float64).to(logits.device)
+    temperature, min_score, top_p, u = (settings[:, i : i + 1] for i in range(4))
+    scores = (logits - peak[:, None]) / temperature.float()
+    floor = min_score.float()
+    top_k = [_effective_top_k(row.params, logits.shape[1]) for row in rows]
+    if max(top_k):
+        floor = torch.maximum(floor, _top_k_floor(scores, top_k))
+    weights = torch.where(scores >= floor, _weigh(scores), 0)
+    if any(row.params.top_p < 1 for row in rows):
+        floor = _top_p_floor(scores, weights, floor, top_p)
+        weights = torch.where(scores >= floor, weights, 0)
+    return _pick(weights, u)
+
+
+def _draw_settings(row: SampleRow) -> tuple[float, float, float, float]:
+    params = row.params
+    min_score = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    return max(params.temperature, MIN_TEMPERATURE), min_score, params.top_p, uniform(row.seed, row.position)
+
+
+def _effective_top_k(params: SamplingParams, vocab_size: int) -> int:
+    """0 where top_k does not limit."""
+    return params.top_k if 0 < params.top_k < vocab_size else 0
+
+
+def _weigh(scores: Tensor) -> Tensor:
+    """exp(score) in units of 2**-40, int64; tokens less likely than that against the best are never drawn."""
+    return (scores.exp() * WEIGHT_ONE).long()
+
+
+def _top_k_floor(scores: Tensor, top_k: list[int]) -> Tensor:
+    """Score of the k-th best token of each row [R, 1]; -inf where the row has no top_k."""
+    ks = torch.tensor(top_k, device=scores.device)[:, None]
+    best = scores.topk(max(top_k), dim=-1).values
+    return torch.where(ks > 0, best.gather(1, (ks - 1).clamp(min=0)), -math.inf)
+
+
+def _top_p_floor(scores: Tensor, weights: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
+    """Score of the last token of the nucleus [R, 1]: the smallest set of best tokens whose weight reaches
+    ``top_p``.
+
+    Tries a few candidates first; only rows whose nucleus is wider pay for more, in the end for a sort of the
+    vocabulary.
+    """
+    vocab_size = scores.shape[1]
+    target = (top_p * weights.sum(dim=-1, keepdim=True).double()).ceil().long()
+    limited = top_p < 1
+    result = floor.expand(len(scores), 1).clone()
+    pending = torch.arange(len(scores), device=scores.device)
+    for num_candidates in (*(n for n in TOP_CANDIDATES if n < vocab_size), vocab_size):
+        best = scores[pending].topk(num_candidates, dim=-1).values
+        mass = torch.where(best >= floor[pending], _weigh(best), 0).cumsum(dim=-1)
+        reached = mass >= target[pending]
+        last = reached.byte().argmax(dim=-1, keepdim=True)
+        found = reached[:, -1:] & limited[pending]
+        result[pending] = torch.where(
+            found, torch.maximum(best.gather(1, last), floor[pending]), floor[pending]
+        )
+        pending = pending[(limited[pending] & ~reached[:, -1:])[:, 0]]
+        if not len(pending):
+            break
+    return result
+
+
+def _pick(weights: Tensor, u: Tensor) -> Tensor:
+    """weights [R, V] int64, u [R, 1] float64 -> first token id whose cumulative weight exceeds u x total."""
+    padding = -weights.shape[1] % DRAW_TILE
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    tiles = weights.view(len(weights), -1, DRAW_TILE)
+    tile_sums = tiles.sum(dim=-1).cumsum(dim=-1)
+    total = tile_sums[:, -1:]
+    target = torch.minimum((u * total.double()).long(), total - 1)  # the product may round up to the total
+    tile = torch.searchsorted(tile_sums, target, right=True).clamp_(max=tiles.shape[1] - 1)
+    before = torch.where(tile > 0, tile_sums.gather(1, (tile - 1).clamp(min=0)), 0)
+    inner = tiles[torch.arange(len(tiles), device=tiles.device), tile[:, 0]].cumsum(dim=-1)
+    lane = torch.searchsorted(inner, target - before, right=True).clamp_(max=DRAW_TILE - 1)
+    return (tile * DRAW_TILE + lane)[:, 0]
+
+
+# ---- log-probabilities
+
+
+def _add_logprobs(
+    sampled: list[SampledToken], logits: Tensor, rows: Sequence[SampleRow]
+) -> list[SampledToken]:
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and sampled[i].error is None]
+    if not wanted:
+        return sampled
+    ks = [rows[i].params.logprobs or 0 for i in wanted]
+    ids = [sampled[i].token_id for i in wanted]
+    for i, logprobs in zip(wanted, _rank(logits[wanted], ids, ks), strict=True):
+        sampled[i] = SampledToken(sampled[i].token_id, logprobs)
+    return sampled
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens, as prompt_logprobs needs them.
+
+    logits [T, V], any float dtype; ``target_ids[t]`` is the token that follows position t. One result per
+    position, with the ``k`` likeliest tokens in ``top``. Raises RequestError where the logits are not finite.
+    """
+    chunk = max(1, LOGPROB_CHUNK // logits.shape[1])
+    results: list[TokenLogprobs] = []
+    for start in range(0, len(logits), chunk):
+        part = logits[start : start + chunk]
+        if not bool(part.amax(dim=-1).isfinite().all()):
+            raise RequestError(
+                "the model's logits are not finite", remedy="Try another dtype or KV precision"
+            )
+        results += _rank(part, target_ids[start : start + chunk], [k] * len(part))
+    return results
+
+
+def _rank(logits: Tensor, ids: Sequence[int], ks: Sequence[int]) -> list[TokenLogprobs]:
+    """logits [R, V]; log-probability and rank (1 is the likeliest) of ``ids[r]`` and of the ``ks[r]`` best."""
+    scores = logits.float()
+    norm = scores.logsumexp(dim=-1, keepdim=True)
+    own = scores.gather(1, torch.tensor(ids, device=logits.device)[:, None])
+    own_rank = (scores > own).sum(dim=-1, keepdim=True) + 1
+    best = scores.topk(min(max(ks), scores.shape[1]), dim=-1)
+    columns = ((own - norm).double(), own_rank.double(), (best.values - norm).double(), best.indices.double())
+    results = []
+    for token_id, k, values in zip(ids, ks, torch.cat(columns, dim=1).tolist(), strict=True):
+        logprob, rank, *pairs = values
+        found = zip(pairs[len(pairs) // 2 :], pairs, range(1, k + 1), strict=False)
+        top = [(int(best_id), value, place) for best_id, value, place in found]
+        results.append(TokenLogprobs(token_id, logprob, int(rank), top))
+    return results

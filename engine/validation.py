@@ -1,0 +1,269 @@
+"""Checks of what a request asks for: one bounds table, one id check, one length rule; refusals are
+RequestErrors.
+
+Also reads the defaults a model ships in generation_config.json. Nothing here needs torch or a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from .errors import ModelError, RequestError
+from .request import SamplingParams
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
+MAX_BAD_WORDS = 256
+MAX_LOGPROBS = 20
+
+
+class Bounds(NamedTuple):
+    """Closed interval of a number; ``above`` makes the lower end open. ``optional`` admits None."""
+
+    kind: type
+    low: float
+    high: float
+    above: bool = False
+    optional: bool = False
+
+    def __str__(self) -> str:
+        bracket = "(" if self.above else "["
+        return f"{'an integer' if self.kind is int else 'a number'} in {bracket}{self.low}, {self.high}]"
+
+
+BOUNDS = {
+    "n": Bounds(int, 1, 64),
+    "temperature": Bounds(float, 0, 100),
+    "top_p": Bounds(float, 0, 1, above=True),
+    "top_k": Bounds(int, -1, 2**31 - 1),
+    "min_p": Bounds(float, 0, 1),
+    "repetition_penalty": Bounds(float, 0, 100, above=True),
+    "presence_penalty": Bounds(float, -2, 2),
+    "frequency_penalty": Bounds(float, -2, 2),
+    "seed": Bounds(int, -(2**63), 2**63 - 1, optional=True),
+    "max_tokens": Bounds(int, 1, 2**31 - 1, optional=True),
+    "min_tokens": Bounds(int, 0, 2**31 - 1),
+    "logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
+}
+BIAS_BOUNDS = Bounds(float, -100, 100)
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def validate_params(params: SamplingParams, *, vocab_size: int) -> SamplingParams:
+    """Check every field and return the normal form: floats are floats, ``stop`` is a list, ``top_k`` -1
+    becomes 0.
+
+    ``vocab_size`` is the number of rows of the model's output, which bounds every token id.
+    Raises RequestError naming field, value and remedy.
+    """
+    if not isinstance(params, SamplingParams):
+        raise RequestError("expected SamplingParams", field="params", value=params)
+    fixed: dict[str, Any] = {
+        name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()
+    }
+    for name in FLAGS:
+        if not isinstance(getattr(params, name), bool):
+            raise RequestError("must be True or False", field=name, value=getattr(params, name))
+    fixed["top_k"] = max(fixed["top_k"], 0)
+    fixed["stop"] = _strings("stop", _as_list(params.stop), MAX_STOP_STRINGS)
+    fixed["bad_words"] = (
+        _strings("bad_words", params.bad_words, MAX_BAD_WORDS) if params.bad_words is not None else None
+    )
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if (ids := getattr(params, name)) is not None:
+            fixed[name] = _token_ids(name, ids, vocab_size)
+    if params.logit_bias is not None:
+        fixed["logit_bias"] = _bias(params.logit_bias, vocab_size)
+    checked = msgspec.structs.replace(params, **fixed)
+    _refuse_contradictions(checked)
+    return checked
+
+
+def _refuse_contradictions(params: SamplingParams) -> None:
+    if params.is_greedy and params.n > 1:
+        raise RequestError(
+            "greedy sampling gives the same text every time",
+            field="n",
+            value=params.n,
+            remedy="Use temperature > 0 or n=1",
+        )
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        remedy = f"Use at most max_tokens={params.max_tokens}"
+        raise RequestError(
+            "is larger than max_tokens", field="min_tokens", value=params.min_tokens, remedy=remedy
+        )
+    if params.stop and not params.detokenize:
+        raise RequestError(
+            "stop strings are found in the text",
+            field="detokenize",
+            value=False,
+            remedy="Set detokenize=True or use stop_token_ids",
+        )
+    if params.allowed_token_ids == []:
+        raise RequestError(
+            "allows no token at all",
+            field="allowed_token_ids",
+            value=[],
+            remedy="Name some ids, or None for all",
+        )
+
+
+def _number(name: str, value: object, bounds: Bounds) -> float | int | None:
+    if value is None and bounds.optional:
+        return None
+    accepted = (int,) if bounds.kind is int else (int, float)
+    right_kind = isinstance(value, accepted) and not isinstance(value, bool)
+    # Written so that NaN, for which every comparison is false, is refused.
+    if (
+        not right_kind
+        or not (bounds.low < value if bounds.above else bounds.low <= value)
+        or not value <= bounds.high
+    ):  # type: ignore[operator]
+        remedy = f"Use {bounds}{' or None' if bounds.optional else ''}"
+        raise RequestError(
+            "out of range" if right_kind else "wrong type", field=name, value=value, remedy=remedy
+        )
+    return bounds.kind(value)  # type: ignore[no-any-return]
+
+
+def _as_list(value: object) -> object:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def _strings(name: str, value: object, limit: int) -> list[str]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise RequestError("must be a list of strings", field=name, value=value)
+    if len(value) > limit:
+        raise RequestError(
+            f"has {len(value)} strings", field=name, value=value, remedy=f"Use at most {limit}"
+        )
+    for item in value:
+        if not 1 <= len(item) <= MAX_STOP_CHARS:
+            remedy = f"Use strings of 1 to {MAX_STOP_CHARS} characters"
+            raise RequestError(f"a string has {len(item)} characters", field=name, value=item, remedy=remedy)
+    return list(value)
+
+
+def _token_ids(name: str, value: object, vocab_size: int) -> list[int]:
+    """``value`` as a list of ids, each an int in [0, vocab_size)."""
+    if not isinstance(value, list | tuple):
+        raise RequestError("must be a list of token ids", field=name, value=value)
+    if not set(map(type, value)) <= {int}:
+        wrong = next(item for item in value if type(item) is not int)
+        raise RequestError(
+            f"must hold plain ints, not {type(wrong).__name__}",
+            field=name,
+            value=wrong,
+            remedy="Convert with .tolist() or int()",
+        )
+    if value and (min(value) < 0 or max(value) >= vocab_size):
+        wrong = next(item for item in value if not 0 <= item < vocab_size)
+        raise RequestError(
+            "no such token", field=name, value=wrong, remedy=f"The model's ids are 0 to {vocab_size - 1}"
+        )
+    return list(value)
+
+
+def _bias(value: object, vocab_size: int) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise RequestError("must map token ids to numbers", field="logit_bias", value=value)
+    ids = _token_ids("logit_bias", list(value), vocab_size)
+    return {token_id: float(_number("logit_bias", value[token_id], BIAS_BOUNDS) or 0.0) for token_id in ids}
+
+
+def validate_prompt_ids(ids: object, vocab_size: int) -> list[int]:
+    """A prompt given as token ids, or made by the tokenizer: a non-empty list of ints in [0, vocab_size).
+
+    ``vocab_size`` is the number of rows of the model's embedding: a tokenizer may know ids that the model
+    lacks.
+    """
+    checked = _token_ids("prompt_token_ids", ids, vocab_size)
+    if not checked:
+        raise RequestError(
+            "the prompt is empty", field="prompt_token_ids", value=[], remedy="Give at least one token"
+        )
+    return checked
+
+
+def validate_lengths(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    """The number of tokens the request may generate: ``max_tokens``, or the rest of the context if None.
+
+    What does not fit is refused, never clipped.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room in the context of {max_model_len}",
+            remedy=f"Use a prompt of at most {max_model_len - 1} tokens or a larger max_model_len",
+        )
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise RequestError(
+            f"{num_prompt_tokens} prompt tokens + {max_tokens} exceed the context of {max_model_len}",
+            field="max_tokens",
+            value=max_tokens,
+            remedy=f"Use at most {room}, None for the rest of the context, or a larger max_model_len",
+        )
+    return max_tokens
+
+
+def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters a model recommends in generation_config.json; unknown keys are ignored.
+
+    ``do_sample: false`` means greedy. Raises ModelError if a value is out of bounds.
+    """
+    values = _recommended(generation_config)
+    try:
+        checked = {name: _number(name, value, BOUNDS[name]) for name, value in values.items()}
+    except RequestError as error:
+        raise ModelError(f"generation_config.json: {error}") from error
+    return SamplingParams(**checked)  # type: ignore[arg-type]
+
+
+def describe_defaults(generation_config: Mapping[str, Any]) -> str:
+    """The values ``default_params`` took, as ``name=value, ...`` for the log; empty if there are none."""
+    return ", ".join(f"{name}={value}" for name, value in _recommended(generation_config).items())
+
+
+def _recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    values = {
+        name: generation_config[key]
+        for key, name in GENERATION_FIELDS.items()
+        if generation_config.get(key) is not None
+    }
+    if generation_config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return values
+
+
+def eos_token_ids(
+    generation_config: Mapping[str, Any], config_eos: Iterable[int], tokenizer: Tokenizer | None
+) -> list[int]:
+    """Ids that end a sequence: from generation_config.json, else config.json, and the tokenizer's own."""
+    declared = generation_config.get("eos_token_id")
+    found: list[Any] = (
+        [*config_eos] if declared is None else declared if isinstance(declared, list) else [declared]
+    )
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found = [*found, tokenizer.eos_token_id]
+    for token_id in found:
+        if type(token_id) is not int or token_id < 0:
+            raise ModelError("must be a token id or a list of them", field="eos_token_id", value=token_id)
+    return list(dict.fromkeys(found))
