@@ -32,7 +32,7 @@ _U64 = (1 << 64) - 1
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability and rank of one token; ``top`` holds (token id, logprob, rank) of the likeliest ones."""
+    """Log-probability and rank of one token; ``top`` holds (token id, logprob, rank) of the best ones."""
 
     token_id: int
     logprob: float
@@ -217,7 +217,7 @@ def _word_is_due(word: Sequence[int], row: SampleRow) -> bool:
 
 
 def _penalize(logits: Tensor, rows: Sequence[tuple[int, SampleRow]]) -> None:
-    """In place, at the tokens each request has seen. Repetition counts prompt and output, the others output."""
+    """In place, at the tokens a request has seen; repetition counts prompt and output, the others output."""
     ids, counts, sizes, settings = [], [], [], []
     for i, row in rows:
         assert row.counts is not None
@@ -377,7 +377,7 @@ def token_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[To
 
 
 def _rank(logits: Tensor, ids: Sequence[int], ks: Sequence[int]) -> list[TokenLogprobs]:
-    """logits [R, V]; log-probability and rank (1 is the likeliest) of ``ids[r]`` and of the ``ks[r]`` best."""
+    """logits [R, V]; log-probability and rank (1 is the best) of ``ids[r]`` and of the ``ks[r]`` best."""
     scores = logits.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
     own = scores.gather(1, torch.tensor(ids, device=logits.device)[:, None])

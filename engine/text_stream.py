@@ -1,0 +1,206 @@
+"""Text of a growing list of token ids, piece by piece. Knows decoders; knows nothing of stop strings.
+
+The pieces a stream gives, joined, are exactly what decoding all ids at once gives, and no piece ends inside a character.
+For the two decoders nearly every model has, byte level and byte fallback, a token's share is looked up in a table;
+anything else is decoded in a small window (as vLLM does).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tokenizers
+
+REPLACEMENT = "\ufffd"
+WINDOW_CONTEXT = 6  # prompt tokens a window begins with
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextStream(Protocol):
+    """Turns token ids into text; one for each sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain once this token is known."""
+
+    def finish(self) -> str:
+        """The rest, with U+FFFD for bytes that never became a character."""
+
+
+class TextDecoder:
+    """How a tokenizer's tokens become text; shared by all streams of a model."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]):
+        self._backend, self._special_ids = backend, special_ids
+        steps = _decoder_steps(backend)
+        kinds = [step.get("type") for step in steps]
+        self._table: dict[int, Any] = {}
+        self._is_byte_level = kinds == ["ByteLevel"]
+        self._strips_first = kinds[-1:] == ["Strip"]
+        replaced = _byte_fallback_replacements(steps)
+        self._is_byte_fallback = replaced is not None
+        self._replaced = replaced or []
+
+    def stream(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> TextStream:
+        """A stream for the ids that follow ``prompt_ids``, which only tell whether the text has begun."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        if self._is_byte_level:
+            return _ByteLevelStream(self._table, self._bytes_of, skipped)
+        if self._is_byte_fallback:
+            strips = self._strips_first and not any(i not in skipped for i in prompt_ids)
+            return _ByteFallbackStream(self._table, self._piece_of, skipped, strips)
+        return _WindowStream(self._backend, skip_special_tokens, prompt_ids)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        piece = b"" if token is None else _byte_level_bytes(token)
+        self._table[token_id] = piece
+        return piece
+
+    def _piece_of(self, token_id: int) -> str | int:
+        """Text, or the value of a byte token."""
+        token = self._backend.id_to_token(token_id) or ""
+        for old, new in self._replaced:
+            token = token.replace(old, new)
+        match = _BYTE_TOKEN.fullmatch(token)
+        piece = int(match[1], 16) if match else token
+        self._table[token_id] = piece
+        return piece
+
+
+class _ByteLevelStream:
+    """GPT-2 style: every token is bytes, and the text is their UTF-8."""
+
+    __slots__ = ("_decode", "_lookup", "_skipped", "_table")
+
+    def __init__(self, table: dict[int, bytes], lookup: Callable[[int], bytes], skipped: frozenset[int]):
+        self._table, self._lookup, self._skipped = table, lookup, skipped
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        piece = self._table.get(token_id)
+        return self._decode(self._lookup(token_id) if piece is None else piece)
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class _ByteFallbackStream:
+    """SentencePiece style: tokens are text, rare characters are runs of byte tokens.
+
+    A run is held until it ends, for one invalid byte turns every byte of its run into U+FFFD.
+    """
+
+    __slots__ = ("_lookup", "_run", "_skipped", "_strips", "_table")
+
+    def __init__(
+        self,
+        table: dict[int, str | int],
+        lookup: Callable[[int], str | int],
+        skipped: frozenset[int],
+        strips: bool,
+    ):
+        self._table, self._lookup, self._skipped = table, lookup, skipped
+        self._strips = strips  # the text's first character, if it is a space, is the tokenizer's own
+        self._run = bytearray()
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        piece = self._table.get(token_id)
+        if piece is None:
+            piece = self._lookup(token_id)
+        if isinstance(piece, int):
+            self._run.append(piece)
+            return ""
+        return self._begin(self._end_run() + piece) if self._run or self._strips else piece
+
+    def finish(self) -> str:
+        return self._begin(self._end_run())
+
+    def _end_run(self) -> str:
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _begin(self, text: str) -> str:
+        if self._strips and text:
+            self._strips = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _WindowStream:
+    """Any decoder: decodes the last few tokens with and without the newest, and gives the difference."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]):
+        self._backend, self._skip = backend, skip_special_tokens
+        self._ids = list(prompt_ids[-WINDOW_CONTEXT:])
+        self._read = len(self._ids)  # ids before it are already given out
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._advance(is_last=False)
+
+    def finish(self) -> str:
+        return self._advance(is_last=True)
+
+    def _advance(self, is_last: bool) -> str:
+        given, known = self._decode(self._ids[: self._read]), self._decode(self._ids)
+        if len(known) <= len(given) or (known.endswith(REPLACEMENT) and not is_last):
+            return ""
+        del self._ids[: self._read]
+        self._read = len(self._ids)
+        return known[len(given) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=self._skip)
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's components in order; empty if there is no decoder."""
+    if backend.decoder is None:
+        return []
+    found: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return found["decoders"] if found.get("type") == "Sequence" else [found]
+
+
+def _byte_fallback_replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
+    """Replacements of a decoder Replace*, ByteFallback, Fuse, [Strip one leading space]; None for any other."""
+    replaced = []
+    while steps and steps[0].get("type") == "Replace" and "String" in steps[0]["pattern"]:
+        replaced.append((steps[0]["pattern"]["String"], steps[0]["content"]))
+        steps = steps[1:]
+    if [step.get("type") for step in steps[:2]] != ["ByteFallback", "Fuse"]:
+        return None
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return replaced if steps[2:] in ([], [strip]) else None
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token; text outside that alphabet (added tokens) stands for itself."""
+    try:
+        return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: itself where printable, else the next free one from U+0100."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
