@@ -27,7 +27,7 @@ from .request import (
     SamplingParams,
 )
 from .runner import Runner, StepResult
-from .sampler import SampledToken, TokenLogprobs
+from .sampler import SampledToken, SampleRow, TokenLogprobs
 from .stream import OutputStream
 from .tokenizer import Tokenizer
 
@@ -72,6 +72,7 @@ class Submission:
     params: SamplingParams
     max_tokens: int
     seed: int
+    bad_word_ids: list[list[int]]
     incremental: bool  # report after every step, not only at the end
     stream: OutputStream = field(default_factory=OutputStream)
     completions: list[Completion] = field(default_factory=list)
@@ -110,12 +111,13 @@ class EngineCore:
     ``live`` is filled by the loop's ``submit`` in the caller's thread, so that a duplicate id is refused at once.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, stop_ids: frozenset[int]):
+    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, eos_ids: frozenset[int]):
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
-        self.eos_ids = stop_ids
+        self.eos_ids = eos_ids
         self.live: dict[str, Submission] = {}
         self.counters = Counters()
         self._owners: dict[Request, tuple[Submission, Completion]] = {}
+        self._rows: dict[Request, SampleRow] = {}
 
     @property
     def has_work(self) -> bool:
@@ -138,6 +140,7 @@ class EngineCore:
             completion.logprobs = None if params.logprobs is None else []
             submission.completions.append(completion)
             self._owners[request] = (submission, completion)
+            self._rows[request] = self._sample_row(submission, request)
         if params.prompt_logprobs is not None:
             submission.prompt_logprobs = [None]
         try:
@@ -193,7 +196,7 @@ class EngineCore:
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
         """Runs the batch; if that raises, halves it until the request that makes it raise stands alone, and fails it."""
         try:
-            return self.runner.run(batch)
+            return self.runner.run(batch, self._rows)
         except Exception as error:
             if len(batch) > 1:
                 first, second = batch.halves()
@@ -260,7 +263,7 @@ class EngineCore:
         request = completion.request
         completion.kv = self.runner.cache.usage(request.request_id)
         self.scheduler.finish(request, reason, error=error)
-        del self._owners[request]
+        del self._owners[request], self._rows[request]
         if completion.detokenizer is not None and error is None:
             _extend(completion, completion.detokenizer.finish())
         if submission.finished:
@@ -285,6 +288,17 @@ class EngineCore:
         if submission.finished:
             del self.live[submission.request_id]
         submission.stream.put(submission.output())
+
+    def _sample_row(self, submission: Submission, request: Request) -> SampleRow:
+        stop_ids = [*self.eos_ids, *(request.params.stop_token_ids or ())]
+        return SampleRow(
+            request.params,
+            request.seed,
+            request.token_ids,
+            request.num_prompt_tokens,
+            stop_ids,
+            submission.bad_word_ids,
+        )
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:

@@ -227,11 +227,11 @@ class Engine:
         params = started.default_params if params is None else params
         params = validate_params(params, vocab_size=self.vocab_size)
         text, ids = self._tokenize(prompt, template_kwargs or {})
-        validate_prompt_ids(ids, self.vocab_size)
+        ids = validate_prompt_ids(ids, self.vocab_size)
         max_tokens = validate_lengths(len(ids), params.max_tokens, started.max_model_len)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         name = f"request-{next(self._ids)}" if request_id is None else request_id
-        return Submission(name, text, ids, params, max_tokens, seed, incremental)
+        return Submission(name, text, ids, params, max_tokens, seed, self._bad_word_ids(params), incremental)
 
     def _tokenize(self, prompt: Prompt | Messages, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
@@ -247,6 +247,15 @@ class Engine:
             text = tokenizer.apply_chat_template(prompt, **template_kwargs)
             return text, tokenizer.encode(text, add_special_tokens=False)
         raise RequestError("not a prompt", field="prompt", value=prompt, remedy="Give a string or a list of token ids")
+
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of each bad word, at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer", field="bad_words", value=params.bad_words)
+        spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in spellings]
 
     def _run_all(self, submissions: list[Submission], show_bar: bool) -> list[RequestOutput]:
         """Submits all, waits for all; whatever interrupts the wait aborts what is left."""

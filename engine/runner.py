@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from .kv.cache import KVCache
+from .request import Request
 from .sampler import SampledToken, Sampler, SampleRow, TokenLogprobs, token_logprobs
 
 
@@ -33,8 +35,11 @@ class Runner:
         self.sampler = Sampler()
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch) -> list[StepResult]:
-        """Computes the KV of every scheduled token and samples where a request's last known token was reached."""
+    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
+        """Computes the KV of every scheduled token and samples where a request's last known token was reached.
+
+        ``rows`` holds the sampling state of each request.
+        """
         items = batch.items
         ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
         positions = [p for item in items for p in range(item.start, item.end)]
@@ -42,11 +47,13 @@ class Runner:
         hidden = self.model(
             torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), step
         )
-        tokens = self._sample(hidden, items)
+        tokens = self._sample(hidden, items, rows)
         prompt = self._prompt_logprobs(hidden, items)
         return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)]
 
-    def _sample(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, SampledToken]:
+    def _sample(
+        self, hidden: Tensor, items: list[ScheduledRequest], rows: Mapping[Request, SampleRow]
+    ) -> dict[int, SampledToken]:
         last, sampling = -1, []
         for i, item in enumerate(items):
             last += item.num_tokens
@@ -56,8 +63,8 @@ class Runner:
             return {}
         if len(sampling) < len(hidden):
             hidden = hidden[torch.tensor([row for _, row in sampling], device=self.device)]
-        rows = [sample_row(items[i]) for i, _ in sampling]
-        sampled = self.sampler.sample(self.model.compute_logits(hidden), rows)
+        states = [rows[items[i].request] for i, _ in sampling]
+        sampled = self.sampler.sample(self.model.compute_logits(hidden), states)
         return {i: token for (i, _), token in zip(sampling, sampled, strict=True)}
 
     def _prompt_logprobs(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, list[TokenLogprobs]]:

@@ -81,12 +81,13 @@ def start(config: EngineConfig) -> Started:
     scheduler = Scheduler(
         cache.tables, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    stop_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
-    core = EngineCore(scheduler, Runner(loaded.model, cache, device), tokenizer, stop_ids)
+    declared = {"eos_token_id": list(model_config.eos_token_ids)}
+    eos_ids = frozenset(eos_token_ids(generation, declared, tokenizer.eos_token_id if tokenizer else None))
+    core = EngineCore(scheduler, Runner(loaded.model, cache, device), tokenizer, eos_ids)
     summary = _summarize(name, device, dtype, cache, max_model_len)
     applied = describe_defaults(generation)
     if applied:
-        summary.append(applied)
+        summary.append(f"Sampling defaults from generation_config.json: {applied}")
     for line in summary:
         logger.info(line)
     return Started(

@@ -1,0 +1,110 @@
+"""The arena's books: exact addresses on tiny arenas, then random histories checked after every event."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from qkv_engine.kv.arena import Arena, ArenaError, Slot
+
+
+def test_slots_come_in_address_order_and_slabs_fill_before_the_next_is_opened():
+    arena = Arena(4 * 64, 64)
+    assert [arena.allocate(32).address for _ in range(5)] == [0, 32, 64, 96, 128]
+    assert arena.used_nbytes == 160 and arena.num_free(32) == 3
+
+
+def test_the_fullest_slab_is_filled_first():
+    arena = Arena(2 * 128, 128)
+    slots = [arena.allocate(32) for _ in range(8)]
+    for slot in (slots[0], slots[1], slots[5]):  # slab 0 keeps two slots, slab 1 three
+        arena.release(slot)
+    assert [arena.allocate(32).address for _ in range(3)] == [160, 0, 32]
+
+
+def test_an_empty_slab_serves_another_size():
+    arena = Arena(64, 64)
+    small = [arena.allocate(16) for _ in range(4)]
+    assert arena.allocate(64) is None
+    for slot in small:
+        arena.release(slot)
+    assert arena.allocate(64).address == 0
+    arena.check_integrity()
+
+
+def test_a_size_that_does_not_divide_the_slab_wastes_only_the_rest():
+    arena = Arena(2 * 100, 100)
+    assert arena.num_free(30) == 6
+    addresses = [arena.allocate(30).address for _ in range(6)]
+    assert addresses == [0, 30, 60, 100, 130, 160]
+    assert arena.allocate(30) is None
+
+
+def test_shared_slots_live_until_the_last_owner_lets_go():
+    arena = Arena(64, 64)
+    slot = arena.allocate(64)
+    arena.retain(slot)
+    arena.release(slot)
+    assert arena.used_nbytes == 64
+    arena.release(slot)
+    assert arena.used_nbytes == 0 and arena.peak_nbytes == 64
+
+
+@pytest.mark.parametrize("misuse", ["release", "retain"])
+def test_a_dead_slot_is_refused_even_when_its_address_lives_again(misuse: str):
+    arena = Arena(64, 64)
+    stale = arena.allocate(64)
+    arena.release(stale)
+    assert arena.allocate(64).address == stale.address
+    with pytest.raises(ArenaError, match="not alive"):
+        getattr(arena, misuse)(stale)
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Random allocations, shares and releases against a map from bytes to owners."""
+
+    SIZES = (16, 24, 40, 64, 128)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(6 * 128, 128)
+        self.live: list[Slot] = []
+
+    @rule(size=st.sampled_from(SIZES))
+    def allocate(self, size: int) -> None:
+        could = self.arena.num_free(size)
+        slot = self.arena.allocate(size)
+        assert (slot is not None) == (could > 0)
+        if slot is not None:
+            assert self.arena.num_free(size) == could - 1
+            self.live.append(slot)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.live))
+        self.arena.retain(slot)
+        self.live.append(slot)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.live) - 1))
+        self.arena.release(self.live.pop(index))
+
+    @invariant()
+    def every_byte_has_at_most_one_slot(self) -> None:
+        self.arena.check_integrity()
+        owner: dict[int, Slot] = {}
+        for slot in set(self.live):
+            assert slot.refs == sum(other is slot for other in self.live)
+            for byte in range(slot.address, slot.address + slot.nbytes):
+                assert byte < self.arena.nbytes and byte not in owner
+                owner[byte] = slot
+        assert len(owner) == self.arena.used_nbytes
+
+
+TestArenaMachine = ArenaMachine.TestCase
+TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
