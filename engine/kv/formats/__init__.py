@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from qkv_engine.kernels.layout import Side, SideName
+
 
 @dataclass(frozen=True)
 class PageShape:
@@ -33,6 +35,10 @@ class Format(Protocol):
 
     def meta_nbytes(self, shape: PageShape) -> int: ...
 
+    def layout(self, shape: PageShape, side: SideName) -> Side:
+        """Where the bytes of one side of a page lie, for the kernels."""
+        ...
+
 
 def make_format(name: str, dtype: torch.dtype) -> Format:
     """The format called ``name`` in a model that computes in ``dtype``. Raises ``ConfigError`` for an unknown name."""
@@ -40,12 +46,16 @@ def make_format(name: str, dtype: torch.dtype) -> Format:
 
     from ...errors import ConfigError
     from .dense import Dense
+    from .uniform import uniform_formats
 
     formats: dict[str, Format] = {
         # An fp16 model keeps fp16 pages; bf16 would lose three bits of its mantissa.
         "dense16": Dense("dense16", torch.float16 if dtype == torch.float16 else torch.bfloat16),
         "dense32": Dense("dense32", torch.float32),
+        **uniform_formats(),
     }
     if name not in formats:
-        raise ConfigError("unknown KV format", field="format", value=name, remedy=f"Choose from {', '.join(formats)}")
+        raise ConfigError(
+            "unknown KV format", field="format", value=name, remedy=f"Choose from {', '.join(formats)}"
+        )
     return formats[name]

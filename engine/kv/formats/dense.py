@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qkv_engine.kernels.layout import DenseSide, SideName
+
 from . import PageShape
 
 
@@ -25,3 +27,8 @@ class Dense:
 
     def meta_nbytes(self, shape: PageShape) -> int:
         return 0
+
+    def layout(self, shape: PageShape, side: SideName) -> DenseSide:
+        return DenseSide(
+            self.dtype, shape.num_kv_heads, shape.num_tokens, shape.head_dim, self.codes_nbytes(shape)
+        )

@@ -1,0 +1,87 @@
+"""Where the bytes of a block lie: what kernels that read and write pages are told. The formats compute it.
+
+A block is one contiguous slot: layer after layer, the K side of the layer's page and then the V side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+Axis = Literal["channel", "token"]
+SideName = Literal["k", "v"]
+
+
+@dataclass(frozen=True)
+class DenseSide:
+    """One side of a page as ``[H, T, D]`` elements of ``dtype``."""
+
+    dtype: torch.dtype
+    num_kv_heads: int
+    num_tokens: int
+    head_dim: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class UniformSide:
+    """One side of a page as integer codes: x ~ min + code * range / (2^bits - 1), (min, range) fp16 per group.
+
+    Codes (offset 0): per head ``head_codes_nbytes``, plane sets as in ``kernels.bits``.
+    Metadata (``meta_offset``): per head ``head_meta_nbytes`` of fp16,
+        axis channel: ``[2 (min, range)][num_groups][D]``, a group being ``group`` tokens of one channel;
+        axis token:   ``[num_groups][meta_lanes][meta_planes][2 (min, range)]``, a group being ``group`` channels
+        of one token, token t at lane t % meta_lanes of plane t // meta_lanes.
+    Top (``top_offset``): the largest range of each head, ``[H]`` fp16.
+    All offsets and strides are multiples of 16 bytes from the start of the side.
+    """
+
+    side: SideName
+    bits: int
+    axis: Axis
+    group: int
+    num_groups: int
+    num_kv_heads: int
+    num_tokens: int
+    head_dim: int
+    head_codes_nbytes: int
+    head_meta_nbytes: int
+    meta_offset: int
+    top_offset: int
+    nbytes: int
+
+    @property
+    def max_code(self) -> int:
+        return int(2**self.bits - 1)
+
+    @property
+    def meta_planes(self) -> int:
+        """Token planes of the metadata tile: as the codes', at most 4 (the integer dot is 32 tokens deep)."""
+        return {8: 1, 4: 2}.get(self.bits, 4)
+
+    @property
+    def meta_lanes(self) -> int:
+        return self.num_tokens // self.meta_planes
+
+
+Side = DenseSide | UniformSide
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The sides of all layers in slot order: K of layer 0, V of layer 0, K of layer 1, ..."""
+
+    sides: tuple[Side, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Bytes from the start of the slot to each side."""
+        return tuple(accumulate((side.nbytes for side in self.sides[:-1]), initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in self.sides)
