@@ -1,9 +1,9 @@
 """Codes of 1, 2, 3, 4 or 8 bits in byte planes along tokens.
 
 A plane set of width w over T tokens has T * w / 8 lanes; token t is bits [w * p, w * p + w) of byte lane
-t % lanes, p = t // lanes. So one shift and one ``and`` on a whole tile give a run of consecutive tokens. K keeps
-its lanes as rows, ``[lanes, D]``, and V as columns, ``[D, lanes]``: each is the operand an attention dot wants.
-Codes of 3 bits are a set of the low 2 bits followed by a set of the high bit.
+t % lanes, p = t // lanes. So one shift and one ``and`` on a whole tile give a run of consecutive tokens.
+K keeps its lanes as rows, ``[lanes, D]``, and V as columns, ``[D, lanes]``: each is the operand an attention
+dot wants. Codes of 3 bits are a set of the low 2 bits followed by a set of the high bit.
 """
 
 from __future__ import annotations

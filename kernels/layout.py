@@ -29,13 +29,13 @@ class DenseSide:
 
 @dataclass(frozen=True)
 class UniformSide:
-    """One side of a page as integer codes: x ~ min + code * range / (2^bits - 1), (min, range) fp16 per group.
+    """One side of a page as integer codes, x ~ min + code * range / (2^bits - 1), (min, range) per group.
 
     Codes (offset 0): per head ``head_codes_nbytes``, plane sets as in ``kernels.bits``.
     Metadata (``meta_offset``): per head ``head_meta_nbytes`` of fp16,
         axis channel: ``[2 (min, range)][num_groups][D]``, a group being ``group`` tokens of one channel;
-        axis token:   ``[num_groups][meta_lanes][meta_planes][2 (min, range)]``, a group being ``group`` channels
-        of one token, token t at lane t % meta_lanes of plane t // meta_lanes.
+        axis token:   ``[num_groups][meta_lanes][meta_planes][2 (min, range)]``, a group being ``group``
+        channels of one token, token t at lane t % meta_lanes of plane t // meta_lanes.
     Top (``top_offset``): the largest range of each head, ``[H]`` fp16.
     All offsets and strides are multiples of 16 bytes from the start of the side.
     """

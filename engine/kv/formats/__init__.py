@@ -41,7 +41,10 @@ class Format(Protocol):
 
 
 def make_format(name: str, dtype: torch.dtype) -> Format:
-    """The format called ``name`` in a model that computes in ``dtype``. Raises ``ConfigError`` for an unknown name."""
+    """The format called ``name`` in a model that computes in ``dtype``.
+
+    Raises ``ConfigError`` for an unknown name.
+    """
     import torch
 
     from ...errors import ConfigError

@@ -22,10 +22,11 @@ SIDE_ALIGN = 128  # bytes: a cache line, so that no row of codes straddles two
 class Uniform:
     """x ~ min + code * range / (2^bits - 1) over groups of ``group`` elements along one axis.
 
-    ``axis`` "channel": a group is ``group`` tokens of one channel (KIVI's K). "token": ``group`` channels of one
-    token (V, and PM-KVQ's K); the last group of a head is smaller if ``group`` does not divide the head dim, and a
-    group larger than the head is the whole head. Raises ``ConfigError`` for other bits, axes or groups.
-    Source: KIVI (arXiv 2402.02750), with (min, range) for (scale, zero) so that a demotion changes codes only.
+    ``axis`` "channel": a group is ``group`` tokens of one channel (KIVI's K). "token": ``group`` channels of
+    one token (V, and PM-KVQ's K); the last group of a head is smaller if ``group`` does not divide the head
+    dim, and a group larger than the head is the whole head. Raises ``ConfigError`` for other bits, axes or
+    groups.
+    Source: KIVI (arXiv 2402.02750); (min, range) for (scale, zero), so that a demotion changes codes only.
     """
 
     bits: int
