@@ -37,16 +37,17 @@ STEPS_PER_CHAR, CHARS_PER_CHAR = 4, 8
 CHARS_PER_STEP = 256  # string work that counts as one step
 MAX_INT_BITS = 4096
 
-FILTERS = frozenset(
+FILTERS = (
     "abs capitalize count d default dictsort e escape first float groupby int items last length list lower "
-    "map max min reject rejectattr reverse safe select selectattr sort title trim unique upper".split()  # noqa: SIM905
+    "map max min reject rejectattr reverse safe select selectattr sort title trim unique upper"
+)
+STR_METHODS = (
+    "capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric "
+    "isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex "
+    "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
 )
 METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(
-        "capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric "
-        "isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex "
-        "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split()  # noqa: SIM905
-    ),
+    str: frozenset(STR_METHODS.split()),
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
     list: frozenset({"copy", "count", "index"}),
     tuple: frozenset({"count", "index"}),
@@ -195,10 +196,10 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
         budget.check_chars(len(left) + len(right))
     elif operator == "*" and sized and isinstance(right, int):
         budget.check_chars(len(left) * max(right, 0))
-    elif is_int and operator == "*" and left.bit_length() + right.bit_length() > MAX_INT_BITS:
-        raise SecurityError("a number is too large")
-    elif is_int and operator == "**" and left.bit_length() * abs(right) > MAX_INT_BITS:
-        raise SecurityError("a number is too large")
+    elif is_int and operator in ("*", "**"):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_INT_BITS:
+            raise SecurityError("a number is too large")
 
 
 def _range(*args: int) -> range:
@@ -237,7 +238,7 @@ OWN_FILTERS: dict[str, Callable[..., Any]] = {
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks what the assistant wrote; here it is just its body."""
+    """``{% generation %} ... {% endgeneration %}`` marks the assistant's words; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -267,7 +268,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions = [_Generation, loopcontrols]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_finalize)
-        metered = {name: _spend_input(self.filters[name]) for name in FILTERS}
+        metered = {name: _spend_input(self.filters[name]) for name in FILTERS.split()}
         self.filters = {**metered, **OWN_FILTERS}
         kept = {name: self.globals[name] for name in ("dict", "namespace")}
         self.globals = {

@@ -1,5 +1,7 @@
-"""Streams a request's text as its tokens arrive, and finds its stop strings. End-of-sequence and stop token ids are the
-engine's business."""
+"""Streams a request's text as its tokens arrive, and finds its stop strings.
+
+Token ids that end a sequence are the engine's business.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from .tokenizer import Tokenizer
 class Detokenizer:
     """Text of one request. The deltas, joined, are the decoded output up to the first stop string.
 
-    First means the match that is complete earliest, and of those the longest: a rule that does not depend on how the
-    text is cut into tokens. Text that may turn out to be the beginning of a stop string is held back. As in vLLM a match
-    counts only if it is completed by a token after the first ``min_tokens``.
+    First means the match that is complete earliest, and of those the longest: a rule that does not depend on
+    how the text is cut into tokens. Text that may turn out to begin a stop string is held back. As in vLLM a
+    match counts only if it is completed by a token after the first ``min_tokens``.
     """
 
     __slots__ = ("_held", "_includes_stop", "_matcher", "_node", "_num_pending", "_stream", "stopped")
@@ -51,7 +53,7 @@ class Detokenizer:
         return self._release(text, may_stop=True) if text else ""
 
     def finish(self) -> str:
-        """The rest of the text. May still find a stop string in bytes that were waiting for the end of a run."""
+        """The rest of the text; it may still hold a stop string."""
         if self.stopped is not None:
             return ""
         text = self._stream.finish()
@@ -77,7 +79,7 @@ class Detokenizer:
 
 
 class _Matcher:
-    """Aho-Corasick automaton over the stop strings. A node is the longest suffix of the text that begins one of them."""
+    """Aho-Corasick automaton over the stop strings; a node is the longest suffix that begins one."""
 
     def __init__(self, patterns: tuple[str, ...]):
         self.depth = [0]  # characters of the suffix a node stands for

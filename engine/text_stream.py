@@ -1,8 +1,8 @@
 """Text of a growing list of token ids, piece by piece. Knows decoders; knows nothing of stop strings.
 
-The pieces a stream gives, joined, are exactly what decoding all ids at once gives, and no piece ends inside a character.
-For the two decoders nearly every model has, byte level and byte fallback, a token's share is looked up in a table;
-anything else is decoded in a small window (as vLLM does).
+The pieces a stream gives, joined, are exactly what decoding all ids at once gives, and no piece ends inside a
+character. For the decoders nearly every model has, byte level and byte fallback, a token's share is looked up
+in a table; anything else is decoded in a small window (as vLLM does).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _byte_fallback_replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
-    """Replacements of a decoder Replace*, ByteFallback, Fuse, [Strip one leading space]; None for any other."""
+    """Replacements of a decoder Replace*, ByteFallback, Fuse, [Strip one leading space]; else None."""
     replaced = []
     while steps and steps[0].get("type") == "Replace" and "String" in steps[0]["pattern"]:
         replaced.append((steps[0]["pattern"]["String"], steps[0]["content"]))
@@ -193,12 +193,8 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself where printable, else the next free one from U+0100."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
+    """GPT-2's character for each byte: itself where printable, else the next free one from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 

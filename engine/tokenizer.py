@@ -1,4 +1,4 @@
-"""Tokenizer of a model folder: text to ids, ids to text, chat messages to ids. It does not stream (detokenizer.py)."""
+"""Tokenizer of a model folder: text to ids, ids to text, chat messages to ids."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ T = TypeVar("T")
 
 
 class Tokenizer:
-    """A ``tokenizers`` tokenizer with its model's special tokens and chat template. May be used from many threads."""
+    """A ``tokenizers`` tokenizer with its model's special tokens and chat template. Thread-safe."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None = None
     ):
         """``config`` is tokenizer_config.json. Raises ModelError."""
         self._backend = backend
-        self._special_tokens = {
-            name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name)))
-        }
+        self._special_tokens = _special_tokens(config)
         self.chat_template = chat_template
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
@@ -91,7 +89,7 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it stands inside a text: leading space kept, U+FFFD for part of a character."""
+        """Text of one token inside a text: leading space kept, U+FFFD for part of a character."""
         stream = self._decoder.stream(False, prompt_ids=(token_id,))
         return stream.push(token_id) + stream.finish()
 
@@ -100,7 +98,7 @@ class Tokenizer:
         return self._decoder.stream(skip_special_tokens, prompt_ids)
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences to forbid for ``SamplingParams.bad_words``: each word at the start of a text and after a space."""
+        """Token sequences that spell ``SamplingParams.bad_words``, with and without a space before."""
         forms = [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
         found = [self.encode(form, add_special_tokens=False) for form in forms]
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in found if ids)]
@@ -114,7 +112,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The conversation as prompt text. Raises RequestError, or ModelError if the model has no usable template."""
+        """The conversation as prompt text. Raises RequestError, or ModelError without a usable template."""
         variables = {**self._special_tokens, **template_kwargs}
         return self._compiled_template.render(
             messages, add_generation_prompt=add_generation_prompt, **variables
@@ -127,9 +125,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """The conversation as ids, equal to encoding ``apply_chat_template`` without adding a second BOS, but for one
-        thing: a special token written out in a message becomes ordinary text, so that a user cannot end a turn or speak
-        as the system. An assistant's messages are trusted. Raises RequestError, or ModelError without a usable template.
+        """The conversation as ids: ``apply_chat_template``, encoded without a second BOS.
+
+        A special token written out in a message stays ordinary text: a user cannot end a turn or speak
+        as the system; only an assistant's messages are trusted. Raises RequestError, or ModelError as above.
         """
         marked = [m if m["role"] == "assistant" else self._mark(m) for m in check_messages(messages)]
         text = self.apply_chat_template(
@@ -144,7 +143,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise ModelError(
                 "the model has no chat template",
-                remedy="Put a chat_template.jinja beside tokenizer.json, or use generate",
+                remedy="Put a chat_template.jinja beside tokenizer.json",
             )
         return ChatTemplate(self.chat_template)
 
@@ -176,7 +175,7 @@ class Tokenizer:
         return [self._mark(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_marked(self, text: str) -> list[int]:
-        """Encode the text as a whole, then replace each special token that came from a mark by its spelling."""
+        """Encode the text as a whole, then spell out each special token that came from a mark."""
         pieces = MARKED.split(text)  # text, number, text, number, ..., text
         spans, whole = [], pieces[0]
         for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -213,32 +212,26 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _set_sequence_tokens(self, config: Mapping[str, Any]) -> None:
-        """Honour ``add_bos_token`` and ``add_eos_token`` where tokenizer.json says otherwise, as transformers does."""
-        wanted = {"bos_token": config.get("add_bos_token"), "eos_token": config.get("add_eos_token")}
-        if not any(isinstance(flag, bool) for flag in wanted.values()):
+        """Honour ``add_bos_token`` and ``add_eos_token`` where tokenizer.json disagrees, like transformers."""
+        added = _contain(ModelError, "the tokenizer fails", self._backend.encode, "").ids
+        has_bos, has_eos = self.bos_token_id in added[:1], self.eos_token_id in added[-1:]
+        wants_bos, wants_eos = config.get("add_bos_token", has_bos), config.get("add_eos_token", has_eos)
+        if (bool(wants_bos), bool(wants_eos)) == (has_bos, has_eos):
             return
-        used = {
-            name: text
-            for name, flag in wanted.items()
-            if flag is True and (text := self._special_tokens.get(name))
-        }
-        ids = {text: self._backend.token_to_id(text) for text in used.values()}
-        expected = [ids[text] for text in used.values()]
-        if None in expected:
-            raise ModelError(
-                "names a token that tokenizer.json lacks", field="tokenizer_config.json", value=list(ids)
-            )
-        if _contain(ModelError, "the tokenizer fails", self._backend.encode, "").ids != expected:
-            parts = [used.get("bos_token"), "$A", used.get("eos_token")]
-            self._backend.post_processor = TemplateProcessing(
-                single=[part for part in parts if part], special_tokens=list(ids.items())
-            )
+        bos = self._special_tokens.get("bos_token") if wants_bos else None
+        eos = self._special_tokens.get("eos_token") if wants_eos else None
+        ids = {text: self._backend.token_to_id(text) for text in (bos, eos) if text}
+        if None in ids.values():
+            raise ModelError(f"tokenizer.json lacks a token that tokenizer_config.json names: {list(ids)}")
+        template = [part for part in (bos, "$A", eos) if part]
+        processor = TemplateProcessing(single=template, special_tokens=list(ids.items()))
+        self._backend.post_processor = processor
 
 
 def _contain(
     error_type: type[QKVError], message: str, call: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call into the Rust library. Its panics derive from BaseException, and must not end the engine's thread."""
+    """Call into the Rust library, whose panics derive from BaseException and must not end a thread."""
     try:
         return call(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -264,10 +257,13 @@ def _check_text(text: str | bytes) -> str:
     return text
 
 
-def _token_text(value: object) -> str | None:
-    """A special token in tokenizer_config.json: its text, or an object with ``content``."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens of tokenizer_config.json: each its text, or an object with ``content``."""
+    found = {name: config.get(name) for name in SPECIAL_NAMES}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def _read(file: Path) -> str:
@@ -293,12 +289,12 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _missing_remedy(path: Path) -> str:
     if any(path.glob("*.model")):
-        return "It has only a sentencepiece model; convert it once with transformers: AutoTokenizer(...).save_pretrained"
+        return "It has only a sentencepiece model; transformers' AutoTokenizer converts it and saves the file"
     return "Download the model again with its tokenizer files"
 
 
 def _check_expansion(backend: tokenizers.Tokenizer) -> None:
-    """Refuse chained replacements that blow a short text up until memory ends, which would abort the process."""
+    """Refuse chained replacements that blow a short text up until memory ends: that aborts the process."""
     for part in (backend.normalizer, backend.pre_tokenizer):
         state = json.loads(part.__getstate__()) if part is not None else {}
         if _expansion(state) > MAX_EXPANSION:
