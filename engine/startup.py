@@ -82,7 +82,7 @@ def start(config: EngineConfig) -> Started:
         cache.tables, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     declared = {"eos_token_id": list(model_config.eos_token_ids)}
-    eos_ids = frozenset(eos_token_ids(generation, declared, tokenizer.eos_token_id if tokenizer else None))
+    eos_ids = frozenset(eos_token_ids(generation, declared, tokenizer))
     core = EngineCore(scheduler, Runner(loaded.model, cache, device), tokenizer, eos_ids)
     summary = _summarize(name, device, dtype, cache, max_model_len)
     applied = describe_defaults(generation)
