@@ -38,10 +38,13 @@ class MarkdownBlocks:
         return blocks
 
     def finish(self) -> list[str]:
-        """The last block, now that the text has ended."""
-        tail = self.tail
-        self._lines, self._partial, self._fence = [], "", ""
-        return [tail] if tail else []
+        """What is left, now that the text has ended."""
+        if self._partial:
+            line, self._partial = self._partial, ""
+            self._add(line)
+        self._flush()
+        blocks, self._done = self._done, []
+        return blocks
 
     def _add(self, line: str) -> None:
         if self._fence:

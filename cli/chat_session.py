@@ -15,6 +15,7 @@ from .text import Part, Piece, ReplySplitter, sanitize
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, RequestOutput, SamplingParams
+    from qkv_engine.tokenizer import Tokenizer
 
 Message = dict[str, str]
 
@@ -47,6 +48,7 @@ class Turn:
     first_token_seconds: float | None = None
     tokens_per_second: float | None = None
     kv_nbytes: int = 0
+    kv_bits: float | None = None  # the lowest code bits any of its blocks reached
     finish_reason: str | None = None
     interrupted: bool = False
 
@@ -64,7 +66,8 @@ class Turn:
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.1f} tok/s")
         parts.append(f"context {self.context_tokens:,} of {max_model_len:,}")
-        parts.append(f"KV {format_size(self.kv_nbytes)}")
+        bits = f" at {self.kv_bits:g} bits" if self.kv_bits is not None else ""
+        parts.append(f"KV {format_size(self.kv_nbytes)}{bits}")
         return " · ".join(parts)
 
     def update(self, output: RequestOutput) -> None:
@@ -72,7 +75,7 @@ class Turn:
         completion, times = output.outputs[0], output.metrics
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_output_tokens = len(completion.token_ids)
-        self.finish_reason = completion.finish_reason
+        self.finish_reason, self.kv_bits = completion.finish_reason, output.kv.lowest_bits
         if times.first_token_time is None:
             return
         self.first_token_seconds = times.first_token_time - times.arrival_time
@@ -125,7 +128,7 @@ class _Pump:
         self._next_look = 0.0
 
     def run(self, outputs: Iterable[RequestOutput]) -> None:
-        """Pass on everything until the stream ends. Raises ``RequestError`` when the engine gives the request up."""
+        """Pass on everything until the stream ends. Raises ``RequestError`` if the engine gives it up."""
         self._reply.start()
         try:
             self._take_all(outputs)
@@ -185,11 +188,18 @@ def _assistant(turn: Turn) -> Message:
 
 
 def _splitter(engine: Engine, output: RequestOutput) -> ReplySplitter:
-    tail = engine.tokenizer.decode(output.prompt_token_ids[-8:], skip_special_tokens=False)
+    tail = _tokenizer(engine).decode(output.prompt_token_ids[-8:], skip_special_tokens=False)
     return ReplySplitter(_end_markers(engine), thinking=tail.rstrip().endswith("<think>"))
 
 
 def _end_markers(engine: Engine) -> list[str]:
     """The special tokens that are never part of a reply."""
     tags = {"<think>", "</think>"}
-    return [token for token in engine.tokenizer.special_tokens if token not in tags]
+    tokenizer = _tokenizer(engine)
+    texts = (tokenizer.decode([token_id], skip_special_tokens=False) for token_id in tokenizer.special_ids)
+    return [text for text in texts if text not in tags]
+
+
+def _tokenizer(engine: Engine) -> Tokenizer:
+    assert engine.tokenizer is not None, "a model without a tokenizer takes no messages"
+    return engine.tokenizer

@@ -34,6 +34,7 @@ class ChatInput:
     def __init__(self, thinking: Callable[[], str]):
         self._thinking = thinking
         self._is_unfolded = False
+        self._is_new = True  # nothing has been typed yet
         self._session: PromptSession[str] = PromptSession(
             history=_history(),
             completer=CommandCompleter(),
@@ -48,7 +49,9 @@ class ChatInput:
     def read(self) -> str:
         """One message. Raises ``EOFError`` on Ctrl-D."""
         self._is_unfolded = False
-        return self._session.prompt(self._message, placeholder=[("class:hint", _HINT)])
+        line = self._session.prompt(self._message, placeholder=self._placeholder)
+        self._is_new = False
+        return line
 
     def _message(self) -> StyleAndTextTuples:
         message: StyleAndTextTuples = [("class:prompt", "> ")]
@@ -57,6 +60,9 @@ class ChatInput:
         size = get_app().output.get_size()
         lines = _wrap(self._thinking(), size.columns)[-max(1, size.rows - _ROWS_KEPT) :]
         return [("class:thinking", "".join(f"{line}\n" for line in lines)), *message]
+
+    def _placeholder(self) -> StyleAndTextTuples:
+        return [("class:hint", _HINT)] if self._is_new and not get_app().is_done else []
 
     def _bindings(self) -> KeyBindings:
         keys = KeyBindings()

@@ -45,7 +45,8 @@ class ReplySplitter:
     """
 
     def __init__(self, drop: Iterable[str] = (), *, thinking: bool = False):
-        self._drop = tuple(drop)
+        drop = tuple(drop)
+        self._tags = {_State.THINKING: _Tags((*drop, _CLOSE)), _State.ANSWER: _Tags(drop)}
         self._state = _State.THINKING if thinking else _State.START
         self._held = ""
 
@@ -71,8 +72,7 @@ class ReplySplitter:
         """Take one bite of the held text; False when nothing more can be decided."""
         if self._state is _State.START:
             return self._open()
-        tags = (*self._drop, _CLOSE) if self.thinking else self._drop
-        text, tag, rest = _cut(self._held, tags)
+        text, tag, rest = self._tags[self._state].cut(self._held)
         if text:
             pieces.append(self._piece(text))
         self._held = rest
@@ -95,16 +95,19 @@ class ReplySplitter:
         return Piece(Part.THINKING if self.thinking else Part.ANSWER, text)
 
 
-def _cut(text: str, tags: tuple[str, ...]) -> tuple[str, str, str]:
-    """Split at the first of ``tags``; without one, keep back a suffix that may grow into one."""
-    found = [(text.find(tag), tag) for tag in tags if tag in text]
-    if found:
-        at, tag = min(found)
-        return text[:at], tag, text[at + len(tag) :]
-    held = max((_overlap(text, tag) for tag in tags), default=0)
-    return text[: len(text) - held], "", text[len(text) - held :]
+class _Tags:
+    """A few strings to look for in text that comes in pieces."""
 
+    def __init__(self, tags: Iterable[str]):
+        found = sorted(filter(None, tags), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, found)) or "(?!)")
+        self._beginnings = {tag[:n] for tag in found for n in range(1, len(tag))}
+        self._longest = max(map(len, found), default=0)
 
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest proper prefix of ``tag`` that ends ``text``."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    def cut(self, text: str) -> tuple[str, str, str]:
+        """Split at the first tag; without one, keep back an end that may grow into a tag."""
+        if match := self._pattern.search(text):
+            return text[: match.start()], match[0], text[match.end() :]
+        lengths = range(min(self._longest, len(text)), 0, -1)
+        held = next((n for n in lengths if text[-n:] in self._beginnings), 0)
+        return text[: len(text) - held], "", text[len(text) - held :]

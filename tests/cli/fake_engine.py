@@ -1,4 +1,4 @@
-"""An engine without a model: it answers from a script, through the interface the chat uses. Also a program of its own."""
+"""An engine without a model, which answers from a script. As a program: the command line with that engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ ANSWERS = {
     "markdown": "# Title\n\nSome *text*.\n\n```python\nprint(1)\n\nprint(2)\n```\n\nThe end.",
     "escape": "a\x1b[31mb\x9bc\x07",
     "slow": "word " * 400,
+    "slow but short": "word " * 30,
     "slow thinking": "<think>\n" + "hmm " * 400,
 }
 
 
 class FakeTokenizer:
-    """Every character is a token."""
+    """Every character is a token, but for a few special ones."""
 
-    special_tokens = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    specials = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    special_ids = frozenset(range(4))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
+        return "".join(self.specials[i] if i in self.special_ids else chr(i) for i in ids)
 
 
 class FakeEngine:
@@ -53,12 +55,14 @@ class FakeEngine:
         return ["Model fake on cpu in float32"]
 
     def stats(self) -> EngineStats:
-        counts = {name: 0 for name in EngineStats.__struct_fields__}
+        counts = dict.fromkeys(EngineStats.__struct_fields__, 0)
         known = {"model": "fake", "device": "cpu", "dtype": "float32", "kv": "bf16", "max_model_len": 8192}
         sizes = {"kv_bytes_total": 2**30, "kv_bytes_used": 2**20, "kv_tokens_capacity": 131072}
         return EngineStats(**{**counts, **known, **sizes, "effective_bits": 16.0})
 
-    def stream(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         self.prompts.append(messages)
         self.params.append(params)
         question = messages[-1]["content"]
@@ -66,7 +70,9 @@ class FakeEngine:
             raise RequestError("out of range", field="top_k", value=-5)
         if question == "die":
             raise EngineDeadError("the engine stopped")
-        return self._outputs(ANSWERS.get(question, f"echo: {question}"), delay=0.02 * question.startswith("slow"))
+        return self._outputs(
+            ANSWERS.get(question, f"echo: {question}"), delay=0.02 * question.startswith("slow")
+        )
 
     def _outputs(self, text: str, delay: float) -> Iterator[RequestOutput]:
         metrics = RequestMetrics(arrival_time=time.monotonic())

@@ -1,0 +1,145 @@
+"""The interactive chat on a real pseudo-terminal."""
+
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pty = pytest.importorskip("pty")
+termios = pytest.importorskip("termios")
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_engine.py")), "chat"]
+CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+CTRL_C, CTRL_D, CTRL_T = b"\x03", b"\x04", b"\x14"
+
+
+class Terminal:
+    """A chat on the other side of a pty."""
+
+    def __init__(self, home: Path):
+        self.fd, child_fd = pty.openpty()
+        termios.tcsetwinsize(child_fd, (40, 100))
+        self.before = termios.tcgetattr(child_fd)
+        environ = os.environ | {
+            "TERM": "xterm-256color",
+            "XDG_STATE_HOME": str(home),
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+        }
+        self.child = subprocess.Popen(
+            PROGRAM,
+            stdin=child_fd,
+            stdout=child_fd,
+            stderr=child_fd,
+            env=environ,
+            start_new_session=True,
+            preexec_fn=lambda: _take_terminal(child_fd),
+        )
+        self.child_fd = child_fd
+        self.seen = ""
+
+    def send(self, data: bytes) -> None:
+        os.write(self.fd, data)
+
+    def expect(self, text: str, timeout: float = 20.0) -> str:
+        """Everything up to ``text``, without terminal codes."""
+        deadline = time.monotonic() + timeout
+        while text not in (plain := CODES.sub("", self.seen)):
+            assert time.monotonic() < deadline, f"{text!r} not in {plain!r}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.seen += os.read(self.fd, 65536).decode(errors="replace")
+        self.seen = plain[plain.index(text) + len(text) :]
+        return plain
+
+    def drain(self) -> None:
+        while select.select([self.fd], [], [], 0.05)[0]:
+            try:
+                os.read(self.fd, 65536)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        os.close(self.fd)
+        os.close(self.child_fd)
+
+
+def _take_terminal(fd: int) -> None:
+    import fcntl
+
+    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    opened = Terminal(tmp_path)
+    yield opened
+    opened.close()
+
+
+def wait_for_prompt(terminal: Terminal) -> None:
+    terminal.expect("> ")
+
+
+def test_a_conversation(terminal: Terminal, tmp_path: Path):
+    terminal.expect("Model fake on cpu")
+    wait_for_prompt(terminal)
+    terminal.send(b"What is 47*86?\r")
+    terminal.expect("thought for")
+    terminal.expect("4042")
+    terminal.expect("KV 1.0 MiB")
+    wait_for_prompt(terminal)
+    terminal.send(CTRL_T)
+    terminal.expect("47*80=3760")
+    terminal.send(b"first\\\rsecond\x1b\rthird\r")
+    terminal.expect("echo: first\nsecond\nthird")
+    terminal.expect("KV 1.0 MiB")
+    terminal.send(b"fail\r")
+    terminal.expect("top_k=-5: out of range")
+    wait_for_prompt(terminal)
+    terminal.send(b"half a line" + CTRL_C + b"/exit\r")
+    assert terminal.child.wait(20) == 0
+    history = tmp_path / "qkv-engine" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600 and "47*86" in history.read_text()
+
+
+def test_ctrl_c_stops_the_reply_and_ctrl_d_leaves(terminal: Terminal):
+    wait_for_prompt(terminal)
+    terminal.send(b"slow\r")
+    terminal.expect("word word")
+    terminal.send(CTRL_C)
+    terminal.expect("stopped")
+    wait_for_prompt(terminal)
+    terminal.send(b"hello\r")
+    terminal.expect("echo: hello")
+    terminal.expect("KV 1.0 MiB")
+    wait_for_prompt(terminal)
+    terminal.send(CTRL_D)
+    terminal.drain()
+    assert terminal.child.wait(20) == 0
+    assert termios.tcgetattr(terminal.child_fd)[3] == terminal.before[3], "echo is back"
+
+
+def test_what_is_typed_while_a_reply_streams_waits_for_the_prompt(terminal: Terminal):
+    wait_for_prompt(terminal)
+    terminal.send(b"slow but short\r")
+    terminal.expect("word word")
+    terminal.send(b"next question\r")
+    terminal.expect("KV 1.0 MiB")
+    terminal.expect("echo: next question")
+
+
+def test_sigterm_restores_the_terminal(terminal: Terminal):
+    wait_for_prompt(terminal)
+    terminal.send(b"slow\r")
+    terminal.expect("word word")
+    terminal.child.terminate()
+    terminal.drain()
+    assert terminal.child.wait(20) == 143
+    assert termios.tcgetattr(terminal.child_fd)[3] == terminal.before[3]

@@ -1,0 +1,128 @@
+"""What is on the screen in the end is what was committed, and only lines that changed are written."""
+
+import io
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from qkv_engine.cli.chat_render import ChatMarkdown, TerminalReply, ThinkMode
+from qkv_engine.cli.live_tail import LiveTail, render_lines
+
+
+def terminal(width: int = 60, height: int = 20) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=width,
+        height=height,
+        color_system=None,
+        _environ={},
+        highlight=False,
+    )
+
+
+def screen(written: str) -> list[str]:
+    """The lines a terminal without end shows; the few codes a tail uses, and nothing else."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[\d*[AJ]|\r|\n)", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1])
+        elif part == "\x1b[J":
+            del lines[row + 1 :]
+            lines[row] = ""
+        elif part != "\r":
+            lines[row] += re.sub(r"\x1b\[[\d;]*m", "", part)
+    return lines
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+LINES = st.lists(st.sampled_from(["a", "b", "c"]), max_size=6)
+
+
+@given(st.lists(st.tuples(st.booleans(), LINES), max_size=8))
+def test_the_screen_shows_what_was_committed_and_the_last_drawing(steps: list[tuple[bool, list[str]]]):
+    console = terminal()
+    tail, kept, drawn = LiveTail(console), [], []
+    for is_final, lines in steps:
+        if is_final:
+            tail.commit(lines)
+            kept, drawn = kept + lines, []
+        else:
+            tail.draw(lines)
+            drawn = lines
+        assert screen(written(console)) == [*kept, *drawn, ""]
+
+
+def test_a_line_that_stays_is_not_written_again():
+    console = terminal()
+    tail = LiveTail(console)
+    tail.draw(["same", "old"])
+    tail.draw(["same", "new"])
+    assert written(console).count("same") == 1
+
+
+def test_a_tail_taller_than_the_screen_shows_its_end_and_is_committed_whole():
+    console = terminal(height=6)
+    tail = LiveTail(console)
+    lines = [str(n) for n in range(10)]
+    tail.draw(lines)
+    assert screen(written(console)) == ["6", "7", "8", "9", ""]
+    tail.commit(lines)
+    assert screen(written(console)) == [*lines, ""]
+
+
+def test_after_a_resize_nothing_above_is_touched():
+    console = terminal()
+    tail = LiveTail(console)
+    tail.draw(["a"])
+    console.width = 30
+    tail.draw(["b"])
+    assert "\x1b" not in written(console)
+
+
+def test_a_streamed_answer_ends_as_the_whole_would_be_rendered():
+    text = "# T\n\nSome *text*.\nNext line.\n\n```python\nx = 1\n\ny = 2\n```\n\n- a\n- b\n\n<b>tag</b>\n"
+    console, ticks = terminal(), iter(range(10**6))
+    reply = TerminalReply(console, ThinkMode.FOLD, clock=lambda: next(ticks))
+    reply.start()
+    for character in text:
+        reply.answer(character)
+    reply.end()
+    shown = [line for line in screen(written(console)) if line]
+    assert shown == ["T", "Some text.", "Next line.", "  x = 1", "  y = 2", " • a", " • b", "<b>tag</b>"]
+
+
+def test_thinking_folds_stays_or_hides():
+    shown = {}
+    for mode in ThinkMode:
+        console, ticks = terminal(), iter(range(10**6))
+        reply = TerminalReply(console, mode, clock=lambda ticks=ticks: next(ticks))
+        reply.start()
+        reply.think("first\nsec", 3)
+        reply.think("ond", 4)
+        reply.think_end(1.23, 4)
+        reply.answer("42")
+        reply.end()
+        shown[mode] = screen(written(console))
+    assert shown[ThinkMode.SHOW] == ["first", "second", "thought for 1.2 s, 4 tokens", "", "42", ""]
+    assert shown[ThinkMode.FOLD] == ["thought for 1.2 s, 4 tokens", "", "42", ""]
+    assert shown[ThinkMode.HIDE] == ["42", ""]
+
+
+def test_no_markup_brings_an_escape_sequence_back():
+    console = terminal()
+    lines = render_lines(
+        console, ChatMarkdown("&#27;[31m &#x9b;2J [x](javascript:1) ![i](http://h/p.png) `&#27;`")
+    )
+    assert not re.search(
+        r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x80-\x9f]|\x1b[^\[]|\x1b\[[\d;]*[^m\d;]", "\n".join(lines)
+    )
