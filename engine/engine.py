@@ -297,12 +297,12 @@ class RequestStream(Iterator[RequestOutput]):
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict):
+    """``prompts`` as a list: one prompt, also one given as token ids, counts as a list of one."""
+    if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Sequence):
         return [prompts]
-    listed = list(prompts)
-    if listed and isinstance(listed[0], int) and not isinstance(listed[0], bool):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
+    if all(isinstance(item, str | dict | Sequence) for item in prompts):
+        return list(prompts)
+    return [list(prompts)]  # type: ignore[arg-type]
 
 
 def _final(submission: Submission) -> RequestOutput:

@@ -247,13 +247,13 @@ def test_threads_and_event_loops_at_once(demo_engine: Engine):
         ("x", SamplingParams(top_p=0.0), "top_p"),
         ("x", SamplingParams(max_tokens=0), "max_tokens"),
         ("x", SamplingParams(stop_token_ids=[5000]), "stop_token_ids"),
-        (7, None, "prompt"),
+        ({"text": "x"}, None, "not a prompt"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(demo_engine: Engine, prompt, params, message: str):
     before = demo_engine.stats().num_requests
     with pytest.raises(RequestError, match=message):
-        demo_engine.generate([[5, 6], prompt] if prompt != 7 else prompt, params)
+        demo_engine.generate([[5, 6], prompt], params)
     with pytest.raises(RequestError, match=message):
         demo_engine.stream(prompt, params)
     assert demo_engine.stats().num_requests == before
@@ -342,7 +342,7 @@ def test_a_row_of_nan_logits_fails_alone(demo_engine: Engine, monkeypatch: pytes
 
 def test_a_closed_engine_says_so_and_ends_its_streams():
     engine = Engine(kv_memory="16MiB")
-    stream = engine.stream([5, 6, 7], LONG.__class__(temperature=0.0, max_tokens=1500, ignore_eos=True))
+    stream = engine.stream([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True))
     next(stream)
     engine.close()
     engine.close()
