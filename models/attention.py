@@ -27,7 +27,7 @@ class AttentionBatch(Protocol):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer, with the projection biases and q/k norm that ``config`` asks for."""
+    """Grouped-query attention of one layer, with the biases and the q/k norm that ``config`` asks for."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -50,10 +50,11 @@ class Attention(nn.Module):
         num_rotated = self.num_heads + self.num_kv_heads
         qkv = self.qkv_proj(x).view(num_tokens, num_rotated + self.num_kv_heads, self.head_dim)
         # q and k are normalised and rotated as one tensor: half as many operators.
-        qk, v = qkv.split((num_rotated, self.num_kv_heads), dim=1)
+        qk, v = qkv.split_with_sizes((num_rotated, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = apply_rope(qk, cos, signed_sin).split((self.num_heads, self.num_kv_heads), dim=1)
+        qk = apply_rope(qk, cos, signed_sin)
+        q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         attended = batch.attend(self.layer, q, k, v)
         out: Tensor = self.o_proj(attended.reshape(num_tokens, self.num_heads * self.head_dim), residual)
         return out

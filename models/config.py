@@ -153,7 +153,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _refuse_sliding_window(fields: Fields, architecture: str) -> None:
-    """Every layer must attend to the whole context; a window no shorter than the context is the same thing."""
+    """Every layer must attend to the whole context, which a window no shorter than it also does."""
     max_positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS)
     window = None
     if architecture == "MistralForCausalLM":

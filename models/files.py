@@ -77,7 +77,7 @@ def read_into(file: FileIO, offset: int, buffer: memoryview, name: str) -> None:
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:
-    """Strict JSON: UTF-8, no repeated keys, no NaN or Infinity. ``ModelError`` names ``where`` it came from."""
+    """Strict JSON: UTF-8, no repeated keys, no NaN or Infinity. ``ModelError`` names ``where`` it is from."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:

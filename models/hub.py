@@ -1,6 +1,4 @@
-"""Fetching a model from the Hugging Face Hub into its cache; what is in the cache is then read like a local
-folder.
-"""
+"""Fetching a model from the Hugging Face Hub into its cache, which is then read like a local folder."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """A decoder with its output embedding. Built by the loader, which also fills and packs it; holds no KV."""
+    """A decoder with its output embedding. The loader builds, fills and packs it; it holds no KV."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

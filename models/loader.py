@@ -54,7 +54,7 @@ def load_model(
     token: str | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """Load ``model``: a local folder, a Hub name ``org/name``, or with ``load_format="random"`` also a name in SHAPES.
+    """Load a local folder, a Hub name ``org/name`` or, with ``load_format="random"``, a name in SHAPES.
 
     ``dtype`` "auto" is the checkpoint's on a GPU and float32 on the CPU. ``revision`` and ``token`` are for
     the Hub. "random" makes seeded weights on the device and reads no checkpoint. Raises ``ConfigError`` for a
@@ -180,7 +180,7 @@ def _load_checkpoint(
 
 
 def _check_tensors(checkpoint: Checkpoint, slots: dict[str, Slot], config: ModelConfig) -> None:
-    """Names, shapes and dtypes agree in both directions; a tied output embedding may be stored a second time."""
+    """Names, shapes and dtypes must agree both ways; a tied output embedding may be stored as well."""
     files = ", ".join(checkpoint.file_names[:3])
     missing = slots.keys() - checkpoint.tensors.keys()
     if missing:
@@ -222,7 +222,7 @@ def _check_tied(checkpoint: Checkpoint, table: Tensor) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for loads that take a while, if somebody is watching; yields what advances it by bytes."""
+    """A bar on stderr for long loads on a terminal; yields the function that advances it by bytes."""
     if total < _PROGRESS_FROM_BYTES or not sys.stderr.isatty():
         yield lambda nbytes: None
         return

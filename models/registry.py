@@ -1,4 +1,4 @@
-"""Architecture name, as in ``config.json``, to model class. A new architecture is one file and one line here."""
+"""Architecture name in ``config.json`` to model class: a new one is a file and a line here."""
 
 from __future__ import annotations
 

@@ -21,19 +21,23 @@ def can_pack(weight: Tensor) -> bool:
 
 def pack_weight(weight: Tensor) -> Tensor:
     """Weight ``[O, I]`` as an opaque oneDNN tensor; a copy, the caller drops the original."""
-    return _reorder(weight.detach().contiguous(), _TUNED_ROWS)
+    packed: Tensor = _reorder(weight.detach().contiguous(), _TUNED_ROWS)
+    return packed
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Same contract as ``qkv_engine.kernels.linear.linear`` for a packed weight."""
+    out: Tensor
     if residual is None:
-        return _product(x, weight, bias, "none", [], "")
-    return _product_add(x, residual, weight, bias, "add")
+        out = _product(x, weight, bias, "none", [], "")
+    else:
+        out = _product_add(x, residual, weight, bias, "add")
+    return out
 
 
 def _packed_dtypes() -> frozenset[torch.dtype]:
     ops = torch.ops.mkldnn
-    if not (torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise")):
+    if not (torch._C._has_mkldnn and hasattr(ops, "_linear_pointwise")):
         return frozenset()
     supported = {torch.float32}
     if ops._is_mkldnn_bf16_supported():

@@ -1,4 +1,4 @@
-"""An ``AttentionBatch`` that keeps every key and value in float, for one request after another: the tests' oracle."""
+"""An ``AttentionBatch`` that keeps every key and value of one request: the tests' oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DenseBatch:
-    """Causal grouped-query attention over one growing sequence; ``attend`` may be called with any number of tokens."""
+    """Causal grouped-query attention over one sequence, which grows by any number of tokens a step."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
