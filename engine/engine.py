@@ -106,7 +106,9 @@ class Engine:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(each)} sampling parameters for {len(many)} prompts", field="params")
-        return self._run_all([self._prepare(p, s, None, False) for p, s in zip(many, each, strict=True)], use_tqdm)
+        return self._run_all(
+            [self._prepare(p, s, None, False) for p, s in zip(many, each, strict=True)], use_tqdm
+        )
 
     def chat(
         self,
@@ -185,7 +187,7 @@ class Engine:
             kv_bytes_peak=cache.arena.peak_nbytes,
             kv_bytes_codes=0,
             kv_bytes_meta=0,
-            kv_bytes_dense=cache.arena.used_nbytes,
+            kv_bytes_dense=cache.arena.peak_nbytes,
             kv_tokens_capacity=cache.tables.capacity,
             effective_bits=rung.effective_bits,
         )
@@ -233,20 +235,22 @@ class Engine:
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         return Submission(name, text, ids, params, max_tokens, seed, self._bad_word_ids(params), incremental)
 
-    def _tokenize(self, prompt: Prompt | Messages, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: object, template_kwargs: dict[str, Any]) -> tuple[str | None, list[Any]]:
+        """The text of a prompt, if it has one, and its token ids, which are not checked yet."""
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
-            return None, list(prompt)
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise RequestError("this model has no tokenizer", field="prompt", remedy="Give a list of token ids")
+            return None, prompt
+        if not isinstance(prompt, str | list):
+            remedy = "Give a string or a list of token ids"
+            raise RequestError("not a prompt", field="prompt", value=prompt, remedy=remedy)
+        if self.tokenizer is None:
+            remedy = "Give a list of token ids"
+            raise RequestError("this model has no tokenizer", field="prompt", value=prompt, remedy=remedy)
         if isinstance(prompt, str):
-            return prompt, tokenizer.encode(prompt)
-        if isinstance(prompt, list):
-            text = tokenizer.apply_chat_template(prompt, **template_kwargs)
-            return text, tokenizer.encode(text, add_special_tokens=False)
-        raise RequestError("not a prompt", field="prompt", value=prompt, remedy="Give a string or a list of token ids")
+            return prompt, self.tokenizer.encode(prompt)
+        text = self.tokenizer.apply_chat_template(prompt, **template_kwargs)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of each bad word, at the start of a text and after a space."""
@@ -296,13 +300,13 @@ class RequestStream(Iterator[RequestOutput]):
         self.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: object) -> list[Any]:
     """``prompts`` as a list: one prompt, also one given as token ids, counts as a list of one."""
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Sequence):
         return [prompts]
     if all(isinstance(item, str | dict | Sequence) for item in prompts):
         return list(prompts)
-    return [list(prompts)]  # type: ignore[arg-type]
+    return [list(prompts)]
 
 
 def _final(submission: Submission) -> RequestOutput:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from .kv.cache import KVCache
 from .kv.ladder import Ladder, build_ladder
 from .memory import default_kv_memory, free_memory
 from .request import SamplingParams
-from .runner import Runner
+from .runner import CausalLM, Runner
 from .tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
 
@@ -81,9 +81,9 @@ def start(config: EngineConfig) -> Started:
     scheduler = Scheduler(
         cache.tables, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    declared = {"eos_token_id": list(model_config.eos_token_ids)}
-    eos_ids = frozenset(eos_token_ids(generation, declared, tokenizer))
-    core = EngineCore(scheduler, Runner(loaded.model, cache, device), tokenizer, eos_ids)
+    eos_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
+    runner = Runner(cast(CausalLM, loaded.model), cache, device)
+    core = EngineCore(scheduler, runner, tokenizer, eos_ids)
     summary = _summarize(name, device, dtype, cache, max_model_len)
     applied = describe_defaults(generation)
     if applied:
@@ -91,7 +91,16 @@ def start(config: EngineConfig) -> Started:
     for line in summary:
         logger.info(line)
     return Started(
-        core, name, model_config, tokenizer, default_params(generation), max_model_len, device, dtype, ladder, summary
+        core,
+        name,
+        model_config,
+        tokenizer,
+        default_params(generation),
+        max_model_len,
+        device,
+        dtype,
+        ladder,
+        summary,
     )
 
 
@@ -136,7 +145,9 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
     free = free_memory(device)
     if config.kv_memory is None:
-        most = config.max_num_seqs * -(-limit // BLOCK_TOKENS) * ladder.widest.block_nbytes
+        # One block more for each: the scheduler admits a request only with that to spare for every running one.
+        blocks = -(-limit // BLOCK_TOKENS) + 1
+        most = config.max_num_seqs * blocks * ladder.widest.block_nbytes
         return default_kv_memory(device, most)
     nbytes = parse_size(config.kv_memory, field="kv_memory", free=free)
     if nbytes > free:
@@ -165,7 +176,9 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
     return capacity
 
 
-def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
+def _summarize(
+    name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int
+) -> list[str]:
     tokens, ladder = cache.tables.capacity, cache.ladder
     per_request = -(-max_model_len // BLOCK_TOKENS) * BLOCK_TOKENS
     return [
