@@ -60,13 +60,15 @@ class TextDecoder:
         self._table[token_id] = piece
         return piece
 
-    def _piece_of(self, token_id: int) -> str | int:
-        """Text, or the value of a byte token."""
-        token = self._backend.id_to_token(token_id) or ""
+    def _piece_of(self, token_id: int) -> str | bytes:
+        """Text, or the byte of a byte token; no byte for an id without a token, which does not end a run."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return self._table.setdefault(token_id, b"")
         for old, new in self._replaced:
             token = token.replace(old, new)
         match = _BYTE_TOKEN.fullmatch(token)
-        piece = int(match[1], 16) if match else token
+        piece = bytes.fromhex(match[1]) if match else token
         self._table[token_id] = piece
         return piece
 
@@ -100,8 +102,8 @@ class _ByteFallbackStream:
 
     def __init__(
         self,
-        table: dict[int, str | int],
-        lookup: Callable[[int], str | int],
+        table: dict[int, str | bytes],
+        lookup: Callable[[int], str | bytes],
         skipped: frozenset[int],
         strips: bool,
     ):
@@ -115,8 +117,8 @@ class _ByteFallbackStream:
         piece = self._table.get(token_id)
         if piece is None:
             piece = self._lookup(token_id)
-        if isinstance(piece, int):
-            self._run.append(piece)
+        if isinstance(piece, bytes):
+            self._run += piece
             return ""
         return self._begin(self._end_run() + piece) if self._run or self._strips else piece
 

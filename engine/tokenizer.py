@@ -212,7 +212,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _set_sequence_tokens(self, config: Mapping[str, Any]) -> None:
-        """Honour ``add_bos_token`` and ``add_eos_token`` where tokenizer.json disagrees, like transformers."""
+        """Honour ``add_bos_token`` and ``add_eos_token`` where tokenizer.json disagrees, like HF."""
         added = _contain(ModelError, "the tokenizer fails", self._backend.encode, "").ids
         has_bos, has_eos = self.bos_token_id in added[:1], self.eos_token_id in added[-1:]
         wants_bos, wants_eos = config.get("add_bos_token", has_bos), config.get("add_eos_token", has_eos)

@@ -1,0 +1,193 @@
+"""Streamed text equals decoding everything at once and cutting it at the first stop string."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
+
+import qkv_engine
+from qkv_engine.detokenizer import Detokenizer
+from qkv_engine.tokenizer import Tokenizer
+
+DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
+WORDS = ["▁", "▁the", "▁a", "b", "ab", "c", "▁▁", "é", "中", "\n", "▁▁▁x", "\ufffd", "�b"]
+
+
+def byte_fallback_backend(strip: bool) -> tokenizers.Tokenizer:
+    """Llama-2 style: metaspace pieces and byte tokens; with ``strip`` the text's first space is dropped."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>"])}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {word: 259 + i for i, word in enumerate(dict.fromkeys(WORDS))}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    return backend
+
+
+def metaspace_backend() -> tokenizers.Tokenizer:
+    """A decoder without a table of its own: streamed through the window."""
+    backend = byte_fallback_backend(strip=False)
+    backend.decoder = decoders.Metaspace()
+    return backend
+
+
+TOKENIZERS = {
+    "byte_level": Tokenizer.from_folder(DEMO),
+    "byte_fallback": Tokenizer(byte_fallback_backend(strip=True), {"bos_token": "<s>"}),
+    "byte_fallback_unstripped": Tokenizer(byte_fallback_backend(strip=False), {}),
+    "metaspace": Tokenizer(metaspace_backend(), {}),
+}
+# Bytes of multi-byte characters, whole and damaged, are what a uniform choice of ids would hardly ever make.
+SNIPPETS = [*"aé中🙂 b", "ab", "abc", "\n\n", "👨‍👩‍👧", "é"]
+
+
+def first_match(text: str, stops: list[str]) -> tuple[int, int, str] | None:
+    """(end, start, stop) of the match that is complete earliest, the longest of those."""
+    ends = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(ends, default=None)
+
+
+def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < length:
+        if rng.random() < 0.5:
+            ids.append(rng.randrange(tokenizer.vocab_size + 3))
+        else:
+            piece = tokenizer.encode(rng.choice(SNIPPETS), add_special_tokens=False)
+            ids += piece[: rng.randrange(1, len(piece) + 1)] if rng.random() < 0.3 else piece
+    return ids
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, list[str]]:
+    deltas = []
+    for token_id in ids:
+        deltas.append(detokenizer.push(token_id))
+        if detokenizer.stopped is not None:
+            break
+    deltas.append(detokenizer.finish())
+    return "".join(deltas), deltas
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_stream_equals_full_decode(name: str, skip: bool) -> None:
+    tokenizer, rng = TOKENIZERS[name], random.Random(f"{name}{skip}")
+    for _ in range(6000):
+        ids = random_ids(rng, tokenizer, rng.randrange(24))
+        text, deltas = stream(Detokenizer(tokenizer, skip_special_tokens=skip), ids)
+        assert text == tokenizer.decode(ids, skip_special_tokens=skip), ids
+        assert all("\ud800" > c or c > "\udfff" for c in text)
+        assert len(deltas) == len(ids) + 1
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_stop_strings_match_the_oracle(name: str) -> None:
+    tokenizer, rng = TOKENIZERS[name], random.Random(name)
+    num_stopped = 0
+    for _ in range(6000):
+        ids = random_ids(rng, tokenizer, rng.randrange(1, 30))
+        text = tokenizer.decode(ids)
+        stops = [random_stop(rng, text) for _ in range(rng.randrange(1, 4))]
+        keep = rng.random() < 0.5
+        detokenizer = Detokenizer(tokenizer, stop=stops, include_stop_str_in_output=keep)
+        streamed, _ = stream(detokenizer, ids)
+        match = first_match(text, stops)
+        if match is None:
+            assert (streamed, detokenizer.stopped) == (text, None)
+        else:
+            end, start, stop = match
+            assert (streamed, detokenizer.stopped) == (text[: end if keep else start], stop), (ids, stops)
+            assert detokenizer.push(ids[0]) == detokenizer.finish() == ""
+            num_stopped += 1
+    assert num_stopped > 1500
+
+
+def random_stop(rng: random.Random, text: str) -> str:
+    """Usually a part of the text, often one that overlaps itself or other stops."""
+    if text and rng.random() < 0.7:
+        start = rng.randrange(len(text))
+        return text[start : start + rng.randrange(1, 6)]
+    return "".join(rng.choice("ab é") for _ in range(rng.randrange(1, 5)))
+
+
+@given(
+    st.text("ab", max_size=40),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=5),
+    st.integers(0, 12),
+)
+@settings(max_examples=400, deadline=None)
+def test_stops_over_two_letters(text: str, stops: list[str], min_tokens: int) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = [tokenizer.encode(char)[0] for char in text]  # one character a token
+    detokenizer = Detokenizer(tokenizer, stop=stops, min_tokens=min_tokens)
+    streamed, deltas = stream(detokenizer, ids)
+    ends = [
+        (end, start, text[start:end]) for end in range(min_tokens + 1, len(text) + 1) for start in range(end)
+    ]
+    match = min(((end, start) for end, start, part in ends if part in stops), default=None)
+    assert streamed == (text if match is None else text[: match[1]])
+    # A delta never gives out text that a stop string would have cut, and holds back no more than one may need.
+    given_out = 0
+    for i, delta in enumerate(deltas[:-1]):
+        given_out += len(delta)
+        if detokenizer.stopped is None:
+            assert i + 1 - given_out <= max(map(len, stops))
+
+
+def test_half_a_character_waits_and_a_broken_one_is_replaced() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    smile, letter = tokenizer.encode("🙂"), tokenizer.encode("a")[0]
+    assert len(smile) == 4
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push(i) for i in smile] == ["", "", "", "🙂"]
+    assert [detokenizer.push(i) for i in smile[:2]] == ["", ""]
+    assert detokenizer.push(letter) == "\ufffda"
+    assert detokenizer.push(smile[0]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_one_bad_byte_spoils_its_run() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    run = [3 + byte for byte in "é".encode()]
+    detokenizer = Detokenizer(tokenizer)
+    deltas = [detokenizer.push(i) for i in [*run, 3 + 0xFF, 262]]
+    assert deltas == ["", "", "", "\ufffd\ufffd\ufffdb"]
+    assert "".join(deltas) == tokenizer.decode([*run, 3 + 0xFF, 262])
+
+
+def test_leading_space_is_kept_after_a_prompt() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    the, bos = 260, 1
+    assert stream(Detokenizer(tokenizer), [the, the])[0] == "the the"
+    assert stream(Detokenizer(tokenizer, prompt_ids=[bos]), [the])[0] == "the"
+    assert stream(Detokenizer(tokenizer, prompt_ids=[bos, the]), [the])[0] == " the"
+    window = TOKENIZERS["metaspace"]
+    assert stream(Detokenizer(window, prompt_ids=[the, the]), [the])[0] == " the"
+
+
+def test_stop_string_inside_a_byte_run_is_found_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    detokenizer = Detokenizer(tokenizer, stop=["🙂"])
+    assert [detokenizer.push(3 + byte) for byte in "x🙂y".encode()] == [""] * 6
+    assert detokenizer.finish() == "x"
+    assert detokenizer.stopped == "🙂"
+
+
+def test_worst_case_stop_strings_are_cheap() -> None:
+    """A held text advances an automaton; it is never searched again."""
+    tokenizer = TOKENIZERS["byte_level"]
+    letter = tokenizer.encode("a")[0]
+    detokenizer = Detokenizer(tokenizer, stop=["a" * 255 + str(i) for i in range(16)])
+    deltas = [detokenizer.push(letter) for _ in range(1000)]
+    assert "".join(deltas) == "a" * 745
+    assert detokenizer.finish() == "a" * 255
