@@ -145,7 +145,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
     free = free_memory(device)
     if config.kv_memory is None:
-        # One block more for each: the scheduler admits a request only with that to spare for every running one.
+        # One block more each: the scheduler admits a request only with one to spare for every running one.
         blocks = -(-limit // BLOCK_TOKENS) + 1
         most = config.max_num_seqs * blocks * ladder.widest.block_nbytes
         return default_kv_memory(device, most)
