@@ -1,0 +1,198 @@
+"""Random paged KV for kernel tests and benchmarks: an arena of page bytes and the values they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels import bits
+from qkv_engine.kernels.layout import Axis, DenseSide, Side, UniformSide
+from qkv_engine.kernels.tiles import PageFormat
+
+T = 128
+POISON = 0xFF  # as bf16, fp16 and fp32 a NaN; as codes the largest
+ALIGN = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests over paged KV. ``k`` and ``v`` hold each request's values as [length, H, D] float32."""
+
+    q: Tensor
+    arena: Tensor
+    addresses: Tensor
+    rungs: Tensor
+    lengths: Tensor
+    pages: list[PageFormat]
+    k: list[Tensor]
+    v: list[Tensor]
+    num_kv_heads: int
+    sink_tokens: int
+
+
+def dense_page(dtype: torch.dtype, num_kv_heads: int, head_dim: int, num_tokens: int = T) -> PageFormat:
+    """A page of elements of ``dtype`` on both sides."""
+    nbytes = num_kv_heads * num_tokens * head_dim * dtype.itemsize
+    side = DenseSide(dtype, num_kv_heads, num_tokens, head_dim, nbytes)
+    return PageFormat(side, side, 0, nbytes)
+
+
+def uniform_page(
+    num_bits: int | tuple[int, int],
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    k_axis: Axis = "channel",
+    group: int = 128,
+) -> PageFormat:
+    """A page of uniform codes; ``num_bits`` of both sides or of K and V."""
+    from qkv_engine.kv.formats import PageShape
+    from qkv_engine.kv.formats.uniform import Uniform
+
+    k_bits, v_bits = (num_bits, num_bits) if isinstance(num_bits, int) else num_bits
+    shape = PageShape(num_kv_heads, T, head_dim)
+    k = Uniform(k_bits, k_axis, group).layout(shape, "k")
+    v = Uniform(v_bits, "token", group).layout(shape, "v")
+    return PageFormat(k, v, 0, k.nbytes)
+
+
+def encode(side: Side, x: Tensor, which: str) -> tuple[Tensor, Tensor]:
+    """Page bytes [N, nbytes] of ``x`` [N, H, T, D] and the values that they stand for."""
+    if isinstance(side, DenseSide):
+        stored = x.to(side.dtype).contiguous()
+        return stored.view(torch.uint8).flatten(1), stored.float()
+    codes, low, span = _quantize(side, x)
+    out = torch.full((len(x), side.nbytes), POISON, dtype=torch.uint8, device=x.device)
+    packed = bits.pack(codes, side.bits, which)  # type: ignore[arg-type]
+    out[:, : side.meta_offset] = packed.flatten(1)
+    if side.axis == "channel":
+        meta = torch.stack((low, span), 2)  # [N, H, 2, groups, D]
+    else:
+        tiles = torch.stack((low, span), -1).unflatten(-2, (side.meta_planes, side.meta_lanes))
+        meta = tiles.transpose(-3, -2)  # [N, H, groups, lanes, planes, 2]
+    used = meta[0].nbytes
+    out[:, side.meta_offset : side.meta_offset + used] = meta.contiguous().view(torch.uint8).flatten(1)
+    top = span.flatten(2).amax(-1).contiguous().view(torch.uint8).flatten(1)
+    out[:, side.top_offset : side.top_offset + top.shape[1]] = top
+    return out, _dequantize(side, codes, low, span)
+
+
+def _quantize(side: UniformSide, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, H, T, D], and minimum and range in fp16: [N, H, groups, D], or [N, H, groups, T] by token."""
+    axis = 2 if side.axis == "channel" else 3
+    parts = x.split(side.group, axis)
+    low = torch.stack([p.amin(axis) for p in parts], 2).half()
+    span = (torch.stack([p.amax(axis) for p in parts], 2) - low.float()).half()
+    step = _spread(side, span).float() / side.max_code
+    codes = ((x - _spread(side, low).float()) / step.clamp(min=1e-8)).round().clamp(0, side.max_code)
+    return codes.to(torch.uint8), low, span
+
+
+def _dequantize(side: UniformSide, codes: Tensor, low: Tensor, span: Tensor) -> Tensor:
+    return _spread(side, low).float() + codes.float() * (_spread(side, span).float() / side.max_code)
+
+
+def _spread(side: UniformSide, meta: Tensor) -> Tensor:
+    """Metadata of groups as one value an element: [N, H, T, D] or something that broadcasts to it."""
+    if side.axis == "channel":
+        return meta.repeat_interleave(side.group, 2)[:, :, : side.num_tokens]
+    return meta.repeat_interleave(side.group, 2)[:, :, : side.head_dim].transpose(2, 3)
+
+
+def make_case(
+    pages: Sequence[PageFormat],
+    lengths: Sequence[int],
+    *,
+    group: int,
+    dtype: torch.dtype = torch.bfloat16,
+    sink_tokens: int = 0,
+    num_layers: int = 2,
+    lookahead: int = 0,
+    base: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Requests of ``lengths`` tokens, their full blocks on random rungs of ``pages`` (rung 0: dense, takes open blocks).
+
+    Attention reads the last of ``num_layers`` equal layers. Slots lie in random order from byte ``base`` on, every byte
+    not written is ``POISON``, and ``lookahead`` blocks beyond the last are in the tables but not written at all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_kv_heads, head_dim = pages[0].k.num_kv_heads, pages[0].k.head_dim
+    spans = [_block_spans(n, sink_tokens, lookahead) for n in lengths]
+    width = max(map(len, spans))
+    addresses = torch.zeros(len(lengths), width, dtype=torch.int64)
+    rungs = torch.full((len(lengths), width), -1)
+    slot = max(num_layers * (p.k.nbytes + p.v.nbytes) for p in pages) + ALIGN
+    supply = iter(torch.randperm(sum(map(len, spans)) + 1, generator=generator).tolist())
+    arena = torch.full((base + slot * (sum(map(len, spans)) + 1),), POISON, dtype=torch.uint8, device=device)
+    placed = [_in_layer(p, num_layers - 1) for p in pages]
+    keys, values = [], []
+    for b, blocks in enumerate(spans):
+        k = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator)
+        v = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator) + 0.5
+        for i, (first, last, capacity) in enumerate(blocks):
+            full = capacity == T and last - first == T
+            rung = int(torch.randint(len(pages), (1,), generator=generator)) if full else 0
+            address = base + slot * next(supply)
+            addresses[b, i], rungs[b, i] = address, rung
+            for x, which in ((k, "k"), (v, "v")):
+                side = pages[rung].k if which == "k" else pages[rung].v
+                offset = placed[rung].k_offset if which == "k" else placed[rung].v_offset
+                at = address + offset // T * capacity
+                x[first:last] = _write(arena, at, side, x[first:last].transpose(0, 1), capacity, which)
+        keys.append(k.to(device))
+        values.append(v.to(device))
+    q = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
+    return Case(
+        q,
+        arena,
+        addresses.to(device),
+        rungs.to(device),
+        torch.tensor(list(lengths), device=device),
+        placed,
+        keys,
+        values,
+        num_kv_heads,
+        sink_tokens,
+    )
+
+
+def _block_spans(length: int, sink_tokens: int, lookahead: int) -> list[tuple[int, int, int]]:
+    """First token, token after the last and capacity of a request's blocks, the sink first."""
+    spans = [(0, min(length, sink_tokens), sink_tokens)] if sink_tokens else []
+    starts = range(sink_tokens, max(length, sink_tokens) + lookahead * T, T)
+    return spans + [(min(s, length), min(s + T, length), T) for s in starts]
+
+
+def _in_layer(page: PageFormat, layer: int) -> PageFormat:
+    start = layer * (page.k.nbytes + page.v.nbytes)
+    return PageFormat(page.k, page.v, start, start + page.k.nbytes)
+
+
+def _write(arena: Tensor, address: int, side: Side, x: Tensor, capacity: int, which: str) -> Tensor:
+    """Writes tokens ``x`` [H, n, D] at the start of a side; returns the values stored, [n, H, D]."""
+    if isinstance(side, DenseSide):
+        stored = x.to(side.dtype)
+        nbytes = side.nbytes // side.num_tokens * capacity
+        rows = arena[address : address + nbytes].view(side.dtype).view(len(x), capacity, side.head_dim)
+        rows[:, : x.shape[1]] = stored.to(arena.device)
+        return stored.float().transpose(0, 1)
+    page, decoded = encode(side, x[None], which)
+    arena[address : address + side.nbytes] = page[0].to(arena.device)
+    return decoded[0].transpose(0, 1)
+
+
+def reference(case: Case, scale: float, q: Tensor | None = None) -> Tensor:
+    """Attention of each request's query over all its values, in float32."""
+    q = case.q if q is None else q
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    for b, (k, v) in enumerate(zip(case.k, case.v, strict=True)):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = scale * torch.einsum("hd,thd->ht", q[b].float(), k)
+        out[b] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+    return out

@@ -1,0 +1,131 @@
+"""Decode attention over the pages of one rung with floating-point dots: dense pages and the formats without integer dots.
+
+o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp.
+
+Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  items [W, 4], addresses, positions, lengths as in ``DecodeWork``;
+         o [parts, HQ, D] float32;  lse [parts, HQ] float32
+Units:   addresses and offsets in bytes; lse in log2, -inf where the item has no visible token
+Grid:    (W, H); one program per work item and KV head, the G = HQ / H query heads share its tiles
+Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_float_kernel(
+    q_ptr,
+    stride_q_b,
+    stride_q_h,
+    arena_ptr,
+    k_offset,
+    v_offset,
+    items_ptr,
+    addresses_ptr,
+    positions_ptr,
+    lengths_ptr,
+    o_ptr,
+    lse_ptr,
+    scale_log2,
+    LOAD_K: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_PER_TOKEN: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_STORED: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_PER_TOKEN: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_STORED: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i_w, i_h = tl.program_id(0), tl.program_id(1)
+    i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
+    first = tl.load(items_ptr + i_w * 4 + 1)
+    num_blocks = tl.load(items_ptr + i_w * 4 + 2)
+    if num_blocks == 0:
+        return
+    part = tl.load(items_ptr + i_w * 4 + 3).to(tl.int64)
+    length = tl.load(lengths_ptr + i_b)
+    o_g, o_d, o_tile = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    b_rows = (o_g < G)[:, None] & (o_d < D)[None, :]
+    p_q = q_ptr + i_b * stride_q_b + (i_h * G + o_g[:, None]) * stride_q_h + o_d[None, :]
+    b_q = tl.load(p_q, mask=b_rows, other=0.0).to(DTYPE)
+
+    b_m = tl.full([BLOCK_G], -1e30, tl.float32)
+    b_l = tl.zeros([BLOCK_G], tl.float32)
+    b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    # Only the last block of a run can be open: stop after its written tiles.
+    last_tokens = tl.minimum(length - tl.load(positions_ptr + first + num_blocks - 1), T)
+    num_tiles = (num_blocks - 1) * (T // TILE) + tl.maximum(last_tokens + TILE - 1, 0) // TILE
+    for i in tl.range(0, num_tiles, num_stages=STAGES):
+        i_block = first + i // (T // TILE)
+        address = tl.load(addresses_ptr + i_block)
+        num_page_tokens = T
+        num_visible = T
+        if K_BITS >= 16:  # other formats hold full blocks only
+            position = tl.load(positions_ptr + i_block)
+            if S > 0:
+                num_page_tokens = tl.where(position < S, S, T)
+            num_visible = tl.minimum(length - position, num_page_tokens)
+        # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
+        p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
+        p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
+        o_t = (i % (T // TILE)) * TILE + o_tile
+        b_t = o_t < num_visible
+        b_k = LOAD_K(
+            p_k,
+            i_h,
+            o_t,
+            b_t,
+            num_page_tokens,
+            False,
+            K_BITS,
+            K_PER_TOKEN,
+            K_GROUP,
+            K_STORED,
+            H,
+            T,
+            D,
+            BLOCK_D,
+            DTYPE,
+        )
+        b_v = LOAD_V(
+            p_v,
+            i_h,
+            o_t,
+            b_t,
+            num_page_tokens,
+            True,
+            V_BITS,
+            V_PER_TOKEN,
+            V_GROUP,
+            V_STORED,
+            H,
+            T,
+            D,
+            BLOCK_D,
+            DTYPE,
+        )
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
+        b_s = tl.where(b_t[None, :], b_s, float("-inf"))
+        b_top = tl.maximum(b_m, tl.max(b_s, 1))
+        b_shrink = tl.exp2(b_m - b_top)
+        b_p = tl.exp2(b_s - b_top[:, None])
+        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(DTYPE), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+        b_m = b_top
+
+    row = part * (H * G) + i_h * G + o_g
+    tl.store(o_ptr + row[:, None] * D + o_d[None, :], b_acc / tl.maximum(b_l, 1e-30)[:, None], mask=b_rows)
+    tl.store(lse_ptr + row, tl.where(b_l > 0, b_m + tl.log2(b_l), float("-inf")), mask=o_g < G)

@@ -1,0 +1,57 @@
+"""Runs kernel cases under Triton's interpreter, in a child process: Triton reads TRITON_INTERPRET when imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def run_cases(path: str) -> dict[str, float]:
+    """The figures that the case script at ``path`` reports, by case."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-P", path], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def report(cases: dict[str, Callable[[], float]]) -> None:
+    """Child side: runs every case and prints its figure; a case that raises reports the error."""
+    _let_bf16_dot()
+    figures: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            figures[name] = case()
+        except Exception as error:
+            figures[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(figures))
+
+
+def _let_bf16_dot() -> None:
+    """Bf16 as the GPU has it: the interpreter keeps it as its bits, multiplies those in a dot, and truncates to it."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def value(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, value(a), value(b), *rest)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return plain_cast(self, src, dst_type)
+        bits = np.ascontiguousarray(src.data).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return TensorHandle(nearest.astype(np.uint16), tl.bfloat16)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
