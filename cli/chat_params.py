@@ -30,9 +30,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "the model's own defaults apply where nothing is given")
     for name in _OPTIONS:
         number = float if name in ("temperature", "top_p", "min_p") else int
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=number, metavar="X" if number is float else "N"
-        )
+        group.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="X" if number is float else "N")
 
 
 def sampling_overrides(args: argparse.Namespace) -> dict[str, Any]:

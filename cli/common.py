@@ -29,9 +29,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that every sub-command has."""
     group = parser.add_argument_group("messages")
     group.add_argument("-v", "--verbose", action="store_true", help="log what the engine does, on stderr")
-    group.add_argument(
-        "--debug", action="store_true", help="log everything, and show a traceback when something fails"
-    )
+    group.add_argument("--debug", action="store_true", help="log everything, and show a traceback when something fails")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +39,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("engine")
     group.add_argument("--kv", metavar="NAME", help="how KV blocks are stored")
-    group.add_argument(
-        "--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"'
-    )
+    group.add_argument("--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"')
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
@@ -58,9 +54,29 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_engine(args: argparse.Namespace) -> Engine:
     """The engine that ``args`` ask for."""
+    load_torch()
     from qkv_engine import Engine
 
     return Engine(**engine_options(args))
+
+
+def load_torch() -> None:
+    """Import torch, which takes a while; interrupted inside, it aborts the process or loses the signal."""
+    with interrupt_later():
+        import torch  # noqa: F401
+
+
+@contextmanager
+def interrupt_later() -> Iterator[None]:
+    """Hold Ctrl-C back until the block has ended."""
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if caught:
+        raise KeyboardInterrupt
 
 
 def configure_logging(args: argparse.Namespace) -> None:
@@ -107,9 +123,7 @@ def describe_error(error: BaseException) -> str:
     """``error`` in one line a user can act on."""
     if isinstance(error, QKVError | OSError):
         return one_line(str(error)) or type(error).__name__
-    return one_line(
-        f"{type(error).__name__}: {error} (a bug, or something out of our hands; --debug shows where)"
-    )
+    return one_line(f"{type(error).__name__}: {error} (a bug, or something out of our hands; --debug shows where)")
 
 
 def replace_undecodable() -> None:

@@ -37,14 +37,10 @@ _PACKAGES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``env``."""
-    parser.epilog = (
-        "Nothing is loaded but the model's configuration, so the figures are those of a fresh start."
-    )
+    parser.epilog = "Nothing is loaded but the model's configuration, so the figures are those of a fresh start."
     common.add_model_arguments(parser)
     form = parser.add_argument_group("output")
-    form.add_argument(
-        "-o", dest="format", choices=("table", "json"), default="table", help="form of the output"
-    )
+    form.add_argument("-o", dest="format", choices=("table", "json"), default="table", help="form of the output")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,6 +67,7 @@ def _versions() -> dict[str, str]:
 
 
 def _capacity(args: argparse.Namespace) -> dict[str, Any]:
+    common.load_torch()
     from qkv_engine.kv.ladder import build_ladder
     from qkv_engine.startup import resolve_device
 
@@ -110,9 +107,7 @@ def _model_config(args: argparse.Namespace) -> ModelConfig:
         return ModelConfig.from_hf(SHAPES[args.model])
     folder = demo_folder() if args.model is None else Path(args.model).expanduser()
     if not folder.is_dir():
-        folder = hub.download(
-            args.model, revision=args.revision, token=None, weights=False, check=read_config
-        )
+        folder = hub.download(args.model, revision=args.revision, token=None, weights=False, check=read_config)
     return read_config(folder)
 
 
@@ -128,18 +123,14 @@ def _weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     return DTYPES[name]
 
 
-def _kv_nbytes(
-    args: argparse.Namespace, ladder: Ladder, context: int, weights: int, device: torch.device
-) -> int:
+def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: int, device: torch.device) -> int:
     """KV memory as the engine would choose it, once the weights have taken theirs."""
     from qkv_engine.memory import default_kv_memory, free_memory
 
     if args.kv_memory is not None:
         return parse_size(args.kv_memory, field="kv_memory", free=free_memory(device))
     most = EngineConfig().max_num_seqs * -(-context // BLOCK_TOKENS) * ladder.widest.block_nbytes
-    taken = (
-        weights if device.type == "cuda" else 0
-    )  # the share of a computer's memory is small enough for both
+    taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 

@@ -44,9 +44,7 @@ def _build_parser() -> argparse.ArgumentParser:
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser
     )
     for name, summary in COMMANDS.items():
-        commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", command=name
-        )
+        commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", command=name)
     return parser
 
 

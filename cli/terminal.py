@@ -21,9 +21,7 @@ from rich.text import Text
 
 from .chat_commands import COMMANDS
 
-_STYLE = Style.from_dict(
-    {"prompt": "bold ansicyan", "hint": "ansibrightblack", "thinking": "ansibrightblack italic"}
-)
+_STYLE = Style.from_dict({"prompt": "bold ansicyan", "hint": "ansibrightblack", "thinking": "ansibrightblack italic"})
 _HINT = "Ask something. /help lists the commands, Ctrl-D leaves."
 _ROWS_KEPT = 6  # rows left for the input and its completions below unfolded thinking
 

@@ -16,6 +16,7 @@ ANSWERS = {
     "markdown": "# Title\n\nSome *text*.\n\n```python\nprint(1)\n\nprint(2)\n```\n\nThe end.",
     "escape": "a\x1b[31mb\x9bc\x07",
     "slow": "word " * 400,
+    "slow code": "Look:\n\n```python\n" + "".join(f"x{n} = {n}\n" for n in range(60)) + "```\n\nDone.",
     "slow but short": "word " * 30,
     "slow thinking": "<think>\n" + "hmm " * 400,
 }
@@ -60,9 +61,7 @@ class FakeEngine:
         sizes = {"kv_bytes_total": 2**30, "kv_bytes_used": 2**20, "kv_tokens_capacity": 131072}
         return EngineStats(**{**counts, **known, **sizes, "effective_bits": 16.0})
 
-    def stream(
-        self, messages: list[dict[str, Any]], params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    def stream(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         self.prompts.append(messages)
         self.params.append(params)
         question = messages[-1]["content"]
@@ -70,9 +69,7 @@ class FakeEngine:
             raise RequestError("out of range", field="top_k", value=-5)
         if question == "die":
             raise EngineDeadError("the engine stopped")
-        return self._outputs(
-            ANSWERS.get(question, f"echo: {question}"), delay=0.02 * question.startswith("slow")
-        )
+        return self._outputs(ANSWERS.get(question, f"echo: {question}"), delay=0.02 * question.startswith("slow"))
 
     def _outputs(self, text: str, delay: float) -> Iterator[RequestOutput]:
         metrics = RequestMetrics(arrival_time=time.monotonic())

@@ -72,9 +72,7 @@ def test_nothing_is_lost_and_chunking_does_not_matter(text: str, step: int):
     assert done == blocks(text, len(text) or 1)
 
 
-@given(
-    st.lists(st.sampled_from(["x", "", "# h", "- a", "| b |"]), max_size=8), st.sampled_from(["```", "~~~~"])
-)
+@given(st.lists(st.sampled_from(["x", "", "# h", "- a", "| b |"]), max_size=8), st.sampled_from(["```", "~~~~"]))
 def test_a_fence_is_never_split(lines: list[str], fence: str):
     code = "\n".join([f"{fence}py", *lines, fence, ""])
     assert code in blocks(f"before\n\n{code}\nafter\n")

@@ -72,9 +72,7 @@ def test_figures(talk: Conversation):
     assert (turn.num_prompt_tokens, turn.num_output_tokens, turn.context_tokens) == (2, 11, 13)
     assert turn.kv_nbytes == 2**20 and turn.first_token_seconds is not None
     line = turn.status(8192)
-    assert (
-        "first token" in line and "tok/s" in line and "context 13 of 8,192" in line and "KV 1.0 MiB" in line
-    )
+    assert "first token" in line and "tok/s" in line and "context 13 of 8,192" in line and "KV 1.0 MiB" in line
 
 
 def test_an_interrupted_answer_is_kept_and_the_request_aborted(talk: Conversation):

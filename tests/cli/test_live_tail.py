@@ -120,9 +120,5 @@ def test_thinking_folds_stays_or_hides():
 
 def test_no_markup_brings_an_escape_sequence_back():
     console = terminal()
-    lines = render_lines(
-        console, ChatMarkdown("&#27;[31m &#x9b;2J [x](javascript:1) ![i](http://h/p.png) `&#27;`")
-    )
-    assert not re.search(
-        r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x80-\x9f]|\x1b[^\[]|\x1b\[[\d;]*[^m\d;]", "\n".join(lines)
-    )
+    lines = render_lines(console, ChatMarkdown("&#27;[31m &#x9b;2J [x](javascript:1) ![i](http://h/p.png) `&#27;`"))
+    assert not re.search(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x80-\x9f]|\x1b[^\[]|\x1b\[[\d;]*[^m\d;]", "\n".join(lines))

@@ -35,9 +35,7 @@ def chat(*words: str) -> int:
 
 
 def program(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROGRAM, *words], capture_output=True, text=True, timeout=60, check=False, **options
-    )
+    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=60, check=False, **options)
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -52,9 +50,7 @@ for words in (["--version"], ["--help"]):
         assert end.code == 0
 assert not set({heavy}) & set(sys.modules), set({heavy}) & set(sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert f"qkv-engine {__version__}" in done.stdout
     assert all(name in done.stdout for name in main.COMMANDS)
@@ -70,9 +66,7 @@ except SystemExit:
     pass
 assert not {"torch", "rich", "prompt_toolkit"} & set(sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "--kv-memory" in done.stdout
 
 
@@ -109,9 +103,7 @@ def test_thinking_in_a_pipe_only_on_request(capsys: pytest.CaptureFixture[str]):
         (["--prompt", "x", "--temperature", "-1"], 2, "temperature=-1.0: out of range"),
     ],
 )
-def test_an_error_is_one_line_and_a_code(
-    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_an_error_is_one_line_and_a_code(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]):
     assert chat(*words) == code
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("qkv-engine: error: ") and message in err
@@ -132,9 +124,7 @@ def test_debug_shows_the_traceback():
 
 
 def test_a_closed_pipe_and_a_full_disk_are_no_traceback():
-    reader = subprocess.Popen(
-        [*PROGRAM, "chat", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    reader = subprocess.Popen([*PROGRAM, "chat", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert reader.stdout is not None and reader.stderr is not None
     reader.stdout.read(8)
     reader.stdout.close()
@@ -154,9 +144,7 @@ def test_a_closed_pipe_and_a_full_disk_are_no_traceback():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_a_one_shot_answer(number: signal.Signals, code: int):
-    child = subprocess.Popen(
-        [*PROGRAM, "chat", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    child = subprocess.Popen([*PROGRAM, "chat", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.read(4)
     child.send_signal(number)
@@ -168,3 +156,11 @@ def test_logged_text_stays_on_its_line(capsys: pytest.CaptureFixture[str]):
     assert chat("-v", "--prompt", "x") == 0
     logging.getLogger("qkv_engine").info("a\nqkv-engine: error: %s", "forged\x1b[2J")
     assert capsys.readouterr().err == "qkv-engine: info: a qkv-engine: error: forged[2J\n"
+
+
+def test_ctrl_c_while_torch_loads_comes_when_it_has_loaded():
+    finished = False
+    with pytest.raises(KeyboardInterrupt), common.interrupt_later():
+        signal.raise_signal(signal.SIGINT)
+        finished = True
+    assert finished and signal.getsignal(signal.SIGINT) is signal.default_int_handler

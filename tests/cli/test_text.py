@@ -6,17 +6,13 @@ from hypothesis import strategies as st
 from qkv_engine.cli.text import Part, ReplySplitter, one_line, sanitize
 
 MARKER = "<|im_end|>"
-FRAGMENTS = st.sampled_from(
-    ["<think>", "</think>", MARKER, "<", "<th", "</", "|>", "\n", " ", "word", "é", "4"]
-)
+FRAGMENTS = st.sampled_from(["<think>", "</think>", MARKER, "<", "<th", "</", "|>", "\n", " ", "word", "é", "4"])
 
 
 def split(deltas: list[str], **options: bool) -> tuple[str, str]:
     splitter = ReplySplitter([MARKER], **options)
     pieces = [piece for delta in deltas for piece in splitter.feed(delta)] + splitter.finish()
-    thinking, answer = (
-        "".join(p.text for p in pieces if p.part is part) for part in (Part.THINKING, Part.ANSWER)
-    )
+    thinking, answer = ("".join(p.text for p in pieces if p.part is part) for part in (Part.THINKING, Part.ANSWER))
     return thinking, answer
 
 
