@@ -25,17 +25,23 @@ test-full: .venv/.installed-test lint
 test-gpu: .venv/.installed-test
 	$(BIN)/pytest -m gpu
 
-lint: .venv/.installed-test
+lint: .venv/.installed-test .typecheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# mypy cannot follow the folder map of pyproject.toml, so it gets the package as a folder of links.
+.PHONY: .typecheck
+.typecheck:
+	@rm -rf .typecheck && mkdir -p .typecheck/qkv_engine
+	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models cli bench,$(CURDIR)/$(d)) .typecheck/qkv_engine/
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .typecheck build dist *.egg-info
 
 .venv/.torch:
 	$(PYTHON) -m venv .venv

@@ -194,7 +194,7 @@ class EngineCore:
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
-        """Runs the batch; if that raises, halves it until the request that makes it raise stands alone, and fails it."""
+        """Runs the batch; if that raises, halves it until the request that makes it raise stands alone and is failed."""
         try:
             return self.runner.run(batch, self._rows)
         except Exception as error:
@@ -206,9 +206,7 @@ class EngineCore:
             self._fail_submission(submission, _as_request_error(error))
             return []
 
-    def _accept_safely(
-        self, submission: Submission, completion: Completion, result: StepResult, now: float
-    ) -> None:
+    def _accept_safely(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
         if completion.request.is_finished:
             return  # a sibling's failure ended it during this step
         try:
@@ -258,7 +256,11 @@ class EngineCore:
             self._finish(submission, completion, FinishReason.LENGTH)
 
     def _finish(
-        self, submission: Submission, completion: Completion, reason: FinishReason, error: QKVError | None = None
+        self,
+        submission: Submission,
+        completion: Completion,
+        reason: FinishReason,
+        error: QKVError | None = None,
     ) -> None:
         request = completion.request
         completion.kv = self.runner.cache.usage(request.request_id)

@@ -106,9 +106,7 @@ class Engine:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(each)} sampling parameters for {len(many)} prompts", field="params")
-        return self._run_all(
-            [self._prepare(p, s, None, False) for p, s in zip(many, each, strict=True)], use_tqdm
-        )
+        return self._run_all([self._prepare(p, s, None, False) for p, s in zip(many, each, strict=True)], use_tqdm)
 
     def chat(
         self,

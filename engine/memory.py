@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     import torch
 
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
-GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations, graphs and libraries take the rest
+GPU_SHARE, GPU_WORKSPACE = (
+    0.95,
+    2 * 2**30,
+)  # of a GPU's total; activations, graphs and libraries take the rest
 
 
 def free_memory(device: torch.device) -> int:

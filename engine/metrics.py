@@ -30,9 +30,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_bytes_meta: int
     kv_bytes_dense: int
     kv_tokens_capacity: int
-    effective_bits: (
-        float  # per KV element of the blocks in use, metadata counted; of the widest rung when none is
-    )
+    effective_bits: float  # per KV element of the blocks in use, metadata counted; of the widest rung when none is
 
     def to_dict(self) -> dict[str, int | float | str]:
         return msgspec.structs.asdict(self)

@@ -65,7 +65,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One of the ``n`` continuations of a prompt. ``text`` and ``token_ids`` are cumulative, ``delta`` is what is new."""
+    """One of the ``n`` continuations of a prompt: ``text`` and ``token_ids`` so far, ``delta`` what is new of the text."""
 
     index: int
     text: str = ""

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from .kv.cache import KVCache
 from .request import Request
 from .sampler import SampledToken, Sampler, SampleRow, TokenLogprobs, token_logprobs
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model; see ``models/llama.py``."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +40,7 @@ class StepResult:
 class Runner:
     """Owns the model and the sampler of an engine. Steps are repeatable: a failed one may simply be run again."""
 
-    def __init__(self, model: nn.Module, cache: KVCache, device: torch.device):
+    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device):
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
 
@@ -44,9 +54,7 @@ class Runner:
         ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
         positions = [p for item in items for p in range(item.start, item.end)]
         step = self.cache.begin_step(batch)
-        hidden = self.model(
-            torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), step
-        )
+        hidden = self.model(torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), step)
         tokens = self._sample(hidden, items, rows)
         prompt = self._prompt_logprobs(hidden, items)
         return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)]

@@ -176,9 +176,7 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
     return capacity
 
 
-def _summarize(
-    name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int
-) -> list[str]:
+def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
     tokens, ladder = cache.tables.capacity, cache.ladder
     per_request = -(-max_model_len // BLOCK_TOKENS) * BLOCK_TOKENS
     return [

@@ -25,7 +25,7 @@ MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds; few enough that a small aren
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer's part of the arena: ``pages`` [S, 2, H, T, D] by slot, ``k_rows`` and ``v_rows`` [R, D] by token row."""
+    """One layer's part of the arena: ``pages`` [S, 2, H, T, D] by slot; ``k_rows``, ``v_rows`` [R, D] by token row."""
 
     pages: Tensor
     k_rows: Tensor
@@ -110,7 +110,12 @@ class KVStep:
     """One step's view of the cache: the ``AttentionBatch`` a model's layers call."""
 
     def __init__(
-        self, layers: list[LayerView], rows: Tensor, num_decodes: int, plan: DecodePlan | None, chunks: list[Chunk]
+        self,
+        layers: list[LayerView],
+        rows: Tensor,
+        num_decodes: int,
+        plan: DecodePlan | None,
+        chunks: list[Chunk],
     ):
         self._layers, self._rows = layers, rows
         self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
@@ -138,6 +143,4 @@ def _layer_views(memory: Tensor, ladder: Ladder) -> list[LayerView]:
     rows = elements.view(-1, shape.head_dim)
     blocks = elements.view(-1, rung.num_layers, 2, shape.num_kv_heads, shape.num_tokens, shape.head_dim)
     side = shape.num_kv_heads * shape.num_tokens
-    return [
-        LayerView(blocks[:, i], rows[2 * i * side :], rows[(2 * i + 1) * side :]) for i in range(rung.num_layers)
-    ]
+    return [LayerView(blocks[:, i], rows[2 * i * side :], rows[(2 * i + 1) * side :]) for i in range(rung.num_layers)]

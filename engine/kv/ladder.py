@@ -71,9 +71,7 @@ class Ladder:
         return self.rungs[-1]
 
 
-def build_ladder(
-    config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> Ladder:
+def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
     """The ladder of ``config`` for a model that computes in ``dtype``."""
     shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
     rungs = []

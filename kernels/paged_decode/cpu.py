@@ -7,13 +7,16 @@ close together, which the arena's fullest-first rule makes the usual case; scatt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..partial import merge_parts, partial_attention
 
-MIN_DENSITY = 0.7  # read a range of slots in place if at least this share of it is wanted; a gather costs two more passes
+MIN_DENSITY = (
+    0.7  # read a range of slots in place if at least this share of it is wanted; a gather costs two more passes
+)
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
 
@@ -45,7 +48,9 @@ class DecodePlan:
     missing: Tensor | None
 
     @classmethod
-    def build(cls, block_tables: list[list[int]], lengths: list[int], num_tokens: int, device: torch.device) -> DecodePlan:
+    def build(
+        cls, block_tables: list[list[int]], lengths: list[int], num_tokens: int, device: torch.device
+    ) -> DecodePlan:
         """Plan for requests whose blocks of ``num_tokens`` tokens lie in the given slots; ``lengths`` in tokens."""
         full: list[tuple[int, int]] = []  # (slot, request)
         open_: list[tuple[int, int]] = []
@@ -58,8 +63,10 @@ class DecodePlan:
                 mine.append((1, len(open_)))
                 open_.append((table[num_full], b))
             parts.append(mine)
-        groups, places = [], []
-        for members, valid in ((full, None), (open_, [lengths[b] % num_tokens for _, b in open_])):
+        groups: list[BlockGroup] = []
+        places: list[list[int]] = []
+        rests = [lengths[b] % num_tokens for _, b in open_]
+        for members, valid in ((full, None), (open_, rests)):
             if members:
                 group, place = _make_group(members, valid, num_tokens, device)
                 offset = sum(g.num_slots for g in groups)
@@ -79,7 +86,7 @@ def _make_group(
     """The group of ``members`` (slot, request) and, for each member, the index of its output in the group."""
     slots = [slot for slot, _ in members]
     low, high = min(slots), max(slots)
-    steps = {b - a for a, b in zip(slots, slots[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(slots)}
     step = steps.pop() if len(steps) == 1 else 1
     if step < 1 or (step == 1 and len(slots) < MIN_DENSITY * (high - low + 1)):
         where: slice | Tensor = torch.tensor(slots, device=device)
@@ -91,7 +98,7 @@ def _make_group(
     owner = [0] * count
     for p, (_, request) in zip(place, members, strict=True):
         owner[p] = request
-    mask = None
+    mask: Tensor | None = None
     if valid is not None:
         num_tokens = max(valid)
         if min(valid) < num_tokens:

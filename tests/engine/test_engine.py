@@ -367,7 +367,12 @@ def test_statistics_count_what_happened():
     with Engine(kv_memory="16MiB") as engine:
         engine.generate([[5, 6, 7]] * 2, SamplingParams(max_tokens=4, ignore_eos=True))
         stats = engine.stats()
-        assert (stats.num_requests, stats.num_finished, stats.prompt_tokens, stats.generation_tokens) == (2, 2, 6, 8)
+        assert (stats.num_requests, stats.num_finished, stats.prompt_tokens, stats.generation_tokens) == (
+            2,
+            2,
+            6,
+            8,
+        )
         assert stats.kv_bytes_total == 16 * 2**20 and stats.kv_bytes_peak == 2 * 2**20
         engine.reset_stats()
         assert engine.stats().num_finished == 0 and engine.stats().kv_bytes_peak == 0

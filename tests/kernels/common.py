@@ -9,7 +9,7 @@ BLOCK_TOKENS = 128
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """Norm of the difference over the norm of the reference; NaN anywhere gives NaN, which compares as a failure."""
+    """Norm of the difference over the norm of the reference; a NaN anywhere compares as a failure."""
     out, reference = out.double(), reference.double()
     return ((out - reference).norm() / reference.norm()).item()
 

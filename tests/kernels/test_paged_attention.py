@@ -1,4 +1,4 @@
-"""Paged decode and prefill against their references: odd lengths, any slot order, NaN in every slot not owned."""
+"""Paged decode and prefill against their references: odd lengths, any slot order, NaN in slots not owned."""
 
 from __future__ import annotations
 

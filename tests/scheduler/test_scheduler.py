@@ -124,7 +124,7 @@ def test_a_live_id_is_refused_and_the_first_owner_is_untouched():
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_random_loads_end_with_every_block_free(seed: int):
-    """Random pools, budgets, arrivals and aborts; invariants after every step, everything answered at the end."""
+    """Random pools, budgets, arrivals and aborts: invariants after every step, all answered at the end."""
     rng = random.Random(seed)
     blocks, budget, seqs = rng.randint(2, 12), rng.choice((1, 7, 64, 300)), rng.randint(1, 6)
     scheduler = make_scheduler(blocks, seqs=seqs, budget=budget)

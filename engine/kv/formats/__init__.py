@@ -58,7 +58,5 @@ def make_format(name: str, dtype: torch.dtype) -> Format:
         **uniform_formats(),
     }
     if name not in formats:
-        raise ConfigError(
-            "unknown KV format", field="format", value=name, remedy=f"Choose from {', '.join(formats)}"
-        )
+        raise ConfigError("unknown KV format", field="format", value=name, remedy=f"Choose from {', '.join(formats)}")
     return formats[name]

@@ -29,6 +29,4 @@ class Dense:
         return 0
 
     def layout(self, shape: PageShape, side: SideName) -> DenseSide:
-        return DenseSide(
-            self.dtype, shape.num_kv_heads, shape.num_tokens, shape.head_dim, self.codes_nbytes(shape)
-        )
+        return DenseSide(self.dtype, shape.num_kv_heads, shape.num_tokens, shape.head_dim, self.codes_nbytes(shape))
