@@ -85,3 +85,11 @@ class BlockLayout:
     @property
     def nbytes(self) -> int:
         return sum(side.nbytes for side in self.sides)
+
+    def pairs(self, target: BlockLayout) -> dict[tuple[Side, Side], list[tuple[int, int]]]:
+        """The distinct (side here, side there) pairs and, for each, the offsets (here, there) where it occurs."""
+        found: dict[tuple[Side, Side], list[tuple[int, int]]] = {}
+        sides = zip(self.sides, target.sides, self.offsets, target.offsets, strict=True)
+        for old, new, from_offset, to_offset in sides:
+            found.setdefault((old, new), []).append((from_offset, to_offset))
+        return found

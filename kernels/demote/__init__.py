@@ -1,0 +1,43 @@
+"""Demotion: the codes of sealed blocks step down 8 -> 4 -> 2 -> 1 bits; their metadata stays as it is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..layout import BlockLayout, UniformSide
+from .reference import demote_reference, shrink
+
+
+def demote(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
+    """Writes the blocks at ``src``, demoted, at ``dst``: every uniform side, in all layers, in one launch.
+
+    A side whose format is the same in both layouts is copied. Dense sides of ``source`` are left to ``seal``.
+    The result does not depend on the steps taken: 8 -> 2 gives the bytes of 8 -> 4 -> 2.
+
+    Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap
+    Errors:  ValueError if a side would widen, go to or from 3 bits, or change its axis or group
+    Source:  PM-KVQ (arXiv 2505.18610), equivalent right shift on (min, range) metadata
+    """
+    for old, new in zip(source.sides, target.sides, strict=True):
+        if isinstance(old, UniformSide):
+            _check_step(old, new)
+    if memory.is_cuda:
+        from .triton import demote_triton
+
+        demote_triton(memory, src, dst, source, target)
+    else:
+        from .cpu import demote_cpu
+
+        demote_cpu(memory, src, dst, source, target)
+
+
+def _check_step(old: UniformSide, new: object) -> None:
+    if not isinstance(new, UniformSide):
+        raise ValueError("a sealed side cannot become dense again")
+    if (old.side, old.axis, old.group) != (new.side, new.axis, new.group):
+        raise ValueError(f"a demotion keeps side, axis and group: {old} -> {new}")
+    if old.bits != new.bits and (new.bits > old.bits or 3 in (old.bits, new.bits)):
+        raise ValueError(f"no demotion leads from {old.bits} to {new.bits} bits")
+
+
+__all__ = ["demote", "demote_reference", "shrink"]
