@@ -1,0 +1,120 @@
+"""Shared by the model tests: small models written by transformers, and the dense cache they are run with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from qkv_engine.models import LoadedModel, load_model
+
+CPU = torch.device("cpu")
+DEMO = Path(__file__).resolve().parents[2] / "engine" / "assets" / "demo"
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class DenseBatch:
+    """Causal grouped-query attention over one request, which grows by any number of tokens a step: the oracle."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = torch.cat((self.keys[layer], k)) if layer in self.keys else k.clone()
+        v = torch.cat((self.values[layer], v)) if layer in self.values else v.clone()
+        self.keys[layer], self.values[layer] = k, v
+        new, total = q.shape[0], k.shape[0]
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
+        future = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a test reached for the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+
+
+@pytest.fixture(scope="session")
+def logits_of() -> Callable[..., Tensor]:
+    """Logits ``[N, V]`` of a loaded model over one sequence, fed in steps of the given sizes (all at once without)."""
+
+    def run(loaded: LoadedModel, ids: Tensor, steps: tuple[int, ...] = ()) -> Tensor:
+        batch, logits, start = DenseBatch(), [], 0
+        with torch.inference_mode():
+            for size in steps or (len(ids),):
+                positions = torch.arange(start, start + size)
+                hidden = loaded.model(ids[start : start + size], positions, batch)
+                logits.append(loaded.model.compute_logits(hidden))
+                start += size
+        assert start == len(ids)
+        return torch.cat(logits)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def make_reference() -> Callable[..., transformers.PreTrainedModel]:
+    """A random transformers model of a family, biases and norms included, so that no parameter is a no-op."""
+
+    def make(family: str, **changes: object) -> transformers.PreTrainedModel:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+        reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                is_norm = "norm" in name
+                parameter.normal_(1.0 if is_norm else 0.0, 0.3 if is_norm or "bias" in name else 0.15)
+        return reference
+
+    return make
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path, make_reference: Callable[..., transformers.PreTrainedModel]) -> Path:
+    """A Llama checkpoint in one file, to be damaged by the test."""
+    folder = tmp_path / "tiny"
+    make_reference("Llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[..., LoadedModel]:
+    def load_on_cpu(model: object, **options: object) -> LoadedModel:
+        return load_model(str(model), device=CPU, **options)
+
+    return load_on_cpu
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    return DEMO
