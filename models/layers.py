@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.name, self.size, self.eps = name, size, eps
         self.weight = _empty(size)
-        # Constants of the CPU path; plain attributes, so that they are real in a model built on the meta device.
+        # For the CPU path; plain attributes, so that they are real in a model built on the meta device.
         self._zero = torch.zeros((), device="cpu")
         self._floor = torch.full((), math.sqrt(size * eps), device="cpu")
 

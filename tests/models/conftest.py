@@ -56,14 +56,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a test reached for the network")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
-
-
 @pytest.fixture(scope="session")
 def logits_of() -> Callable[..., Tensor]:
     """Logits ``[N, V]`` of a loaded model over one sequence, fed in steps of the given sizes (all at once without)."""

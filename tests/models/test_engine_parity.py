@@ -58,7 +58,8 @@ def assert_greedy(reference: transformers.PreTrainedModel, output: RequestOutput
 def test_greedy_tokens_equal_transformers(
     family: str, changes: dict, make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path
 ):
-    reference = make_reference(family, max_position_embeddings=1024, **changes)
+    longer = {key: 1024 for key in ("sliding_window",) if changes.get(key)} | {"max_position_embeddings": 1024}
+    reference = make_reference(family, **changes | longer)
     reference.save_pretrained(tmp_path)
     config = reference.config
     block_nbytes = config.num_hidden_layers * 2 * config.num_key_value_heads * 128 * config.head_dim * 4

@@ -1,0 +1,95 @@
+"""The packed product against the plain one, and the norm that the CPU takes a shorter way to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qkv_engine.kernels.linear import cpu, linear, pack_weight, reference
+from qkv_engine.models.layers import Linear, RMSNorm
+from qkv_engine.models.rope import RopeConfig, RotaryEmbedding, apply_rope
+
+SIZES = [(1, 1, 1), (1, 64, 32), (2, 7, 13), (3, 256, 1408), (33, 704, 256), (129, 65, 127), (0, 16, 8)]
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("m", "i", "o"), SIZES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_packed_equals_reference(m, i, o, dtype, with_bias, with_residual):
+    generator = torch.Generator().manual_seed(m * i + o)
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in [(m, i), (o, i), (o,), (m, o)]
+    )
+    args = (bias if with_bias else None, residual if with_residual else None)
+    before = residual.clone()
+    out = linear(x, pack_weight(weight), *args)
+    expected = reference.linear(
+        x.double(), weight.double(), *(None if arg is None else arg.double() for arg in args)
+    )
+    assert out.shape == (m, o) and out.dtype == dtype
+    assert (out.double() - expected).norm() <= BOUNDS[dtype] * expected.norm()
+    assert torch.equal(residual, before), "the residual is an input, not a buffer"
+
+
+def test_float32_is_packed_here():
+    """Fails where this build lost the packed product: the CPU speed of the engine rests on it."""
+    assert cpu.can_pack(torch.zeros(4, 4)) == torch.backends.mkldnn.is_available()
+
+
+def test_unsupported_weights_stay_as_they_are():
+    for weight in (torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, device="meta")):
+        assert pack_weight(weight) is weight
+
+
+def test_packing_frees_the_original_and_keeps_a_shared_one():
+    table = torch.nn.Parameter(torch.randn(6, 5), requires_grad=False)
+    layer = Linear(5, {"lm_head": 6}, bias=False)
+    layer.weight = table
+    x = torch.randn(3, 5)
+    expected = F.linear(x, table)
+    layer.pack()
+    assert torch.allclose(layer(x), expected, atol=1e-6)
+    assert not list(layer.parameters()) or layer.weight is table
+    assert table.shape == (6, 5) and torch.allclose(F.linear(x, table), expected)
+
+
+@pytest.mark.parametrize("size", [1, 16, 256])
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e6])
+def test_norm_equals_its_definition(size, scale):
+    norm = RMSNorm("norm", size, 1e-6)
+    norm.weight.copy_(torch.linspace(-1, 2, size))
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(0)) * scale
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    assert torch.allclose(norm(x).double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_norm_of_half_precision_rounds_like_transformers():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    ours, theirs = RMSNorm("norm", 96, 1e-5).bfloat16(), LlamaRMSNorm(96, 1e-5).bfloat16()
+    weight = torch.linspace(0.5, 2, 96).bfloat16()
+    ours.weight.copy_(weight)
+    theirs.weight.data.copy_(weight)
+    x = torch.randn(7, 96).bfloat16()
+    assert torch.equal(ours(x), theirs(x).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_turns_pairs_by_position_times_frequency(dtype):
+    config = RopeConfig(theta=100.0)
+    cos, signed_sin = RotaryEmbedding(config, 8)(torch.tensor([0, 5, 100_000]))
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out = apply_rope(x, cos, signed_sin)
+    assert out.dtype == dtype and torch.equal(out[0], x[0])
+    for n, position in enumerate([0, 5, 100_000]):
+        for i in range(4):
+            angle = torch.tensor(position * (1.0 / 100.0 ** (2 * i / 8)), dtype=torch.float32)
+            pair = torch.complex(x[n, :, i].float(), x[n, :, i + 4].float())
+            turned = pair * torch.polar(torch.tensor(1.0), angle)
+            close = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 or n == 2 else {"atol": 1e-5}
+            assert torch.allclose(out[n, :, i].float(), turned.real, **close)
+            assert torch.allclose(out[n, :, i + 4].float(), turned.imag, **close)
