@@ -29,6 +29,13 @@ class MarkdownBlocks:
         """The unfinished block."""
         return "".join(self._lines) + self._partial
 
+    def preview(self, num_lines: int) -> str:
+        """The unfinished block, or the last lines of a long fence, for drawing them all again takes too long."""
+        start = next((number for number, line in enumerate(self._lines) if line.strip()), 0)
+        if not self._fence or len(self._lines) - start <= num_lines or not _FENCE.match(self._lines[start]):
+            return self.tail
+        return "".join([self._lines[start], *self._lines[-num_lines:], self._partial])
+
     def feed(self, text: str) -> list[str]:
         """The blocks that ``text`` finishes."""
         *complete, self._partial = (self._partial + text).split("\n")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _REDRAW_INTERVAL = 0.05  # seconds; tokens may come faster than anyone reads
+_TIME_FACTOR = 9  # between two drawings passes this times what one took, so a tenth of the time goes into them
 _THINKING_LINES = 6  # lines of thinking in sight while it streams
 
 
@@ -103,7 +104,7 @@ class TerminalReply:
         """Show more of the answer."""
         for block in self._blocks.feed(text):
             self._print(block)
-        self._draw(lambda: self._block_lines(self._blocks.tail))
+        self._draw(lambda: self._block_lines(self._blocks.preview(self._console.height)))
 
     def end(self) -> None:
         """Print what is unfinished as it stands."""
@@ -113,9 +114,11 @@ class TerminalReply:
         self._tail.commit([])
 
     def _draw(self, lines: Callable[[], list[str]]) -> None:
-        if self._clock() >= self._next_draw:
+        started = self._clock()
+        if started >= self._next_draw:
             self._tail.draw(lines())
-            self._next_draw = self._clock() + _REDRAW_INTERVAL
+            ended = self._clock()
+            self._next_draw = ended + max(_REDRAW_INTERVAL, _TIME_FACTOR * (ended - started))
 
     def _print(self, block: str) -> None:
         if lines := self._block_lines(block):

@@ -76,3 +76,10 @@ def test_nothing_is_lost_and_chunking_does_not_matter(text: str, step: int):
 def test_a_fence_is_never_split(lines: list[str], fence: str):
     code = "\n".join([f"{fence}py", *lines, fence, ""])
     assert code in blocks(f"before\n\n{code}\nafter\n")
+
+
+def test_the_preview_of_a_long_fence_is_its_end():
+    splitter = MarkdownBlocks()
+    splitter.feed("text\n\n```py\n" + "".join(f"{n}\n" for n in range(50)) + "par")
+    assert splitter.preview(3) == "```py\n47\n48\n49\npar"
+    assert splitter.preview(60) == splitter.tail
