@@ -65,7 +65,7 @@ def start(config: EngineConfig) -> Started:
     )
     model_config = loaded.config
     dtype = next(loaded.model.parameters()).dtype
-    tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder, config.load_format)
+    tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder)
     generation = {} if loaded.folder is None else _read_generation_config(loaded.folder)
     ladder = build_ladder(
         config.kv,
@@ -122,9 +122,10 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _load_tokenizer(folder: Path, load_format: str) -> Tokenizer | None:
-    """The folder's tokenizer; a folder of random weights may do without one."""
-    if load_format == "random" and not (folder / "tokenizer.json").exists():
+def _load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer; without any tokenizer file the engine takes and gives token ids alone."""
+    if not any(folder.glob("*token*")):
+        logger.warning("%s has no tokenizer: prompts must be token ids, and outputs have no text", folder)
         return None
     return Tokenizer.from_folder(folder)
 
