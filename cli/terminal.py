@@ -132,6 +132,7 @@ def _without_echo() -> Iterator[None]:
     before = termios.tcgetattr(keyboard)
     silent = termios.tcgetattr(keyboard)
     silent[3] &= ~(termios.ECHO | termios.ICANON)
+    silent[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell without echo and cursor
     termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
     try:
         yield
