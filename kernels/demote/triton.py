@@ -1,0 +1,110 @@
+"""Demotion in Triton: one program a (block, side of a layer, KV head)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import BlockLayout, UniformSide
+from ..planes import load_codes, shrink_codes, store_codes
+
+
+@triton.jit
+def demote_kernel(
+    memory_ptr, src_ptr, dst_ptr, sides_ptr, NUM_SIDES, H,
+    KINDS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Shrinks the codes of one head of one side, or copies them where the format stays.
+
+    Shapes:  memory [M] uint8;  src, dst [n] int64;  sides [NUM_SIDES, 3] int64 (kind, source offset, target offset)
+    Grid:    (n * NUM_SIDES * H,)
+    """
+    i_h = tl.program_id(0) % H
+    i_side = tl.program_id(0) // H % NUM_SIDES
+    i_n = tl.program_id(0) // H // NUM_SIDES
+    kind = tl.load(sides_ptr + 3 * i_side)
+    source = tl.load(src_ptr + i_n) + tl.load(sides_ptr + 3 * i_side + 1)
+    target = tl.load(dst_ptr + i_n) + tl.load(sides_ptr + 3 * i_side + 2)
+    p_source = memory_ptr + tl.multiple_of(source, 16)
+    p_target = memory_ptr + tl.multiple_of(target, 16)
+    for i in tl.static_range(len(KINDS)):
+        if kind == i:
+            _demote_head(p_source, p_target, i_h, KINDS[i], T, D, TILE_D)
+
+
+@triton.jit
+def _demote_head(p_source, p_target, i_h, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    FROM_BITS: tl.constexpr = KIND[0]
+    TO_BITS: tl.constexpr = KIND[1]
+    IS_K: tl.constexpr = KIND[2]
+    META: tl.constexpr = KIND[3]
+    p_from = p_source + i_h * (T * FROM_BITS // 8 * D)
+    p_to = p_target + i_h * (T * TO_BITS // 8 * D)
+    if FROM_BITS == TO_BITS:
+        _copy(p_from, p_to, T * FROM_BITS // 8 * D)
+    else:
+        b_codes = load_codes(p_from, FROM_BITS, IS_K, T, D, TILE_D)
+        store_codes(p_to, shrink_codes(b_codes, FROM_BITS, TO_BITS), TO_BITS, IS_K, D)
+    p_from = p_source + KIND[6] + i_h * META
+    p_to = p_target + KIND[7] + i_h * META
+    if KIND[4] == KIND[5]:
+        _copy(p_from, p_to, META)
+    else:
+        _permute(p_from, p_to, META // 4, KIND[4], KIND[5], T)
+    p_from = (p_source + KIND[8]).to(tl.pointer_type(tl.uint16)) + i_h
+    tl.store((p_target + KIND[9]).to(tl.pointer_type(tl.uint16)) + i_h, tl.load(p_from))
+
+
+@triton.jit
+def _copy(p_from, p_to, NBYTES: tl.constexpr):
+    TILE_N: tl.constexpr = 2048
+    for start in range(0, NBYTES, TILE_N):
+        o_byte = start + tl.arange(0, TILE_N)
+        m_byte = o_byte < NBYTES
+        tl.store(p_to + o_byte, tl.load(p_from + o_byte, mask=m_byte, other=0), mask=m_byte)
+
+
+@triton.jit
+def _permute(p_from, p_to, PAIRS: tl.constexpr, FROM_LANES: tl.constexpr, TO_LANES: tl.constexpr, T: tl.constexpr):
+    """(min, range) pairs of tokens from tiles [FROM_LANES][planes] to tiles [TO_LANES][planes]."""
+    p_from = p_from.to(tl.pointer_type(tl.uint32))
+    p_to = p_to.to(tl.pointer_type(tl.uint32))
+    o_t = tl.arange(0, T)
+    o_from = o_t % FROM_LANES * (T // FROM_LANES) + o_t // FROM_LANES
+    o_to = o_t % TO_LANES * (T // TO_LANES) + o_t // TO_LANES
+    for start in tl.static_range(0, PAIRS, T):
+        tl.store(p_to + start + o_to, tl.load(p_from + start + o_from))
+
+
+def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
+    """See ``demote``."""
+    kinds: dict[tuple[int, ...], int] = {}
+    rows, first = [], None
+    for (old, new), members in source.pairs(target).items():
+        if isinstance(old, UniformSide) and isinstance(new, UniformSide):
+            first = old
+            kind = kinds.setdefault(_kind(old, new), len(kinds))
+            rows += [(kind, *offsets) for offsets in members]
+    if first is None or len(src) == 0:
+        return
+    sides = torch.tensor(rows, dtype=torch.int64, device=memory.device)
+    tile_d = triton.next_power_of_2(first.head_dim)
+    grid = (len(src) * len(rows) * first.num_kv_heads,)
+    demote_kernel[grid](
+        memory, src, dst, sides, len(rows), first.num_kv_heads,
+        KINDS=tuple(kinds), T=first.num_tokens, D=first.head_dim, TILE_D=tile_d, num_warps=8,
+    )  # fmt: skip
+
+
+def _kind(old: UniformSide, new: UniformSide) -> tuple[int, ...]:
+    """(bits from, to, K?, bytes of metadata a head, tile lanes from, to, metadata offset from, to, top offset from, to).
+
+    Metadata per channel does not depend on the bits; per token it is a tile that does.
+    """
+    lanes = (old.meta_lanes, new.meta_lanes) if old.axis == "token" else (1, 1)
+    return (
+        old.bits, new.bits, int(old.side == "k"), old.head_meta_nbytes, *lanes,
+        old.meta_offset, new.meta_offset, old.top_offset, new.top_offset,
+    )  # fmt: skip
