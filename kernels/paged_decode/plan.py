@@ -58,9 +58,7 @@ class DecodeWork:
         batch, width = addresses.shape
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
         splits_at = torch.tensor(split_blocks, device=device)
-        bounds = torch.searchsorted(
-            keys, torch.arange(num_rungs + 1, device=device).expand(batch, -1).contiguous()
-        )
+        bounds = torch.searchsorted(keys, torch.arange(num_rungs + 1, device=device).expand(batch, -1).contiguous())
         counts = bounds.diff(dim=1)
         splits = (counts + splits_at - 1) // splits_at
         part_first = torch.zeros(batch + 1, dtype=torch.int64, device=device)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..tiles import PageFormat
+from ..tiles import PageFormat, UniformSide
 from ..tiles.launch import page_constexprs
 from .float_kernel import decode_float_kernel
+from .int_kernel import decode_int_kernel
 from .merge import merge_kernel
 from .plan import DecodeWork
 
@@ -21,15 +23,17 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of one kernel body."""
+    """Launch parameters of one rung's kernel; ``tile`` is in tokens, for the floating-point body."""
 
     num_warps: int
     num_stages: int
     tile: int = 32
     maxnreg: int | None = None
+    reduce_top: bool = False
 
 
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=3)
+INT_TUNING = {8: Tuning(2, 2), 4: Tuning(1, 4), 2: Tuning(1, 4, maxnreg=232)}  # by bits
 
 
 def paged_decode(
@@ -40,23 +44,23 @@ def paged_decode(
     num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
-    tuning: Sequence[Tuning | None] | None = None,
+    tunings: Sequence[Tuning | None] = (),
 ) -> Tensor:
     """Attention of one query per request over its blocks on all rungs.
 
-    Shapes:  q [B, HQ, D], rows contiguous;  arena [nbytes] uint8;  returns [B, HQ, D] in q's dtype
-    ``pages[r]`` says how this layer's pages on rung r are read.
+    Shapes:  q [B, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  returns [B, HQ, D] in q's dtype
+    ``pages[r]`` says how this layer's pages on rung r are read. Requests without a visible token give zeros.
     """
     batch, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert q.stride(2) == out.stride(2) == 1 and arena.dtype == torch.uint8 and num_heads % num_kv_heads == 0
+    assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
     o = torch.empty(work.num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(work.num_parts, num_heads, dtype=torch.float32, device=q.device)
     for rung, num_items in enumerate(work.num_items):
         page = pages[rung]
         if num_items and page is not None:
-            chosen = tuning[rung] if tuning else None
-            _launch(q, arena, work, rung, page, num_kv_heads, scale, o, lse, chosen)
+            tuning = tunings[rung] if tunings else None
+            _attend_rung(q, arena, work, rung, page, num_kv_heads, scale, o, lse, tuning)
     block_d = triton.next_power_of_2(head_dim)
     merge_kernel[(batch, num_heads)](
         o,
@@ -73,7 +77,7 @@ def paged_decode(
     return out
 
 
-def _launch(
+def _attend_rung(
     q: Tensor,
     arena: Tensor,
     work: DecodeWork,
@@ -86,9 +90,18 @@ def _launch(
     tuning: Tuning | None,
 ) -> None:
     """One rung's launch: all its work items, every KV head."""
-    head_dim, group = q.shape[2], q.shape[1] // num_kv_heads
-    tuning = tuning or FLOAT_TUNING
-    decode_float_kernel[(work.num_items[rung], num_kv_heads)](
+    kernel, constexprs, tuning = decode_variant(
+        page,
+        num_kv_heads,
+        q.shape[1] // num_kv_heads,
+        q.shape[2],
+        block_tokens=work.block_tokens,
+        sink_tokens=work.sink_tokens,
+        tuning=tuning,
+    )
+    blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
+    options = {"maxnreg": tuning.maxnreg} if tuning.maxnreg else {}
+    kernel[(work.num_items[rung], num_kv_heads)](
         q,
         q.stride(0),
         q.stride(1),
@@ -96,30 +109,54 @@ def _launch(
         page.k_offset,
         page.v_offset,
         work.items[rung],
-        work.addresses,
-        work.positions,
-        work.lengths,
+        *blocks,
         o,
         lse,
         scale * LOG2_E,
-        **float_constexprs(page, num_kv_heads, group, head_dim, work, tuning),
+        **constexprs,
         num_warps=tuning.num_warps,
+        **options,
     )
 
 
-def float_constexprs(
-    page: PageFormat, num_kv_heads: int, group: int, head_dim: int, work: DecodeWork, tuning: Tuning
-) -> dict[str, object]:
-    """Compile-time arguments of the floating-point body."""
-    return {
-        **page_constexprs(page),
-        "H": num_kv_heads,
-        "G": group,
-        "D": head_dim,
-        "T": work.block_tokens,
-        "S": work.sink_tokens,
-        "BLOCK_G": max(16, triton.next_power_of_2(group)),
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "TILE": tuning.tile,
-        "STAGES": tuning.num_stages,
-    }
+def decode_variant(
+    page: PageFormat,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    *,
+    block_tokens: int,
+    sink_tokens: int,
+    tuning: Tuning | None = None,
+) -> tuple[Any, dict[str, Any], Tuning]:
+    """Kernel, compile-time arguments and launch parameters for pages of one format."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    shape = {"H": num_kv_heads, "G": group, "D": head_dim, "T": block_tokens, "BLOCK_D": block_d}
+    if page.has_integer_dots:
+        assert isinstance(page.k, UniformSide)
+        tuning = tuning or INT_TUNING[page.k.bits]
+        return (
+            decode_int_kernel,
+            {
+                **shape,
+                "BITS": page.k.bits,
+                "BLOCK_G": max(4, triton.next_power_of_2(group)),  # two int8 columns a head fill the 8 of an mma
+                "REDUCE_TOP": tuning.reduce_top,
+                "ASM": not triton.knobs.runtime.interpret,
+                "STAGES": tuning.num_stages,
+            },
+            tuning,
+        )
+    tuning = tuning or FLOAT_TUNING
+    return (
+        decode_float_kernel,
+        {
+            **shape,
+            **page_constexprs(page),
+            "S": sink_tokens,
+            "BLOCK_G": max(16, triton.next_power_of_2(group)),
+            "TILE": tuning.tile,
+            "STAGES": tuning.num_stages,
+        },
+        tuning,
+    )

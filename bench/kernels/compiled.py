@@ -1,0 +1,101 @@
+"""What Triton makes of the attention kernels on Hopper, without a GPU: registers, spills, layout changes, instructions.
+
+python -m qkv_engine.bench.kernels.compiled [--only SUBSTRING] [--mix]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
+from qkv_engine.kernels.tiles import PageFormat
+
+from .inputs import dense_page, uniform_page
+
+POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
+POINTERS |= {"lse_ptr": "*fp32", "scale_log2": "fp32"}  # the rest are int32 or pointers to it
+
+
+def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> Any:
+    """Compiles for sm_90, pointers, strides and offsets known to be multiples of 16."""
+    names = [n for n in kernel.arg_names if n not in constexprs]
+    types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
+    aligned = [n for n in names if n.endswith(("_ptr", "_offset")) or n.startswith("stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "constexpr") for n in kernel.arg_names},
+        attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        constexprs={(kernel.arg_names.index(n),): v for n, v in constexprs.items()},
+    )
+    options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    if tuning.maxnreg:
+        options["maxnreg"] = tuning.maxnreg
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def describe(built: Any) -> dict[str, Any]:
+    """Registers, spilled bytes, shared memory, matrix instructions and layout changes of a compiled kernel."""
+    ir = built.asm["ttgir"]
+    found: dict[str, Any] = {"shared": built.metadata.shared, "layout changes": ir.count("ttg.convert_layout")}
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    ops = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text, re.M))
+    found |= {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "instructions": sum(ops.values())}
+    found |= {name: ops[name] for name in ("HMMA", "IMMA", "HGMMA", "LDGSTS", "LDG", "LDL")}
+    return found | {"mix": dict(ops.most_common(24))}
+
+
+def variants() -> dict[str, tuple[PageFormat, int, int, int]]:
+    """Page format, KV heads, group and head dim by name."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    found = {f"dense bf16 D{d} G4": (dense_page(bf16, 8, d), 8, 4, d) for d in (64, 80, 96, 128, 256)}
+    found["dense fp16 D128 G4"] = (dense_page(fp16, 8, 128), 8, 4, 128)
+    found["dense fp32 D128 G4"] = (dense_page(torch.float32, 8, 128), 8, 4, 128)
+    found["dense bf16 D128 G16"] = (dense_page(bf16, 8, 128), 8, 16, 128)
+    for bits in (8, 4, 2):
+        for d, g in ((128, 4), (128, 1), (128, 8), (64, 4), (80, 4), (256, 4)):
+            found[f"int{bits} D{d} G{g}"] = (uniform_page(bits, 8, d), 8, g, d)
+    for bits in (4, 3, 2, 1):
+        found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 8, 4, 128)
+    found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 8, 4, 128)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--mix", action="store_true")
+    args = parser.parse_args()
+    columns: list[str] = []
+    for name, (page, heads, group, head_dim) in variants().items():
+        if args.only not in name:
+            continue
+        kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
+        row = describe(compile_kernel(kernel, constexprs, tuning))
+        mix = row.pop("mix")
+        if not columns:
+            columns = list(row)
+            print(f"{'kernel':30} {'warps':>6} {'stages':>6} " + " ".join(f"{c:>12}" for c in columns))
+        print(f"{name:30} {tuning.num_warps:6} {tuning.num_stages:6} " + " ".join(f"{row[c]:12}" for c in columns))
+        if args.mix:
+            print("   ", mix)
+
+
+if __name__ == "__main__":
+    main()
