@@ -36,15 +36,11 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = heads, kv_heads
         shards = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         self.qkv_proj = Linear(config.hidden_size, shards, bias=config.attention_bias)
-        self.o_proj = Linear(
-            heads * head_dim, {"o_proj": config.hidden_size}, bias=config.attention_output_bias
-        )
+        self.o_proj = Linear(heads * head_dim, {"o_proj": config.hidden_size}, bias=config.attention_output_bias)
         norm_shards = {"q_norm": heads, "k_norm": kv_heads}
         self.qk_norm = HeadNorm(head_dim, config.rms_norm_eps, norm_shards) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, residual: Tensor, cos: Tensor, signed_sin: Tensor, batch: AttentionBatch
-    ) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, signed_sin: Tensor, batch: AttentionBatch) -> Tensor:
         """x, residual and result [N, E]; cos and signed_sin [N, 1, D] float32."""
         num_tokens = x.shape[0]
         num_rotated = self.num_heads + self.num_kv_heads

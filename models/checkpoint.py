@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qkv_engine.errors import ModelError
 
-from .files import open_inside, parse_json, read_exactly, read_into, read_json
+from .files import check_file_name, open_inside, parse_json, read_exactly, read_into, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -109,9 +109,7 @@ class Checkpoint:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             piece = self._view((stop - start) * row_bytes)
-            read_into(
-                self._files[stored.file_name], stored.offset + start * row_bytes, piece, stored.file_name
-            )
+            read_into(self._files[stored.file_name], stored.offset + start * row_bytes, piece, stored.file_name)
             yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:])
 
     def _view(self, nbytes: int) -> memoryview:
@@ -123,17 +121,11 @@ class Checkpoint:
         found = read_header(file, file_name)
         if indexed is not None and found.keys() != indexed:
             name = min(found.keys() ^ indexed)
-            where = (
-                "listed in the index but missing"
-                if name in indexed
-                else "present but not listed in the index"
-            )
+            where = "listed in the index but missing" if name in indexed else "present but not listed in the index"
             raise ModelError(f"{file_name}: tensor {name} is {where}")
         for name, stored in found.items():
             if name in self.tensors:
-                raise ModelError(
-                    f"tensor {name} is in {self.tensors[name].file_name} and again in {file_name}"
-                )
+                raise ModelError(f"tensor {name} is in {self.tensors[name].file_name} and again in {file_name}")
             self.tensors[name] = stored
         self._files[file_name] = file
         self.nbytes += os.fstat(file.fileno()).st_size
@@ -208,7 +200,8 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
         raise ModelError(f"{INDEX_FILE} has no weight_map from tensor names to files")
     shards: dict[str, set[str] | None] = {}
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
+        check_file_name(file_name)
+        if not file_name.endswith(".safetensors"):
             raise ModelError(
                 f"{INDEX_FILE}: tensor {name[:200]} is not in a .safetensors file but in {file_name!r:.80}"
             )

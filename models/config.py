@@ -158,16 +158,12 @@ def _refuse_sliding_window(fields: Fields, architecture: str) -> None:
     window = None
     if architecture == "MistralForCausalLM":
         # transformers' default stands where the key is absent; null means no window.
-        window = (
-            fields.get("sliding_window") if "sliding_window" in fields.values else _MISTRAL_SLIDING_WINDOW
-        )
+        window = fields.get("sliding_window") if "sliding_window" in fields.values else _MISTRAL_SLIDING_WINDOW
     elif architecture.startswith("Qwen") and fields.boolean("use_sliding_window", default=False):
         window = fields.get("sliding_window")
     if window is not None and (type(window) is not int or window < max_positions):
         remedy = f"Supported: null, or at least max_position_embeddings ({max_positions})"
-        raise fields.error(
-            "sliding_window", f"sliding-window attention ({window!r:.40}) is not supported", remedy
-        )
+        raise fields.error("sliding_window", f"sliding-window attention ({window!r:.40}) is not supported", remedy)
     layer_types = fields.get("layer_types")
     if layer_types is None or architecture == "LlamaForCausalLM":
         return
@@ -184,9 +180,7 @@ def _num_kv_heads(fields: Fields, num_heads: int) -> int:
 
 def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
     if fields.get("head_dim") is None and architecture != "Qwen3ForCausalLM" and hidden_size % num_heads:
-        raise fields.error(
-            "head_dim", f"is required: {num_heads} heads do not divide hidden_size {hidden_size}"
-        )
+        raise fields.error("head_dim", f"is required: {num_heads} heads do not divide hidden_size {hidden_size}")
     derived = _QWEN3_HEAD_DIM if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
     head_dim = fields.integer("head_dim", 2, 512, default=derived)
     if head_dim % 2 or not 2 <= head_dim <= 512:

@@ -29,8 +29,7 @@ def open_inside(folder: Path, name: str) -> FileIO:
     cache, inside that repository's cache folder. Raises ``ModelError``, naming the file, for anything but a
     regular file there.
     """
-    if not _FILE_NAME.fullmatch(name):
-        raise ModelError("is not a plain file name", field="file", value=name)
+    check_file_name(name)
     path = os.path.realpath(folder / name)
     if not Path(path).is_relative_to(_declared_root(folder)):
         raise ModelError(f"{name} is a link that leaves the model folder {folder}")
@@ -42,6 +41,12 @@ def open_inside(folder: Path, name: str) -> FileIO:
         os.close(descriptor)
         raise ModelError(f"{folder / name} is not a regular file")
     return FileIO(descriptor, "r", closefd=True)
+
+
+def check_file_name(name: object) -> None:
+    """Raise ``ModelError`` unless ``name`` is a name without any path, on every operating system."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise ModelError("is not a plain file name", field="file", value=name)
 
 
 def read_json(folder: Path, name: str, max_bytes: int) -> Any:
@@ -70,9 +75,7 @@ def read_into(file: FileIO, offset: int, buffer: memoryview, name: str) -> None:
     while done < len(buffer):
         count = file.readinto(buffer[done:])
         if not count:
-            raise ModelError(
-                f"{name} is truncated: it ends at byte {offset + done}, in the middle of a tensor"
-            )
+            raise ModelError(f"{name} is truncated: it ends at byte {offset + done}, in the middle of a tensor")
         done += count
 
 

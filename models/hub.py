@@ -49,9 +49,7 @@ def _fetch(repo_id: str, revision: str | None, token: str | None, patterns: list
     import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, token=token, allow_patterns=patterns
-        )
+        folder = huggingface_hub.snapshot_download(repo_id, revision=revision, token=token, allow_patterns=patterns)
     # The library raises its own errors, its HTTP client's and OSError, with no common base below Exception.
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""

@@ -36,9 +36,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm("input_layernorm", config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(
-            "post_attention_layernorm", config.hidden_size, config.rms_norm_eps
-        )
+        self.post_attention_layernorm = RMSNorm("post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, cos: Tensor, signed_sin: Tensor, batch: AttentionBatch) -> Tensor:

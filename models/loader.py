@@ -5,6 +5,7 @@ Reads configurations and safetensors only. No remote code, no pickle, no tokeniz
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -105,10 +106,11 @@ def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, Slot]:
 
 
 def _find_folder(model: str, revision: str | None, token: str | None, *, weights: bool) -> Path:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    # os.path answers False where pathlib raises: a name may be too long for a path, or contain a null.
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
         raise ModelError("is a file", field="model", value=model, remedy="Pass the folder with config.json")
     if model in SHAPES:
         message = "is a shape without weights"
@@ -160,9 +162,7 @@ def _fill_randomly(net: nn.Module, generator: torch.Generator) -> None:
             parameter.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
-def _load_checkpoint(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def _load_checkpoint(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
         # No supported dtype takes less than a byte an element: the config cannot belong to these files.
         if config.num_parameters > checkpoint.nbytes:
@@ -191,9 +191,7 @@ def _check_tensors(checkpoint: Checkpoint, slots: dict[str, Slot], config: Model
         extra.remove("lm_head.weight")
         expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     if extra:
-        raise ModelError(
-            f"{files} have {_some(extra)}, which {config.architecture} with this config.json has not"
-        )
+        raise ModelError(f"{files} have {_some(extra)}, which {config.architecture} with this config.json has not")
     for name, shape in expected.items():
         stored = checkpoint.tensors[name]
         where = f"{stored.file_name}: tensor {name}"

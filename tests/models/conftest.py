@@ -108,5 +108,10 @@ def load() -> Callable[..., LoadedModel]:
 
 
 @pytest.fixture(scope="session")
+def dense_batch() -> type[DenseBatch]:
+    return DenseBatch
+
+
+@pytest.fixture(scope="session")
 def demo_folder() -> Path:
     return DEMO

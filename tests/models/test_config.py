@@ -44,8 +44,12 @@ def test_reads_llama():
 
 @pytest.mark.parametrize(
     ("base", "flags"),
-    [(LLAMA, (True, True, False)), (MISTRAL, (False, False, False)), (QWEN2, (True, False, False))]
-    + [(QWEN3, (True, True, True))],
+    [
+        (LLAMA, (True, True, False)),
+        (MISTRAL, (False, False, False)),
+        (QWEN2, (True, False, False)),
+        (QWEN3, (True, True, True)),
+    ],
 )
 def test_which_architectures_honour_attention_bias(base, flags):
     config = ModelConfig.from_hf({**base, "attention_bias": True})

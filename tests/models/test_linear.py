@@ -26,9 +26,7 @@ def test_packed_equals_reference(m, i, o, dtype, with_bias, with_residual):
     args = (bias if with_bias else None, residual if with_residual else None)
     before = residual.clone()
     out = linear(x, pack_weight(weight), *args)
-    expected = reference.linear(
-        x.double(), weight.double(), *(None if arg is None else arg.double() for arg in args)
-    )
+    expected = reference.linear(x.double(), weight.double(), *(None if arg is None else arg.double() for arg in args))
     assert out.shape == (m, o) and out.dtype == dtype
     assert (out.double() - expected).norm() <= BOUNDS[dtype] * expected.norm()
     assert torch.equal(residual, before), "the residual is an input, not a buffer"

@@ -137,3 +137,28 @@ def test_no_logits_are_asked_for(demo_folder, load):
 def test_registry_and_config_know_the_same_architectures():
     assert MODELS.keys() == ARCHITECTURES.keys()
     assert all(cls.__name__ == name for name, cls in MODELS.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])
+def test_gpu_equals_cpu(dtype, bound, demo_folder, load, dense_batch):
+    """Same model, same dense attention on the CPU; only the model's own arithmetic moves to the GPU."""
+    from qkv_engine.models import load_model
+
+    class ThroughCPU:
+        def __init__(self, batch):
+            self.batch = batch
+
+        def attend(self, layer, q, k, v):
+            return self.batch.attend(layer, q.cpu(), k.cpu(), v.cpu()).to(q.device)
+
+    ids = torch.arange(60)
+    cpu_batch, gpu_batch = dense_batch(), ThroughCPU(dense_batch())
+    device = torch.device("cuda")
+    gpu = load_model(str(demo_folder), device=device, dtype=dtype).model
+    cpu = load(demo_folder).model
+    with torch.inference_mode():
+        theirs = cpu.compute_logits(cpu(ids, ids, cpu_batch))
+        ours = gpu.compute_logits(gpu(ids.to(device), ids.to(device), gpu_batch))
+    assert ours.device.type == "cuda" and ours.dtype == getattr(torch, dtype)
+    assert relative_error(ours.float().cpu(), theirs) < bound
