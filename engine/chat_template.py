@@ -347,9 +347,7 @@ def select_template(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("default")
     if value is not None and not isinstance(value, str):
-        raise ModelError(
-            "must be a string, or named templates of which one is called default", field="chat_template"
-        )
+        raise ModelError("must be a string, or named templates of which one is called default", field="chat_template")
     return value
 
 
@@ -366,9 +364,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not role:
-            raise RequestError(
-                "must be a dict with a role", field=f"messages[{i}]", value=message, remedy=remedy
-            )
+            raise RequestError("must be a dict with a role", field=f"messages[{i}]", value=message, remedy=remedy)
         checked.append({**message, "content": _content(message.get("content"), f"messages[{i}].content")})
     return checked
 
@@ -376,7 +372,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 def _content(value: object, field: str) -> str | None:
     if value is None or isinstance(value, str):  # None: an assistant's turn that only calls tools
         return value
-    parts = value if isinstance(value, list) else [value]
+    parts = value if isinstance(value, list) else [None]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         remedy = "Use a string, or a list of text parts"

@@ -25,7 +25,8 @@ from .request import SamplingParams
 
 WEIGHT_ONE = float(2**40)  # weight of the likeliest token; 2**40 x 2**20 tokens stay well inside int64
 DRAW_TILE = 128  # tokens summed per step of the two-level walk
-TOP_CANDIDATES = (64, 1024)  # tries of top_p before the whole vocabulary is sorted
+DRAW_CHUNK = {"cpu": 1 << 18}  # logits drawn from at once: what a core's cache holds; elsewhere memory's share
+TOP_CANDIDATES = 64  # tokens among which top_k and top_p look before they search the vocabulary
 LOGPROB_CHUNK = 1 << 25  # float32 values a chunk of prompt log-probabilities may hold
 MIN_TEMPERATURE = 1e-5  # below it float32 logits are greedy anyway
 _U64 = (1 << 64) - 1
@@ -97,13 +98,7 @@ class SampleRow:
             1.0,
         )
         self.counts = TokenCounts() if penalized else None
-        edited = (
-            penalized
-            or params.min_tokens
-            or params.logit_bias
-            or params.allowed_token_ids
-            or self.bad_word_ids
-        )
+        edited = penalized or params.min_tokens or params.logit_bias or params.allowed_token_ids or self.bad_word_ids
         self.is_plain = params.is_greedy and not edited and params.logprobs is None
 
     @property
@@ -147,9 +142,7 @@ def _collect(token_ids: Tensor, raw_peak: Tensor, peak: Tensor) -> list[SampledT
     sampled = []
     for token_id, raw, edited in packed:
         if not math.isfinite(raw):
-            error = RequestError(
-                "the model's logits are not finite", remedy="Try another dtype or KV precision"
-            )
+            error = RequestError("the model's logits are not finite", remedy="Try another dtype or KV precision")
             sampled.append(SampledToken(-1, error=error))
         elif not math.isfinite(edited):
             error = RequestError(
@@ -169,9 +162,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """logits [M, V] -> float32 [M, V] with masks, bias and penalties applied; a copy if anything changes."""
     edited = logits.float()
     banned, biased = _collect_edits(rows)
-    allowed = [
-        (i, row.params.allowed_token_ids) for i, row in enumerate(rows) if row.params.allowed_token_ids
-    ]
+    allowed = [(i, row.params.allowed_token_ids) for i, row in enumerate(rows) if row.params.allowed_token_ids]
     penalized = [i for i, row in enumerate(rows) if row.counts is not None]
     if not (banned or biased or allowed or penalized):
         return edited
@@ -233,9 +224,7 @@ def _penalize(logits: Tensor, rows: Sequence[tuple[int, SampleRow]]) -> None:
         return
     repeats = torch.tensor(sizes)
     per_entry = torch.tensor(settings, dtype=torch.float64).repeat_interleave(repeats, dim=0)
-    table = torch.cat((per_entry, torch.stack((torch.cat(ids), torch.cat(counts)), dim=1)), dim=1).to(
-        logits.device
-    )
+    table = torch.cat((per_entry, torch.stack((torch.cat(ids), torch.cat(counts)), dim=1)), dim=1).to(logits.device)
     row_index, id_index, count = table[:, 0].long(), table[:, 4].long(), table[:, 5].float()
     repetition, frequency, presence = table[:, 1].float(), table[:, 2].float(), table[:, 3].float()
     values = logits[row_index, id_index]
@@ -261,17 +250,26 @@ def _mix(value: int) -> int:
 
 def draw(logits: Tensor, peak: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """logits [R, V] float32, peak [R] its row maxima -> token ids [R] int64. Rows never meet."""
+    chunk = max(1, DRAW_CHUNK.get(logits.device.type, 1 << 24) // logits.shape[1])
+    starts = range(0, len(rows), chunk)
+    return torch.cat([_draw(logits[i : i + chunk], peak[i : i + chunk], rows[i : i + chunk]) for i in starts])
+
+
+def _draw(logits: Tensor, peak: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     settings = torch.tensor([_draw_settings(row) for row in rows], dtype=torch.float64).to(logits.device)
-    temperature, min_score, top_p, u = (settings[:, i : i + 1] for i in range(4))
-    scores = (logits - peak[:, None]) / temperature.float()
-    floor = min_score.float()
+    temperature, min_score, top_p, u = settings.unsqueeze(-1).unbind(1)
+    scores = (logits - peak[:, None]).div_(temperature.float())
+    weights = scores.exp().mul_(WEIGHT_ONE).long()
     top_k = [_effective_top_k(row.params, logits.shape[1]) for row in rows]
-    if max(top_k):
-        floor = torch.maximum(floor, _top_k_floor(scores, top_k))
-    weights = torch.where(scores >= floor, _weigh(scores), 0)
-    if any(row.params.top_p < 1 for row in rows):
-        floor = _top_p_floor(scores, weights, floor, top_p)
+    has_top_p = any(row.params.top_p < 1 for row in rows)
+    if has_top_p or any(top_k):
+        best = scores.topk(min(TOP_CANDIDATES, logits.shape[1]), dim=-1).values
+        floor = torch.maximum(min_score.float(), _top_k_floor(scores, best, top_k))
         weights = torch.where(scores >= floor, weights, 0)
+        if has_top_p:
+            weights = torch.where(scores >= _top_p_floor(scores, best, weights, top_p), weights, 0)
+    elif any(row.params.min_p > 0 for row in rows):
+        weights = torch.where(scores >= min_score.float(), weights, 0)
     return _pick(weights, u)
 
 
@@ -286,43 +284,45 @@ def _effective_top_k(params: SamplingParams, vocab_size: int) -> int:
     return params.top_k if 0 < params.top_k < vocab_size else 0
 
 
-def _weigh(scores: Tensor) -> Tensor:
-    """exp(score) in units of 2**-40, int64; tokens less likely than that against the best are never drawn."""
-    return (scores.exp() * WEIGHT_ONE).long()
+def _top_k_floor(scores: Tensor, best: Tensor, top_k: list[int]) -> Tensor:
+    """Score of the k-th best token of each row [R, 1]; -inf where the row has no top_k. ``best`` is sorted."""
+    k = torch.tensor(top_k, device=scores.device)[:, None]
+    floor = best.gather(1, (k - 1).clamp(0, best.shape[1] - 1))
+    if max(top_k) > best.shape[1]:
+        floor = torch.where(k > best.shape[1], _score_reaching(scores, torch.ones_like(scores).long(), k), floor)
+    return floor.masked_fill_(k == 0, -math.inf)
 
 
-def _top_k_floor(scores: Tensor, top_k: list[int]) -> Tensor:
-    """Score of the k-th best token of each row [R, 1]; -inf where the row has no top_k."""
-    ks = torch.tensor(top_k, device=scores.device)[:, None]
-    best = scores.topk(max(top_k), dim=-1).values
-    return torch.where(ks > 0, best.gather(1, (ks - 1).clamp(min=0)), -math.inf)
+def _top_p_floor(scores: Tensor, best: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+    """Score of the last token of the nucleus [R, 1]: the fewest best tokens whose weight reaches ``top_p``.
 
-
-def _top_p_floor(scores: Tensor, weights: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """Score of the last token of the nucleus [R, 1]: the smallest set of best tokens whose weight reaches
-    ``top_p``.
-
-    Tries a few candidates first; only rows whose nucleus is wider pay for more, in the end for a sort of the
-    vocabulary.
+    ``weights`` are those left by min_p and top_k. Most rows find it among the ``best``; the rest search.
     """
-    vocab_size = scores.shape[1]
     target = (top_p * weights.sum(dim=-1, keepdim=True).double()).ceil().long()
-    limited = top_p < 1
-    result = floor.expand(len(scores), 1).clone()
-    pending = torch.arange(len(scores), device=scores.device)
-    for num_candidates in (*(n for n in TOP_CANDIDATES if n < vocab_size), vocab_size):
-        best = scores[pending].topk(num_candidates, dim=-1).values
-        mass = torch.where(best >= floor[pending], _weigh(best), 0).cumsum(dim=-1)
-        reached = mass >= target[pending]
-        last = reached.byte().argmax(dim=-1, keepdim=True)
-        found = reached[:, -1:] & limited[pending]
-        result[pending] = torch.where(
-            found, torch.maximum(best.gather(1, last), floor[pending]), floor[pending]
-        )
-        pending = pending[(limited[pending] & ~reached[:, -1:])[:, 0]]
-        if not len(pending):
-            break
-    return result
+    reached = best.exp().mul_(WEIGHT_ONE).long().cumsum(dim=-1) >= target
+    floor = best.gather(1, reached.byte().argmax(dim=-1, keepdim=True))
+    unlimited = top_p >= 1
+    wide = ~(reached[:, -1:] | unlimited)[:, 0]
+    if bool(wide.any()):
+        floor[wide] = _score_reaching(scores[wide], weights[wide], target[wide])
+    return floor.masked_fill_(unlimited, -math.inf)
+
+
+def _score_reaching(scores: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The highest score such that the tokens at or above it weigh at least ``target`` [R, 1].
+
+    Radix selection instead of a sort: the bits of a non-negative float order it, and sums of integers are exact.
+    """
+    keys = scores.abs().view(torch.int32).long()  # scores are <= 0: the best token has the smallest key
+    found = torch.zeros_like(target)
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        digits = keys >> shift & (1 << width) - 1
+        sums = weights.new_zeros(len(keys), 1 << width).scatter_add_(1, digits, weights).cumsum_(dim=-1)
+        digit = torch.searchsorted(sums, target).clamp_(max=sums.shape[1] - 1)
+        target = target - torch.where(digit > 0, sums.gather(1, (digit - 1).clamp(min=0)), 0)
+        weights = torch.where(digits == digit, weights, 0)
+        found = found << width | digit
+    return -found.int().view(torch.float32)
 
 
 def _pick(weights: Tensor, u: Tensor) -> Tensor:
@@ -344,15 +344,14 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
 # ---- log-probabilities
 
 
-def _add_logprobs(
-    sampled: list[SampledToken], logits: Tensor, rows: Sequence[SampleRow]
-) -> list[SampledToken]:
+def _add_logprobs(sampled: list[SampledToken], logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and sampled[i].error is None]
     if not wanted:
         return sampled
     ks = [rows[i].params.logprobs or 0 for i in wanted]
     ids = [sampled[i].token_id for i in wanted]
-    for i, logprobs in zip(wanted, _rank(logits[wanted], ids, ks), strict=True):
+    asked = logits if len(wanted) == len(rows) else logits[wanted]
+    for i, logprobs in zip(wanted, _rank(asked, ids, ks), strict=True):
         sampled[i] = SampledToken(sampled[i].token_id, logprobs)
     return sampled
 
@@ -369,9 +368,7 @@ def token_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[To
     for start in range(0, len(logits), chunk):
         part = logits[start : start + chunk]
         if not bool(part.amax(dim=-1).isfinite().all()):
-            raise RequestError(
-                "the model's logits are not finite", remedy="Try another dtype or KV precision"
-            )
+            raise RequestError("the model's logits are not finite", remedy="Try another dtype or KV precision")
         results += _rank(part, target_ids[start : start + chunk], [k] * len(part))
     return results
 

@@ -31,9 +31,7 @@ T = TypeVar("T")
 class Tokenizer:
     """A ``tokenizers`` tokenizer with its model's special tokens and chat template. Thread-safe."""
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None = None
-    ):
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None = None):
         """``config`` is tokenizer_config.json. Raises ModelError."""
         self._backend = backend
         self._special_tokens = _special_tokens(config)
@@ -84,9 +82,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a token give none. Raises RequestError."""
         message = "the ids cannot be decoded"
-        return _contain(
-            RequestError, message, self._backend.decode, list(ids), skip_special_tokens=skip_special_tokens
-        )
+        return _contain(RequestError, message, self._backend.decode, list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a text: leading space kept, U+FFFD for part of a character."""
@@ -114,9 +110,7 @@ class Tokenizer:
     ) -> str:
         """The conversation as prompt text. Raises RequestError, or ModelError without a usable template."""
         variables = {**self._special_tokens, **template_kwargs}
-        return self._compiled_template.render(
-            messages, add_generation_prompt=add_generation_prompt, **variables
-        )
+        return self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(
         self,
@@ -131,9 +125,7 @@ class Tokenizer:
         as the system; only an assistant's messages are trusted. Raises RequestError, or ModelError as above.
         """
         marked = [m if m["role"] == "assistant" else self._mark(m) for m in check_messages(messages)]
-        text = self.apply_chat_template(
-            marked, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
+        text = self.apply_chat_template(marked, add_generation_prompt=add_generation_prompt, **template_kwargs)
         if MARK_BEGIN not in text:
             return self.encode(text, add_special_tokens=False)
         return self._encode_marked(text)
@@ -194,16 +186,12 @@ class Tokenizer:
     def _spell(self, text: str) -> list[int]:
         ids: list[int] = self._encode(self._plain_backend, text, False).ids
         if not self.special_ids.isdisjoint(ids):
-            raise RequestError(
-                "a message holds a special token", field="messages", value=text, remedy="Remove it"
-            )
+            raise RequestError("a message holds a special token", field="messages", value=text, remedy="Remove it")
         return ids
 
     # ---- inside
 
-    def _encode(
-        self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool
-    ) -> tokenizers.Encoding:
+    def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         message = "the text cannot be tokenized"
         return _contain(RequestError, message, backend.encode, text, add_special_tokens=add_special_tokens)
 
@@ -228,9 +216,7 @@ class Tokenizer:
         self._backend.post_processor = processor
 
 
-def _contain(
-    error_type: type[QKVError], message: str, call: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
+def _contain(error_type: type[QKVError], message: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call into the Rust library, whose panics derive from BaseException and must not end a thread."""
     try:
         return call(*args, **kwargs)
@@ -260,9 +246,7 @@ def _check_text(text: str | bytes) -> str:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens of tokenizer_config.json: each its text, or an object with ``content``."""
     found = {name: config.get(name) for name in SPECIAL_NAMES}
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
-    }
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 

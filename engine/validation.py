@@ -72,9 +72,7 @@ def validate_params(params: SamplingParams, *, vocab_size: int) -> SamplingParam
     """
     if not isinstance(params, SamplingParams):
         raise RequestError("expected SamplingParams", field="params", value=params)
-    fixed: dict[str, Any] = {
-        name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()
-    }
+    fixed: dict[str, Any] = {name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()}
     for name in FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise RequestError("must be True or False", field=name, value=getattr(params, name))
@@ -103,9 +101,7 @@ def _refuse_contradictions(params: SamplingParams) -> None:
         )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         remedy = f"Use at most max_tokens={params.max_tokens}"
-        raise RequestError(
-            "is larger than max_tokens", field="min_tokens", value=params.min_tokens, remedy=remedy
-        )
+        raise RequestError("is larger than max_tokens", field="min_tokens", value=params.min_tokens, remedy=remedy)
     if params.stop and not params.detokenize:
         raise RequestError(
             "stop strings are found in the text",
@@ -128,15 +124,9 @@ def _number(name: str, value: object, bounds: Bounds) -> float | int | None:
     accepted = (int,) if bounds.kind is int else (int, float)
     right_kind = isinstance(value, accepted) and not isinstance(value, bool)
     # Written so that NaN, for which every comparison is false, is refused.
-    if (
-        not right_kind
-        or not (bounds.low < value if bounds.above else bounds.low <= value)
-        or not value <= bounds.high
-    ):  # type: ignore[operator]
+    if not right_kind or not (bounds.low < value if bounds.above else bounds.low <= value) or not value <= bounds.high:  # type: ignore[operator]
         remedy = f"Use {bounds}{' or None' if bounds.optional else ''}"
-        raise RequestError(
-            "out of range" if right_kind else "wrong type", field=name, value=value, remedy=remedy
-        )
+        raise RequestError("out of range" if right_kind else "wrong type", field=name, value=value, remedy=remedy)
     return bounds.kind(value)  # type: ignore[no-any-return]
 
 
@@ -150,9 +140,7 @@ def _strings(name: str, value: object, limit: int) -> list[str]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise RequestError("must be a list of strings", field=name, value=value)
     if len(value) > limit:
-        raise RequestError(
-            f"has {len(value)} strings", field=name, value=value, remedy=f"Use at most {limit}"
-        )
+        raise RequestError(f"has {len(value)} strings", field=name, value=value, remedy=f"Use at most {limit}")
     for item in value:
         if not 1 <= len(item) <= MAX_STOP_CHARS:
             remedy = f"Use strings of 1 to {MAX_STOP_CHARS} characters"
@@ -195,9 +183,7 @@ def validate_prompt_ids(ids: object, vocab_size: int) -> list[int]:
     """
     checked = _token_ids("prompt_token_ids", ids, vocab_size)
     if not checked:
-        raise RequestError(
-            "the prompt is empty", field="prompt_token_ids", value=[], remedy="Give at least one token"
-        )
+        raise RequestError("the prompt is empty", field="prompt_token_ids", value=[], remedy="Give at least one token")
     return checked
 
 
@@ -258,9 +244,7 @@ def eos_token_ids(
 ) -> list[int]:
     """Ids that end a sequence: from generation_config.json, else config.json, and the tokenizer's own."""
     declared = generation_config.get("eos_token_id")
-    found: list[Any] = (
-        [*config_eos] if declared is None else declared if isinstance(declared, list) else [declared]
-    )
+    found: list[Any] = [*config_eos] if declared is None else declared if isinstance(declared, list) else [declared]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found = [*found, tokenizer.eos_token_id]
     for token_id in found:
