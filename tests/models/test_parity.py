@@ -140,6 +140,7 @@ def test_registry_and_config_know_the_same_architectures():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])
 def test_gpu_equals_cpu(dtype, bound, demo_folder, load, dense_batch):
     """Same model, same dense attention on the CPU; only the model's own arithmetic moves to the GPU."""
