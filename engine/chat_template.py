@@ -21,10 +21,11 @@ from typing import Any, Never
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from .errors import ModelError, RequestError
@@ -141,10 +142,9 @@ def _count_chars(value: Any, limit: int) -> int:
 
 
 def _replace(text: Any, old: Any, new: Any, count: Any = -1) -> str:
-    text, old, new = _text(text), _text(old), _text(new)
-    found = text.count(old)
-    _budget.get().check_chars(len(text) + max(0, len(new) - len(old)) * found)
-    return text.replace(old, new, -1 if count is None else count)
+    whole, before, after = _text(text), _text(old), _text(new)
+    _budget.get().check_chars(len(whole) + max(0, len(after) - len(before)) * whole.count(before))
+    return whole.replace(before, after, -1 if count is None else count)
 
 
 def _join_filter(items: Any, separator: Any = "", attribute: Any = None) -> str:
@@ -263,7 +263,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with loops, calls, filters, operators and texts under the budget of the render."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(_join)  # type: ignore[assignment]
+    concat = staticmethod(_join)
 
     def __init__(self) -> None:
         extensions = [_Generation, loopcontrols]
@@ -277,7 +277,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        if tree.find((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        if any(tree.find(kind) for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
             raise SecurityError("a chat template cannot load other templates")
         return _Meter().visit(tree)  # type: ignore[no-any-return]
 
@@ -301,7 +301,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if obj.__name__ == "replace":
                 return _replace(owner, *args, **kwargs)
             if obj.__name__ == "join":
-                return _join_filter(*args, separator=owner)
+                return _join_filter(args[0], owner)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -373,7 +373,7 @@ def _content(value: object, field: str) -> str | None:
     if value is None or isinstance(value, str):  # None: an assistant's turn that only calls tools
         return value
     parts = value if isinstance(value, list) else [None]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         remedy = "Use a string, or a list of text parts"
         raise RequestError("must be text", field=field, value=value, remedy=remedy)

@@ -63,12 +63,12 @@ class TextDecoder:
     def _piece_of(self, token_id: int) -> str | bytes:
         """Text, or the byte of a byte token; no byte for an id without a token, which does not end a run."""
         token = self._backend.id_to_token(token_id)
-        if token is None:
-            return self._table.setdefault(token_id, b"")
-        for old, new in self._replaced:
-            token = token.replace(old, new)
-        match = _BYTE_TOKEN.fullmatch(token)
-        piece = bytes.fromhex(match[1]) if match else token
+        piece: str | bytes = b""
+        if token is not None:
+            for old, new in self._replaced:
+                token = token.replace(old, new)
+            match = _BYTE_TOKEN.fullmatch(token)
+            piece = bytes.fromhex(match[1]) if match else token
         self._table[token_id] = piece
         return piece
 

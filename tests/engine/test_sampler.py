@@ -310,6 +310,25 @@ def test_only_tokens_with_weight_are_drawn(vocab_size: int, seed: int, share: fl
     assert bool((logits.gather(1, drawn[:, None]) == 0).all())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu() -> None:
+    """Greedy tokens equal the CPU's, rows stay independent of the crowd, and a bad row fails alone."""
+    rng = random.Random(9)
+    for vocab_size in (1024, 5000, 151_936):
+        rows = [random_row(rng, vocab_size) for _ in range(32)]
+        logits = random_logits(rng, 32, vocab_size).cuda()
+        logits[5, 7] = math.nan
+        together = SAMPLER.sample(logits, rows)
+        on_cpu = SAMPLER.sample(logits.cpu(), rows)
+        assert "not finite" in str(together[5].error)
+        for i, row in enumerate(rows):
+            assert (together[i].error is None) == (on_cpu[i].error is None)
+            if i != 5:
+                assert SAMPLER.sample(logits[i : i + 1], [row])[0].token_id == together[i].token_id
+                assert together[i].token_id == on_cpu[i].token_id or not row.params.is_greedy
+
+
 # ---- log-probabilities
 
 
