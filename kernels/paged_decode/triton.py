@@ -32,8 +32,9 @@ class Tuning:
     reduce_top: bool = False
 
 
-FLOAT_TUNING = Tuning(num_warps=2, num_stages=3)
-INT_TUNING = {8: Tuning(2, 2), 4: Tuning(1, 4), 2: Tuning(1, 4, maxnreg=232)}  # by bits
+# Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one).
+FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
+INT_TUNING = {8: Tuning(2, 5), 4: Tuning(1, 5), 2: Tuning(1, 5)}  # by bits
 
 
 def paged_decode(

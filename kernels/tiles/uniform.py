@@ -55,9 +55,7 @@ def load_uniform(
 
 
 @triton.jit
-def load_codes(
-    p_codes, o_t, o_d, b_mask, WIDTH: tl.constexpr, IS_V: tl.constexpr, T: tl.constexpr, D: tl.constexpr
-):
+def load_codes(p_codes, o_t, o_d, b_mask, WIDTH: tl.constexpr, IS_V: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
     """Codes of one plane set of ``WIDTH`` bits: token t in plane t // lanes of byte lane t % lanes."""
     LANES: tl.constexpr = T * WIDTH // 8
     o_lane = (o_t % LANES)[:, None]
