@@ -19,6 +19,7 @@ from .sweep import OK, Row
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+FORMATS = ("table", "md", "csv", "json", "jsonl")
 SUFFIXES = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".md": "md", ".txt": "table"}
 PLAIN_WIDTH = 200  # columns of a table that goes to no terminal
 
@@ -33,10 +34,8 @@ class Table(NamedTuple):
     group: int = 0
 
 
-def render(
-    kind: str, records: Sequence[DataclassInstance], table: Table, *, width: int | None = PLAIN_WIDTH
-) -> str:
-    """``records`` as "table", "md", "csv", "json" or "jsonl". The first two show ``table``, the others every field.
+def render(kind: str, records: Sequence[DataclassInstance], table: Table, *, width: int | None = PLAIN_WIDTH) -> str:
+    """``records`` as "table" or "md" (both show ``table``), or as "csv", "json" or "jsonl" (every field).
 
     ``width`` in columns is for "table"; None is the terminal's, with its styles.
     """
@@ -95,19 +94,19 @@ def sweep_table(rows: Sequence[Row]) -> Table:
     columns: dict[str, list[str]] = {
         "kv": [row.kv for row in rows],
         "batch": [str(row.batch) for row in rows],
-        "out tok/s": [_number(row.output_tok_s, 1) for row in rows],
+        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
         "±": [_spread(row) for row in rows],
         f"vs {rows[0].kv}": [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
-        "decode tok/s": [_number(row.decode_tok_s, 1) for row in rows],
-        "TTFT ms": [_number(row.ttft_ms, 1) for row in rows],
-        "TPOT ms": [_number(row.tpot_ms, 2) for row in rows],
-        "ITL ms": [_number(row.itl_ms, 2) for row in rows],
-        "p99": [_number(row.itl_p99_ms, 2) for row in rows],
+        "decode tok/s": [number(row.decode_tok_s, 1) for row in rows],
+        "TTFT ms": [number(row.ttft_ms, 1) for row in rows],
+        "TPOT ms": [number(row.tpot_ms, 2) for row in rows],
+        "ITL ms": [number(row.itl_ms, 2) for row in rows],
+        "p99": [number(row.itl_p99_ms, 2) for row in rows],
         "KV peak": [_size(row.kv_bytes_peak) for row in rows],
         "codes": [_size(row.kv_bytes_codes) for row in rows],
         "meta": [_size(row.kv_bytes_meta) for row in rows],
         "dense": [_size(row.kv_bytes_dense) if row.kv_bytes_codes else "" for row in rows],
-        "bits": [_number(row.effective_bits, 2) for row in rows],
+        "bits": [number(row.effective_bits, 2) for row in rows],
         "demotions": [str(row.demotions or "") for row in rows],
         "preemptions": [str(row.preemptions or "") for row in rows],
         "status": ["" if row.status == OK else row.status for row in rows],
@@ -141,17 +140,13 @@ def _ratio(row: Row, base: dict[int, float | None]) -> str:
 
 def _spread(row: Row) -> str:
     """Half the distance between the slowest and the fastest repeat, as a share of the median."""
-    if (
-        row.repeats < 2
-        or not row.output_tok_s
-        or row.output_tok_s_max is None
-        or row.output_tok_s_min is None
-    ):
+    if row.repeats < 2 or not row.output_tok_s or row.output_tok_s_max is None or row.output_tok_s_min is None:
         return ""
     return f"{(row.output_tok_s_max - row.output_tok_s_min) / 2 / row.output_tok_s:.1%}"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """``value`` with thousands separated; nothing for None."""
     return "" if value is None else f"{value:,.{digits}f}"
 
 

@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
-from qkv_engine.metrics import EngineStats
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .timing import RunFigures, Timeline, median, run_figures
+
+if TYPE_CHECKING:
+    from qkv_engine.metrics import EngineStats
+    from qkv_engine.tokenizer import Tokenizer
 
 OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
 
@@ -27,6 +30,9 @@ class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]: ...
 
@@ -60,7 +66,7 @@ class SweepPlan:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Batch sizes of "1,2,4", of "1..64" (doubling, both ends included), or of a mixture; repeated ones once."""
+    """Batch sizes of "1,2,4", of "1..64" (doubling, both ends included), or of both; repeated ones once."""
     sizes: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:\.\.\s*(\d{1,6})\s*)?", part, re.ASCII)
@@ -150,9 +156,7 @@ class _Sweep:
                     with self.open_engine(kv) as engine:
                         yield from self._sizes(kv, batches, engine)
                 except CapacityError as error:
-                    yield from (
-                        _row(self.plan, kv, batch, status=NO_FIT, detail=str(error)) for batch in batches
-                    )
+                    yield from (_row(self.plan, kv, batch, status=NO_FIT, detail=str(error)) for batch in batches)
                     break
 
     def _sizes(self, kv: str, batches: list[int], engine: BenchEngine) -> Iterator[Row]:
@@ -199,15 +203,10 @@ def greedy(output_len: int) -> SamplingParams:
 
 def random_prompts(engine: BenchEngine, batch: int, length: int, seed: str) -> list[list[int]]:
     """``batch`` prompts of ``length`` random token ids, none special; the same for the same ``seed``."""
-    special = special_ids(engine)
+    special = frozenset() if engine.tokenizer is None else engine.tokenizer.special_ids
     ordinary = [token for token in range(engine.vocab_size) if token not in special]
     rng = random.Random(seed)
     return [rng.choices(ordinary, k=length) for _ in range(batch)]
-
-
-def special_ids(engine: BenchEngine) -> frozenset[int]:
-    """Ids of the tokenizer's special tokens; none for a random-weight model without a tokenizer."""
-    return frozenset(getattr(getattr(engine, "tokenizer", None), "special_ids", ()))
 
 
 def timeline(output: RequestOutput, output_len: int) -> Timeline:

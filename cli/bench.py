@@ -1,4 +1,4 @@
-"""``qkv-engine bench``: throughput, latency and KV memory against batch size, for one or several KV presets."""
+"""``qkv-engine bench``: throughput, latency and KV memory against batch size, for one or more KV presets."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DEFAULT_SWEEP = "1..32"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``bench``."""
     parser.epilog = (
-        "Prompts are random tokens; outputs are greedy and exactly as long as asked. --kv takes a list, as in "
-        '"bf16,fp32": the presets run one after another and are compared with the first. Rows go to stdout, '
+        "Prompts are random tokens; outputs are greedy and exactly as long as asked. --kv takes a list, such "
+        "as bf16,fp32: the presets run one after another and are compared with the first. Rows go to stdout, "
         "progress to stderr; Ctrl-C prints the rows measured so far."
     )
     common.add_model_arguments(parser)
@@ -47,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
     )
-    add(
-        "--input-len", type=int, default=128, metavar="N", help="tokens of each prompt (default: %(default)s)"
-    )
+    add("--input-len", type=int, default=128, metavar="N", help="tokens of each prompt (default: %(default)s)")
     add(
         "--output-len",
         type=int,
@@ -61,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=1, metavar="N", help="runs before them (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
-    add(
-        "--output", type=Path, metavar="FILE", help="write the rows to FILE too, in the form its suffix names"
-    )
+    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too, in the form its suffix names")
     add(
         "--plot",
         type=Path,
@@ -127,13 +123,11 @@ def _check_targets(args: argparse.Namespace) -> None:
 
         require_matplotlib()
         if args.plot.suffix.lower() != ".png":
-            raise ConfigError(
-                "plots are PNG files", field="plot", value=str(args.plot), remedy="Name it FILE.png"
-            )
+            raise ConfigError("plots are PNG files", field="plot", value=str(args.plot))
 
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: str) -> Engine:
-    """An engine for one preset, just large enough for the longest request and the largest batch of the plan."""
+    """An engine for one preset, large enough for the longest request and the largest batch of the plan."""
     from qkv_engine import Engine
 
     options = {"max_model_len": plan.input_len + plan.output_len} | common.engine_options(args)

@@ -1,0 +1,199 @@
+"""``qkv-engine bench`` over the fake engine: exit codes, streams, files; and once over the real one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkv_engine.cli import bench
+from qkv_engine.cli.main import main
+from qkv_engine.errors import CapacityError, ConfigError
+
+from .fake import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from qkv_engine.cli import bench
+from qkv_engine.cli.main import main
+from tests.bench.fake import FakeEngine
+bench._open_engine = lambda args, plan, kv: FakeEngine()
+sys.exit(main(["bench", *sys.argv[1:]]))
+"""
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    monkeypatch.setattr(bench, "_open_engine", lambda args, plan, kv: FakeEngine(**options))
+
+
+def run_program(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, *words]
+    return subprocess.run(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, timeout=60, **options)
+
+
+def test_rows_go_to_stdout_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch)
+    assert main(["bench", "--batch-sweep", "1..4", "--kv", "bf16, fp32", "--repeats", "1", "-o", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert [(row["kv"], row["batch"]) for row in json.loads(out)] == [
+        *(("bf16", 1), ("bf16", 2), ("bf16", 4)),
+        *(("fp32", 1), ("fp32", 2), ("fp32", 4)),
+    ]
+    assert err == ""
+
+
+@pytest.mark.parametrize(("words", "batches"), [([], [1]), (["--batch-sweep"], [1, 2, 4, 8, 16, 32])])
+def test_default_sizes(
+    words: list[str], batches: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch)
+    assert main(["bench", *words, "-o", "jsonl"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["batch"] for row in rows] == batches
+    assert {(row["input_len"], row["output_len"], row["repeats"], row["model"]) for row in rows} == {
+        (128, 128, 3, "demo")
+    }
+
+
+@pytest.mark.parametrize(
+    ("raises", "code"),
+    [
+        ({4: CapacityError("no room")}, 0),
+        ({1: CapacityError("no room"), 4: CapacityError("no room")}, 3),
+        ({4: RuntimeError("broken")}, 1),
+        ({4: KeyboardInterrupt()}, 130),
+        ({4: ConfigError("bad")}, 2),
+    ],
+)
+def test_exit_codes_and_the_rows_there_are(
+    raises: dict[int, BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, raises=raises)
+    assert main(["bench", "--batch-sweep", "1,4", "-o", "json"]) == code
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == (1 if code in (2, 130) else 2)
+
+
+def test_interrupted_before_the_first_row_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, raises={1: KeyboardInterrupt()})
+    assert main(["bench"]) == 130
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--batch-sweep", "4..1"],
+        ["--kv", "bf17"],
+        ["--shape", "llama-9"],
+        ["--shape", "demo", "some/model"],
+        ["--input-len", "0"],
+        ["--output", "/nowhere/at/all.json"],
+        ["--plot", "speed.pdf"],
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, raises={1: AssertionError("ran")})
+    model = [word for word in words if "/" in word and not word.endswith(".json")]
+    assert main(["bench", *model, *(word for word in words if word not in model)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("rows.json", "json"), ("rows.csv", "csv"), ("rows", "jsonl")])
+def test_output_file_takes_the_form_of_its_suffix(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch)
+    assert main(["bench", "-o", "jsonl", "--output", str(tmp_path / name)]) == 0
+    text = (tmp_path / name).read_text()
+    shown = json.loads(capsys.readouterr().out)
+    if kind == "csv":
+        assert text.splitlines()[0].split(",") == list(shown)
+    else:
+        assert json.loads(text) == ([shown] if kind == "json" else shown)
+
+
+def test_plot_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch)
+    assert main(["bench", "--batch-sweep", "1,4", "--plot", str(tmp_path / "speed.png")]) == 0
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert "out tok/s" in capsys.readouterr().out
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, raises={1: AssertionError("ran")})
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--plot", str(tmp_path / "speed.png")]) == 2
+    assert "qkv-engine[bench]" in capsys.readouterr().err
+
+
+def test_full_file_still_prints_the_rows_and_fails() -> None:
+    done = run_program("-o", "json", "--output", "/dev/full", stdout=subprocess.PIPE)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)[0]["status"] == "ok"
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_full_stdout_still_writes_the_file_and_fails(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = run_program("--output", str(tmp_path / "rows.json"), stdout=full)
+    assert done.returncode == 1
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "rows.json").read_text())[0]["status"] == "ok"
+
+
+def test_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -c '{PROGRAM}' -o csv --batch-sweep | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_help_is_light() -> None:
+    script = (
+        "import sys\n"
+        "from qkv_engine.cli.main import main\n"
+        "try:\n    main(['bench', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print({'torch', 'matplotlib', 'rich', 'numpy'} & set(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "set()"
+    assert "--batch-sweep" in done.stdout
+
+
+def test_with_the_real_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--batch-sweep", "1,4", "--input-len", "16", "--output-len", "8", "--repeats", "1", "-o", "json"]
+    assert main(["bench", *words]) == 0
+    one, four = json.loads(capsys.readouterr().out)
+    assert (one["batch"], four["batch"], one["status"], four["status"]) == (1, 4, "ok", "ok")
+    assert (one["model"], one["device"], one["kv"], one["effective_bits"]) == ("demo", "cpu", "bf16", 16.0)
+    for row in (one, four):
+        assert row["output_tok_s"] > 0 and row["ttft_ms"] > 0 and row["itl_p99_ms"] >= row["itl_ms"] > 0
+        assert row["decode_tok_s"] > 0 and row["total_tok_s"] == pytest.approx(3 * row["output_tok_s"], rel=1e-4)
+        split = row["kv_bytes_codes"] + row["kv_bytes_meta"] + row["kv_bytes_dense"]
+        assert 0 < split == row["kv_bytes_peak"] <= row["kv_bytes_total"]
+    assert four["kv_bytes_peak"] == 4 * one["kv_bytes_peak"]
+
+
+def test_too_little_memory_with_the_real_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kv-memory", "1000", "--batch-sweep", "1,2", "--kv", "bf16,fp32", "-o", "json"]
+    assert main(["bench", *words]) == 3
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["status"] for row in rows] == ["does not fit"] * 4
+    assert all("kv_memory" in row["detail"] for row in rows)
+
+
+def test_random_weights_of_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "demo", "--input-len", "4", "--output-len", "2", "--repeats", "1", "--warmup", "0"]
+    assert main(["bench", *words, "--dtype", "float32", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["model"] == "demo"

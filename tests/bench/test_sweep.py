@@ -1,0 +1,167 @@
+"""The sweep over a fake engine with exact times: rows, what does not fit, what fails, what interrupts."""
+
+import pytest
+
+from qkv_engine.bench.sweep import Row, SweepPlan, parse_batches, random_prompts, sweep
+from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError
+
+from .fake import BLOCK, FakeEngine
+
+
+def plan(**values: object) -> SweepPlan:
+    defaults = {"model": "demo", "kvs": ("bf16",), "batches": (1, 4), "input_len": 16, "output_len": 11}
+    return SweepPlan(**defaults | {"repeats": 2, "warmup": 1} | values)
+
+
+def rows_of(plan: SweepPlan, engine: FakeEngine) -> list[Row]:
+    return list(sweep(plan, lambda kv: engine, clock=engine.clock))
+
+
+def test_figures_are_exact() -> None:
+    row = rows_of(plan(), FakeEngine())[1]
+    seconds = 0.05 + 10 * 0.01
+    assert (row.model, row.device, row.dtype, row.kv, row.batch) == ("demo", "cpu", "float32", "bf16", 4)
+    assert row.output_tok_s == pytest.approx(4 * 11 / seconds, abs=1e-3)
+    assert row.output_tok_s_min == row.output_tok_s == row.output_tok_s_max
+    assert row.total_tok_s == pytest.approx(4 * (16 + 11) / seconds, abs=1e-3)
+    assert row.decode_tok_s == pytest.approx(4 / 0.01, abs=1e-3)
+    assert row.ttft_ms == pytest.approx(50)
+    assert row.tpot_ms == row.itl_ms == row.itl_p99_ms == pytest.approx(10)
+    assert (row.status, row.detail, row.repeats, row.max_running) == ("ok", None, 2, 4)
+
+
+def test_memory_is_that_of_the_run() -> None:
+    row = rows_of(plan(), FakeEngine())[1]
+    assert row.kv_bytes_peak == 4 * BLOCK
+    assert row.kv_bytes_codes + row.kv_bytes_meta + row.kv_bytes_dense == row.kv_bytes_peak
+    assert (row.kv_bytes_total, row.effective_bits, row.demotions, row.preemptions) == (64 * BLOCK, 4.5, 3, 0)
+
+
+def test_every_run_has_new_prompts_of_the_exact_length() -> None:
+    engine = FakeEngine()
+    rows_of(plan(batches=(3,)), engine)
+    runs = [tuple(map(tuple, run)) for run in engine.prompts]
+    assert len(runs) == len(set(runs)) == 3  # warm-up and two repeats
+    assert {len(prompt) for run in runs for prompt in run} == {16}
+
+
+def test_prompts_depend_on_the_seed_alone_and_hold_no_special_token() -> None:
+    engine = FakeEngine()
+    prompts = random_prompts(engine, 20, 100, "a")
+    assert prompts == random_prompts(engine, 20, 100, "a") != random_prompts(engine, 20, 100, "b")
+    assert {token for prompt in prompts for token in prompt} == set(range(3, engine.vocab_size))
+
+
+def test_a_model_without_a_tokenizer_has_no_special_tokens() -> None:
+    assert 0 in random_prompts(FakeEngine(tokenizer=None), 1, 1000, "a")[0]
+
+
+def test_presets_run_one_after_another() -> None:
+    engines: dict[str, FakeEngine] = {}
+
+    def open_engine(kv: str) -> FakeEngine:
+        assert all(engine.closed for engine in engines.values())
+        return engines.setdefault(kv, FakeEngine())
+
+    rows = list(sweep(plan(kvs=("bf16", "fp32")), open_engine))
+    assert [(row.kv, row.batch) for row in rows] == [("bf16", 1), ("bf16", 4), ("fp32", 1), ("fp32", 4)]
+    assert all(engine.closed == 1 for engine in engines.values())
+
+
+def test_a_batch_that_runs_part_after_part_says_so() -> None:
+    row = rows_of(plan(), FakeEngine(slots=3))[1]
+    assert (row.status, row.max_running) == ("queued", 3)
+    assert row.decode_tok_s is None
+    assert "3 requests" in row.detail
+
+
+def test_a_size_that_does_not_fit_is_a_row_and_the_next_is_measured() -> None:
+    rows = rows_of(plan(batches=(1, 4, 8)), FakeEngine(raises={4: CapacityError("too long for 1 MiB")}))
+    assert [row.status for row in rows] == ["ok", "does not fit", "ok"]
+    assert rows[1].detail == "too long for 1 MiB"
+    assert rows[1].output_tok_s is None and rows[1].repeats == 0
+
+
+def test_an_engine_that_does_not_fit_is_opened_once() -> None:
+    opened = []
+
+    def open_engine(kv: str) -> FakeEngine:
+        opened.append(kv)
+        if kv == "fp32":
+            raise CapacityError("no room for one block")
+        return FakeEngine()
+
+    rows = list(sweep(plan(kvs=("fp32", "bf16")), open_engine))
+    assert [row.status for row in rows] == ["does not fit", "does not fit", "ok", "ok"]
+    assert opened == ["fp32", "bf16"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), EngineDeadError("lost"), MemoryError()])
+def test_after_a_failure_the_next_size_gets_a_new_engine(error: Exception) -> None:
+    engines: list[FakeEngine] = []
+
+    def open_engine(kv: str) -> FakeEngine:
+        engines.append(FakeEngine(raises={4: error}))
+        return engines[-1]
+
+    rows = list(sweep(plan(batches=(1, 4, 8)), open_engine))
+    assert [row.status for row in rows] == ["ok", "failed", "ok"]
+    assert rows[1].detail.startswith(type(error).__name__)
+    assert [engine.closed for engine in engines] == [1, 1]
+
+
+@pytest.mark.parametrize("error", [ConfigError("unknown dtype"), ModelError("no such model")])
+def test_what_no_size_would_cure_is_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        rows_of(plan(), FakeEngine(raises={1: error}))
+
+
+def test_a_short_output_is_a_failure() -> None:
+    row = rows_of(plan(), FakeEngine(tokens_short=1))[0]
+    assert row.status == "failed"
+    assert "10 of 11 tokens" in row.detail
+
+
+def test_an_interrupt_leaves_the_rows_and_closes_the_engine() -> None:
+    engine = FakeEngine(raises={4: KeyboardInterrupt()})
+    rows = []
+    with pytest.raises(KeyboardInterrupt):
+        for row in sweep(plan(), lambda kv: engine):
+            rows.append(row)
+    assert [row.batch for row in rows] == [1]
+    assert engine.closed == 1
+
+
+def test_progress_is_told_of_every_run() -> None:
+    told: list[tuple[str, int]] = []
+    list(sweep(plan(), lambda kv: FakeEngine(), on_run=lambda kv, batch: told.append((kv, batch))))
+    assert told == [("bf16", 1)] * 3 + [("bf16", 4)] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("1,2,4", (1, 2, 4)),
+        ("8", (8,)),
+        ("1..64", (1, 2, 4, 8, 16, 32, 64)),
+        ("1..48", (1, 2, 4, 8, 16, 32, 48)),
+        ("3..20", (3, 6, 12, 20)),
+        ("5..5", (5,)),
+        (" 1 , 4 .. 8 ", (1, 4, 8)),
+        ("4,1..4", (4, 1, 2)),
+    ],
+)
+def test_batch_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_batches(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "-1", "a", "4..1", "0..4", "1..", "1...4", "1-4", "9999999", "١"])
+def test_what_is_no_list_of_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="batch_sweep"):
+        parse_batches(text)
+
+
+@pytest.mark.parametrize("name", ["input_len", "output_len", "repeats"])
+def test_lengths_and_repeats_are_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        plan(**{name: 0})
