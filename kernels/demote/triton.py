@@ -99,9 +99,9 @@ def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout,
 
 
 def _kind(old: UniformSide, new: UniformSide) -> tuple[int, ...]:
-    """(bits from, to, K?, bytes of metadata a head, tile lanes from, to, metadata offset from, to, top offset from, to).
+    """(bits from, to, K?, metadata bytes a head, tile lanes from, to, metadata offset from, to, top offset from, to)
 
-    Metadata per channel does not depend on the bits; per token it is a tile that does.
+    Metadata per channel lies the same way at all bits; per token it is a tile that depends on them.
     """
     lanes = (old.meta_lanes, new.meta_lanes) if old.axis == "token" else (1, 1)
     return (
