@@ -105,10 +105,9 @@ class PeerRow:
 def load_hf(setup: Setup) -> dict[str, Generate]:
     """Hugging Face ``generate`` with its dynamic and its static cache, each with both portable attentions."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
-    from transformers.utils.logging import disable_progress_bar
+    import transformers
 
-    class Stopwatch(StoppingCriteria):
+    class Stopwatch(transformers.StoppingCriteria):
         """Called by ``generate`` after every token; stops nothing."""
 
         def __init__(self) -> None:
@@ -134,15 +133,15 @@ def load_hf(setup: Setup) -> dict[str, Generate]:
         tokens = output[:, input_ids.shape[1] :].tolist()
         return Generation(tokens, [_timeline(sent, stopwatch.times)] * len(tokens))
 
-    disable_progress_bar()
+    library: Any = transformers  # typed in part only
+    library.utils.logging.disable_progress_bar()
     ways: dict[str, Generate] = {}
     for attention in ("sdpa", "eager"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model = library.AutoModelForCausalLM.from_pretrained(
             setup.model, dtype=getattr(torch, setup.dtype), attn_implementation=attention
         )
         model = model.to(setup.device).eval()
-        settings: Any = GenerationConfig
-        model.generation_config = settings(pad_token_id=0)  # greedy, and no token ends a sequence
+        model.generation_config = library.GenerationConfig(pad_token_id=0)  # greedy, and no token ends a sequence
         ways[f"dynamic, {attention}"] = partial(generate, model, None)
         ways[f"static, {attention}"] = partial(generate, model, "static")
     return ways

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from qkv_engine.config import format_size
 from qkv_engine.errors import ConfigError
 
-from .sweep import Row
+from .sweep import QUEUED, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,17 +36,19 @@ def plot_sweep(rows: Sequence[Row], dpi: int = 150) -> bytes:
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    margins = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)  # inches
+    figure = Figure(figsize=(11, 4.8), dpi=dpi, layout=margins)
     FigureCanvasAgg(figure)
-    speed, memory = figure.subplots(1, 2)
+    speed, memory = figure.subplots(1, 2, sharex=True)
     _draw_speed(speed, rows)
     _draw_memory(memory, rows)
     _label(figure, rows)
     for axes in (speed, memory):
         _dress(axes, rows)
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=dpi)
+    figure.savefig(png, format="png")
     return png.getvalue()
 
 
@@ -63,10 +65,30 @@ def _draw_speed(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(batches, [row.output_tok_s or 0 for row in mine], color=color, marker=marker, label=kv)
         low, high = ([getattr(row, f"output_tok_s_{end}") for row in mine] for end in ("min", "max"))
         axes.fill_between(batches, low, high, color=color, alpha=0.18, linewidth=0)
-        missing = [row.batch for row in rows if row.kv == kv and row.output_tok_s is None]
-        axes.plot(missing, [0] * len(missing), color=color, marker="x", linestyle="", clip_on=False)
-    axes.set_title("Throughput")
+    axes.set_title("Throughput (band: slowest to fastest run)")
     axes.set_ylabel("output tokens per second")
+    _mark_exceptions(axes, rows)
+    axes.legend(frameon=False, title="KV", alignment="left", loc="upper left")
+
+
+def _mark_exceptions(axes: Axes, rows: Sequence[Row]) -> None:
+    """Queued sizes as hollow points; sizes without a figure as crosses, every preset at a height of its own."""
+    above = axes.get_xaxis_transform()  # x in data, y as a share of the axes
+    for i, (kv, color, marker) in enumerate(_presets(rows)):
+        mine = [row for row in rows if row.kv == kv]
+        missing = [row.batch for row in mine if row.output_tok_s is None]
+        if missing:
+            heights = [0.025 + 0.03 * i] * len(missing)
+            axes.plot(missing, heights, color=color, marker="x", linestyle="", transform=above)
+        queued = [(row.batch, row.output_tok_s or 0) for row in mine if row.status == QUEUED]
+        for batch, rate in queued:
+            axes.plot(batch, rate, color=color, marker=marker, markerfacecolor="white")
+    statuses = {row.status for row in rows if row.output_tok_s is None}
+    if statuses:
+        axes.plot([], [], color=GREY, marker="x", linestyle="", label=" or ".join(sorted(statuses)))
+    if any(row.status == QUEUED for row in rows):
+        label = "queued: not all at once"
+        axes.plot([], [], color=GREY, marker="o", markerfacecolor="white", linestyle="", label=label)
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
@@ -89,7 +111,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
             color=GREY,
             fontsize="small",
         )
-    axes.set_title("KV memory at the peak")
+    axes.set_title("KV memory in use at the peak")
     axes.set_ylabel(unit)
 
 
@@ -112,4 +134,3 @@ def _dress(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.legend(frameon=False, title="KV", loc="upper left")

@@ -28,6 +28,7 @@ def test_size() -> None:
         [make_row(status="does not fit", repeats=0, device=None, **MISSING)],
         [make_row(), make_row(batch=3, status="does not fit", repeats=0, **MISSING)],
         [make_row(kv=f"preset-{i}") for i in range(len(COLORS) + 2)],
+        [make_row(), make_row(batch=2, status="queued")],
         [make_row(model="weird $name_ [x]")],
         [make_row(kv_bytes_peak=3 * 2**30, kv_bytes_total=4 * 2**30)],
     ],
