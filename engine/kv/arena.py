@@ -1,12 +1,15 @@
 """The arena's books: which bytes of the one KV tensor are a slot of which size. No tensors, no torch.
 
 The arena is cut into slabs of equal size. A slab is given to one slot size and carved into equal slots; an empty
-slab returns to the common pool. The fullest slab is filled first, so that sparse slabs run empty by themselves.
+slab returns to the common pool. The fullest slab is filled first, and a sparse slab can be emptied into its siblings
+(`evacuate`), so free bytes can always be turned into free slabs: `room` counts as if that had been done.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import QKVError
@@ -18,11 +21,11 @@ class ArenaError(QKVError):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """``nbytes`` bytes at ``address`` of the arena, alive while ``refs`` > 0. A freed slot is never revived."""
+    """``nbytes`` bytes at ``address`` of the arena while ``alive``. A freed slot is never revived."""
 
     address: int
     nbytes: int
-    refs: int = 1
+    alive: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -32,60 +35,60 @@ class _Slab:
     live: dict[int, Slot] = field(default_factory=dict)  # by address
     free: list[int] = field(default_factory=list)  # heap of addresses
 
-    @property
-    def num_slots(self) -> int:
-        return len(self.live) + len(self.free)
-
 
 class Arena:
-    """Slots in ``nbytes`` bytes, in slabs of ``slab_nbytes``. Owned by the KV cache for the engine's life."""
+    """Slots in ``nbytes`` bytes, in slabs of ``slab_nbytes``. Owned by the KV cache for the engine's life.
 
-    def __init__(self, nbytes: int, slab_nbytes: int):
+    ``reserve`` slabs are kept out of ordinary allocations, so that what makes room always finds a place to write.
+    """
+
+    def __init__(self, nbytes: int, slab_nbytes: int, reserve: int = 0):
         self.slab_nbytes = slab_nbytes
         self.num_slabs = nbytes // slab_nbytes
         self.nbytes = self.num_slabs * slab_nbytes
+        self.reserve = reserve
         self._slabs = [_Slab(i * slab_nbytes) for i in range(self.num_slabs)]
         self._pool = list(range(self.num_slabs))  # heap of slab numbers that belong to no size
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
+        self.live: Counter[int] = Counter()  # slot size -> live slots
         self.used_nbytes = 0
         self.peak_nbytes = 0
 
-    def num_free(self, nbytes: int) -> int:
-        """How many slots of ``nbytes`` could be allocated now."""
-        partial = sum(len(self._slabs[i].free) for i in self._partial.get(nbytes, ()))
-        return partial + len(self._pool) * (self.slab_nbytes // nbytes)
+    def per_slab(self, nbytes: int) -> int:
+        return self.slab_nbytes // nbytes
 
-    def allocate(self, nbytes: int) -> Slot | None:
-        """A slot of ``nbytes`` in the fullest slab of that size (lowest address first), or ``None`` if none is free."""
+    def slabs_for(self, counts: Mapping[int, int]) -> int:
+        """Slabs that ``counts`` slots by size take when they are packed."""
+        return sum(-(-number // self.per_slab(nbytes)) for nbytes, number in counts.items())
+
+    def room(self, nbytes: int) -> int:
+        """Slots of ``nbytes`` an ordinary allocation could still get if sparse slabs were emptied."""
+        others = self.slabs_for({size: n for size, n in self.live.items() if size != nbytes})
+        return (self.num_slabs - self.reserve - others) * self.per_slab(nbytes) - self.live[nbytes]
+
+    def allocate(self, nbytes: int, *, urgent: bool = False) -> Slot | None:
+        """A slot of ``nbytes`` in the fullest slab of that size, lowest address first.
+
+        ``None`` if there is none without emptying a slab first, or, unless ``urgent``, without touching the reserve.
+        """
+        if not urgent and self.room(nbytes) <= 0:
+            return None
         partial = self._partial.setdefault(nbytes, set())
         if not partial:
-            if not self._pool:
+            if len(self._pool) <= (0 if urgent else self.reserve):
                 return None
             self._carve(heapq.heappop(self._pool), nbytes)
-        number = max(partial, key=lambda i: (len(self._slabs[i].live), -i))
-        slab = self._slabs[number]
-        slot = Slot(heapq.heappop(slab.free), nbytes)
-        slab.live[slot.address] = slot
-        if not slab.free:
-            partial.discard(number)
-        self.used_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
-        return slot
-
-    def retain(self, slot: Slot) -> None:
-        """One more owner. Raises ``ArenaError`` for a dead slot."""
-        self._check_alive(slot)
-        slot.refs += 1
+        return self._take(max(partial, key=self._fullness), nbytes)
 
     def release(self, slot: Slot) -> None:
-        """One owner less; the last one frees the slot. Raises ``ArenaError`` for a dead slot."""
-        self._check_alive(slot)
-        slot.refs -= 1
-        if slot.refs:
-            return
+        """Frees a slot. Raises ``ArenaError`` for a dead one."""
         number = slot.address // self.slab_nbytes
         slab = self._slabs[number]
+        if slab.live.get(slot.address) is not slot:
+            raise ArenaError(f"slot at {slot.address} is not alive")
         del slab.live[slot.address]
+        slot.alive = False
+        self.live[slot.nbytes] -= 1
         self.used_nbytes -= slot.nbytes
         if slab.live:
             heapq.heappush(slab.free, slot.address)
@@ -95,38 +98,79 @@ class Arena:
             slab.slot_nbytes, slab.free = 0, []
             heapq.heappush(self._pool, number)
 
+    def evacuate(self) -> list[tuple[Slot, Slot]]:
+        """Empties the sparsest slab that fits into its siblings: (old slot, new slot) pairs, the new ones allocated.
+
+        The caller moves the bytes and releases the old slots, which returns the slab. Empty if no slab can be won.
+        """
+        best: int | None = None
+        for size, partial in self._partial.items():
+            if len(partial) < 2:
+                continue
+            sparsest = min(partial, key=lambda i: (len(self._slabs[i].live), -i))
+            room = sum(len(self._slabs[i].free) for i in partial if i != sparsest)
+            needed = len(self._slabs[sparsest].live)
+            if needed <= room and (best is None or needed * size < self._live_nbytes(best)):
+                best = sparsest
+        if best is None:
+            return []
+        slab = self._slabs[best]
+        siblings = self._partial[slab.slot_nbytes] - {best}
+        moves = []
+        for _, old in sorted(slab.live.items()):
+            number = max(siblings, key=self._fullness)
+            moves.append((old, self._take(number, slab.slot_nbytes)))
+            if not self._slabs[number].free:
+                siblings.discard(number)
+        return moves
+
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless every byte is owned once and every counter agrees."""
-        used = 0
+        live: Counter[int] = Counter()
         for number, slab in enumerate(self._slabs):
-            pooled = number in self._pool
+            pooled = self._pool.count(number)
             if pooled != (slab.slot_nbytes == 0) or (pooled and (slab.live or slab.free)):
-                raise ArenaError(f"slab {number} is both pooled and in use")
+                raise ArenaError(f"slab {number} is pooled {pooled} times, its slot size is {slab.slot_nbytes}")
             if pooled:
                 continue
             size = slab.slot_nbytes
-            expected = {slab.base + i * size for i in range(self.slab_nbytes // size)}
+            expected = {slab.base + i * size for i in range(self.per_slab(size))}
             addresses = list(slab.live) + slab.free
             if len(addresses) != len(expected) or set(addresses) != expected:
                 raise ArenaError(f"slab {number} does not own each of its slots once")
             if not slab.live:
                 raise ArenaError(f"slab {number} is empty but not in the pool")
             for address, slot in slab.live.items():
-                if slot.address != address or slot.nbytes != size or slot.refs < 1:
+                if slot.address != address or slot.nbytes != size or not slot.alive:
                     raise ArenaError(f"slot at {address} disagrees with slab {number}")
             if (number in self._partial.get(size, ())) != bool(slab.free):
                 raise ArenaError(f"slab {number} is filed wrongly among the partial slabs")
-            used += len(slab.live) * size
-        if used != self.used_nbytes:
-            raise ArenaError(f"{used} bytes are live, {self.used_nbytes} are counted")
+            live[size] += len(slab.live)
+        if live != +self.live:
+            raise ArenaError(f"{dict(live)} slots are live, {dict(self.live)} are counted")
+        if sum(size * number for size, number in live.items()) != self.used_nbytes:
+            raise ArenaError(f"{self.used_nbytes} bytes are counted as used")
 
     def _carve(self, number: int, nbytes: int) -> None:
         slab = self._slabs[number]
         slab.slot_nbytes = nbytes
-        slab.free = [slab.base + i * nbytes for i in range(self.slab_nbytes // nbytes)]
+        slab.free = [slab.base + i * nbytes for i in range(self.per_slab(nbytes))]
         self._partial[nbytes].add(number)
 
-    def _check_alive(self, slot: Slot) -> None:
-        live = self._slabs[slot.address // self.slab_nbytes].live.get(slot.address)
-        if live is not slot:
-            raise ArenaError(f"slot at {slot.address} is not alive")
+    def _take(self, number: int, nbytes: int) -> Slot:
+        slab = self._slabs[number]
+        slot = Slot(heapq.heappop(slab.free), nbytes)
+        slab.live[slot.address] = slot
+        if not slab.free:
+            self._partial[nbytes].discard(number)
+        self.live[nbytes] += 1
+        self.used_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        return slot
+
+    def _fullness(self, number: int) -> tuple[int, int]:
+        return len(self._slabs[number].live), -number
+
+    def _live_nbytes(self, number: int) -> int:
+        slab = self._slabs[number]
+        return len(slab.live) * slab.slot_nbytes

@@ -1,15 +1,22 @@
-"""Rungs and ladders: in which format K and V of every layer of a block stand, and where each page lies in its slot."""
+"""Rungs and ladders: in which format K and V of every layer of a block stand, and the bytes that follow from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..config import BLOCK_TOKENS, KVConfig
+from qkv_engine.kernels.layout import BlockLayout
+
+from ..config import BLOCK_TOKENS, KVConfig, RungConfig
+from ..errors import ConfigError
 from .formats import Format, PageShape, make_format
+from .formats.dense import Dense
 
 if TYPE_CHECKING:
     import torch
+
+SLOT_ALIGN = 128  # bytes: slots start on a cache line
 
 
 @dataclass(frozen=True)
@@ -17,50 +24,73 @@ class Rung:
     """A format for the K side and one for the V side of each layer; a whole block stands on one rung."""
 
     name: str
-    k: Format
-    v: Format
+    layers: tuple[tuple[Format, Format], ...]
     shape: PageShape
-    num_layers: int
 
-    @property
-    def k_nbytes(self) -> int:
-        return self.k.codes_nbytes(self.shape) + self.k.meta_nbytes(self.shape)
+    @cached_property
+    def layout(self) -> BlockLayout:
+        """Where the pages lie in a slot: layer after layer, K side then V side."""
+        return BlockLayout(
+            tuple(side for k, v in self.layers for side in (k.layout(self.shape, "k"), v.layout(self.shape, "v")))
+        )
 
-    @property
-    def v_nbytes(self) -> int:
-        return self.v.codes_nbytes(self.shape) + self.v.meta_nbytes(self.shape)
-
-    @property
-    def page_nbytes(self) -> int:
-        """Bytes of one layer of a block: the K side, then the V side."""
-        return self.k_nbytes + self.v_nbytes
-
-    @property
+    @cached_property
     def block_nbytes(self) -> int:
-        return self.num_layers * self.page_nbytes
+        """Bytes of a slot on this rung."""
+        return -(-self.layout.nbytes // SLOT_ALIGN) * SLOT_ALIGN
+
+    @cached_property
+    def codes_nbytes(self) -> int:
+        """Code bytes of a block, its dense sides not counted."""
+        return sum(f.codes_nbytes(self.shape) for pair in self.layers for f in pair if not isinstance(f, Dense))
+
+    @cached_property
+    def dense_nbytes(self) -> int:
+        return sum(f.codes_nbytes(self.shape) for pair in self.layers for f in pair if isinstance(f, Dense))
 
     @property
     def meta_nbytes(self) -> int:
-        """Metadata bytes of one block, all layers."""
-        return self.num_layers * (self.k.meta_nbytes(self.shape) + self.v.meta_nbytes(self.shape))
+        """All other bytes of a block: metadata and padding."""
+        return self.block_nbytes - self.codes_nbytes - self.dense_nbytes
+
+    @property
+    def is_dense(self) -> bool:
+        return self.dense_nbytes == self.block_nbytes
+
+    @property
+    def bits(self) -> float:
+        """The fewest code bits of any side."""
+        return min(f.bits for pair in self.layers for f in pair)
 
     @property
     def token_nbytes(self) -> float:
         return self.block_nbytes / self.shape.num_tokens
 
     @property
+    def num_elements(self) -> int:
+        """KV elements of a block."""
+        return 2 * len(self.layers) * self.shape.num_kv_heads * self.shape.num_tokens * self.shape.head_dim
+
+    @property
     def effective_bits(self) -> float:
-        """Bits per KV element with all metadata counted (docs/kv formula: 8 x block bytes / elements)."""
-        elements = 2 * self.num_layers * self.shape.num_kv_heads * self.shape.num_tokens * self.shape.head_dim
-        return 8 * self.block_nbytes / elements
+        """Bits per KV element with every byte of the slot counted."""
+        return 8 * self.block_nbytes / self.num_elements
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The rungs a block may step down, widest first."""
+    """The rungs a block may step down, widest first, and which tokens never do.
+
+    The first ``sink`` tokens of a request stay dense for life, the newest ``recent`` ones until they are older.
+    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short.
+    """
 
     name: str
     rungs: tuple[Rung, ...]
+    sink: int
+    recent: int
+    eager: bool
+    admit_at: int  # rung that admission counts with
 
     @property
     def widest(self) -> Rung:
@@ -70,12 +100,61 @@ class Ladder:
     def floor(self) -> Rung:
         return self.rungs[-1]
 
+    @property
+    def sink_tokens(self) -> int:
+        """Tokens a sink slot has room for: ``sink`` rounded up to a power of two, so that slots tile a block."""
+        return 1 << (self.sink - 1).bit_length() if self.sink else 0
+
+    @property
+    def sink_nbytes(self) -> int:
+        return self.widest.block_nbytes * self.sink_tokens // BLOCK_TOKENS
+
+    def index(self, name: str) -> int:
+        """Number of the rung called ``name``. Raises ``ConfigError`` for an unknown one."""
+        for number, rung in enumerate(self.rungs):
+            if rung.name == name:
+                return number
+        names = ", ".join(rung.name for rung in self.rungs)
+        raise ConfigError(f"no rung of ladder {self.name}", field="rung", value=name, remedy=f"Choose from {names}")
+
 
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
-    """The ladder of ``config`` for a model that computes in ``dtype``."""
+    """The ladder of ``config`` for a model that computes in ``dtype``.
+
+    Raises ``ConfigError`` if the first rung is not dense, a rung does not fit the model, or a step is impossible.
+    """
     shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
-    rungs = []
-    for name in config.rungs:
-        fmt = make_format(name, dtype)
-        rungs.append(Rung(name, fmt, fmt, shape, num_layers))
-    return Ladder(config.name, tuple(rungs))
+    rungs = tuple(_build_rung(rung, num_layers, shape, dtype) for rung in config.rungs)
+    if not rungs[0].is_dense:
+        raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name)
+    for wide, narrow in zip(rungs, rungs[1:], strict=False):
+        _check_step(wide, narrow)
+    ladder = Ladder(config.name, rungs, config.sink, config.recent, config.eager, len(rungs) - 1)
+    if config.admit_at is None:
+        return ladder
+    return Ladder(config.name, rungs, config.sink, config.recent, config.eager, ladder.index(config.admit_at))
+
+
+def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:
+    sides = []
+    for names in (config.k, config.v):
+        each = (names,) * num_layers if isinstance(names, str) else names
+        if len(each) != num_layers:
+            raise ConfigError(f"{len(each)} formats for {num_layers} layers", field="rung", value=config.name)
+        sides.append([make_format(name, dtype) for name in each])
+    return Rung(config.name, tuple(zip(*sides, strict=True)), shape)
+
+
+def _check_step(wide: Rung, narrow: Rung) -> None:
+    """Bytes shrink, no layer grows, and every side can step as the kernels do it."""
+    from qkv_engine.kernels.demote import check_step
+
+    if narrow.block_nbytes >= wide.block_nbytes:
+        raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name)
+    for old, new in zip(wide.layout.sides, narrow.layout.sides, strict=True):
+        if new.nbytes > old.nbytes:
+            raise ConfigError(f"a layer grows from rung {wide.name}", field="rung", value=narrow.name)
+        try:
+            check_step(old, new)
+        except ValueError as error:
+            raise ConfigError(f"no step leads here from {wide.name}: {error}", field="rung", value=narrow.name) from error
