@@ -112,6 +112,7 @@ def make_case(
     num_layers: int = 2,
     lookahead: int = 0,
     dense_from: Sequence[int] | None = None,
+    demote_all: bool = False,
     base: int = 0,
     seed: int = 0,
     device: str = "cpu",
@@ -120,7 +121,8 @@ def make_case(
 
     Attention reads the last of ``num_layers`` equal layers. Slots lie in random order from byte ``base`` on, every
     byte not written is ``POISON``, and ``lookahead`` blocks beyond the last are in the tables but not written at
-    all. Blocks with tokens from position ``dense_from[b]`` on stay on rung 0.
+    all. Blocks with tokens from position ``dense_from[b]`` on stay on rung 0; with ``demote_all`` the others stand
+    on the last.
     """
     generator = torch.Generator().manual_seed(seed)
     num_kv_heads, head_dim = pages[0].k.num_kv_heads, pages[0].k.head_dim
@@ -139,6 +141,7 @@ def make_case(
         for i, (first, last, capacity) in enumerate(blocks):
             full = capacity == T and last - first == T and (not dense_from or last <= dense_from[b])
             rung = int(torch.randint(len(pages), (1,), generator=generator)) if full else 0
+            rung = len(pages) - 1 if full and demote_all else rung
             address = base + slot * next(supply)
             addresses[b, i], rungs[b, i] = address, rung
             for x, which in ((k, "k"), (v, "v")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +97,10 @@ def prefill_variant(
 ) -> tuple[dict[str, Any], Tuning]:
     """Compile-time arguments (but for the launch's place in the order) and launch parameters."""
     is_dense = isinstance(page.k, DenseSide) and isinstance(page.v, DenseSide)
+    block_d = max(16, triton.next_power_of_2(head_dim))
     tuning = tuning or (DENSE_TUNING if is_dense else CODES_TUNING)
+    if block_d > 128:  # two stages of 64 tokens would not fit in shared memory
+        tuning = replace(tuning, tile=32)
     constexprs = {
         **page_constexprs(page),
         "H": num_kv_heads,
@@ -105,7 +109,7 @@ def prefill_variant(
         "T": block_tokens,
         "S": sink_tokens,
         "BLOCK_M": BLOCK_M,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": block_d,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
     }
