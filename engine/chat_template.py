@@ -1,5 +1,4 @@
-"""Chat templates: Jinja source from a model folder, compiled once and rendered under limits. No tokenization
-here.
+"""Chat templates: Jinja source from a model folder, compiled once and rendered under limits.
 
 A template is code by a stranger. It runs in Jinja's immutable sandbox without a loader, with a short list of
 filters and methods, and under a budget: every loop pass, call and string operation is charged, and no string
@@ -352,8 +351,7 @@ def select_template(value: object) -> str | None:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages with a string ``role`` and a string ``content``; a list of text parts is joined. Other keys
-    pass.
+    """Messages with a string ``role`` and a string ``content``; a list of text parts is joined.
 
     Raises RequestError.
     """

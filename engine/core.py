@@ -136,7 +136,7 @@ class EngineCore:
                 submission.max_tokens,
                 seed=submission.seed + index,
             )
-            completion = Completion(index, request, self._detokenizer(params))
+            completion = Completion(index, request, self._detokenizer(submission))
             completion.logprobs = None if params.logprobs is None else []
             submission.completions.append(completion)
             self._owners[request] = (submission, completion)
@@ -243,10 +243,11 @@ class EngineCore:
         may_stop = request.num_output_tokens >= params.min_tokens
         is_eos = token_id in self.eos_ids and not params.ignore_eos
         is_stop = token_id in (params.stop_token_ids or ())
+        is_end = may_stop and (is_eos or is_stop)
         detokenizer = completion.detokenizer
-        if detokenizer is not None:
+        if detokenizer is not None and (params.include_stop_str_in_output or not is_end):
             _extend(completion, detokenizer.push(token_id))
-        if may_stop and (is_eos or is_stop):
+        if is_end:
             request.stop_reason = None if is_eos else token_id
             self._finish(submission, completion, FinishReason.STOP)
         elif detokenizer is not None and detokenizer.stopped is not None:
@@ -302,7 +303,8 @@ class EngineCore:
             submission.bad_word_ids,
         )
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, submission: Submission) -> Detokenizer | None:
+        params = submission.params
         if self.tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
@@ -311,6 +313,7 @@ class EngineCore:
             skip_special_tokens=params.skip_special_tokens,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            prompt_ids=submission.prompt_token_ids,
         )
 
     def _add_logprobs(self, completion: Completion, token: SampledToken) -> None:

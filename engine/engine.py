@@ -248,16 +248,14 @@ class Engine:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         text = self.tokenizer.apply_chat_template(prompt, **template_kwargs)
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self.tokenizer.encode_chat(prompt, **template_kwargs)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of each bad word, at the start of a text and after a space."""
         if not params.bad_words:
             return []
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer", field="bad_words", value=params.bad_words)
-        spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
-        return [self.tokenizer.encode(text, add_special_tokens=False) for text in spellings]
+        return self.tokenizer.bad_word_ids(params.bad_words)
 
     def _run_all(self, submissions: list[Submission], show_bar: bool) -> list[RequestOutput]:
         """Submits all, waits for all; whatever interrupts the wait aborts what is left."""

@@ -112,11 +112,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """logits [M, V], any float dtype, row i belongs to ``rows[i]``; left unchanged. One result per row,
-        in order.
+        """One result per row, in order. logits [M, V], any float dtype, is left unchanged.
 
-        A row with NaN or +Inf, or with every token masked, gets ``error`` and ``token_id`` -1; the others go
-        on.
+        A row with NaN or +Inf, or with every token masked, gets ``error`` and ``token_id`` -1; the others go on.
         """
         if not rows:
             return []

@@ -1,5 +1,4 @@
-"""Checks of what a request asks for: one bounds table, one id check, one length rule; refusals are
-RequestErrors.
+"""Checks of what a request asks for: one bounds table, one id check, one length rule.
 
 Also reads the defaults a model ships in generation_config.json. Nothing here needs torch or a tokenizer.
 """
@@ -178,8 +177,7 @@ def _bias(value: object, vocab_size: int) -> dict[int, float]:
 def validate_prompt_ids(ids: object, vocab_size: int) -> list[int]:
     """A prompt given as token ids, or made by the tokenizer: a non-empty list of ints in [0, vocab_size).
 
-    ``vocab_size`` is the number of rows of the model's embedding: a tokenizer may know ids that the model
-    lacks.
+    ``vocab_size`` is the number of rows of the model's embedding; a tokenizer may know more ids.
     """
     checked = _token_ids("prompt_token_ids", ids, vocab_size)
     if not checked:

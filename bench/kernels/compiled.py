@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
+from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
+from qkv_engine.kernels.paged_prefill.triton import prefill_variant
 from qkv_engine.kernels.tiles import PageFormat
 
 from .inputs import dense_page, uniform_page
@@ -77,24 +80,34 @@ def variants() -> dict[str, tuple[PageFormat, int, int, int]]:
     return found
 
 
+def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Name, kernel, compile-time arguments and launch parameters of every variant."""
+    for name, (page, heads, group, head_dim) in variants().items():
+        kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
+        yield name, kernel, constexprs, tuning
+        if group == 4 and "fp32" not in name:
+            constexprs, tuning = prefill_variant(page, heads, group, head_dim, 128, 32)
+            place = {"IS_FIRST": True, "IS_LAST": True}
+            yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--mix", action="store_true")
     args = parser.parse_args()
     columns: list[str] = []
-    for name, (page, heads, group, head_dim) in variants().items():
+    for name, kernel, constexprs, tuning in compiled_kernels():
         if args.only not in name:
             continue
-        kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
         row = describe(compile_kernel(kernel, constexprs, tuning))
         mix = row.pop("mix")
         if not columns:
             columns = list(row)
-            print(f"{'kernel':30} {'warps':>6} {'stages':>6} " + " ".join(f"{c:>12}" for c in columns))
-        print(f"{name:30} {tuning.num_warps:6} {tuning.num_stages:6} " + " ".join(f"{row[c]:12}" for c in columns))
+            print(f"{'kernel':36} {'warps':>6} {'stages':>6} " + " ".join(f"{c:>12}" for c in columns))
+        print(f"{name:36} {tuning.num_warps:6} {tuning.num_stages:6} " + " ".join(f"{row[c]:12}" for c in columns))
         if args.mix:
-            print("   ", mix)
+            print("   ", mix, flush=True)
 
 
 if __name__ == "__main__":

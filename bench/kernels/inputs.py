@@ -111,14 +111,18 @@ def make_case(
     sink_tokens: int = 0,
     num_layers: int = 2,
     lookahead: int = 0,
+    dense_from: Sequence[int] | None = None,
+    demote_all: bool = False,
     base: int = 0,
     seed: int = 0,
     device: str = "cpu",
 ) -> Case:
-    """Requests of ``lengths`` tokens, their full blocks on random rungs of ``pages`` (rung 0: dense, takes open blocks).
+    """Requests of ``lengths`` tokens, their full blocks on random rungs of ``pages`` (rung 0: dense, open blocks too).
 
-    Attention reads the last of ``num_layers`` equal layers. Slots lie in random order from byte ``base`` on, every byte
-    not written is ``POISON``, and ``lookahead`` blocks beyond the last are in the tables but not written at all.
+    Attention reads the last of ``num_layers`` equal layers. Slots lie in random order from byte ``base`` on, every
+    byte not written is ``POISON``, and ``lookahead`` blocks beyond the last are in the tables but not written at
+    all. Blocks with tokens from position ``dense_from[b]`` on stay on rung 0; with ``demote_all`` the others stand
+    on the last.
     """
     generator = torch.Generator().manual_seed(seed)
     num_kv_heads, head_dim = pages[0].k.num_kv_heads, pages[0].k.head_dim
@@ -135,8 +139,9 @@ def make_case(
         k = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator)
         v = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator) + 0.5
         for i, (first, last, capacity) in enumerate(blocks):
-            full = capacity == T and last - first == T
+            full = capacity == T and last - first == T and (not dense_from or last <= dense_from[b])
             rung = int(torch.randint(len(pages), (1,), generator=generator)) if full else 0
+            rung = len(pages) - 1 if full and demote_all else rung
             address = base + slot * next(supply)
             addresses[b, i], rungs[b, i] = address, rung
             for x, which in ((k, "k"), (v, "v")):
@@ -196,3 +201,16 @@ def reference(case: Case, scale: float, q: Tensor | None = None) -> Tensor:
         scores = scale * torch.einsum("hd,thd->ht", q[b].float(), k)
         out[b] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
     return out
+
+
+def prefill_reference(case: Case, q: Tensor, counts: Sequence[int], scale: float) -> Tensor:
+    """Attention of the last ``counts[b]`` tokens of each request, whose queries ``q`` holds in order, in float32."""
+    parts = []
+    for k, v, rows in zip(case.k, case.v, q.float().split(list(counts)), strict=True):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        position = torch.arange(len(k) - len(rows), len(k), device=q.device)
+        hidden = torch.arange(len(k), device=q.device) > position[:, None]
+        scores = (scale * torch.einsum("nhd,thd->hnt", rows, k)).masked_fill(hidden, float("-inf"))
+        parts.append(torch.einsum("hnt,thd->nhd", scores.softmax(-1), v))
+    return torch.cat(parts)

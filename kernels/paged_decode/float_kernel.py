@@ -1,4 +1,4 @@
-"""Decode attention over the pages of one rung with floating-point dots: dense pages and the formats without integer dots.
+"""Decode attention over pages of one rung with floating-point dots: dense pages, and codes without integer dots.
 
 o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp.
 

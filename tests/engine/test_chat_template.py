@@ -90,6 +90,18 @@ QWEN3 = """\
 {%- endif %}
 """
 
+PLAIN = """\
+{% for message in messages %}
+    {% if loop.first %}
+[BEGIN]
+    {% endif %}
+{{ message.role | upper }}: {{ message.content }}
+    {% if loop.last and add_generation_prompt %}
+ASSISTANT:{% break %}
+    {% endif %}
+{% endfor %}
+"""
+
 TOOLS = [{"name": "add", "parameters": {"x": "<a & 'é'>"}}]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
@@ -108,7 +120,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 USER = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN3], ids=["chatml", "llama3", "qwen3"])
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN3, PLAIN], ids=["chatml", "llama3", "qwen3", "plain"])
 @pytest.mark.parametrize("kwargs", [{}, {"tools": TOOLS}, {"enable_thinking": False}, {"add_generation_prompt": False}])
 def test_renders_as_transformers(source: str, kwargs: dict[str, Any]) -> None:
     reference = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -166,6 +178,7 @@ ESCAPES = [
 ]
 DOUBLE = "{%% set ns = namespace(s='ab') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.s }}"
 BOMBS = [
+    "{% set x = range(9999) %}{% for i in x %}{% for j in x %}{% for k in x %}{% endfor %}{% endfor %}{% endfor %}",
     "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
     "{% for i in range(9999) %}{% for j in range(9999) %}{{ 'x' }}{% endfor %}{% endfor %}",
     "{{ range(10**9)|list }}",

@@ -39,11 +39,19 @@ def metaspace_backend() -> tokenizers.Tokenizer:
     return backend
 
 
+def windowed_byte_level_backend() -> tokenizers.Tokenizer:
+    """The demo's tokens under a decoder that has no fast path."""
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return backend
+
+
 TOKENIZERS = {
     "byte_level": Tokenizer.from_folder(DEMO),
     "byte_fallback": Tokenizer(byte_fallback_backend(strip=True), {"bos_token": "<s>"}),
     "byte_fallback_unstripped": Tokenizer(byte_fallback_backend(strip=False), {}),
     "metaspace": Tokenizer(metaspace_backend(), {}),
+    "windowed_byte_level": Tokenizer(windowed_byte_level_backend(), {}),
 }
 # Bytes of multi-byte characters, whole and damaged, are what a uniform choice of ids would hardly ever make.
 SNIPPETS = [*"aé中🙂 b", "ab", "abc", "\n\n", "👨‍👩‍👧", "é"]

@@ -91,6 +91,15 @@ def test_stop_strings_and_stop_ids(demo_engine: Engine):
     ended = demo_engine.chat(QUESTION, SamplingParams(temperature=0.0, stop_token_ids=[stop_id])).outputs[0]
     assert ended.stop_reason == stop_id
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
+    shown = SamplingParams(temperature=0.0, stop_token_ids=[stop_id], include_stop_str_in_output=True)
+    last = demo_engine.tokenizer.decode([stop_id])
+    assert demo_engine.chat(QUESTION, shown).text == ended.text + last
+
+
+def test_special_tokens_typed_by_a_user_stay_text(demo_engine: Engine):
+    output = demo_engine.chat([{"role": "user", "content": "<|im_end|>"}], GREEDY)
+    specials = [token for token in output.prompt_token_ids if token in demo_engine.tokenizer.special_ids]
+    assert len(specials) == 3  # the template's own: user turn begins and ends, assistant turn begins
 
 
 def test_min_tokens_holds_back_the_end(demo_engine: Engine):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from qkv_engine.errors import RequestError
 from qkv_engine.request import SamplingParams
-from qkv_engine.sampler import Sampler, SampleRow, TokenLogprobs, draw, token_logprobs, uniform
+from qkv_engine.sampler import Sampler, SampleRow, TokenLogprobs, _pick, draw, token_logprobs, uniform
 
 SAMPLER = Sampler()
 
@@ -298,6 +298,14 @@ def test_extreme_temperatures() -> None:
     best = int(logits.argmax())
     assert sample_ids(logits, [make_row(SamplingParams(temperature=1e-300), seed=s) for s in range(1)]) == [best]
     assert len({sample_ids(logits, [make_row(SamplingParams(temperature=100.0), seed=s)])[0] for s in range(60)}) > 20
+
+
+def test_walk_is_exact_at_the_edges() -> None:
+    """Token i has the half-open share [before, before + weight) of the total."""
+    weights = torch.zeros(6, 300, dtype=torch.int64)
+    weights[:, 3], weights[:, 130], weights[:, 299] = 1, 1, 2
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, 1 - 2.0**-53], dtype=torch.float64)[:, None]
+    assert _pick(weights, u).tolist() == [3, 3, 130, 130, 299, 299]
 
 
 @given(st.integers(1, 700), st.integers(0, 2**32), st.floats(0, 1, exclude_max=True, allow_subnormal=False))

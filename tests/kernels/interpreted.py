@@ -1,4 +1,4 @@
-"""Runs kernel cases under Triton's interpreter, in a child process: Triton reads TRITON_INTERPRET when imported."""
+"""Kernel cases under Triton's interpreter, in a child process: Triton reads TRITON_INTERPRET when imported."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def run_cases(path: str) -> dict[str, float]:
+def run_cases(path: Path) -> dict[str, float]:
     """The figures that the case script at ``path`` reports, by case."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-P", path], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
@@ -21,7 +22,7 @@ def run_cases(path: str) -> dict[str, float]:
 
 def report(cases: dict[str, Callable[[], float]]) -> None:
     """Child side: runs every case and prints its figure; a case that raises reports the error."""
-    _let_bf16_dot()
+    _use_true_bf16()
     figures: dict[str, Any] = {}
     for name, case in cases.items():
         try:
@@ -31,8 +32,8 @@ def report(cases: dict[str, Callable[[], float]]) -> None:
     print(json.dumps(figures))
 
 
-def _let_bf16_dot() -> None:
-    """Bf16 as the GPU has it: the interpreter keeps it as its bits, multiplies those in a dot, and truncates to it."""
+def _use_true_bf16() -> None:
+    """Bf16 as on a GPU; the interpreter keeps it as its bits, multiplies those in a dot, and truncates to it."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

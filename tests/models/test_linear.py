@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from qkv_engine.kernels.linear import cpu, linear, pack_weight, reference
 from qkv_engine.models.layers import Linear, RMSNorm
-from qkv_engine.models.rope import RopeConfig, RotaryEmbedding, apply_rope
 
 SIZES = [(1, 1, 1), (1, 64, 32), (2, 7, 13), (3, 256, 1408), (33, 704, 256), (129, 65, 127), (0, 16, 8)]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -74,20 +73,3 @@ def test_norm_of_half_precision_rounds_like_transformers():
     theirs.weight.data.copy_(weight)
     x = torch.randn(7, 96).bfloat16()
     assert torch.equal(ours(x), theirs(x).detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_turns_pairs_by_position_times_frequency(dtype):
-    config = RopeConfig(theta=100.0)
-    cos, signed_sin = RotaryEmbedding(config, 8)(torch.tensor([0, 5, 100_000]))
-    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    out = apply_rope(x, cos, signed_sin)
-    assert out.dtype == dtype and torch.equal(out[0], x[0])
-    for n, position in enumerate([0, 5, 100_000]):
-        for i in range(4):
-            angle = torch.tensor(position * (1.0 / 100.0 ** (2 * i / 8)), dtype=torch.float32)
-            pair = torch.complex(x[n, :, i].float(), x[n, :, i + 4].float())
-            turned = pair * torch.polar(torch.tensor(1.0), angle)
-            close = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 or n == 2 else {"atol": 1e-5}
-            assert torch.allclose(out[n, :, i].float(), turned.real, **close)
-            assert torch.allclose(out[n, :, i + 4].float(), turned.imag, **close)

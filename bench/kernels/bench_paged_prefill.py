@@ -1,0 +1,145 @@
+"""Checks and times prefill attention on a GPU, beside torch's attention on the same values laid out contiguously.
+
+python -m qkv_engine.bench.kernels.bench_paged_prefill [--json FILE]
+
+A chunk of 2048 tokens after a history of 0 or 6144 tokens at 16 or 4 bits; 32 query heads, 8 KV heads, D = 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qkv_engine.kernels.paged_decode.triton import Tuning
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
+
+from .inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
+from .timing import time_calls
+
+HEADS, GROUP, HEAD_DIM, CHUNK, SINK = 8, 4, 128, 2048, 32
+BF16 = torch.bfloat16
+DENSE = [Tuning(8, 3, tile=64), Tuning(8, 5, tile=64), Tuning(4, 3, tile=64), Tuning(8, 3, tile=128)]
+CODES = [Tuning(8, 3, tile=64), Tuning(4, 3, tile=64), Tuning(8, 3, tile=32)]
+
+
+def build(bits: int, history: int, chunk: int = CHUNK) -> tuple[Case, torch.Tensor, PrefillWork]:
+    """One request with ``history`` tokens at ``bits`` bits (the blocks that are full), and its chunk's queries."""
+    dense = dense_page(BF16, HEADS, HEAD_DIM)
+    pages = [dense] if bits == 16 else [dense, uniform_page(bits, HEADS, HEAD_DIM)]
+    case = make_case(
+        pages,
+        [history + chunk],
+        group=GROUP,
+        sink_tokens=SINK,
+        num_layers=1,
+        dense_from=[history],
+        demote_all=True,
+        device="cuda",
+    )
+    q = torch.randn(chunk, HEADS * GROUP, HEAD_DIM, device="cuda").to(BF16)
+    work = PrefillWork.build(
+        case.addresses,
+        case.rungs,
+        torch.tensor([history], device="cuda"),
+        torch.tensor([chunk], device="cuda"),
+        num_rungs=len(pages),
+        tile_tokens=tile_tokens(HEADS * GROUP, HEADS),
+        sink_tokens=SINK,
+        block_tokens=T,
+    )
+    return case, q, work
+
+
+def torch_seconds(history: int) -> dict[str, float]:
+    """Torch's own attention over contiguous bf16 K and V, by back end."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    shape = (1, HEADS, history + CHUNK, HEAD_DIM)
+    q = torch.randn(1, HEADS * GROUP, CHUNK, HEAD_DIM, device="cuda", dtype=BF16)
+    k, v = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(2))
+    found = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+        def call(backend: SDPBackend = backend) -> Any:
+            with sdpa_kernel(backend):
+                bias = causal_lower_right(CHUNK, history + CHUNK)
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+        try:
+            found[backend.name.lower()] = time_calls([call])
+        except Exception as error:
+            print(f"  torch {backend.name}: {type(error).__name__} {str(error)[:80]}")
+    return found
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    """One row a variant; ``tflops`` counts the visible half of the chunk's own square."""
+    for history in (0, 6144):
+        flops = 4 * HEADS * GROUP * HEAD_DIM * CHUNK * (history + CHUNK / 2)
+        for name, seconds in torch_seconds(history).items():
+            yield {"kernel": f"torch {name}", "bits": 16, "history": history, "seconds": seconds, "flops": flops}
+        for bits in (16, 4) if history else (16,):
+            case, q, work = build(bits, history)
+            for dense in DENSE if bits == 16 else DENSE[:1]:
+                for codes in CODES if bits < 16 else (None,):
+                    tunings = [dense, codes]
+                    try:
+                        seconds = time_calls(
+                            [
+                                lambda case=case, q=q, work=work, tunings=tunings: paged_prefill(
+                                    q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tunings=tunings
+                                )
+                            ]
+                        )
+                    except Exception as error:
+                        print(f"  {bits} bits {tunings}: {type(error).__name__} {str(error)[:80]}")
+                        continue
+                    tuning = codes or dense
+                    kernel = f"ours w{tuning.num_warps} s{tuning.num_stages} t{tuning.tile}"
+                    yield {
+                        "kernel": kernel,
+                        "bits": bits,
+                        "history": history,
+                        "seconds": seconds,
+                        "flops": flops,
+                    }
+
+
+def check() -> None:
+    """Small chunks against float attention."""
+    for bits in (16, 8, 4, 2):
+        case, q, work = build(bits, 1000, chunk=300)
+        out = paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5).float()
+        want = prefill_reference(case, q, [300], HEAD_DIM**-0.5)
+        error = float((out - want).norm() / want.norm())
+        print(f"{bits:2} bits: relative error {error:.2e}")
+        assert error <= 3e-3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    check()
+    rows = []
+    for row in measure():
+        rows.append(row)
+        print(
+            f"history {row['history']:5} {row['bits']:3} bits  {row['kernel']:24} {1e6 * row['seconds']:8.1f} us "
+            f"{row['flops'] / row['seconds'] / 1e12:6.0f} TFLOP/s",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

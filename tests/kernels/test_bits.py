@@ -1,0 +1,59 @@
+"""Plane packing: the bits where the format says they are, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkv_engine.kernels.bits import pack, plane_sets, unpack, unpack_planes
+
+BITS = (8, 4, 3, 2, 1)
+
+
+def make_codes(bits: int, head_dim: int, num_tokens: int = 128) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(bits)
+    return torch.randint(0, 2**bits, (2, 3, num_tokens, head_dim), generator=generator).to(torch.uint8)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("head_dim", [1, 5, 64, 80])
+def test_unpack_inverts_pack(bits: int, side: str, head_dim: int) -> None:
+    codes = make_codes(bits, head_dim)
+    packed = pack(codes, bits, side)
+    assert packed.shape == (2, 3, 16 * bits * head_dim)
+    assert torch.equal(unpack(packed, bits, side, 128), codes)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_bit_lies_where_the_format_says(bits: int, side: str) -> None:
+    codes = make_codes(bits, 3)[0, 0]
+    packed = pack(codes, bits, side)
+    first = 0
+    found = torch.zeros_like(codes)
+    for width, low in plane_sets(bits):
+        lanes = 128 * width // 8
+        for t in range(128):
+            for d in range(3):
+                byte = t % lanes * 3 + d if side == "k" else d * lanes + t % lanes
+                code = int(packed[first + byte]) >> width * (t // lanes) & (1 << width) - 1
+                found[t, d] |= code << low
+        first += lanes * 3
+    assert torch.equal(found, codes)
+
+
+def test_three_bits_are_a_set_of_two_and_a_set_of_one() -> None:
+    codes = make_codes(3, 64)
+    packed = pack(codes, 3, "k")
+    assert torch.equal(packed[..., : 32 * 64], pack(codes & 3, 2, "k"))
+    assert torch.equal(packed[..., 32 * 64 :], pack(codes >> 2, 1, "k"))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("bits", BITS)
+def test_planes_times_their_factor_are_the_codes(bits: int, side: str) -> None:
+    codes = make_codes(bits, 80)
+    parts = [part * factor for part, factor in unpack_planes(pack(codes, bits, side), bits, side, 128)]
+    out = torch.cat(parts, -2) if side == "k" else torch.cat(parts, -1).mT
+    assert torch.equal(out, codes.float())

@@ -1,0 +1,75 @@
+"""Dequantization and attention on codes: the fast CPU paths against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkv_engine.kernels.block_attention import block_attention, block_attention_reference
+from qkv_engine.kernels.demote import demote
+from qkv_engine.kernels.dequant import dequant, dequant_reference
+from qkv_engine.kernels.layout import BlockLayout
+from qkv_engine.kernels.seal import seal
+from qkv_engine.kv.formats import PageShape
+from qkv_engine.kv.formats.uniform import AXES, GROUPS, Uniform
+
+from .common import relative_error
+from .format_pages import HEAD_DIMS, all_sides, make_blocks
+
+BITS = (8, 4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_cpu_equals_reference(head_dim: int, dtype: torch.dtype) -> None:
+    shape = PageShape(2, 128, head_dim)
+    for bits in BITS:
+        blocks = make_blocks(all_sides(bits, shape), shape, num_blocks=2)
+        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+        for i, side in enumerate(blocks.target.sides):
+            out = dequant(blocks.memory, blocks.dst, blocks.target, i // 2, "kv"[i % 2], dtype)
+            expected = dequant_reference(blocks.memory, blocks.dst + blocks.target.offsets[i], side, dtype)
+            assert out.dtype == dtype and out.shape == (2, 2, 128, head_dim)
+            assert relative_error(out, expected) <= {torch.float32: 1e-6}.get(dtype, 4e-3)
+
+
+def test_dense_sides_come_back_as_they_are() -> None:
+    shape = PageShape(2, 128, 64)
+    blocks = make_blocks(all_sides(8, shape)[:2], shape, num_blocks=3)
+    out = dequant(blocks.memory, blocks.src, blocks.source, 0, "v", torch.bfloat16)
+    assert torch.equal(out, blocks.x[:, 1])
+
+
+@pytest.mark.parametrize("v_axis", AXES)
+@pytest.mark.parametrize("k_axis", AXES)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_block_attention_equals_reference(head_dim: int, group: int, k_axis: str, v_axis: str) -> None:
+    shape = PageShape(2, 128, head_dim)
+    for bits in BITS:
+        layout = (Uniform(bits, k_axis, group).layout(shape, "k"), Uniform(bits, v_axis, group).layout(shape, "v"))
+        blocks = make_blocks(layout, shape, num_blocks=3)
+        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+        q = torch.randn(3, 2, 3, head_dim, generator=torch.Generator().manual_seed(1))
+        where = blocks.memory, blocks.dst, blocks.target, 0, head_dim**-0.5
+        out, lse = block_attention(q, *where)
+        expected, expected_lse = block_attention_reference(q, *where)
+        assert relative_error(out, expected) <= 2e-5
+        assert (lse - expected_lse).abs().max() <= 1e-4
+
+
+def test_logits_of_a_demoted_page_are_those_of_a_page_sealed_at_that_width() -> None:
+    shape = PageShape(2, 128, 128)
+    wide, narrow = (
+        [Uniform(bits, "channel", 128).layout(shape, "k"), Uniform(bits, "token", 128).layout(shape, "v")]
+        for bits in (8, 2)
+    )
+    demoted, direct = make_blocks(wide, shape), make_blocks(narrow, shape)
+    for blocks in (demoted, direct):
+        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    demote(demoted.memory, demoted.dst, demoted.next, demoted.target, direct.target)
+    q = torch.randn(1, 2, 4, 128)
+    layout = BlockLayout(tuple(narrow))
+    out = block_attention(q, demoted.memory, demoted.next, layout, 0, 0.1)
+    expected = block_attention(q, direct.memory, direct.dst, layout, 0, 0.1)
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])

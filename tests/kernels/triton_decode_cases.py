@@ -1,0 +1,163 @@
+"""Decode cases for Triton's interpreter: relative errors, or 0.0 where results must agree to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from interpreted import report
+from torch import Tensor
+
+from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
+from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
+from qkv_engine.kernels.paged_decode.triton import paged_decode
+from qkv_engine.kernels.tiles import PageFormat
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = [1, 31, 127, 128, 129, 300]
+
+
+def plan(case: Case, split: int = 2, max_items: int | None = None) -> DecodeWork:
+    return DecodeWork.build(
+        case.addresses,
+        case.rungs,
+        case.lengths,
+        split_blocks=[split] * len(case.pages),
+        sink_tokens=case.sink_tokens,
+        block_tokens=T,
+        max_items=max_items,
+    )
+
+
+def attend(case: Case, work: DecodeWork, q: Tensor | None = None) -> Tensor:
+    q = case.q if q is None else q
+    return paged_decode(q, case.arena, work, case.pages, case.num_kv_heads, case.q.shape[2] ** -0.5).float()
+
+
+def error(case: Case, out: Tensor) -> float:
+    want = reference(case, case.q.shape[2] ** -0.5)
+    return float((out - want).norm() / want.norm())
+
+
+def against_reference(
+    pages: Sequence[PageFormat],
+    lengths: Sequence[int],
+    group: int,
+    sink: int = 0,
+    dtype: torch.dtype = BF16,
+    lookahead: int = 0,
+) -> Callable[[], float]:
+    def run() -> float:
+        case = make_case(pages, lengths, group=group, sink_tokens=sink, dtype=dtype, lookahead=lookahead)
+        return error(case, attend(case, plan(case)))
+
+    return run
+
+
+def mixed() -> Case:
+    pages = [dense_page(BF16, 1, 64), uniform_page(8, 1, 64), uniform_page(4, 1, 64), uniform_page(2, 1, 64)]
+    return make_case(pages, [700, 450, 129], group=4, sink_tokens=20)
+
+
+def neighbours() -> float:
+    """A request's result does not depend on the others'."""
+    case = mixed()
+    together = attend(case, plan(case))
+    alone = Case(
+        case.q[1:2],
+        case.arena,
+        case.addresses[1:2],
+        case.rungs[1:2],
+        case.lengths[1:2],
+        case.pages,
+        case.k[1:2],
+        case.v[1:2],
+        case.num_kv_heads,
+        case.sink_tokens,
+    )
+    return float((attend(alone, plan(alone)) - together[1:2]).abs().max())
+
+
+def fixed_shapes() -> float:
+    """A plan of fixed shapes with unused items and an empty request gives the same, and zeros."""
+    case = mixed()
+    want = attend(case, plan(case))
+    tables = [torch.cat((t, torch.full_like(t[:1], ABSENT))) for t in (case.addresses, case.rungs)]
+    lengths = torch.cat((case.lengths, torch.zeros_like(case.lengths[:1])))
+    work = DecodeWork.build(
+        *tables,
+        lengths,
+        split_blocks=[2] * 4,
+        sink_tokens=case.sink_tokens,
+        block_tokens=T,
+        max_items=9,
+    )
+    out = attend(case, work, torch.cat((case.q, case.q[:1])))
+    return float((out[:-1] - want).abs().max() + out[-1].abs().max())
+
+
+def growing() -> float:
+    """A token more is a longer length, not a new plan."""
+    case = make_case([dense_page(BF16, 1, 64)], [40, 200], group=3, sink_tokens=20)
+    work = plan(case)
+    work.lengths.copy_(case.lengths - 1)
+    shorter = Case(
+        case.q,
+        case.arena,
+        case.addresses,
+        case.rungs,
+        case.lengths - 1,
+        case.pages,
+        [x[:-1] for x in case.k],
+        [x[:-1] for x in case.v],
+        case.num_kv_heads,
+        case.sink_tokens,
+    )
+    before = error(shorter, attend(shorter, work))
+    work.lengths.add_(1)
+    return max(before, error(case, attend(case, work)))
+
+
+def strided_queries() -> float:
+    """Queries may be a view of a wider tensor."""
+    case = make_case([dense_page(BF16, 2, 64)], [40, 200], group=3)
+    wide = torch.cat((case.q, torch.full_like(case.q, float("nan"))), 1)
+    return float((attend(case, plan(case), wide[:, : case.q.shape[1]]) - attend(case, plan(case))).abs().max())
+
+
+def constant_pages() -> float:
+    """Groups whose range is zero."""
+    case = mixed()
+    case.arena.zero_()
+    return float(attend(case, plan(case)).abs().max())
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    d64, d80 = dense_page(BF16, 2, 64), dense_page(BF16, 1, 80)
+    found = {
+        "bf16 group 3": against_reference([d64], LENGTHS, 3, lookahead=1),
+        "bf16 group 7 D 80 sink": against_reference([d80], LENGTHS, 7, sink=20),
+        "bf16 group 16 sink of a tile": against_reference([d64], [33, 300], 16, sink=32),
+        "fp16 group 1": against_reference([dense_page(FP16, 3, 64)], [129, 300], 1, dtype=FP16),
+        "fp32": against_reference([dense_page(FP32, 1, 80)], [129, 300], 4, sink=20, dtype=FP32),
+        "exact neighbours": neighbours,
+        "exact fixed shapes": fixed_shapes,
+        "exact strided queries": strided_queries,
+        "exact constant pages": constant_pages,
+        "growing": growing,
+    }
+    for bits in (8, 4, 2):
+        for page, dense, group in ((uniform_page(bits, 2, 64), d64, 4), (uniform_page(bits, 1, 80), d80, 7)):
+            found[f"int{bits} group {group}"] = against_reference([dense, page], [300, 450, 64], group, sink=20)
+    for bits in (3, 1):
+        for small in (32, 64):
+            page = uniform_page(bits, 1, 80, group=small)
+            found[f"int{bits}/{small}"] = against_reference([d80, page], [450], 3, sink=20)
+    found["int4/32"] = against_reference([d80, uniform_page(4, 1, 80, group=32)], [450], 3)
+    found["int8 K per token"] = against_reference([d80, uniform_page(8, 1, 80, k_axis="token")], [450], 1)
+    found["K 4 V 2 bits"] = against_reference([d80, uniform_page((4, 2), 1, 80)], [450], 1)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases())

@@ -1,0 +1,98 @@
+"""Prefill cases for Triton's interpreter: relative errors, or 0.0 where results must agree to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from interpreted import report
+from torch import Tensor
+
+from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
+from qkv_engine.kernels.tiles import PageFormat
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def attend(case: Case, q: Tensor, counts: Sequence[int]) -> Tensor:
+    tokens = torch.tensor(list(counts))
+    work = PrefillWork.build(
+        case.addresses,
+        case.rungs,
+        case.lengths - tokens,
+        tokens,
+        num_rungs=len(case.pages),
+        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads),
+        sink_tokens=case.sink_tokens,
+        block_tokens=T,
+    )
+    return paged_prefill(q, case.arena, work, case.pages, case.num_kv_heads, q.shape[2] ** -0.5).float()
+
+
+def build(
+    pages: Sequence[PageFormat], chunks: Sequence[tuple[int, int]], group: int, sink: int, dtype: torch.dtype
+) -> tuple[Case, Tensor, list[int]]:
+    """Requests whose chunks are (start, tokens), with the chunks' queries."""
+    counts = [n for _, n in chunks]
+    lengths = [start + n for start, n in chunks]
+    starts = [start for start, _ in chunks]
+    case = make_case(pages, lengths, group=group, sink_tokens=sink, dtype=dtype, dense_from=starts)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(sum(counts), case.q.shape[1], case.q.shape[2], generator=generator).to(dtype)
+    return case, q, counts
+
+
+def against_reference(
+    pages: Sequence[PageFormat],
+    chunks: Sequence[tuple[int, int]],
+    group: int,
+    sink: int = 0,
+    dtype: torch.dtype = BF16,
+) -> Callable[[], float]:
+    def run() -> float:
+        case, q, counts = build(pages, chunks, group, sink, dtype)
+        want = prefill_reference(case, q, counts, q.shape[2] ** -0.5)
+        return float((attend(case, q, counts) - want).norm() / want.norm())
+
+    return run
+
+
+def neighbours() -> float:
+    """A chunk's result does not depend on the other chunks of the launch."""
+    case, q, counts = build([dense_page(BF16, 1, 64), uniform_page(4, 1, 64)], [(300, 9), (200, 40)], 4, 20, BF16)
+    alone = Case(
+        case.q[1:],
+        case.arena,
+        case.addresses[1:],
+        case.rungs[1:],
+        case.lengths[1:],
+        case.pages,
+        case.k[1:],
+        case.v[1:],
+        case.num_kv_heads,
+        case.sink_tokens,
+    )
+    return float((attend(alone, q[9:], counts[1:]) - attend(case, q, counts)[9:]).abs().max())
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    d64, d80 = dense_page(BF16, 2, 64), dense_page(BF16, 1, 80)
+    starts = [(0, n) for n in (1, 31, 127, 128, 129, 300)]
+    several = [d64, uniform_page(8, 2, 64), uniform_page(2, 2, 64), uniform_page(3, 2, 64, group=32)]
+    return {
+        "bf16 from the start group 3": against_reference([d64], starts, 3),
+        "bf16 from the start sink": against_reference([d64], starts, 1, sink=20),
+        "bf16 history group 7 D 80 sink": against_reference([d80], [(130, 1), (130, 170), (410, 40)], 7, sink=20),
+        "fp16": against_reference([dense_page(FP16, 1, 64)], [(100, 60)], 4, dtype=FP16),
+        "fp32": against_reference([dense_page(FP32, 1, 80)], [(100, 60)], 4, sink=20, dtype=FP32),
+        "int4 history": against_reference([d80, uniform_page(4, 1, 80)], [(331, 100), (467, 33)], 4, sink=20),
+        "int8, 2 and 3 history": against_reference(several, [(800, 100), (667, 33)], 4, sink=20),
+        "int4 K per token": against_reference([d80, uniform_page(4, 1, 80, k_axis="token")], [(300, 10)], 4),
+        "exact neighbours": neighbours,
+    }
+
+
+if __name__ == "__main__":
+    report(cases())
