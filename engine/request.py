@@ -44,6 +44,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    kv_floor: str | None = None  # narrowest rung this request's KV may step down to; None: the ladder's last
+    kv_pinned: bool = False  # its KV never steps down
+    tenant: str = ""  # who pays for its memory: a tenant's own blocks step down before others'
+    cache_salt: str = ""  # requests share cached prefixes only under equal salts
 
     @property
     def is_greedy(self) -> bool:
@@ -152,6 +156,7 @@ class Request:
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of these, found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

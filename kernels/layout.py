@@ -71,6 +71,20 @@ class UniformSide:
 Side = DenseSide | UniformSide
 
 
+def check_step(old: Side, new: Side) -> None:
+    """Raises ``ValueError`` unless a side can be rewritten from ``old`` to ``new`` by a copy, a seal or a demotion."""
+    if isinstance(old, DenseSide):
+        if isinstance(new, DenseSide) and new.dtype != old.dtype:
+            raise ValueError("a dense side keeps its dtype")
+        return
+    if not isinstance(new, UniformSide):
+        raise ValueError("a sealed side cannot become dense again")
+    if (old.side, old.axis, old.group) != (new.side, new.axis, new.group):
+        raise ValueError("a demotion keeps side, axis and group")
+    if old.bits != new.bits and (new.bits > old.bits or 3 in (old.bits, new.bits)):
+        raise ValueError(f"no demotion leads from {old.bits} to {new.bits} bits")
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """The sides of all layers in slot order: K of layer 0, V of layer 0, K of layer 1, ..."""

@@ -12,7 +12,7 @@ from qkv_engine.errors import CapacityError, QKVError, RequestError
 from qkv_engine.request import FinishReason, Request, RequestStatus
 
 from .output import ScheduledBatch, ScheduledRequest
-from .pressure import KVSpace, can_admit, choose_victim
+from .pressure import KVSpace, Pressure, choose_victim
 from .queue import ArrivalQueue
 
 logger = logging.getLogger("qkv_engine")
@@ -31,6 +31,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = ArrivalQueue()
         self.running = ArrivalQueue()
+        self.pressure = Pressure(space, self.running)
         self.num_preemptions = 0
         self._arrivals = count()
 
@@ -42,11 +43,12 @@ class Scheduler:
         """Takes a request in. Raises ``RequestError`` for a live id, ``CapacityError`` if it could never fit."""
         if request.request_id in self.requests:
             raise RequestError("a live request has this id", field="request_id", value=request.request_id)
-        if request.max_num_tokens > self.space.capacity:
+        capacity = self.space.capacity(request)
+        if request.max_num_tokens > capacity:
             raise CapacityError(
                 f"{request.num_prompt_tokens} prompt tokens and up to {request.max_tokens} new ones need "
-                f"{request.max_num_tokens} tokens of KV memory, which holds {self.space.capacity}",
-                remedy="Raise kv_memory or lower max_tokens",
+                f"{request.max_num_tokens} tokens of KV memory, which holds {capacity} of such a request",
+                remedy="Raise kv_memory, lower max_tokens, or allow a narrower kv_floor",
             )
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
@@ -57,13 +59,14 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         items: list[ScheduledRequest] = []
         preempted = self.num_preemptions
+        self.pressure.begin_step()
         for request in list(self.running):
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older request above
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if self._reserve(request, request.num_computed_tokens + num_tokens):
+            num_tokens = self._make_room(request, min(request.num_tokens - request.num_computed_tokens, budget))
+            if num_tokens:
                 items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
                 budget -= num_tokens
         if self.num_preemptions == preempted:
@@ -74,6 +77,7 @@ class Scheduler:
     def computed(self, item: ScheduledRequest) -> None:
         """The KV of ``item`` is in the cache."""
         item.request.num_computed_tokens = item.end
+        self.space.computed(item.request)
 
     def append_token(self, request: Request, token_id: int) -> None:
         """A token was sampled for ``request``."""
@@ -84,39 +88,50 @@ class Scheduler:
         del self.requests[request.request_id]
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         queue.remove(request)
-        self.space.release(request.request_id)
+        self.space.release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
 
     def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting.oldest
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if not can_admit(self.space, request, len(self.running)):
+            if not self.space.admits(request, self.running):
                 return
-            self.space.reserve(request.request_id, request.num_tokens)
+            request.num_computed_tokens = self.space.open(request)
+            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = self.pressure.stretch(request, request.num_computed_tokens + wanted)
+            num_tokens -= request.num_computed_tokens
+            if num_tokens <= 0:
+                request.num_computed_tokens = 0
+                self.space.release(request)
+                return
             self.waiting.remove(request)
             self.running.add(request)
             request.status = RequestStatus.RUNNING
+            request.num_cached_tokens = max(request.num_cached_tokens, request.num_computed_tokens)
             items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
 
-    def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Reserves room, preempting younger requests as needed; ``False`` if ``request`` itself had to go."""
-        while not self.space.reserve(request.request_id, num_tokens):
+    def _make_room(self, request: Request, wanted: int) -> int:
+        """Room for the next tokens, at least one, preempting younger requests as needed; 0 if it had to go itself."""
+        computed = request.num_computed_tokens
+        num_tokens = self.pressure.stretch(request, computed + wanted) - computed
+        if num_tokens > 0:
+            return num_tokens
+        while not self.pressure.make_room(request, computed + 1):
             victim = choose_victim(self.running)
             self._preempt(victim)
             if victim is request:
-                return False
-        return True
+                return 0
+        return 1
 
     def _preempt(self, request: Request) -> None:
-        free = self.space.num_free_blocks
+        free = self.space.free_blocks()
         self.running.remove(request)
-        self.space.release(request.request_id)
+        self.space.release(request)
         logger.info(
             "preempted %s: %d tokens to recompute, free blocks %d -> %d",
-            request.request_id, request.num_computed_tokens, free, self.space.num_free_blocks,
+            request.request_id, request.num_computed_tokens, free, self.space.free_blocks(),
         )  # fmt: skip
         request.num_computed_tokens = 0
         request.num_preemptions += 1

@@ -61,17 +61,22 @@ class Arena:
         """Slabs that ``counts`` slots by size take when they are packed."""
         return sum(-(-number // self.per_slab(nbytes)) for nbytes, number in counts.items())
 
+    def has_room(self, extra: Mapping[int, int]) -> bool:
+        """Whether ordinary allocations could still get ``extra`` slots by size if sparse slabs were emptied."""
+        wanted = self.live + Counter(extra)
+        return self.slabs_for(wanted) <= self.num_slabs - self.reserve
+
     def room(self, nbytes: int) -> int:
-        """Slots of ``nbytes`` an ordinary allocation could still get if sparse slabs were emptied."""
+        """Slots of ``nbytes`` ordinary allocations could still get if sparse slabs were emptied."""
         others = self.slabs_for({size: n for size, n in self.live.items() if size != nbytes})
-        return (self.num_slabs - self.reserve - others) * self.per_slab(nbytes) - self.live[nbytes]
+        return max(0, (self.num_slabs - self.reserve - others) * self.per_slab(nbytes) - self.live[nbytes])
 
     def allocate(self, nbytes: int, *, urgent: bool = False) -> Slot | None:
         """A slot of ``nbytes`` in the fullest slab of that size, lowest address first.
 
         ``None`` if there is none without emptying a slab first, or, unless ``urgent``, without touching the reserve.
         """
-        if not urgent and self.room(nbytes) <= 0:
+        if not urgent and not self.room(nbytes):
             return None
         partial = self._partial.setdefault(nbytes, set())
         if not partial:

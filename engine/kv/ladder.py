@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from qkv_engine.kernels.layout import BlockLayout
+from qkv_engine.kernels.layout import BlockLayout, check_step
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
@@ -147,8 +147,6 @@ def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: to
 
 def _check_step(wide: Rung, narrow: Rung) -> None:
     """Bytes shrink, no layer grows, and every side can step as the kernels do it."""
-    from qkv_engine.kernels.demote import check_step
-
     if narrow.block_nbytes >= wide.block_nbytes:
         raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name)
     for old, new in zip(wide.layout.sides, narrow.layout.sides, strict=True):

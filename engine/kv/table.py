@@ -1,33 +1,75 @@
-"""Block tables: which slots hold the KV of which request, and how many more would fit. No torch."""
+"""Block tables: which blocks hold the KV of which request, on which rung, and what would still fit. No torch.
+
+Books only: what has to be done to the bytes is noted as waves of moves, which the cache carries out before the next
+step. Within a wave no slot is both read and written; a slot that a wave frees may be written by the next.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
 from .arena import Arena, ArenaError, Slot
+from .ladder import Ladder
+
+SINK = -1  # rung of a sink, which is dense and never steps down
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """128 tokens of KV, or a sink, in one slot on one rung, shared by ``refs`` owners.
+
+    ``floor`` is the narrowest rung that all owners allow. One object a block: whoever shares it sees it step down.
+    """
+
+    slot: Slot
+    rung: int
+    floor: int
+    refs: int = 1
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one request, in token order."""
+    """The blocks of one request in token order, after its sink."""
 
-    blocks: list[Slot] = field(default_factory=list)
+    floor: int
+    sink: Block | None = None
+    blocks: list[Block] = field(default_factory=list)
+    num_settled: int = 0  # leading blocks that can step down no further
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens the blocks have room for."""
-        return len(self.blocks) * BLOCK_TOKENS
+    def __iter__(self) -> Iterator[Block]:
+        if self.sink is not None:
+            yield self.sink
+        yield from self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes to be rewritten: ``block`` goes from address ``src`` on rung ``old`` to ``dst`` on rung ``new``."""
+
+    block: Block
+    src: int
+    dst: int
+    old: int
+    new: int
 
 
 class BlockTables:
-    """Gives requests blocks of the arena and takes them back. What the scheduler sees of KV memory."""
+    """Gives requests blocks of the arena, lets blocks step down, takes them back. What the scheduler sees of memory."""
 
-    def __init__(self, arena: Arena, block_nbytes: int):
-        self.arena = arena
-        self.block_nbytes = block_nbytes
+    def __init__(self, arena: Arena, ladder: Ladder):
+        self.arena, self.ladder = arena, ladder
+        self.waves: list[list[Move]] = []
+        self.num_blocks: Counter[int] = Counter()  # live blocks by rung
+        self.num_demotions: Counter[tuple[str, str]] = Counter()
         self._tables: dict[str, BlockTable] = {}
-        self._fresh: list[Slot] = []
+        self._owner: dict[Slot, Block] = {}
+        self._fresh: dict[Slot, None] = {}
+        self._retiring: list[Slot] = []  # old slots of the wave in progress
+        self._sizes = {number: rung.block_nbytes for number, rung in enumerate(ladder.rungs)}
+        self._sizes[SINK] = ladder.sink_nbytes
 
     def __getitem__(self, request_id: str) -> BlockTable:
         return self._tables[request_id]
@@ -38,63 +80,192 @@ class BlockTables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    @property
-    def num_total_blocks(self) -> int:
-        return self.arena.num_slabs * (self.arena.slab_nbytes // self.block_nbytes)
+    # ---- what fits
 
-    @property
-    def num_free_blocks(self) -> int:
-        return self.arena.num_free(self.block_nbytes)
+    def demand(self, num_tokens: int, rung: int) -> Counter[int]:
+        """Slots by size of a request of ``num_tokens`` whose blocks stand on ``rung`` as far as they may."""
+        blocks = self.blocks_for(num_tokens)
+        dense = min(blocks, 1 + -(-self.ladder.recent // BLOCK_TOKENS)) if rung else blocks
+        demand = Counter({self._sizes[0]: dense})
+        demand[self._sizes[rung]] += blocks - dense
+        if self.ladder.sink:
+            demand[self._sizes[SINK]] += 1
+        return demand
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit in all."""
-        return self.num_total_blocks * BLOCK_TOKENS
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-max(0, num_tokens - self.ladder.sink) // BLOCK_TOKENS)
 
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // BLOCK_TOKENS)
+    def fits(self, demand: Counter[int]) -> bool:
+        """Whether the arena holds ``demand`` when nothing else is in it."""
+        return self.arena.slabs_for(demand) <= self.arena.num_slabs - self.arena.reserve
+
+    def max_tokens(self, rung: int) -> int:
+        """Tokens of the longest request that fits alone on ``rung``."""
+        low, high = 0, self.arena.nbytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(self.demand(middle, rung)) else (low, middle - 1)
+        return low
+
+    # ---- blocks of a request
+
+    def open(self, request_id: str, floor: int, shared: Iterable[Block] = ()) -> None:
+        """Begins the table of a request, on ``shared`` blocks (its sink first, if the ladder has sinks)."""
+        table = self._tables[request_id] = BlockTable(floor)
+        for block in shared:
+            block.refs += 1
+            block.floor = min(block.floor, floor)
+            if block.rung == SINK:
+                table.sink = block
+            else:
+                table.blocks.append(block)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        """Makes room for the first ``num_tokens`` tokens of a request; all or nothing."""
-        table = self._tables.get(request_id)
-        missing = self.num_blocks(num_tokens) - (len(table.blocks) if table else 0)
-        if missing <= 0:
+        """Room for the first ``num_tokens`` tokens of a request; all or nothing."""
+        table = self._tables[request_id]
+        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        needs_sink = bool(self.ladder.sink) and table.sink is None
+        if not missing and not needs_sink:
             return True
-        if missing > self.num_free_blocks:
+        if not self.arena.has_room({self._sizes[0]: missing, self._sizes[SINK]: int(needs_sink)}):
             return False
-        if table is None:
-            table = self._tables[request_id] = BlockTable()
+        if needs_sink:
+            table.sink = self._new_block(SINK, SINK)
         for _ in range(missing):
-            slot = self.arena.allocate(self.block_nbytes)
-            if slot is None:
-                raise ArenaError("the arena has fewer free slots than it counts")
-            table.blocks.append(slot)
-            self._fresh.append(slot)
+            table.blocks.append(self._new_block(0, table.floor))
         return True
 
-    def take_fresh(self) -> list[Slot]:
-        """Live slots handed out since the last call; what they hold is somebody else's old bytes."""
-        fresh = [slot for slot in self._fresh if slot.refs]
-        self._fresh.clear()
-        return fresh
+    def room_for(self, request_id: str, num_tokens: int) -> int:
+        """How many of the first ``num_tokens`` tokens of a request could be reserved now."""
+        table = self._tables[request_id]
+        held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
+        if num_tokens <= held and (table.sink is not None or not self.ladder.sink):
+            return num_tokens
+        sinks = int(bool(self.ladder.sink) and table.sink is None)
+        if sinks and not self.arena.has_room({self._sizes[SINK]: 1}):
+            return 0
+        room = self.arena.room(self._sizes[0])
+        while sinks and room and not self.arena.has_room({self._sizes[SINK]: 1, self._sizes[0]: room}):
+            room -= 1
+        return min(num_tokens, held + room * BLOCK_TOKENS)
 
     def release(self, request_id: str) -> None:
         """Takes all blocks of a request back; nothing happens if it has none."""
         table = self._tables.pop(request_id, None)
-        if table is not None:
-            for slot in table.blocks:
-                self.arena.release(slot)
+        for block in table or ():
+            self.drop(block)
+
+    def drop(self, block: Block) -> None:
+        """One owner of ``block`` less; the last one frees it. Raises ``ArenaError`` for a dead block."""
+        if block.refs < 1:
+            raise ArenaError("a block was dropped more often than it was shared")
+        block.refs -= 1
+        if not block.refs:
+            self.num_blocks[block.rung] -= 1
+            self._free(block.slot)
+
+    def take_fresh(self) -> list[Slot]:
+        """Slots handed out since the last call and not written yet; they hold somebody else's old bytes."""
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    # ---- stepping down
+
+    def unsettled(self, request_id: str, num_computed: int) -> Iterator[tuple[Block, int]]:
+        """Blocks of a request that may still step down, and how many tokens older than the recent window each is.
+
+        A negative age means that the block is too new (or not full) and must stay as it is.
+        """
+        table = self._tables[request_id]
+        blocks = table.blocks
+        while table.num_settled < len(blocks) and _is_settled(blocks[table.num_settled]):
+            table.num_settled += 1
+        newest = num_computed - self.ladder.recent - self.ladder.sink
+        for index in range(table.num_settled, len(blocks)):
+            if not _is_settled(blocks[index]):
+                yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
+
+    def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
+        """Lets each block step down to its rung, as one wave; returns the bytes won. Stops where no slot is left."""
+        before, wave = self.arena.used_nbytes, list[Move]()
+        for block, rung in steps:
+            slot = self.arena.allocate(self._sizes[rung], urgent=True)
+            while slot is None:
+                self._end_wave(wave)
+                wave = []
+                if not self._evacuate():
+                    return before - self.arena.used_nbytes
+                slot = self.arena.allocate(self._sizes[rung], urgent=True)
+            wave.append(Move(block, block.slot.address, slot.address, block.rung, rung))
+            rungs = self.ladder.rungs
+            self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
+            self.num_blocks[block.rung] -= 1
+            self.num_blocks[rung] += 1
+            # The old slot stays allocated until the wave ends, so that nothing in the wave is written over it.
+            self._owner.pop(block.slot)
+            self._retiring.append(block.slot)
+            self._owner[slot] = block
+            block.slot, block.rung = slot, rung
+        self._end_wave(wave)
+        return before - self.arena.used_nbytes
 
     def check_integrity(self) -> None:
-        """Raises ``ArenaError`` unless the tables own every live slot as often as it is referenced."""
+        """Raises ``ArenaError`` unless tables, blocks and arena agree."""
         self.arena.check_integrity()
-        owners: dict[int, int] = {}
-        for table in self._tables.values():
-            for slot in table.blocks:
-                owners[id(slot)] = owners.get(id(slot), 0) + 1
-                if owners[id(slot)] > slot.refs:
-                    raise ArenaError(f"slot at {slot.address} has more owners than references")
-        total = sum(slot.nbytes for table in self._tables.values() for slot in table.blocks if slot.refs == 1)
-        shared = {id(s): s.nbytes for t in self._tables.values() for s in t.blocks if s.refs > 1}
-        if total + sum(shared.values()) != self.arena.used_nbytes:
-            raise ArenaError("live slots belong to no table")
+        held: Counter[Block] = Counter(block for table in self._tables.values() for block in table)
+        for slot, block in self._owner.items():
+            if block.slot is not slot or not slot.alive or slot.nbytes != self._sizes[block.rung]:
+                raise ArenaError(f"block on rung {block.rung} does not own its slot")
+            if block.refs < max(1, held[block]) or block.rung > block.floor:
+                raise ArenaError(f"block with {block.refs} references and floor {block.floor} on rung {block.rung}")
+        if not held.keys() <= set(self._owner.values()):
+            raise ArenaError("a table holds a dead block")
+        if sum(self.arena.live.values()) != len(self._owner):
+            raise ArenaError("a live slot belongs to no block")
+        if +self.num_blocks != Counter(block.rung for block in self._owner.values()):
+            raise ArenaError("blocks by rung are miscounted")
+
+    def _new_block(self, rung: int, floor: int) -> Block:
+        size = self._sizes[rung]
+        slot = self.arena.allocate(size)
+        while slot is None:
+            if not self._evacuate():
+                raise ArenaError("the arena has less room than it says")
+            slot = self.arena.allocate(size)
+        block = self._owner[slot] = Block(slot, rung, floor)
+        self._fresh[slot] = None
+        self.num_blocks[rung] += 1
+        return block
+
+    def _evacuate(self) -> bool:
+        """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""
+        moves, wave = self.arena.evacuate(), []
+        for old, new in moves:
+            block = self._owner.pop(old)
+            self._owner[new] = block
+            block.slot = new
+            if old in self._fresh:
+                del self._fresh[old]
+                self._fresh[new] = None
+            else:
+                wave.append(Move(block, old.address, new.address, block.rung, block.rung))
+            self._retiring.append(old)
+        self._end_wave(wave)
+        return bool(moves)
+
+    def _end_wave(self, wave: list[Move]) -> None:
+        if wave:
+            self.waves.append(wave)
+        for slot in self._retiring:
+            self.arena.release(slot)
+        self._retiring.clear()
+
+    def _free(self, slot: Slot) -> None:
+        del self._owner[slot]
+        self._fresh.pop(slot, None)
+        self.arena.release(slot)
+
+
+def _is_settled(block: Block) -> bool:
+    return block.rung >= block.floor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..layout import BlockLayout, UniformSide
+from ..layout import BlockLayout, UniformSide, check_step
 from .reference import demote_reference, shrink
 
 
@@ -20,7 +20,7 @@ def demote(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target
     """
     for old, new in zip(source.sides, target.sides, strict=True):
         if isinstance(old, UniformSide):
-            _check_step(old, new)
+            check_step(old, new)
     if memory.is_cuda:
         from .triton import demote_triton
 
@@ -29,15 +29,6 @@ def demote(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target
         from .cpu import demote_cpu
 
         demote_cpu(memory, src, dst, source, target)
-
-
-def _check_step(old: UniformSide, new: object) -> None:
-    if not isinstance(new, UniformSide):
-        raise ValueError("a sealed side cannot become dense again")
-    if (old.side, old.axis, old.group) != (new.side, new.axis, new.group):
-        raise ValueError(f"a demotion keeps side, axis and group: {old} -> {new}")
-    if old.bits != new.bits and (new.bits > old.bits or 3 in (old.bits, new.bits)):
-        raise ValueError(f"no demotion leads from {old.bits} to {new.bits} bits")
 
 
 __all__ = ["demote", "demote_reference", "shrink"]

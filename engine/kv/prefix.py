@@ -1,0 +1,111 @@
+"""The prefix cache: full blocks of prompts and outputs, found again by what they were computed from. No torch.
+
+A block is keyed by SHA-256 over (salt, model, ladder) and all tokens so far; tokens are compared on a hit, so that
+even a collision cannot mix requests. A cached block may step down like any other; a hit then continues on the lower
+precision, unless the request's floor forbids it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ..config import BLOCK_TOKENS
+from .table import Block, BlockTables
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One cached block (or sink) and the tokens it holds, reached through ``parent``'s key."""
+
+    block: Block
+    tokens: array[int]
+    parent: bytes
+
+
+class PrefixCache:
+    """Finds, keeps and gives up shared blocks. Holds one reference on each; owned by the scheduler's thread."""
+
+    def __init__(self, tables: BlockTables, model: str):
+        self._tables = tables
+        self._model = model
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._children: dict[bytes, int] = {}
+        self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> list[Block]:
+        """The longest cached prefix of ``tokens`` within its first ``limit``: its sink, if there is one, and blocks."""
+        self.num_queried_tokens += limit
+        key, found, end = self._root(salt), [], 0
+        for stop in self._ends(limit):
+            key = _extend(key, tokens[end:stop])
+            entry = self._entries.get(key)
+            if entry is None or entry.tokens != array("q", tokens[end:stop]) or entry.block.rung > floor:
+                break
+            self._entries.move_to_end(key)
+            found.append(entry.block)
+            end = stop
+        self.num_hit_tokens += end
+        return found
+
+    def publish(self, request_id: str, tokens: list[int], salt: str, num_computed: int) -> None:
+        """Files the blocks of a request that are full and computed and not filed yet."""
+        table = self._tables[request_id]
+        blocks = list(table)
+        filed, key = self._published.get(request_id, (0, self._root(salt)))
+        ends = self._ends(num_computed)
+        for index in range(filed, len(ends)):
+            start = ends[index - 1] if index else 0
+            piece = tokens[start : ends[index]]
+            parent, key = key, _extend(key, piece)
+            if key not in self._entries:
+                blocks[index].refs += 1
+                self._entries[key] = Entry(blocks[index], array("q", piece), parent)
+                self._children[parent] = self._children.get(parent, 0) + 1
+            self._published[request_id] = (index + 1, key)
+
+    def forget(self, request_id: str) -> None:
+        """The request gave its blocks back; what it filed stays."""
+        self._published.pop(request_id, None)
+
+    def evict(self) -> bool:
+        """Gives up the least recently used block that nobody else holds and no cached block follows."""
+        for key, entry in self._entries.items():
+            if entry.block.refs == 1 and not self._children.get(key):
+                del self._entries[key]
+                self._children[entry.parent] -= 1
+                if not self._children[entry.parent]:
+                    del self._children[entry.parent]
+                self._tables.drop(entry.block)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Gives up everything; blocks that requests share stay theirs."""
+        for entry in self._entries.values():
+            self._tables.drop(entry.block)
+        self._entries.clear()
+        self._children.clear()
+        self._published.clear()
+
+    def _root(self, salt: str) -> bytes:
+        ladder = self._tables.ladder
+        return hashlib.sha256(repr((salt, self._model, ladder.name, ladder.sink)).encode()).digest()
+
+    def _ends(self, num_tokens: int) -> list[int]:
+        """Where the sink and each block that lies within ``num_tokens`` end."""
+        sink = self._tables.ladder.sink
+        if num_tokens < sink:
+            return []
+        return ([sink] if sink else []) + list(range(sink + BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS))
+
+
+def _extend(key: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(key + array("q", tokens).tobytes()).digest()

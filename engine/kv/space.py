@@ -1,0 +1,115 @@
+"""KV memory as the scheduler sees it: block tables and prefix cache of requests with floors. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ..config import BLOCK_TOKENS
+from ..request import KVUsage, Request
+from .prefix import PrefixCache
+from .table import Block, BlockTables
+
+OPEN_END_TOKENS = 1024  # output counted at admission for a request that named no max_tokens
+
+
+class KVSpace:
+    """Implements ``scheduler.KVSpace``. Owned by the scheduler's thread, like everything below it."""
+
+    def __init__(self, tables: BlockTables, prefix: PrefixCache | None, quota: float | None = None):
+        self.tables, self.prefix, self.quota = tables, prefix, quota
+        self.ladder = tables.ladder
+        self._capacity = {rung: tables.max_tokens(rung) for rung in range(len(self.ladder.rungs))}
+
+    @property
+    def num_rungs(self) -> int:
+        return len(self.ladder.rungs)
+
+    @property
+    def is_eager(self) -> bool:
+        return self.ladder.eager
+
+    def rung_name(self, rung: int) -> str:
+        return self.ladder.rungs[rung].name
+
+    def floor(self, request: Request) -> int:
+        """The narrowest rung a request allows."""
+        params = request.params
+        if params.kv_pinned:
+            return 0
+        return self.num_rungs - 1 if params.kv_floor is None else self.ladder.index(params.kv_floor)
+
+    def capacity(self, request: Request) -> int:
+        return self._capacity[self.floor(request)]
+
+    def admits(self, request: Request, running: Iterable[Request]) -> bool:
+        demand: Counter[int] = Counter()
+        for other in (*running, request):
+            rung = min(self.floor(other), self.ladder.admit_at)
+            demand += self.tables.demand(_expected_tokens(other), rung)
+        return self.tables.fits(demand)
+
+    def open(self, request: Request) -> int:
+        floor, shared = self.floor(request), list[Block]()
+        # At least one token is computed, for its logits; prompt log-probabilities need them all.
+        if self.prefix is not None and request.params.prompt_logprobs is None:
+            salt = request.params.cache_salt
+            shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+        self.tables.open(request.request_id, floor, shared)
+        if not shared:
+            return 0
+        return self.ladder.sink + (len(shared) - bool(self.ladder.sink)) * BLOCK_TOKENS
+
+    def room_for(self, request: Request, num_tokens: int) -> int:
+        return self.tables.room_for(request.request_id, num_tokens)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        return self.tables.reserve(request.request_id, num_tokens)
+
+    def release(self, request: Request) -> None:
+        self.tables.release(request.request_id)
+        if self.prefix is not None:
+            self.prefix.forget(request.request_id)
+
+    def computed(self, request: Request) -> None:
+        if self.prefix is not None:
+            self.prefix.publish(
+                request.request_id, request.token_ids, request.params.cache_salt, request.num_computed_tokens
+            )
+
+    def free_blocks(self) -> int:
+        return self.tables.arena.room(self.ladder.widest.block_nbytes)
+
+    def evict(self) -> bool:
+        return self.prefix is not None and self.prefix.evict()
+
+    def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
+        return self.tables.unsettled(request.request_id, request.num_computed_tokens)
+
+    def demote(self, steps: list[tuple[Block, int]]) -> int:
+        return self.tables.demote(steps)
+
+    def nbytes(self, request: Request) -> int:
+        """Bytes of a request's blocks, shared ones divided among their owners."""
+        return sum(block.slot.nbytes // block.refs for block in self.tables[request.request_id])
+
+    def over_quota(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` are more than one tenant's share."""
+        return self.quota is not None and nbytes > self.quota * self.tables.arena.nbytes
+
+    def usage(self, request: Request) -> KVUsage:
+        """Where the blocks of a request stand now."""
+        if request.request_id not in self.tables:
+            return KVUsage()
+        table = self.tables[request.request_id]
+        rungs = Counter(block.rung for block in table.blocks)
+        bits = [self.ladder.rungs[rung].bits for rung in rungs]
+        blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
+        return KVUsage(blocks, min(bits, default=self.ladder.widest.bits if table.sink else None))
+
+
+def _expected_tokens(request: Request) -> int:
+    """Tokens a request will hold: up to its ``max_tokens``, or a usual answer if it named none."""
+    if request.params.max_tokens is not None:
+        return request.max_num_tokens
+    return min(request.max_num_tokens, max(request.num_tokens, request.num_prompt_tokens) + OPEN_END_TOKENS)
