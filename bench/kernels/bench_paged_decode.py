@@ -148,7 +148,8 @@ def long_case(bits: int, batch: int, length: int, copies: int, device: str = "cu
 def calls(case: LongCase, split: int, tuning: Tuning) -> list[Callable[[], Any]]:
     """One attention call a copy; sinks and open blocks beside quantized pages keep their default launch."""
     several = len(case.pages) > 1
-    found = []
+    found: list[Callable[[], Any]] = []
+    tunings = [None, tuning] if several else [tuning]
     for addresses, rungs in case.tables:
         work = DecodeWork.build(
             addresses,
@@ -158,9 +159,8 @@ def calls(case: LongCase, split: int, tuning: Tuning) -> list[Callable[[], Any]]
             sink_tokens=SINK,
             block_tokens=T,
         )
-        tunings = [None, tuning] if several else [tuning]
 
-        def call(work: DecodeWork = work, tunings: list[Tuning | None] = tunings) -> Any:
+        def call(work: DecodeWork = work) -> Any:
             return paged_decode(case.q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tunings=tunings)
 
         found.append(call)

@@ -90,17 +90,15 @@ def measure() -> Iterator[dict[str, Any]]:
             case, q, work = build(bits, history)
             for dense in DENSE if bits == 16 else DENSE[:1]:
                 for codes in CODES if bits < 16 else (None,):
-                    tunings = [dense, codes]
+
+                    def call(case: Case = case, q: Any = q, work: Any = work, tunings: Any = (dense, codes)) -> Any:
+                        scale = HEAD_DIM**-0.5
+                        return paged_prefill(q, case.arena, work, case.pages, HEADS, scale, tunings=tunings)
+
                     try:
-                        seconds = time_calls(
-                            [
-                                lambda case=case, q=q, work=work, tunings=tunings: paged_prefill(
-                                    q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tunings=tunings
-                                )
-                            ]
-                        )
+                        seconds = time_calls([call])
                     except Exception as error:
-                        print(f"  {bits} bits {tunings}: {type(error).__name__} {str(error)[:80]}")
+                        print(f"  {bits} bits {dense} {codes}: {type(error).__name__} {str(error)[:80]}")
                         continue
                     tuning = codes or dense
                     kernel = f"ours w{tuning.num_warps} s{tuning.num_stages} t{tuning.tile}"

@@ -60,7 +60,7 @@ def describe(built: Any) -> dict[str, Any]:
     usage = dict(re.findall(r"(REG|STACK):(\d+)", text))
     ops = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text, re.M))
     found |= {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "instructions": sum(ops.values())}
-    found |= {name: ops[name] for name in ("HMMA", "IMMA", "HGMMA", "LDGSTS", "LDG", "LDL")}
+    found |= {name: ops[name] for name in ("HMMA", "IMMA", "HGMMA", "IGMMA", "LDGSTS", "LDG", "LDL")}
     return found | {"mix": dict(ops.most_common(24))}
 
 

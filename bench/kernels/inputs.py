@@ -71,7 +71,7 @@ def encode(side: Side, x: Tensor, which: str) -> tuple[Tensor, Tensor]:
     if side.axis == "channel":
         meta = torch.stack((low, span), 2)  # [N, H, 2, groups, D]
     else:
-        tiles = torch.stack((low, span), -1).unflatten(-2, (side.meta_planes, side.meta_lanes))
+        tiles = torch.stack((low, span), -1).reshape(*low.shape[:-1], side.meta_planes, side.meta_lanes, 2)
         meta = tiles.transpose(-3, -2)  # [N, H, groups, lanes, planes, 2]
     used = meta[0].nbytes
     out[:, side.meta_offset : side.meta_offset + used] = meta.contiguous().view(torch.uint8).flatten(1)
@@ -83,7 +83,7 @@ def encode(side: Side, x: Tensor, which: str) -> tuple[Tensor, Tensor]:
 def _quantize(side: UniformSide, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [N, H, T, D], and minimum and range in fp16: [N, H, groups, D], or [N, H, groups, T] by token."""
     axis = 2 if side.axis == "channel" else 3
-    parts = x.split(side.group, axis)
+    parts = torch.split(x, side.group, axis)
     low = torch.stack([p.amin(axis) for p in parts], 2).half()
     span = (torch.stack([p.amax(axis) for p in parts], 2) - low.float()).half()
     step = _spread(side, span).float() / side.max_code
@@ -206,7 +206,7 @@ def reference(case: Case, scale: float, q: Tensor | None = None) -> Tensor:
 def prefill_reference(case: Case, q: Tensor, counts: Sequence[int], scale: float) -> Tensor:
     """Attention of the last ``counts[b]`` tokens of each request, whose queries ``q`` holds in order, in float32."""
     parts = []
-    for k, v, rows in zip(case.k, case.v, q.float().split(list(counts)), strict=True):
+    for k, v, rows in zip(case.k, case.v, torch.split(q.float(), list(counts)), strict=True):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         position = torch.arange(len(k) - len(rows), len(k), device=q.device)

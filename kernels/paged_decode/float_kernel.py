@@ -65,24 +65,23 @@ def decode_float_kernel(
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    # Only the last block of a run can be open: stop after its written tiles.
-    last_tokens = tl.minimum(length - tl.load(positions_ptr + first + num_blocks - 1), T)
-    num_tiles = (num_blocks - 1) * (T // TILE) + tl.maximum(last_tokens + TILE - 1, 0) // TILE
-    for i in tl.range(0, num_tiles, num_stages=STAGES):
-        i_block = first + i // (T // TILE)
-        address = tl.load(addresses_ptr + i_block)
+    # Only the first block of a run can be a sink, and only its last ones can be unwritten: no loads in the loop.
+    first_tokens = T
+    if S > 0:
+        first_tokens = tl.where(tl.load(positions_ptr + first) < S, S, T)
+    missing = T - tl.minimum(length - tl.load(positions_ptr + first + num_blocks - 1), T)
+    num_visible = num_blocks * T - missing
+    for i in tl.range(0, tl.maximum(num_visible + TILE - 1, 0) // TILE, num_stages=STAGES):
+        address = tl.load(addresses_ptr + first + i // (T // TILE))
+        o_t = (i % (T // TILE)) * TILE + o_tile
+        b_t = i * TILE + o_tile < num_visible
         num_page_tokens = T
-        num_visible = T
-        if K_BITS >= 16:  # other formats hold full blocks only
-            position = tl.load(positions_ptr + i_block)
-            if S > 0:
-                num_page_tokens = tl.where(position < S, S, T)
-            num_visible = tl.minimum(length - position, num_page_tokens)
+        if S > 0:
+            num_page_tokens = tl.where(i < T // TILE, first_tokens, T)
+            b_t = b_t & (o_t < num_page_tokens)
         # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
-        o_t = (i % (T // TILE)) * TILE + o_tile
-        b_t = o_t < num_visible
         b_k = LOAD_K(
             p_k,
             i_h,

@@ -9,12 +9,13 @@ captured graph. While no request starts a block, only ``lengths`` changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 ABSENT = -1  # rung of a block-table entry that holds no block
+TENSORS = ("addresses", "positions", "lengths", "items", "part_first")  # of a ``DecodeWork``
 
 
 @dataclass(frozen=True)
@@ -97,19 +98,14 @@ class DecodeWork:
             block_tokens,
         )
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.addresses, self.positions, self.lengths, self.items, self.part_first
-
     def to(self, device: torch.device) -> DecodeWork:
         """The same plan on another device."""
-        moved = [t.to(device, non_blocking=True) for t in self.tensors]
-        return DecodeWork(*moved, self.num_items, self.num_parts, self.sink_tokens, self.block_tokens)
+        return replace(self, **{n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS})
 
     def copy_(self, other: DecodeWork) -> None:
         """Takes over a plan of the same shapes in place, as a captured graph needs it."""
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
-            mine.copy_(theirs, non_blocking=True)
+        for name in TENSORS:
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
 def block_positions(index: Tensor, sink_tokens: int, block_tokens: int) -> Tensor:

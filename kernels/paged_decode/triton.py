@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,13 +135,16 @@ def decode_variant(
     shape = {"H": num_kv_heads, "G": group, "D": head_dim, "T": block_tokens, "BLOCK_D": block_d}
     if page.has_integer_dots:
         assert isinstance(page.k, UniformSide)
-        tuning = tuning or INT_TUNING[page.k.bits]
+        block_g = max(4, triton.next_power_of_2(group))  # two int8 columns a head fill the 8 of an mma
+        if tuning is None:  # twice the heads take twice the registers
+            tuning = INT_TUNING[page.k.bits]
+            tuning = replace(tuning, num_warps=min(8, tuning.num_warps * block_g // 4))
         return (
             decode_int_kernel,
             {
                 **shape,
                 "BITS": page.k.bits,
-                "BLOCK_G": max(4, triton.next_power_of_2(group)),  # two int8 columns a head fill the 8 of an mma
+                "BLOCK_G": block_g,
                 "REDUCE_TOP": tuning.reduce_top,
                 "ASM": not triton.knobs.runtime.interpret,
                 "STAGES": tuning.num_stages,

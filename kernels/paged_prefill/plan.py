@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,5 +82,5 @@ class PrefillWork:
 
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
-        moved = [t.to(device, non_blocking=True) for t in (self.addresses, self.positions, self.tiles, self.runs)]
-        return PrefillWork(*moved, self.rungs, self.tile_tokens, self.sink_tokens, self.block_tokens)
+        names = ("addresses", "positions", "tiles", "runs")
+        return replace(self, **{n: getattr(self, n).to(device, non_blocking=True) for n in names})
