@@ -31,15 +31,24 @@ def demote_kernel(
     p_target = memory_ptr + tl.multiple_of(target, 16)
     for i in tl.static_range(len(KINDS)):
         if kind == i:
-            _demote_head(p_source, p_target, i_h, KINDS[i], T, D, TILE_D)
+            _demote_head(p_source, p_target, i_h, KINDS, i, T, D, TILE_D)
 
 
 @triton.jit
-def _demote_head(p_source, p_target, i_h, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    FROM_BITS: tl.constexpr = KIND[0]
-    TO_BITS: tl.constexpr = KIND[1]
-    IS_K: tl.constexpr = KIND[2]
-    META: tl.constexpr = KIND[3]
+def _demote_head(
+    p_source,
+    p_target,
+    i_h,
+    KINDS: tl.constexpr,
+    KIND: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    FROM_BITS: tl.constexpr = KINDS[KIND][0]
+    TO_BITS: tl.constexpr = KINDS[KIND][1]
+    IS_K: tl.constexpr = KINDS[KIND][2]
+    META: tl.constexpr = KINDS[KIND][3]
     p_from = p_source + i_h * (T * FROM_BITS // 8 * D)
     p_to = p_target + i_h * (T * TO_BITS // 8 * D)
     if FROM_BITS == TO_BITS:
@@ -47,14 +56,14 @@ def _demote_head(p_source, p_target, i_h, KIND: tl.constexpr, T: tl.constexpr, D
     else:
         b_codes = load_codes(p_from, FROM_BITS, IS_K, T, D, TILE_D)
         store_codes(p_to, shrink_codes(b_codes, FROM_BITS, TO_BITS), TO_BITS, IS_K, D)
-    p_from = p_source + KIND[6] + i_h * META
-    p_to = p_target + KIND[7] + i_h * META
-    if KIND[4] == KIND[5]:
+    p_from = p_source + KINDS[KIND][6] + i_h * META
+    p_to = p_target + KINDS[KIND][7] + i_h * META
+    if KINDS[KIND][4] == KINDS[KIND][5]:
         _copy(p_from, p_to, META)
     else:
-        _permute(p_from, p_to, META // 4, KIND[4], KIND[5], T)
-    p_from = (p_source + KIND[8]).to(tl.pointer_type(tl.uint16)) + i_h
-    tl.store((p_target + KIND[9]).to(tl.pointer_type(tl.uint16)) + i_h, tl.load(p_from))
+        _permute(p_from, p_to, META // 4, KINDS[KIND][4], KINDS[KIND][5], T)
+    p_from = (p_source + KINDS[KIND][8]).to(tl.pointer_type(tl.uint16)) + i_h
+    tl.store((p_target + KINDS[KIND][9]).to(tl.pointer_type(tl.uint16)) + i_h, tl.load(p_from))
 
 
 @triton.jit

@@ -48,33 +48,37 @@ def seal_kernel(
             if KINDS[i][0] == 16:
                 tl.store(p_target.to(tl.pointer_type(DTYPE)) + i_h * (T * D) + o_x, b_raw, mask=m_d)
             elif KINDS[i][1]:
-                _seal_channels(p_target, b_x, i_h, KINDS[i], T, D, TILE_D)
+                _seal_channels(p_target, b_x, i_h, KINDS, i, T, D, TILE_D)
             else:
-                _seal_tokens(p_target, b_x, i_h, KINDS[i], T, D, TILE_D)
+                _seal_tokens(p_target, b_x, i_h, KINDS, i, T, D, TILE_D)
 
 
 @triton.jit
-def _seal_channels(p_target, b_x, i_h, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+def _seal_channels(
+    p_target, b_x, i_h, KINDS: tl.constexpr, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
     """Groups of tokens of one channel: (min, range) [2][groups][D]."""
-    GROUP: tl.constexpr = KIND[3]
-    GROUPS: tl.constexpr = KIND[4]
+    GROUP: tl.constexpr = KINDS[KIND][3]
+    GROUPS: tl.constexpr = KINDS[KIND][4]
     b_x = tl.reshape(b_x, (GROUPS, GROUP, TILE_D))
     b_low, b_span = _min_range(tl.min(b_x, 1), tl.max(b_x, 1))
-    b_codes = _quantize(b_x, b_low.to(tl.float32)[:, None, :], b_span.to(tl.float32)[:, None, :], KIND[0])
+    b_codes = _quantize(b_x, b_low.to(tl.float32)[:, None, :], b_span.to(tl.float32)[:, None, :], KINDS[KIND][0])
     o_g = tl.arange(0, GROUPS)
     o_d = tl.arange(0, TILE_D)
-    p_meta = (p_target + KIND[7] + i_h * KIND[6]).to(tl.pointer_type(tl.float16))
+    p_meta = (p_target + KINDS[KIND][7] + i_h * KINDS[KIND][6]).to(tl.pointer_type(tl.float16))
     p_meta = p_meta + o_g[:, None] * D + o_d[None, :]
     tl.store(p_meta, b_low, mask=o_d[None, :] < D)
     tl.store(p_meta + GROUPS * D, b_span, mask=o_d[None, :] < D)
-    _store_rest(p_target, tl.reshape(b_codes, (T, TILE_D)), b_span, i_h, KIND, D)
+    _store_rest(p_target, tl.reshape(b_codes, (T, TILE_D)), b_span, i_h, KINDS, KIND, D)
 
 
 @triton.jit
-def _seal_tokens(p_target, b_x, i_h, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+def _seal_tokens(
+    p_target, b_x, i_h, KINDS: tl.constexpr, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
     """Groups of channels of one token: (min, range) [groups][meta lanes][meta planes][2]."""
-    GROUP: tl.constexpr = KIND[3]
-    GROUPS: tl.constexpr = KIND[4]
+    GROUP: tl.constexpr = KINDS[KIND][3]
+    GROUPS: tl.constexpr = KINDS[KIND][4]
     TILE_G: tl.constexpr = TILE_D if GROUPS == 1 else GROUP  # a single group may end before the tile does
     TILE_GROUPS: tl.constexpr = TILE_D // TILE_G
     o_d = tl.reshape(tl.arange(0, TILE_D), (1, TILE_GROUPS, TILE_G))
@@ -85,22 +89,24 @@ def _seal_tokens(p_target, b_x, i_h, KIND: tl.constexpr, T: tl.constexpr, D: tl.
     b_min = tl.where(m_g, tl.min(tl.where(m_d, b_x, float("inf")), 2), 0.0)
     b_max = tl.where(m_g, tl.max(tl.where(m_d, b_x, float("-inf")), 2), 0.0)
     b_low, b_span = _min_range(b_min, b_max)
-    b_codes = _quantize(b_x, b_low.to(tl.float32)[:, :, None], b_span.to(tl.float32)[:, :, None], KIND[0])
+    b_codes = _quantize(b_x, b_low.to(tl.float32)[:, :, None], b_span.to(tl.float32)[:, :, None], KINDS[KIND][0])
     o_t = tl.arange(0, T)
-    p_meta = (p_target + KIND[7] + i_h * KIND[6]).to(tl.pointer_type(tl.float16))
-    p_meta = p_meta + 2 * (o_g[None, :] * T + (o_t % KIND[5] * (T // KIND[5]) + o_t // KIND[5])[:, None])
+    p_meta = (p_target + KINDS[KIND][7] + i_h * KINDS[KIND][6]).to(tl.pointer_type(tl.float16))
+    p_meta = p_meta + 2 * (
+        o_g[None, :] * T + (o_t % KINDS[KIND][5] * (T // KINDS[KIND][5]) + o_t // KINDS[KIND][5])[:, None]
+    )
     tl.store(p_meta, b_low, mask=m_g)
     tl.store(p_meta + 1, b_span, mask=m_g)
-    _store_rest(p_target, tl.reshape(b_codes, (T, TILE_D)), b_span, i_h, KIND, D)
+    _store_rest(p_target, tl.reshape(b_codes, (T, TILE_D)), b_span, i_h, KINDS, KIND, D)
 
 
 @triton.jit
-def _store_rest(p_target, b_codes, b_span, i_h, KIND: tl.constexpr, D: tl.constexpr):
+def _store_rest(p_target, b_codes, b_span, i_h, KINDS: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr):
     """Codes, and the head's largest range."""
     T: tl.constexpr = b_codes.shape[0]
-    store_codes(p_target + i_h * (T * KIND[0] // 8 * D), b_codes, KIND[0], KIND[2], D)
+    store_codes(p_target + i_h * (T * KINDS[KIND][0] // 8 * D), b_codes, KINDS[KIND][0], KINDS[KIND][2], D)
     top = tl.max(tl.max(b_span.to(tl.float32), 1), 0)
-    tl.store((p_target + KIND[8]).to(tl.pointer_type(tl.float16)) + i_h, top.to(tl.float16))
+    tl.store((p_target + KINDS[KIND][8]).to(tl.pointer_type(tl.float16)) + i_h, top.to(tl.float16))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from qkv_engine.errors import ModelError
 from qkv_engine.models import LoadedModel, load_model
 
 CPU = torch.device("cpu")
@@ -105,6 +106,17 @@ def load() -> Callable[..., LoadedModel]:
         return load_model(str(model), device=CPU, **options)
 
     return load_on_cpu
+
+
+@pytest.fixture
+def refuses(load: Callable[..., LoadedModel]) -> Callable[..., None]:
+    """Assert that loading fails with a ModelError whose message matches."""
+
+    def check(folder: Path, message: str, **options: object) -> None:
+        with pytest.raises(ModelError, match=f"(?s){message}"):
+            load(folder, **options)
+
+    return check
 
 
 @pytest.fixture(scope="session")
