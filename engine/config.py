@@ -22,19 +22,65 @@ _UNITS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVConfig:
-    """How KV blocks are stored: the rungs a block may stand on, widest first, by format name."""
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError("out of range", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class RungConfig:
+    """One rung of a ladder: the format of K and of V, by name; one for all layers, or one a layer."""
 
     name: str
-    rungs: tuple[str, ...]
+    k: str | tuple[str, ...]
+    v: str | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """How KV blocks are stored: the rungs a block may step down, widest first, and when it does.
+
+    The first ``sink`` tokens of a request stay on the first rung for life, and so do the newest ``recent`` ones until
+    they are older. With ``eager`` a block goes to the last rung as soon as it may; otherwise blocks step down only
+    when memory runs short. Admission counts requests on the last rung, or on ``admit_at`` for an operator who would
+    rather queue than lose precision.
+    """
+
+    name: str
+    rungs: tuple[RungConfig, ...]
+    sink: int = 0
+    recent: int = 0
+    eager: bool = False
+    admit_at: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rungs:
+            raise ConfigError("a ladder needs a rung", field="rungs", value=self.rungs)
+        _check_int("sink", self.sink, 0, BLOCK_TOKENS)
+        _check_int("recent", self.recent, 0, 2**20)
+
+
+DENSE16 = RungConfig("dense16", "dense16", "dense16")
+
+
+def uniform_rung(bits: int, group: int = 128) -> RungConfig:
+    """KIVI's choice of axes: K in groups of tokens per channel, V in groups of channels per token."""
+    return RungConfig(f"int{bits}", f"int{bits}-channel-{group}", f"int{bits}-token-{group}")
 
 
 PRESETS: dict[str, KVConfig] = {
-    "bf16": KVConfig(name="bf16", rungs=("dense16",)),
-    "fp32": KVConfig(name="fp32", rungs=("dense32",)),
+    preset.name: preset
+    for preset in (
+        KVConfig(name="bf16", rungs=(DENSE16,)),
+        KVConfig(name="fp32", rungs=(RungConfig("dense32", "dense32", "dense32"),)),
+        KVConfig(name="int8", rungs=(DENSE16, uniform_rung(8)), sink=32, eager=True),
+        KVConfig(name="int4", rungs=(DENSE16, uniform_rung(4)), sink=32, eager=True),
+        KVConfig(name="kivi-4", rungs=(DENSE16, uniform_rung(4)), recent=128, eager=True),
+        KVConfig(name="kivi-2", rungs=(DENSE16, uniform_rung(2)), recent=128, eager=True),
+        KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
+    )
 }
-DEFAULT_KV = "bf16"
+DEFAULT_KV = "auto"
 
 
 def resolve_kv(kv: str | KVConfig) -> KVConfig:
@@ -88,6 +134,8 @@ class EngineConfig:
 
     model: str | None = None
     kv: KVConfig = PRESETS[DEFAULT_KV]
+    kv_quota: float | None = None
+    prefix_caching: bool = True
     kv_memory: int | str | float | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -108,10 +156,7 @@ class EngineConfig:
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2, 2**24)
+        if self.kv_quota is not None and not (isinstance(self.kv_quota, float) and 0.0 < self.kv_quota <= 1.0):
+            raise ConfigError("out of range", field="kv_quota", value=self.kv_quota, remedy="Give a share in (0, 1]")
         if self.load_format not in ("auto", "random"):
             raise ConfigError("unknown", field="load_format", value=self.load_format, remedy='Use "auto" or "random"')
-
-
-def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError("out of range", field=field, value=value, remedy=f"Give an integer from {low} to {high}")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
 from .detokenizer import Detokenizer
 from .errors import QKVError, RequestError
+from .kv.space import KVSpace
 from .metrics import Counters
 from .request import (
     CompletionOutput,
@@ -100,6 +103,7 @@ class Submission:
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=max((c.request.num_cached_tokens for c in self.completions), default=0),
             kv=KVUsage(blocks, min(bits, default=None)),
             error=None if self.error is None else str(self.error),
         )
@@ -111,13 +115,26 @@ class EngineCore:
     ``live`` is filled by the loop's ``submit`` in the caller's thread, so that a duplicate id is refused at once.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, eos_ids: frozenset[int]):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        make_space: Callable[[], KVSpace],
+    ):
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.make_space = make_space  # new books over the cache, for ``recover``
         self.eos_ids = eos_ids
         self.live: dict[str, Submission] = {}
         self.counters = Counters()
         self._owners: dict[Request, tuple[Submission, Completion]] = {}
         self._rows: dict[Request, SampleRow] = {}
+
+    @property
+    def space(self) -> KVSpace:
+        """The KV memory of the scheduler, with what only the engine asks of it."""
+        return cast(KVSpace, self.scheduler.space)
 
     @property
     def has_work(self) -> bool:
@@ -147,6 +164,7 @@ class EngineCore:
             for completion in submission.completions:
                 self.scheduler.add(completion.request)
         except QKVError as error:
+            self.counters.num_refused += 1
             self._fail_submission(submission, error)
 
     def abort(self, request_id: str) -> None:
@@ -169,12 +187,12 @@ class EngineCore:
         """Starts counting anew; the peak of KV memory becomes what is in use."""
         self.counters = Counters()
         self.scheduler.num_preemptions = 0
-        arena = self.runner.cache.arena
-        arena.peak_nbytes = arena.used_nbytes
+        self.runner.cache.peak.clear()
+        self.runner.cache.note_peak()
 
     def step(self) -> None:
         """One iteration: every scheduled request advances by its tokens, or ends."""
-        batch = self.scheduler.schedule()
+        batch = self._without_failed(self.scheduler.schedule())
         now = time.monotonic()
         for item in batch.items:
             metrics = self._owners[item.request][0].metrics
@@ -193,8 +211,29 @@ class EngineCore:
         self.counters.num_steps += 1
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
+    def recover(self) -> None:
+        """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed."""
+        self.runner.cache.reset()
+        self.scheduler.recover(self.make_space())
+        for submission in list(self.live.values()):
+            if submission.completions and submission.finished:
+                self._report(submission)
+
+    def _without_failed(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Carries out what the scheduler decided about blocks; requests whose values turn out not finite fail."""
+        bad = self.runner.cache.apply_moves()
+        if not bad:
+            return batch
+        error = RequestError("the KV cache holds values that are not finite", remedy="Try another dtype")
+        for request in list(self.scheduler.running):
+            if not bad.isdisjoint(self.space.tables[request.request_id]):
+                self._fail_submission(self._owners[request][0], error)
+        return ScheduledBatch([item for item in batch.items if not item.request.is_finished])
+
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
         """Runs the batch; if that raises, halves it until the request that makes it raise stands alone and is failed."""
+        if not batch.items:
+            return []
         try:
             return self.runner.run(batch, self._rows)
         except Exception as error:
@@ -217,6 +256,8 @@ class EngineCore:
 
     def _accept(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
         request, item = completion.request, result.item
+        if result.token is not None and result.token.error is not None:
+            raise result.token.error
         self.scheduler.computed(item)
         computed_prompt = max(0, min(item.end, request.num_prompt_tokens) - item.start)
         self.counters.prompt_tokens += computed_prompt
@@ -225,8 +266,6 @@ class EngineCore:
         token = result.token
         if token is None:
             return
-        if token.error is not None:
-            raise token.error
         self.scheduler.append_token(request, token.token_id)
         self.counters.generation_tokens += 1
         if completion.logprobs is not None:
@@ -264,7 +303,7 @@ class EngineCore:
         error: QKVError | None = None,
     ) -> None:
         request = completion.request
-        completion.kv = self.runner.cache.usage(request.request_id)
+        completion.kv = self.space.usage(request)
         self.scheduler.finish(request, reason, error=error)
         del self._owners[request], self._rows[request]
         if completion.detokenizer is not None and error is None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
 from .core import Submission
-from .errors import EngineDeadError, RequestError
+from .errors import CapacityError, EngineDeadError, RequestError
 from .loop import EngineLoop
 from .metrics import EngineStats
 from .request import RequestOutput, SamplingParams
@@ -37,6 +37,8 @@ class Engine:
         *,
         kv: str | KVConfig = DEFAULT_KV,
         kv_memory: int | str | float | None = None,
+        kv_quota: float | None = None,
+        prefix_caching: bool = True,
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
@@ -51,6 +53,8 @@ class Engine:
             model=model,
             kv=resolve_kv(kv),
             kv_memory=kv_memory,
+            kv_quota=kv_quota,
+            prefix_caching=prefix_caching,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
@@ -162,38 +166,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of load, memory and counters."""
         started = self._alive
-        core, cache = started.core, started.core.runner.cache
-        rung = started.ladder.widest
-        return EngineStats(
-            model=started.name,
-            device=str(started.device),
-            dtype=str(started.dtype).removeprefix("torch."),
-            kv=started.ladder.name,
-            max_model_len=started.max_model_len,
-            num_running=len(core.scheduler.running),
-            num_waiting=len(core.scheduler.waiting),
-            num_requests=core.counters.num_requests,
-            num_finished=core.counters.num_finished,
-            num_failed=core.counters.num_failed,
-            num_steps=core.counters.num_steps,
-            prompt_tokens=core.counters.prompt_tokens,
-            generation_tokens=core.counters.generation_tokens,
-            num_preemptions=core.counters.num_preemptions,
-            num_demotions=0,
-            kv_bytes_total=cache.nbytes,
-            kv_bytes_used=cache.arena.used_nbytes,
-            kv_bytes_peak=cache.arena.peak_nbytes,
-            kv_bytes_codes=0,
-            kv_bytes_meta=0,
-            kv_bytes_dense=cache.arena.peak_nbytes,
-            kv_tokens_capacity=cache.tables.capacity,
-            effective_bits=rung.effective_bits,
-        )
+        return self._loop.call(lambda: _snapshot(started))
 
     def reset_stats(self) -> None:
         """Sets counters to zero and the peak to what is in use now."""
-        core = self._alive.core
-        core.reset_counters()
+        self._loop.call(self._alive.core.reset_counters)
 
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""
@@ -229,6 +206,15 @@ class Engine:
         text, ids = self._tokenize(prompt, template_kwargs or {})
         ids = validate_prompt_ids(ids, self.vocab_size)
         max_tokens = validate_lengths(len(ids), params.max_tokens, started.max_model_len)
+        capacity = started.core.space.capacity_of(params)
+        if params.max_tokens is None:
+            max_tokens = max(1, min(max_tokens, capacity + 1 - len(ids)))
+        if len(ids) + max_tokens - 1 > capacity:
+            raise CapacityError(
+                f"{len(ids)} prompt tokens and {max_tokens} new ones need {len(ids) + max_tokens - 1} tokens of KV "
+                f"memory, which holds {capacity} at this request's kv_floor",
+                remedy="Raise kv_memory, lower max_tokens, or allow a narrower kv_floor",
+            )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         return Submission(name, text, ids, params, max_tokens, seed, self._bad_word_ids(params), incremental)
@@ -269,6 +255,46 @@ class Engine:
             for submission in begun:
                 self._loop.abort(submission.request_id)
             raise
+
+
+def _snapshot(started: Started) -> EngineStats:
+    core, space = started.core, started.core.space
+    cache, counters = core.runner.cache, core.counters
+    peak, ladder = cache.peak, started.ladder
+    nbytes = peak["codes"] + peak["meta"] + peak["dense"]
+    idle = space.prefix.idle_nbytes if space.prefix else 0
+    return EngineStats(
+        model=started.name,
+        device=str(started.device),
+        dtype=str(started.dtype).removeprefix("torch."),
+        kv=ladder.name,
+        max_model_len=started.max_model_len,
+        num_running=len(core.scheduler.running),
+        num_waiting=len(core.scheduler.waiting),
+        num_requests=counters.num_requests,
+        num_finished=counters.num_finished,
+        num_failed=counters.num_failed,
+        num_refused=counters.num_refused,
+        num_steps=counters.num_steps,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_demotions=sum(cache.tables.num_demotions.values()),
+        demotions={f"{old}->{new}": n for (old, new), n in cache.tables.num_demotions.items()},
+        prefix_query_tokens=space.prefix.num_queried_tokens if space.prefix else 0,
+        prefix_hit_tokens=space.prefix.num_hit_tokens if space.prefix else 0,
+        kv_bytes_total=cache.nbytes,
+        kv_bytes_used=cache.arena.used_nbytes - idle,
+        kv_bytes_cached=idle,
+        kv_bytes_peak=nbytes,
+        kv_bytes_codes=peak["codes"],
+        kv_bytes_meta=peak["meta"],
+        kv_bytes_dense=peak["dense"],
+        kv_blocks={ladder.rungs[rung].name: n for rung, n in cache.tables.num_blocks.items() if n and rung >= 0},
+        kv_tokens_capacity=cache.tables.max_tokens(0),
+        kv_tokens_floor=cache.tables.max_tokens(len(ladder.rungs) - 1),
+        effective_bits=8 * nbytes / peak["elements"] if nbytes else ladder.widest.effective_bits,
+    )
 
 
 class RequestStream(Iterator[RequestOutput]):

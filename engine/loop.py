@@ -8,11 +8,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
 
 from .core import EngineCore, Submission
 from .errors import EngineDeadError, QKVError, RequestError
 
 logger = logging.getLogger("qkv_engine")
+
+MAX_RECOVERIES = 3  # in a row, without a step in between that went well
+T = TypeVar("T")
 
 
 class EngineLoop:
@@ -43,6 +49,26 @@ class EngineLoop:
             if self._dead is None and not self._closing:
                 self._post(lambda: self._core.abort(request_id))
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Runs ``function`` on the owner thread between two steps and returns its result."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._changed:
+            self._check_alive()
+            self._post(run)
+        while True:
+            try:
+                return done.result(timeout=1.0)
+            except FutureTimeoutError:
+                with self._changed:
+                    self._check_alive()
+
     def close(self) -> None:
         """Stops the thread; requests still live end with ``EngineDeadError``. May be called again."""
         with self._changed:
@@ -63,9 +89,18 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            failures = 0
             while self._take_commands():
-                if self._core.has_work:
-                    self._core.step()
+                try:
+                    if self._core.has_work:
+                        self._core.step()
+                    failures = 0
+                except Exception as cause:
+                    failures += 1
+                    if failures > MAX_RECOVERIES:
+                        raise
+                    logger.error("a step broke off; its requests are recomputed", exc_info=cause)
+                    self._core.recover()
             error: QKVError = EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
             logger.critical("the engine stopped", exc_info=cause)

@@ -18,21 +18,28 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_requests: int  # submitted
     num_finished: int
     num_failed: int
+    num_refused: int  # at submit
     num_steps: int
     prompt_tokens: int  # computed, recomputed ones counted again
     generation_tokens: int
     num_preemptions: int
     num_demotions: int
+    demotions: dict[str, int]  # by step, such as "int8->int4"
+    prefix_query_tokens: int  # tokens looked up in the prefix cache, and found there
+    prefix_hit_tokens: int
     kv_bytes_total: int
-    kv_bytes_used: int
+    kv_bytes_used: int  # by live requests
+    kv_bytes_cached: int  # by the prefix cache alone, given up when needed
     kv_bytes_peak: int
     kv_bytes_codes: int  # of the peak: low-precision codes, their metadata, and dense elements
     kv_bytes_meta: int
     kv_bytes_dense: int
-    kv_tokens_capacity: int
+    kv_blocks: dict[str, int]  # live blocks by rung
+    kv_tokens_capacity: int  # of one request on the widest rung
+    kv_tokens_floor: int  # of one request on the last rung
     effective_bits: float  # per KV element of the blocks in use, metadata counted; of the widest rung when none is
 
-    def to_dict(self) -> dict[str, int | float | str]:
+    def to_dict(self) -> dict[str, object]:
         return msgspec.structs.asdict(self)
 
 
@@ -42,6 +49,7 @@ class Counters(msgspec.Struct):
     num_requests: int = 0
     num_finished: int = 0
     num_failed: int = 0
+    num_refused: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

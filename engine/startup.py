@@ -20,6 +20,8 @@ from .core import EngineCore
 from .errors import CapacityError, ConfigError, ModelError
 from .kv.cache import KVCache
 from .kv.ladder import Ladder, build_ladder
+from .kv.prefix import PrefixCache
+from .kv.space import KVSpace
 from .memory import default_kv_memory, free_memory
 from .request import SamplingParams
 from .runner import CausalLM, Runner
@@ -77,13 +79,18 @@ def start(config: EngineConfig) -> Started:
     limit = config.max_model_len or model_config.max_position_embeddings
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device)
     max_model_len = _fit_model_len(config, limit, cache)
+
+    def make_space() -> KVSpace:
+        prefix = PrefixCache(cache.tables, loaded.name) if config.prefix_caching else None
+        return KVSpace(cache.tables, prefix, config.kv_quota)
+
     name = "demo" if config.model is None else loaded.name
     scheduler = Scheduler(
-        cache.tables, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        make_space(), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     eos_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
     runner = Runner(cast(CausalLM, loaded.model), cache, device)
-    core = EngineCore(scheduler, runner, tokenizer, eos_ids)
+    core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space)
     summary = _summarize(name, device, dtype, cache, max_model_len)
     applied = describe_defaults(generation)
     if applied:
@@ -162,8 +169,8 @@ def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.de
 
 
 def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
-    """The longest request that fits. One asked for by name must fit; the model's own limit is lowered to what does."""
-    capacity = cache.tables.capacity
+    """The longest request that fits alone on its floor. One asked for by name must fit; the model's limit is lowered."""
+    capacity = cache.tables.max_tokens(len(cache.ladder.rungs) - 1)
     if limit <= capacity:
         return limit
     if config.max_model_len is not None:
@@ -178,11 +185,12 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
 
 
 def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
-    tokens, ladder = cache.tables.capacity, cache.ladder
-    per_request = -(-max_model_len // BLOCK_TOKENS) * BLOCK_TOKENS
+    ladder, tables = cache.ladder, cache.tables
+    wide, narrow = tables.max_tokens(0), tables.max_tokens(len(ladder.rungs) - 1)
+    at_floor = f", {narrow:,} at the floor ({ladder.floor.name})" if len(ladder.rungs) > 1 else ""
+    concurrency = tables.max_requests(max_model_len, len(ladder.rungs) - 1)
     return [
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
-        f"KV memory {format_size(cache.nbytes)}: {tokens:,} tokens at {ladder.widest.k.bits:g} bits "
-        f"({ladder.widest.token_nbytes:,.0f} bytes a token, preset {ladder.name})",
-        f"Maximum concurrency for {max_model_len:,} tokens per request: {tokens / per_request:.2f}x",
+        f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits{at_floor}; "
+        f"at most {concurrency:,} requests of {max_model_len:,} tokens",
     ]

@@ -56,6 +56,10 @@ class KVSpace(Protocol):
 
     def release(self, request: Request) -> None: ...
 
+    def discard(self, request: Request) -> None:
+        """Like ``release`` for a request whose KV is not to be trusted."""
+        ...
+
     def computed(self, request: Request) -> None:
         """The KV of the first ``num_computed_tokens`` tokens is in the cache."""
         ...

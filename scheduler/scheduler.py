@@ -85,12 +85,30 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason, *, error: QKVError | None = None) -> None:
         """Ends a live request and takes its blocks back."""
-        del self.requests[request.request_id]
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        queue.remove(request)
-        self.space.release(request)
-        request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
+        request.status = RequestStatus.FINISHED
+        queue.remove(request)
+        if error is None:
+            self.space.release(request)
+        else:
+            self.space.discard(request)
+        del self.requests[request.request_id]
+
+    def recover(self, space: KVSpace) -> None:
+        """Starts over on empty KV memory after whatever interrupted a step: every live request waits to be recomputed.
+
+        Needs nothing of the old books but ``requests``, which every method above keeps true at each line.
+        """
+        self.space = space
+        self.waiting, self.running = ArrivalQueue(), ArrivalQueue()
+        self.pressure = Pressure(space, self.running)
+        for request in list(self.requests.values()):
+            if request.is_finished:
+                del self.requests[request.request_id]
+            else:
+                request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
+                self.waiting.add(request)
 
     def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:

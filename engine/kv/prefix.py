@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import BLOCK_TOKENS
@@ -79,13 +80,20 @@ class PrefixCache:
         """Gives up the least recently used block that nobody else holds and no cached block follows."""
         for key, entry in self._entries.items():
             if entry.block.refs == 1 and not self._children.get(key):
-                del self._entries[key]
-                self._children[entry.parent] -= 1
-                if not self._children[entry.parent]:
-                    del self._children[entry.parent]
-                self._tables.drop(entry.block)
+                self._remove(key)
                 return True
         return False
+
+    def purge(self, blocks: Iterable[Block]) -> None:
+        """Takes out entries of blocks whose values are not to be trusted."""
+        doubtful = {id(block) for block in blocks}
+        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful]:
+            self._remove(key)
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes of cached blocks that no request uses; they are given up first when memory runs short."""
+        return sum(entry.block.slot.nbytes for entry in self._entries.values() if entry.block.refs == 1)
 
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
@@ -94,6 +102,13 @@ class PrefixCache:
         self._entries.clear()
         self._children.clear()
         self._published.clear()
+
+    def _remove(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self._children[entry.parent] -= 1
+        if not self._children[entry.parent]:
+            del self._children[entry.parent]
+        self._tables.drop(entry.block)
 
     def _root(self, salt: str) -> bytes:
         ladder = self._tables.ladder

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ..config import BLOCK_TOKENS
-from ..request import KVUsage, Request
+from ..errors import RequestError
+from ..request import KVUsage, Request, SamplingParams
 from .prefix import PrefixCache
 from .table import Block, BlockTables
 
@@ -34,13 +35,25 @@ class KVSpace:
 
     def floor(self, request: Request) -> int:
         """The narrowest rung a request allows."""
-        params = request.params
+        return self.floor_of(request.params)
+
+    def floor_of(self, params: SamplingParams) -> int:
         if params.kv_pinned:
             return 0
-        return self.num_rungs - 1 if params.kv_floor is None else self.ladder.index(params.kv_floor)
+        if params.kv_floor is None:
+            return self.num_rungs - 1
+        names = [rung.name for rung in self.ladder.rungs]
+        if params.kv_floor not in names:
+            remedy = f"Choose from {', '.join(names)}"
+            raise RequestError("no rung of this ladder", field="kv_floor", value=params.kv_floor, remedy=remedy)
+        return names.index(params.kv_floor)
 
     def capacity(self, request: Request) -> int:
-        return self._capacity[self.floor(request)]
+        return self.capacity_of(request.params)
+
+    def capacity_of(self, params: SamplingParams) -> int:
+        """Tokens that fit alone for a request with ``params``. Raises ``RequestError`` for an unknown ``kv_floor``."""
+        return self._capacity[self.floor_of(params)]
 
     def admits(self, request: Request, running: Iterable[Request]) -> bool:
         demand: Counter[int] = Counter()
@@ -70,6 +83,12 @@ class KVSpace:
         self.tables.release(request.request_id)
         if self.prefix is not None:
             self.prefix.forget(request.request_id)
+
+    def discard(self, request: Request) -> None:
+        """Like ``release`` for a request that failed: what it shared is not offered to anybody any more."""
+        if self.prefix is not None and request.request_id in self.tables:
+            self.prefix.purge(self.tables[request.request_id])
+        self.release(request)
 
     def computed(self, request: Request) -> None:
         if self.prefix is not None:

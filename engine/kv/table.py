@@ -101,11 +101,20 @@ class BlockTables:
 
     def max_tokens(self, rung: int) -> int:
         """Tokens of the longest request that fits alone on ``rung``."""
-        low, high = 0, self.arena.nbytes
+        low, high = 0, self.arena.nbytes * BLOCK_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.fits(self.demand(middle, rung)) else (low, middle - 1)
         return low
+
+    def max_requests(self, num_tokens: int, rung: int) -> int:
+        """Requests of ``num_tokens`` that fit together on ``rung``."""
+        one, number = self.demand(num_tokens, rung), 0
+        total: Counter[int] = Counter()
+        while self.fits(total + one):
+            total += one
+            number += 1
+        return number
 
     # ---- blocks of a request
 

@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from ..dequant import dequant
+from ..located import LayerPages, Located
 from ..partial import merge_parts, partial_attention
 
 HISTORY_BLOCKS = 64  # earlier blocks gathered at a time, so that scratch stays bounded
 
 
-def paged_prefill(
-    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, block_table: Tensor, start: int, scale: float
-) -> Tensor:
-    """Attention of a chunk of one request, whose first token has position ``start``.
+def paged_prefill(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Located, scale: float) -> Tensor:
+    """Attention of a chunk of one request over itself and the request's earlier tokens.
 
-    Shapes:  q [N, HQ, D];  k, v [N, H, D];  pages [S, 2, H, T, D];  block_table [ceil(start / T)] int64 slot numbers
-    Returns [N, HQ, D] in q's dtype. K and V are first rounded to the pages' dtype, so that chunking changes nothing.
+    Shapes:  q [N, HQ, D];  k, v [N, H, D];  returns [N, HQ, D] in q's dtype
+    K and V are first rounded to the dense pages' dtype, so that chunking changes nothing.
     """
-    num_kv_heads, num_tokens = k.shape[1], pages.shape[3]
-    dtype = pages.dtype
-    heads = q.to(dtype).transpose(0, 1).unflatten(0, (num_kv_heads, -1))  # [H, G, N, D]
-    group = heads.shape[1]
-    out, lse = partial_attention(
-        heads, _spread(k.to(dtype), group), _spread(v.to(dtype), group), scale=scale, is_causal=True
-    )
-    parts = [(out, lse)]
-    for first in range(0, len(block_table), HISTORY_BLOCKS):
-        kv = pages.index_select(0, block_table[first : first + HISTORY_BLOCKS])  # [n, 2, H, T, D]
-        kv = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : start - first * num_tokens]
-        past_k, past_v = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in kv)
-        parts.append(partial_attention(heads, past_k, past_v, scale=scale))
+    dtype = pages.blocks.dtype
+    heads = q.to(dtype).transpose(0, 1).unflatten(0, (k.shape[1], -1))  # [H, G, N, D]
+    own_k, own_v = k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
+    parts = [_attend(heads, own_k, own_v, scale, is_causal=True)]
+    parts += [_attend(heads, past_k, past_v, scale) for past_k, past_v in _history(pages, past, dtype)]
+    out, lse = parts[0]
     if len(parts) > 1:
         out = merge_parts(torch.stack([o for o, _ in parts], 1), torch.stack([s for _, s in parts], 1))
     return out.flatten(0, 1).transpose(0, 1).to(q.dtype)
 
 
-def _spread(x: Tensor, group: int) -> Tensor:
-    """[N, H, D] as [H, group, N, D], the query heads of a group sharing memory."""
-    return x.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+def _attend(heads: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """heads [H, G, N, D] over k, v [H, n, D], which the query heads of a group share."""
+    group = heads.shape[1]
+    k, v = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+    return partial_attention(heads, k, v, scale=scale, is_causal=is_causal)
+
+
+def _history(pages: LayerPages, past: Located, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """K and V [H, n, D] of the earlier tokens, some blocks at a time."""
+    device = pages.memory.device
+    for kv, where in ((pages.sinks, past.sink), (pages.blocks, past.open)):
+        if where is not None and kv is not None:
+            slot, valid = where
+            yield kv[slot, 0, :, :valid], kv[slot, 1, :, :valid]
+    for some in _pieces(past.full):
+        kv = pages.blocks.index_select(0, torch.tensor(some, device=device))  # [n, 2, H, T, D]
+        k, v = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        yield k, v
+    for rung, addresses in past.sealed.items():
+        for some in _pieces(addresses):
+            where = torch.tensor(some, device=device)
+            sides = [dequant(pages.memory, where, pages.layouts[rung], pages.layer, side, dtype) for side in "kv"]
+            k, v = (side.transpose(0, 1).flatten(1, 2) for side in sides)
+            yield k, v
+
+
+def _pieces(members: list[int]) -> Iterator[list[int]]:
+    for first in range(0, len(members), HISTORY_BLOCKS):
+        yield members[first : first + HISTORY_BLOCKS]

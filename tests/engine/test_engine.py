@@ -293,7 +293,7 @@ def test_a_duplicate_live_id_is_refused_and_the_first_goes_on(demo_engine: Engin
         ({"kv_memory": "lots"}, ConfigError, "20GiB"),
         ({"kv_memory": 1000}, CapacityError, "Give at least"),
         ({"kv_memory": "100000GiB"}, CapacityError, "free"),
-        ({"kv_memory": "2MiB", "max_model_len": 4096}, CapacityError, "at most 256"),
+        ({"kv": "bf16", "kv_memory": "2MiB", "max_model_len": 4096}, CapacityError, "at most 256"),
         ({"device": "tpu"}, ConfigError, "device"),
         ({"dtype": "int8"}, ConfigError, "dtype"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
@@ -305,7 +305,7 @@ def test_bad_options_name_the_remedy(options: dict, error: type[Exception], mess
 
 
 def test_a_request_that_can_never_fit_is_refused():
-    with Engine(kv_memory="4MiB") as engine:
+    with Engine(kv="bf16", kv_memory="4MiB") as engine:
         assert engine.max_model_len == 4 * 128
         with pytest.raises(RequestError, match="512"):
             engine.generate([[5] * 600])
@@ -373,7 +373,7 @@ def test_engines_come_and_go_without_leaving_threads():
 
 
 def test_statistics_count_what_happened():
-    with Engine(kv_memory="16MiB") as engine:
+    with Engine(kv="bf16", kv_memory="16MiB") as engine:
         engine.generate([[5, 6, 7]] * 2, SamplingParams(max_tokens=4, ignore_eos=True))
         stats = engine.stats()
         assert (stats.num_requests, stats.num_finished, stats.prompt_tokens, stats.generation_tokens) == (

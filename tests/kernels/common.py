@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.located import LayerPages, Located
+
 BLOCK_TOKENS = 128
 
 
@@ -30,6 +32,23 @@ def block_tables(lengths: list[int], num_slots: int, *, order: str, seed: int = 
             if level < n:
                 table.append(next(supply))
     return tables
+
+
+def locate(tables: list[list[int]], lengths: list[int]) -> list[Located]:
+    """Requests whose blocks are all dense, in slots ``tables``."""
+    found = []
+    for table, length in zip(tables, lengths, strict=True):
+        num_full, rest = divmod(length, BLOCK_TOKENS)
+        open_ = (table[num_full], rest) if rest else None
+        found.append(Located(length, full=table[:num_full], open=open_))
+    return found
+
+
+def dense_pages(num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerPages:
+    """The middle one of three layers, so that slots are not adjacent in memory."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randn(num_slots, 3, 2, num_kv_heads, BLOCK_TOKENS, head_dim, generator=generator).to(dtype)
+    return LayerPages(1, blocks.view(torch.uint8).flatten(), blocks[:, 1], None, ())
 
 
 def poison_unused(pages: Tensor, tables: list[list[int]], value: float) -> None:

@@ -9,9 +9,10 @@ from qkv_engine.kernels.kv_write import kv_write
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode, paged_decode_reference
 from qkv_engine.kernels.paged_prefill import paged_prefill, paged_prefill_reference
 
-from .common import BLOCK_TOKENS, block_tables, poison_unused, relative_error
+from .common import BLOCK_TOKENS, block_tables, dense_pages, locate, poison_unused, relative_error
 
 SCALE = 0.11
+CPU = torch.device("cpu")
 LENGTHS = {
     "one token": [1],
     "one block": [128],
@@ -23,64 +24,57 @@ LENGTHS = {
 }
 
 
-def make_pages(num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """One layer of three, so that slots are not adjacent in memory."""
-    generator = torch.Generator().manual_seed(1)
-    pages = torch.randn(num_slots, 3, 2, num_kv_heads, BLOCK_TOKENS, head_dim, generator=generator)
-    return pages.to(dtype)[:, 1]
-
-
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("order", ["sequence", "interleaved", "shuffled"])
 @pytest.mark.parametrize(("heads", "head_dim"), [((1, 1), 64), ((2, 2), 80), ((1, 7), 96), ((3, 4), 128)])
 def test_decode_equals_the_reference(lengths: list[int], order: str, heads: tuple[int, int], head_dim: int):
     num_kv_heads, group = heads
-    pages = make_pages(20, num_kv_heads, head_dim, torch.float32)
+    pages = dense_pages(20, num_kv_heads, head_dim, torch.float32)
     tables = block_tables(lengths, 20, order=order)
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim)
-    expected = paged_decode_reference(q, pages, tables, lengths, SCALE)
-    poison_unused(pages, tables, float("nan"))
-    plan = DecodePlan.build(tables, lengths, BLOCK_TOKENS, q.device)
+    expected = paged_decode_reference(q, pages, locate(tables, lengths), SCALE)
+    poison_unused(pages.blocks, tables, float("nan"))
+    plan = DecodePlan.build(locate(tables, lengths), q.device)
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decode_in_16_bit_pages(dtype: torch.dtype):
     lengths = [70, 256, 300]
-    pages, tables = make_pages(9, 2, 64, dtype), block_tables(lengths, 9, order="shuffled")
+    pages, tables = dense_pages(9, 2, 64, dtype), block_tables(lengths, 9, order="shuffled")
     q = torch.randn(3, 8, 64)
-    plan = DecodePlan.build(tables, lengths, BLOCK_TOKENS, q.device)
+    plan = DecodePlan.build(locate(tables, lengths), q.device)
     out = paged_decode(q, pages, plan, SCALE)
     assert out.dtype == torch.float32
-    assert relative_error(out, paged_decode_reference(q, pages, tables, lengths, SCALE)) < 1e-2
+    assert relative_error(out, paged_decode_reference(q, pages, locate(tables, lengths), SCALE)) < 1e-2
 
 
 def test_tokens_beyond_the_length_never_matter():
-    pages, tables = make_pages(4, 2, 64, torch.float32), [[2, 0], [1]]
+    pages, tables = dense_pages(4, 2, 64, torch.float32), [[2, 0], [1]]
     q, lengths = torch.randn(2, 4, 64), [130, 5]
-    plan = DecodePlan.build(tables, lengths, BLOCK_TOKENS, q.device)
+    plan = DecodePlan.build(locate(tables, lengths), q.device)
     before = paged_decode(q, pages, plan, SCALE)
-    pages[0][:, :, 2:] = 3e4
-    pages[1][:, :, 5:] = -3e4
+    pages.blocks[0][:, :, 2:] = 3e4
+    pages.blocks[1][:, :, 5:] = -3e4
     assert torch.equal(paged_decode(q, pages, plan, SCALE), before)
 
 
 def test_a_request_is_answered_alike_alone_and_in_a_crowd():
     lengths = [300, 1, 129, 512, 77, 256]
-    pages, tables = make_pages(20, 2, 64, torch.float32), block_tables(lengths, 20, order="shuffled")
+    pages, tables = dense_pages(20, 2, 64, torch.float32), block_tables(lengths, 20, order="shuffled")
     q = torch.randn(len(lengths), 4, 64)
-    crowd = paged_decode(q, pages, DecodePlan.build(tables, lengths, BLOCK_TOKENS, q.device), SCALE)
+    crowd = paged_decode(q, pages, DecodePlan.build(locate(tables, lengths), q.device), SCALE)
     for b in range(len(lengths)):
-        plan = DecodePlan.build(tables[b : b + 1], lengths[b : b + 1], BLOCK_TOKENS, q.device)
+        plan = DecodePlan.build(locate(tables[b : b + 1], lengths[b : b + 1]), q.device)
         assert relative_error(paged_decode(q[b : b + 1], pages, plan, SCALE), crowd[b : b + 1]) < 1e-6
 
 
 def test_blocks_in_a_row_are_read_in_place():
-    plan = DecodePlan.build([[3, 4], [5, 6]], [256, 256], BLOCK_TOKENS, torch.device("cpu"))
+    plan = DecodePlan.build(locate([[3, 4], [5, 6]], [256, 256]), CPU)
     assert [group.slots for group in plan.groups] == [slice(3, 7, 1)]
-    strided = DecodePlan.build([[0], [5], [10]], [128] * 3, BLOCK_TOKENS, torch.device("cpu"))
+    strided = DecodePlan.build(locate([[0], [5], [10]], [128] * 3), CPU)
     assert strided.groups[0].slots == slice(0, 11, 5)
-    scattered = DecodePlan.build([[0], [9], [11]], [128] * 3, BLOCK_TOKENS, torch.device("cpu"))
+    scattered = DecodePlan.build(locate([[0], [9], [11]], [128] * 3), CPU)
     assert isinstance(scattered.groups[0].slots, torch.Tensor)
 
 
@@ -89,24 +83,25 @@ def test_blocks_in_a_row_are_read_in_place():
 @pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 64), ((1, 3), 80)])
 def test_prefill_equals_the_reference(start: int, num_tokens: int, heads: tuple[int, int], head_dim: int):
     num_kv_heads, group = heads
-    pages = make_pages(8, num_kv_heads, head_dim, torch.float32)
-    table = block_tables([max(start, 1)], 8, order="shuffled")[0] if start else []
+    pages = dense_pages(8, num_kv_heads, head_dim, torch.float32)
+    table = block_tables([start], 8, order="shuffled")[0] if start else []
+    past = locate([table], [start])[0]
     q = torch.randn(num_tokens, num_kv_heads * group, head_dim)
     k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim)
-    expected = paged_prefill_reference(q, k, v, pages, table, start, SCALE)
-    poison_unused(pages, [table], float("nan"))
-    slots = torch.tensor(table, dtype=torch.int64)
-    assert relative_error(paged_prefill(q, k, v, pages, slots, start, SCALE), expected) < 1e-5
+    expected = paged_prefill_reference(q, k, v, pages, past, SCALE)
+    poison_unused(pages.blocks, [table], float("nan"))
+    assert relative_error(paged_prefill(q, k, v, pages, past, SCALE), expected) < 1e-5
 
 
 def test_prefill_history_in_pieces_equals_the_reference(monkeypatch: pytest.MonkeyPatch):
     from qkv_engine.kernels.paged_prefill import cpu
 
     monkeypatch.setattr(cpu, "HISTORY_BLOCKS", 2)
-    pages, table, start = make_pages(6, 2, 64, torch.float32), [4, 0, 5, 1, 2], 4 * BLOCK_TOKENS + 3
+    pages = dense_pages(6, 2, 64, torch.float32)
+    past = locate([[4, 0, 5, 1, 2]], [4 * BLOCK_TOKENS + 3])[0]
     q, k, v = torch.randn(9, 4, 64), torch.randn(9, 2, 64), torch.randn(9, 2, 64)
-    out = paged_prefill(q, k, v, pages, torch.tensor(table), start, SCALE)
-    assert relative_error(out, paged_prefill_reference(q, k, v, pages, table, start, SCALE)) < 1e-5
+    out = paged_prefill(q, k, v, pages, past, SCALE)
+    assert relative_error(out, paged_prefill_reference(q, k, v, pages, past, SCALE)) < 1e-5
 
 
 def test_write_touches_its_rows_alone():

@@ -9,35 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.errors import CapacityError, RequestError
-from qkv_engine.kv.arena import Arena
-from qkv_engine.kv.table import BlockTables
-from qkv_engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from qkv_engine.scheduler import ScheduledBatch, Scheduler
+from qkv_engine.kv.space import KVSpace
+from qkv_engine.request import FinishReason, RequestStatus
 
-BLOCK = 128
-
-
-def make_scheduler(num_blocks: int, *, seqs: int = 8, budget: int = 512) -> Scheduler:
-    tables = BlockTables(Arena(num_blocks * 10, 10), 10)
-    return Scheduler(tables, max_num_seqs=seqs, max_num_batched_tokens=budget)
-
-
-def make_request(name: str, prompt: int, max_tokens: int = 8) -> Request:
-    return Request(name, [1] * prompt, SamplingParams(temperature=0.0), max_tokens)
-
-
-def run(scheduler: Scheduler, batch: ScheduledBatch) -> None:
-    """What a step does: KV computed, one token sampled at the end of what is known, length respected."""
-    for item in batch.items:
-        scheduler.computed(item)
-        if item.end == item.request.num_tokens:
-            scheduler.append_token(item.request, 7)
-            if item.request.num_output_tokens == item.request.max_tokens:
-                scheduler.finish(item.request, FinishReason.LENGTH)
-
-
-def shape(batch: ScheduledBatch) -> list[tuple[str, int, int]]:
-    return [(item.request.request_id, item.start, item.num_tokens) for item in batch.items]
+from .common import BLOCK, make_request, make_scheduler, run, shape
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
@@ -61,8 +36,8 @@ def test_decodes_share_a_step_with_a_prompt_and_come_first():
 
 def test_admission_is_first_come_first_served_even_when_a_later_one_would_fit():
     scheduler = make_scheduler(4)
-    scheduler.add(make_request("a", 2 * BLOCK))
-    run(scheduler, scheduler.schedule())  # a holds 2 blocks and wants a third soon
+    scheduler.add(make_request("a", 2 * BLOCK))  # three blocks with what it may write
+    run(scheduler, scheduler.schedule())
     scheduler.add(make_request("big", 2 * BLOCK))
     scheduler.add(make_request("small", 10))
     assert [item.request.request_id for item in scheduler.schedule().items] == ["a"]
@@ -76,23 +51,13 @@ def test_max_num_seqs_bounds_the_running():
     assert len(scheduler.schedule()) == 2 and len(scheduler.waiting) == 1
 
 
-def test_the_youngest_is_preempted_and_recomputes_prompt_and_output():
-    scheduler = make_scheduler(4)
-    scheduler.add(make_request("old", BLOCK - 2, max_tokens=2 * BLOCK))
-    scheduler.add(make_request("young", BLOCK - 1, max_tokens=2 * BLOCK))
-    while not scheduler.num_preemptions:
-        run(scheduler, scheduler.schedule())
-    young = scheduler.requests["young"]
-    assert young.status is RequestStatus.WAITING and young.num_computed_tokens == 0
-    assert scheduler.space.num_free_blocks == 4 - 2  # young wanted a third block first, and gave way itself
-    output = list(young.output_token_ids)
-    while young.status is RequestStatus.WAITING:
-        run(scheduler, scheduler.schedule())
-    assert scheduler.requests["young"].output_token_ids[: len(output)] == output
-    assert "old" not in scheduler.requests and young.num_preemptions == 1
+@pytest.fixture
+def overcommitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission that looks at nothing, so that memory runs out later."""
+    monkeypatch.setattr(KVSpace, "admits", lambda *args: True)
 
 
-def test_a_preempted_request_goes_before_later_arrivals():
+def test_the_youngest_is_preempted_and_recomputes_prompt_and_output(overcommitted: None):
     scheduler = make_scheduler(4)
     scheduler.add(make_request("old", BLOCK - 2, max_tokens=2 * BLOCK))
     scheduler.add(make_request("young", BLOCK - 1, max_tokens=2 * BLOCK))
@@ -100,7 +65,28 @@ def test_a_preempted_request_goes_before_later_arrivals():
     scheduler.add(make_request("late", 5))
     while not scheduler.num_preemptions:
         run(scheduler, scheduler.schedule())
-    assert [r.request_id for r in scheduler.waiting] == ["young", "late"]
+    # late's block was the first to go, then young wanted its third and gave way itself.
+    young = scheduler.requests["young"]
+    while young.status is RequestStatus.RUNNING:
+        run(scheduler, scheduler.schedule())
+    assert young.num_computed_tokens == 0
+    assert [r.request_id for r in scheduler.waiting][:1] == ["young"]
+    output = list(young.output_token_ids)
+    while young.status is RequestStatus.WAITING:
+        run(scheduler, scheduler.schedule())
+    assert scheduler.requests["young"].output_token_ids[: len(output)] == output
+    assert scheduler.requests["old"].num_preemptions == 0
+
+
+def test_admission_keeps_what_running_requests_may_still_write():
+    scheduler = make_scheduler(4)
+    scheduler.add(make_request("a", 10, max_tokens=3 * BLOCK))
+    scheduler.add(make_request("b", 10, max_tokens=10))
+    assert [item.request.request_id for item in scheduler.schedule().items] == ["a"]
+    scheduler = make_scheduler(5)
+    scheduler.add(make_request("a", 10, max_tokens=3 * BLOCK))
+    scheduler.add(make_request("b", 10, max_tokens=10))
+    assert [item.request.request_id for item in scheduler.schedule().items] == ["a", "b"]
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():
@@ -150,11 +136,11 @@ def test_random_loads_end_with_every_block_free(seed: int):
         assert set(scheduler.requests.values()) == set(scheduler.waiting) | set(scheduler.running)
         assert not set(scheduler.waiting) & set(scheduler.running)
         for request in scheduler.waiting:
-            assert request.request_id not in scheduler.space
+            assert request.request_id not in scheduler.space.tables
         for item in batch.items:
-            assert scheduler.space[item.request.request_id].num_tokens >= item.end
-        scheduler.space.check_integrity()
+            assert len(scheduler.space.tables[item.request.request_id].blocks) * BLOCK >= item.end
+        scheduler.space.tables.check_integrity()
         run(scheduler, batch)
     assert not scheduler.has_work and not to_come
     assert all(r.is_finished for r in everyone)
-    assert scheduler.space.num_free_blocks == blocks
+    assert scheduler.space.free_blocks() == blocks

@@ -1,0 +1,37 @@
+"""Where the KV of a step lies: one layer of the arena as torch attention reads it, and one request's blocks in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .layout import BlockLayout
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer of the arena. Dense blocks and sinks are seen as one strided tensor each, by slot number.
+
+    Shapes:  memory [M] uint8;  blocks [S, 2, H, T, D];  sinks [S', 2, H, TS, D], ``None`` without sinks
+    ``layouts`` has the layout of every rung; sealed blocks are found in ``memory`` by their address.
+    """
+
+    layer: int
+    memory: Tensor
+    blocks: Tensor
+    sinks: Tensor | None
+    layouts: tuple[BlockLayout, ...]
+
+
+@dataclass
+class Located:
+    """The first ``length`` tokens of one request: (slot, valid tokens) of its sink and open block, the slots of its
+    full dense blocks, and the byte addresses of its sealed blocks by rung.
+    """
+
+    length: int
+    sink: tuple[int, int] | None = None
+    full: list[int] = field(default_factory=list)
+    open: tuple[int, int] | None = None
+    sealed: dict[int, list[int]] = field(default_factory=dict)

@@ -1,0 +1,33 @@
+"""The K and V of one request as plain tensors, whatever its blocks stand on: what the references attend to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dequant.reference import dequant_reference
+from .located import LayerPages, Located
+
+
+def request_tokens(pages: LayerPages, request: Located) -> tuple[Tensor, Tensor]:
+    """K and V [H, n, D] float32 of a request's tokens; in the order sink, sealed, full, open, which softmax ignores."""
+    pieces = []
+    if request.sink is not None and pages.sinks is not None:
+        slot, valid = request.sink
+        pieces.append(pages.sinks[slot, :, :, :valid].float())
+    for rung, addresses in request.sealed.items():
+        layout = pages.layouts[rung]
+        for address in addresses:
+            sides = [
+                dequant_reference(
+                    pages.memory, torch.tensor([address]) + layout.offsets[i], layout.sides[i], torch.float32
+                )[0]
+                for i in (2 * pages.layer, 2 * pages.layer + 1)
+            ]
+            pieces.append(torch.stack(sides))
+    pieces += [pages.blocks[slot].float() for slot in request.full]
+    if request.open is not None:
+        slot, valid = request.open
+        pieces.append(pages.blocks[slot, :, :, :valid].float())
+    k, v = torch.cat(pieces, dim=2)
+    return k, v

@@ -1,0 +1,82 @@
+"""Tiny ladders and pools for scheduler tests: a block of the widest rung is as many bytes as the test says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qkv_engine.kv.arena import Arena
+from qkv_engine.kv.prefix import PrefixCache
+from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.table import BlockTables
+from qkv_engine.request import FinishReason, Request, SamplingParams
+from qkv_engine.scheduler import ScheduledBatch, Scheduler
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class TinyRung:
+    name: str
+    block_nbytes: int
+    bits: float
+
+
+@dataclass(frozen=True)
+class TinyLadder:
+    """Has what the books ask of ``kv.ladder.Ladder``, with bytes chosen by the test."""
+
+    rungs: tuple[TinyRung, ...]
+    sink: int = 0
+    recent: int = 0
+    eager: bool = False
+    name: str = "tiny"
+    admit_at: int = 99
+    sink_nbytes: int = 0
+
+    @property
+    def widest(self) -> TinyRung:
+        return self.rungs[0]
+
+
+DENSE = TinyLadder((TinyRung("dense16", 16, 16.0),))
+LADDER = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("int8", 8, 8.0), TinyRung("int4", 4, 4.0)))
+
+
+def make_space(
+    num_blocks: int,
+    ladder: TinyLadder = DENSE,
+    *,
+    slab_blocks: int = 1,
+    prefix: bool = False,
+    quota: float | None = None,
+) -> KVSpace:
+    nbytes = ladder.widest.block_nbytes
+    arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=int(len(ladder.rungs) > 1))
+    tables = BlockTables(arena, ladder)
+    return KVSpace(tables, PrefixCache(tables, "model") if prefix else None, quota)
+
+
+def make_scheduler(num_blocks: int, ladder: TinyLadder = DENSE, *, seqs: int = 8, budget: int = 512, **options) -> Scheduler:
+    space = make_space(num_blocks, ladder, **options)
+    return Scheduler(space, max_num_seqs=seqs, max_num_batched_tokens=budget)
+
+
+def make_request(name: str, prompt: int | list[int], max_tokens: int = 8, **params) -> Request:
+    ids = [1] * prompt if isinstance(prompt, int) else prompt
+    return Request(name, ids, SamplingParams(temperature=0.0, max_tokens=max_tokens, **params), max_tokens)
+
+
+def run(scheduler: Scheduler, batch: ScheduledBatch) -> None:
+    """What a step does: blocks moved, KV computed, one token sampled where the known ones end, length respected."""
+    scheduler.space.tables.waves.clear()
+    scheduler.space.tables.take_fresh()
+    for item in batch.items:
+        scheduler.computed(item)
+        if item.end == item.request.num_tokens:
+            scheduler.append_token(item.request, 7)
+            if item.request.num_output_tokens == item.request.max_tokens:
+                scheduler.finish(item.request, FinishReason.LENGTH)
+
+
+def shape(batch: ScheduledBatch) -> list[tuple[str, int, int]]:
+    return [(item.request.request_id, item.start, item.num_tokens) for item in batch.items]
