@@ -1,4 +1,4 @@
-"""Other engines against ours, in one process, in turns: ``python -m qkv_engine.bench.peers hf --batch 1,8``.
+"""Other engines against ours, in turns on one machine: ``python -m qkv_engine.bench.peers hf --batch 1,8``.
 
 Both read the same prompts and decode greedily to exactly the same length; prompts that they answer
 differently are counted. ``PEERS`` is the table of what can be compared; a further peer is one function.
@@ -18,12 +18,13 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qkv_engine.config import DEFAULT_KV
+from qkv_engine.config import DEFAULT_KV, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
 
+from .contender import Contender, Generate, Generation, Loaded, Run
 from .report import FORMATS, PLAIN_WIDTH, Table, number, render
-from .sweep import BenchEngine, greedy, parse_batches, random_prompts, timeline
-from .timing import Timeline, decode_rate
+from .sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
+from .timing import Timeline
 
 if TYPE_CHECKING:
     import torch
@@ -31,36 +32,25 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-class Generation(NamedTuple):
-    """What one run gave: the output tokens of each prompt, and when they came."""
-
-    tokens: list[list[int]]
-    timelines: list[Timeline]
-
-
-Generate = Callable[[list[list[int]], int], Generation]  # prompts of equal length, output tokens
-
-
 class Setup(NamedTuple):
-    """What every peer is to load. ``model`` is a folder or a Hub name, ``dtype`` torch's name of it."""
+    """What every engine is to load. ``model`` is a folder or a Hub name, None the demo model."""
 
-    model: str
+    model: str | None
     dtype: str
-    device: torch.device
-
-
-MakePrompts = Callable[[int, str], list[list[int]]]  # batch size and a name for the draw
+    device: str
 
 
 class Plan(NamedTuple):
     """What to compare: batch sizes, lengths in tokens, runs of each size."""
 
     peer: str
+    device: str
     batches: tuple[int, ...]
     input_len: int
     output_len: int
     repeats: int
     warmup: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class Peer:
     """An engine to compare with. ``load`` gives the ways it can be run, by name; the fastest is measured."""
 
     package: str
-    load: Callable[[Setup], dict[str, Generate]]
+    load: Callable[[Setup], Loaded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +92,12 @@ class PeerRow:
     versions: str
 
 
-def load_hf(setup: Setup) -> dict[str, Generate]:
+def load_hf(setup: Setup) -> Loaded:
     """Hugging Face ``generate`` with its dynamic and its static cache, each with both portable attentions."""
     import torch
     import transformers
+
+    from qkv_engine.startup import demo_folder, resolve_device
 
     class Stopwatch(transformers.StoppingCriteria):
         """Called by ``generate`` after every token; stops nothing."""
@@ -135,19 +127,17 @@ def load_hf(setup: Setup) -> dict[str, Generate]:
 
     library: Any = transformers  # typed in part only
     library.utils.logging.disable_progress_bar()
+    device, folder = resolve_device(setup.device), str(demo_folder()) if setup.model is None else setup.model
     ways: dict[str, Generate] = {}
     for attention in ("sdpa", "eager"):
         model = library.AutoModelForCausalLM.from_pretrained(
-            setup.model, dtype=getattr(torch, setup.dtype), attn_implementation=attention
+            folder, dtype=getattr(torch, setup.dtype), attn_implementation=attention
         )
-        model = model.to(setup.device).eval()
+        model = model.to(device).eval()
         model.generation_config = library.GenerationConfig(pad_token_id=0)  # greedy, and no token ends a sequence
         ways[f"dynamic, {attention}"] = partial(generate, model, None)
         ways[f"static, {attention}"] = partial(generate, model, "static")
-    return ways
-
-
-PEERS = {"hf": Peer("transformers", load_hf)}
+    return Loaded(ways, list(range(model.config.vocab_size)))
 
 
 def _timeline(sent: float, times: list[float]) -> Timeline:
@@ -161,57 +151,65 @@ def _timeline(sent: float, times: list[float]) -> Timeline:
     )
 
 
-def generate_with(engine: BenchEngine, prompts: list[list[int]], output_len: int) -> Generation:
-    """The same run through our engine."""
-    outputs = engine.generate(prompts, greedy(output_len))
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    return Generation(tokens, [timeline(output, output_len) for output in outputs])
+def load_ours(setup: Setup, kv: str, max_model_len: int, max_num_seqs: int) -> Loaded:
+    """Our engine with the KV preset ``kv``."""
+    from qkv_engine import Engine
+
+    engine = Engine(
+        setup.model,
+        kv=kv,
+        dtype=setup.dtype,
+        device=setup.device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
+
+    def generate(prompts: list[list[int]], output_len: int) -> Generation:
+        outputs = engine.generate(prompts, greedy(output_len))
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        return Generation(tokens, [timeline(output, output_len) for output in outputs])
+
+    return Loaded({"": generate}, ordinary_tokens(engine))
 
 
-class Run(NamedTuple):
-    """One timed run: tokens per second while the whole batch decodes, and over everything."""
-
-    decode: float
-    output: float
-    tokens: list[list[int]]
+PEERS = {"hf": Peer("transformers", load_hf)}
 
 
-def measure(generate: Generate, prompts: list[list[int]], output_len: int) -> Run:
-    """Times one run and checks that it is complete."""
-    start = time.monotonic()
-    tokens, timelines = generate(prompts, output_len)
-    seconds = time.monotonic() - start
-    if any(len(row) != output_len for row in tokens):
-        raise QKVError(f"a run gave other than {output_len} tokens")
-    decode = decode_rate(timelines)
-    if decode is None:
-        raise QKVError("the requests of a batch never all decoded at once", remedy="Raise the output length")
-    return Run(decode, len(prompts) * output_len / seconds, tokens)
+def _load_peer(name: str, setup: Setup) -> Loaded:
+    peer = PEERS[name]
+    try:
+        return peer.load(setup)
+    except ImportError as error:
+        remedy = f"pip install {peer.package}"
+        raise ConfigError(f"not installed ({error})", field="peer", value=name, remedy=remedy) from error
 
 
-def compare(
-    plan: Plan, ways: dict[str, Generate], ours: dict[str, Generate], make_prompts: MakePrompts
-) -> Iterator[PeerRow]:
-    """A row for each batch size and each of ``ours`` (by KV preset)."""
-    about = {"machine": machine(), "versions": versions(plan.peer)}
+def compare(plan: Plan, peer: Contender, ours: dict[str, Contender]) -> Iterator[PeerRow]:
+    """A row for each batch size and each of ``ours``, by KV preset."""
+    about = {"machine": machine(plan.device), "versions": versions(plan.peer)}
+    shared = set(peer.vocabulary).intersection(*(our.vocabulary for our in ours.values()))
     for batch in plan.batches:
-        prompts = make_prompts(batch, "warm-up")
-        for generate in ours.values():
-            _warm_up(generate, prompts, plan)
-        variant = max(ways, key=lambda way: _warm_up(ways[way], prompts, plan))
-        contenders = {"": ways[variant], **ours}
-        runs: dict[str, list[Run]] = {name: [] for name in contenders}
-        for repeat in range(plan.repeats):
-            prompts = make_prompts(batch, str(repeat))
-            for name, generate in contenders.items():
-                runs[name].append(measure(generate, prompts, plan.output_len))
+        # A new draw for each repeat: the KV of an earlier run must not be found again.
+        warm_up, *draws = (
+            random_prompts(sorted(shared), batch, plan.input_len, f"{plan.seed} {batch} {index}")
+            for index in range(1 + plan.repeats)
+        )
+        speeds = {way: _warm_up(peer, way, warm_up, plan) for way in peer.ways}
+        variant = max(speeds, key=speeds.__getitem__)
+        turns = {"": (peer, variant), **{kv: (our, our.ways[0]) for kv, our in ours.items()}}
+        for our in ours.values():
+            _warm_up(our, our.ways[0], warm_up, plan)
+        runs: dict[str, list[Run]] = {name: [] for name in turns}
+        for prompts in draws:
+            for name, (contender, way) in turns.items():
+                runs[name].append(contender.measure(way, prompts, plan.output_len))
         for kv in ours:
             yield _row(plan, runs[""], runs[kv], variant=variant, kv=kv, batch=batch, **about)
 
 
-def _warm_up(generate: Generate, prompts: list[list[int]], plan: Plan) -> float:
+def _warm_up(contender: Contender, way: str, prompts: list[list[int]], plan: Plan) -> float:
     """The best decode speed of the warm-up runs."""
-    return max(measure(generate, prompts, plan.output_len).decode for _ in range(plan.warmup))
+    return max(contender.measure(way, prompts, plan.output_len).decode for _ in range(plan.warmup))
 
 
 def _row(plan: Plan, theirs: Sequence[Run], ours: Sequence[Run], **keys: Any) -> PeerRow:
@@ -233,12 +231,15 @@ def _row(plan: Plan, theirs: Sequence[Run], ours: Sequence[Run], **keys: Any) ->
     )
 
 
-def machine() -> str:
-    """The processor or GPU, and the threads torch uses."""
+def machine(device: str) -> str:
+    """The GPU that ``device`` names, or the processor and the threads torch uses on it."""
     import torch
 
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+    from qkv_engine.startup import resolve_device
+
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        return str(torch.cuda.get_device_name(resolved))
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 
@@ -283,14 +284,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m qkv_engine.bench.peers", description=__doc__)
     add = parser.add_argument
     add("peer", choices=PEERS, help="the engine to compare with")
-    add("--model", metavar="NAME", help="folder or Hugging Face name (default: the demo model)")
+    add("--model", default="demo", metavar="NAME", help="folder or Hugging Face name (default: %(default)s)")
     add("--kv", default=DEFAULT_KV, metavar="LIST", help="our KV presets (default: %(default)s)")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="fp32",
-        help="of the weights, theirs and ours (default: %(default)s)",
-    )
+    add("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--batch", default="1,8,32", metavar="LIST", help="batch sizes (default: %(default)s)")
     add("--input-len", type=int, default=64, metavar="N", help="tokens of a prompt (default: %(default)s)")
@@ -306,33 +302,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> Iterator[PeerRow]:
-    """Loads both sides and yields the rows. Raises ``QKVError``."""
-    from qkv_engine import Engine
-    from qkv_engine.startup import demo_folder, resolve_device
-
-    batches = parse_batches(args.batch)
-    plan = Plan(args.peer, batches, args.input_len, args.output_len, args.repeats, args.warmup)
-    peer = PEERS[args.peer]
-    folder = str(demo_folder()) if args.model is None else args.model
-    try:
-        ways = peer.load(Setup(folder, DTYPES[args.dtype], resolve_device(args.device)))
-    except ImportError as error:
-        remedy = f"pip install {peer.package}"
-        raise ConfigError(f"not installed ({error})", field="peer", value=args.peer, remedy=remedy) from error
-    options: dict[str, Any] = {
-        "max_model_len": plan.input_len + plan.output_len,
-        "max_num_seqs": max(batches),
-    }
-    options |= {"model": args.model, "dtype": DTYPES[args.dtype], "device": args.device}
+    """Starts both sides and yields the rows. Raises ``QKVError``."""
+    options = {name: getattr(args, name) for name in Plan._fields if name != "batches"}
+    plan = Plan(batches=parse_batches(args.batch), **options)
+    setup = Setup(None if args.model == "demo" else args.model, DTYPES[args.dtype], args.device)
+    limits = (plan.input_len + plan.output_len, max(plan.batches))
+    kvs = [resolve_kv(name.strip()).name for name in args.kv.split(",")]
     with ExitStack() as stack:
-        engines = {kv: stack.enter_context(Engine(kv=kv, **options)) for kv in args.kv.split(",")}
-        ours: dict[str, Generate] = {kv: partial(generate_with, e) for kv, e in engines.items()}
-        some_engine = next(iter(engines.values()))
-
-        def make_prompts(batch: int, draw: str) -> list[list[int]]:
-            return random_prompts(some_engine, batch, plan.input_len, seed=f"{args.seed} {batch} {draw}")
-
-        yield from compare(plan, ways, ours, make_prompts)
+        peer = stack.enter_context(Contender(partial(_load_peer, args.peer, setup)))
+        ours = {kv: stack.enter_context(Contender(partial(load_ours, setup, kv, *limits))) for kv in kvs}
+        yield from compare(plan, peer, ours)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -185,7 +185,8 @@ class _Sweep:
         """One timed run of ``batch`` requests, greedy and of exactly ``output_len`` tokens each."""
         plan = self.plan
         # New prompts for every run: the KV of an earlier one must not be found again.
-        prompts = random_prompts(engine, batch, plan.input_len, seed=f"{plan.seed} {batch} {index}")
+        seed = f"{plan.seed} {batch} {index}"
+        prompts = random_prompts(ordinary_tokens(engine), batch, plan.input_len, seed)
         params = greedy(plan.output_len)
         engine.reset_stats()
         start = self.clock()
@@ -201,12 +202,16 @@ def greedy(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
 
-def random_prompts(engine: BenchEngine, batch: int, length: int, seed: str) -> list[list[int]]:
-    """``batch`` prompts of ``length`` random token ids, none special; the same for the same ``seed``."""
+def ordinary_tokens(engine: BenchEngine) -> list[int]:
+    """The token ids of the vocabulary that are not special."""
     special = frozenset() if engine.tokenizer is None else engine.tokenizer.special_ids
-    ordinary = [token for token in range(engine.vocab_size) if token not in special]
+    return [token for token in range(engine.vocab_size) if token not in special]
+
+
+def random_prompts(vocabulary: Sequence[int], batch: int, length: int, seed: str) -> list[list[int]]:
+    """``batch`` prompts of ``length`` random tokens out of ``vocabulary``; the same for the same ``seed``."""
     rng = random.Random(seed)
-    return [rng.choices(ordinary, k=length) for _ in range(batch)]
+    return [rng.choices(vocabulary, k=length) for _ in range(batch)]
 
 
 def timeline(output: RequestOutput, output_len: int) -> Timeline:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.loader import load_model
+from qkv_engine.models.loader import LoadedModel, load_model
 from qkv_engine.scheduler import Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig, format_size, parse_size
@@ -56,14 +59,16 @@ def start(config: EngineConfig) -> Started:
     """Loads the model and allocates KV memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``."""
     device = resolve_device(config.device)
     source = str(demo_folder()) if config.model is None else config.model
-    loaded = load_model(
-        source,
-        dtype=config.dtype,
-        device=device,
-        load_format=config.load_format,
-        revision=config.revision,
-        token=config.token,
-        seed=config.seed,
+    loaded = _in_a_thread_of_its_own(
+        lambda: load_model(
+            source,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            revision=config.revision,
+            token=config.token,
+            seed=config.seed,
+        )
     )
     model_config = loaded.config
     dtype = next(loaded.model.parameters()).dtype
@@ -109,6 +114,24 @@ def start(config: EngineConfig) -> Started:
         ladder,
         summary,
     )
+
+
+def _in_a_thread_of_its_own(work: Callable[[], LoadedModel]) -> LoadedModel:
+    """Runs ``work`` in a thread that ends with it.
+
+    A thread that computes on the CPU keeps OpenMP workers for life, and as soon as the workers of all threads
+    outnumber the cores OpenMP makes each wait for its work asleep: the engine's owner thread decodes at half speed.
+    """
+    future: Future[LoadedModel] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="qkv-engine-load", daemon=True).start()
+    return future.result()
 
 
 def resolve_device(name: str) -> torch.device:

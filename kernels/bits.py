@@ -53,19 +53,19 @@ def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
     return codes
 
 
-def unpack_planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Iterator[tuple[Tensor, float]]:
-    """Codes as float32, plane by plane: runs of consecutive tokens, each with the factor that makes them codes.
+def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Iterator[tuple[Tensor, int]]:
+    """The codes plane by plane (consecutive tokens), still in their bytes: code = (byte & mask) / (mask & -mask).
 
-    A plane's codes keep the shift they have in their byte; undoing it where it is free, in a scale, saves a pass.
+    Leaving the shift to a factor that is free elsewhere, in a scale, saves a pass over the codes.
 
-    Shapes:  packed [..., T * bits / 8 * D] uint8;  yields K [..., lanes, D] or V [..., D, lanes] float32, in all T
-             lanes
+    Shapes:  packed [..., T * bits / 8 * D] uint8;  yields (bytes, mask), K [..., lanes, D] or V [..., D, lanes] uint8,
+             in all T lanes
     """
     if bits == 3:
-        codes = unpack(packed, bits, side, num_tokens).float()
-        yield (codes if side == "k" else codes.mT), 1.0
+        codes = unpack(packed, bits, side, num_tokens)
+        yield (codes if side == "k" else codes.mT), 7
         return
     lanes = num_tokens * bits // 8
     tile = packed.unflatten(-1, (lanes, -1) if side == "k" else (-1, lanes))
     for shift in range(0, 8, bits):
-        yield (tile & ((1 << bits) - 1 << shift) if bits < 8 else tile).float(), 2.0**-shift
+        yield tile, (1 << bits) - 1 << shift

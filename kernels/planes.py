@@ -65,11 +65,9 @@ def _load_planes(
 
 @triton.jit
 def shrink_codes(b_codes, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr):
-    """Equivalent right shift of int32 codes, 8 -> 4 -> 2 -> 1 as far as TO_BITS; see ``demote.reference.shrink``."""
-    if FROM_BITS >= 8 and TO_BITS <= 4:
-        b_codes = 241 * (b_codes + 8) >> 12
-    if FROM_BITS >= 4 and TO_BITS <= 2:
-        b_codes = 13 * (b_codes + 2) >> 6
-    if FROM_BITS >= 2 and TO_BITS <= 1:
-        b_codes = 3 * (b_codes + 1) >> 3
-    return b_codes
+    """The equivalent right shifts FROM_BITS -> TO_BITS as one exact division, which they equal for every code.
+
+    The chain of shifts itself is avoided: Triton 3.6 gives wrong 1-bit codes for it from 4 bits on sm_90.
+    """
+    RATIO: tl.constexpr = (2**FROM_BITS - 1) // (2**TO_BITS - 1)
+    return (b_codes + RATIO // 2) // RATIO

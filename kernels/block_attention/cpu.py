@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..bits import unpack_planes
+from ..bits import planes
 from ..layout import BlockLayout, UniformSide
 from ..pages import gather, read_meta
 
@@ -29,16 +29,13 @@ def block_attention(
     """
     k, v = layout.sides[2 * layer], layout.sides[2 * layer + 1]
     assert isinstance(k, UniformSide) and isinstance(v, UniformSide)
-    piece = max(1, PIECE_ELEMENTS // (k.num_kv_heads * k.num_tokens * k.head_dim))
-    outs, lses = [], []
-    for part_q, part in zip((q.float() * scale).split(piece), addresses.split(piece), strict=True):
-        scores = _scores(part_q, gather(memory, part + layout.offsets[2 * layer], k.nbytes), k)
-        top = scores.amax(-1, keepdim=True)
-        weights = (scores - top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        outs.append(_values(weights, gather(memory, part + layout.offsets[2 * layer + 1], v.nbytes), v) / total)
-        lses.append((top + total.log()).squeeze(-1))
-    return torch.cat(outs), torch.cat(lses)
+    k_offset, v_offset = layout.offsets[2 * layer : 2 * layer + 2]
+    scores = _scores(q.float() * scale, gather(memory, addresses + k_offset, k.nbytes), k)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = _values(weights, gather(memory, addresses + v_offset, v.nbytes), v) / total
+    return out, (top + total.log()).squeeze(-1)
 
 
 def _scores(q: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
@@ -46,12 +43,13 @@ def _scores(q: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
     low, span = read_meta(rows, side).float().unsqueeze(4)
     step = span / side.max_code
     parts, first = [], 0
-    for codes, factor in _planes(rows, side):
+    for codes, mask in _planes(rows, side):
+        factor = 1 / (mask & -mask)
         if side.axis == "channel":
             for run in codes.split(side.group, 2):
                 g = first // side.group
                 bias = (q * low[:, :, g]).sum(-1, keepdim=True)
-                parts.append(torch.add(bias, (q * (step[:, :, g] * factor)) @ run.mT))
+                parts.append(torch.add(bias, _dot(q * (step[:, :, g] * factor), run, mask)))
                 first += run.shape[2]
         else:
             tokens = slice(first, first + codes.shape[2])
@@ -59,7 +57,7 @@ def _scores(q: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
             groups = zip(q.split(side.group, 3), codes.split(side.group, 3), strict=True)
             parts.append(
                 sum(
-                    (part_q @ part.mT) * (step[:, :, g, :, tokens] * factor)
+                    _dot(part_q, part, mask) * (step[:, :, g, :, tokens] * factor)
                     + part_q.sum(-1, keepdim=True) * low[:, :, g, :, tokens]
                     for g, (part_q, part) in enumerate(groups)
                 )
@@ -73,12 +71,13 @@ def _values(p: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
     step = span / side.max_code
     out = p.new_zeros(*p.shape[:3], side.head_dim)
     first = 0
-    for codes, factor in _planes(rows, side):
+    for codes, mask in _planes(rows, side):
+        factor = 1 / (mask & -mask)
         if side.axis == "channel":
             for run in codes.split(side.group, 3):
                 g = first // side.group
                 part_p = p[..., first : first + run.shape[3]]
-                out += ((part_p * factor) @ run.mT) * step[:, :, g]
+                out += _dot(part_p * factor, run, mask) * step[:, :, g]
                 out += part_p.sum(-1, keepdim=True) * low[:, :, g]
                 first += run.shape[3]
         else:
@@ -87,11 +86,22 @@ def _values(p: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
             groups = zip(out.split(side.group, 3), codes.split(side.group, 2), strict=True)
             for g, (part_out, part) in enumerate(groups):
                 part_p = p[..., tokens]
-                part_out += (part_p * (step[:, :, g, :, tokens] * factor)) @ part.mT
+                part_out += _dot(part_p * (step[:, :, g, :, tokens] * factor), part, mask)
                 part_out += (part_p * low[:, :, g, :, tokens]).sum(-1, keepdim=True)
     return out
 
 
-def _planes(rows: Tensor, side: UniformSide) -> Iterator[tuple[Tensor, float]]:
+def _planes(rows: Tensor, side: UniformSide) -> Iterator[tuple[Tensor, int]]:
     packed = rows[:, : side.meta_offset].unflatten(1, (side.num_kv_heads, -1))
-    return unpack_planes(packed, side.bits, side.side, side.num_tokens)
+    return planes(packed, side.bits, side.side, side.num_tokens)
+
+
+def _dot(x: Tensor, codes: Tensor, mask: int) -> Tensor:
+    """x [n, H, G, I] . (codes & mask) [n, H, J, I] uint8 -> [n, H, G, J]"""
+    piece = max(1, PIECE_ELEMENTS // codes[0].numel())
+    scratch = torch.empty(min(piece, len(codes)), *codes.shape[1:])
+    parts = []
+    for part, tile in zip(x.split(piece), codes.split(piece), strict=True):
+        held = scratch[: len(tile)].copy_(tile if mask == 255 else tile & mask)
+        parts.append(part @ held.mT)
+    return torch.cat(parts)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import BlockLayout, UniformSide
-from ..planes import load_codes, shrink_codes, store_codes
+from ..planes import shrink_codes
 
 
 @triton.jit
@@ -36,26 +36,18 @@ def demote_kernel(
 
 @triton.jit
 def _demote_head(
-    p_source,
-    p_target,
-    i_h,
-    KINDS: tl.constexpr,
-    KIND: tl.constexpr,
-    T: tl.constexpr,
-    D: tl.constexpr,
+    p_source, p_target, i_h, KINDS: tl.constexpr, KIND: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     TILE_D: tl.constexpr,
-):
+):  # fmt: skip
     FROM_BITS: tl.constexpr = KINDS[KIND][0]
     TO_BITS: tl.constexpr = KINDS[KIND][1]
-    IS_K: tl.constexpr = KINDS[KIND][2]
     META: tl.constexpr = KINDS[KIND][3]
     p_from = p_source + i_h * (T * FROM_BITS // 8 * D)
     p_to = p_target + i_h * (T * TO_BITS // 8 * D)
     if FROM_BITS == TO_BITS:
         _copy(p_from, p_to, T * FROM_BITS // 8 * D)
     else:
-        b_codes = load_codes(p_from, FROM_BITS, IS_K, T, D, TILE_D)
-        store_codes(p_to, shrink_codes(b_codes, FROM_BITS, TO_BITS), TO_BITS, IS_K, D)
+        _shrink_planes(p_from, p_to, FROM_BITS, TO_BITS, KINDS[KIND][2], T, D, TILE_D)
     p_from = p_source + KINDS[KIND][6] + i_h * META
     p_to = p_target + KINDS[KIND][7] + i_h * META
     if KINDS[KIND][4] == KINDS[KIND][5]:
@@ -64,6 +56,34 @@ def _demote_head(
         _permute(p_from, p_to, META // 4, KINDS[KIND][4], KINDS[KIND][5], T)
     p_from = (p_source + KINDS[KIND][8]).to(tl.pointer_type(tl.uint16)) + i_h
     tl.store((p_target + KINDS[KIND][9]).to(tl.pointer_type(tl.uint16)) + i_h, tl.load(p_from))
+
+
+@triton.jit
+def _shrink_planes(
+    p_from, p_to, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Plane f of source lanes [r * LANES, (r + 1) * LANES) becomes plane f * RUNS + r of the target's LANES lanes."""
+    LANES: tl.constexpr = T * TO_BITS // 8
+    RUNS: tl.constexpr = FROM_BITS // TO_BITS
+    if IS_K:
+        o_lane = tl.arange(0, LANES)[:, None]
+        o_d = tl.arange(0, TILE_D)[None, :]
+        o_from = o_lane * D + o_d
+        o_to = o_from
+    else:
+        o_lane = tl.arange(0, LANES)[None, :]
+        o_d = tl.arange(0, TILE_D)[:, None]
+        o_from = o_d * (LANES * RUNS) + o_lane
+        o_to = o_d * LANES + o_lane
+    m_d = o_d < D
+    b_bytes = tl.zeros_like(o_from)
+    for r in tl.static_range(RUNS):
+        b_from = tl.load(p_from + o_from + r * LANES * (D if IS_K else 1), mask=m_d, other=0).to(tl.int32)
+        for f in tl.static_range(8 // FROM_BITS):
+            b_codes = (b_from >> f * FROM_BITS) & (1 << FROM_BITS) - 1
+            b_bytes |= shrink_codes(b_codes, FROM_BITS, TO_BITS) << (f * RUNS + r) * TO_BITS
+    tl.store(p_to + o_to, b_bytes.to(tl.uint8), mask=m_d)
 
 
 @triton.jit

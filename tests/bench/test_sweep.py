@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkv_engine.bench.sweep import Row, SweepPlan, parse_batches, random_prompts, sweep
+from qkv_engine.bench.sweep import Row, SweepPlan, ordinary_tokens, parse_batches, random_prompts, sweep
 from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError
 
 from .fake import BLOCK, FakeEngine
@@ -46,14 +46,14 @@ def test_every_run_has_new_prompts_of_the_exact_length() -> None:
 
 
 def test_prompts_depend_on_the_seed_alone_and_hold_no_special_token() -> None:
-    engine = FakeEngine()
-    prompts = random_prompts(engine, 20, 100, "a")
-    assert prompts == random_prompts(engine, 20, 100, "a") != random_prompts(engine, 20, 100, "b")
-    assert {token for prompt in prompts for token in prompt} == set(range(3, engine.vocab_size))
+    tokens = ordinary_tokens(FakeEngine())
+    prompts = random_prompts(tokens, 20, 100, "a")
+    assert prompts == random_prompts(tokens, 20, 100, "a") != random_prompts(tokens, 20, 100, "b")
+    assert {token for prompt in prompts for token in prompt} == set(range(3, FakeEngine.vocab_size))
 
 
 def test_a_model_without_a_tokenizer_has_no_special_tokens() -> None:
-    assert 0 in random_prompts(FakeEngine(tokenizer=None), 1, 1000, "a")[0]
+    assert ordinary_tokens(FakeEngine(tokenizer=None)) == list(range(FakeEngine.vocab_size))
 
 
 def test_presets_run_one_after_another() -> None:

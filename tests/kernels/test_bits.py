@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv_engine.kernels.bits import pack, plane_sets, unpack, unpack_planes
+from qkv_engine.kernels.bits import pack, plane_sets, planes, unpack
 
 BITS = (8, 4, 3, 2, 1)
 
@@ -52,8 +52,8 @@ def test_three_bits_are_a_set_of_two_and_a_set_of_one() -> None:
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", BITS)
-def test_planes_times_their_factor_are_the_codes(bits: int, side: str) -> None:
+def test_masked_planes_are_shifted_codes(bits: int, side: str) -> None:
     codes = make_codes(bits, 80)
-    parts = [part * factor for part, factor in unpack_planes(pack(codes, bits, side), bits, side, 128)]
+    parts = [(part & mask) // (mask & -mask) for part, mask in planes(pack(codes, bits, side), bits, side, 128)]
     out = torch.cat(parts, -2) if side == "k" else torch.cat(parts, -1).mT
-    assert torch.equal(out, codes.float())
+    assert torch.equal(out, codes)

@@ -16,8 +16,6 @@ from .format_pages import HEAD_DIMS, all_sides, make_blocks
 pytestmark = pytest.mark.gpu
 
 BITS = (8, 4, 3, 2, 1)
-
-
 CASES = [(bits, 80, torch.bfloat16) for bits in BITS]
 CASES += [(4, head_dim, torch.bfloat16) for head_dim in HEAD_DIMS if head_dim != 80]
 CASES += [(4, 80, torch.float16), (4, 80, torch.float32)]
