@@ -56,7 +56,9 @@ class KVConfig:
     def __post_init__(self) -> None:
         if not self.rungs:
             raise ConfigError("a ladder needs a rung", field="rungs", value=self.rungs)
-        _check_int("sink", self.sink, 0, BLOCK_TOKENS)
+        if self.sink not in (0, 1, 2, 4, 8, 16, 32, 64, 128):
+            remedy = f"Give 0 or a power of two up to {BLOCK_TOKENS}, so that sinks tile a block"
+            raise ConfigError("not supported", field="sink", value=self.sink, remedy=remedy)
         _check_int("recent", self.recent, 0, 2**20)
 
 

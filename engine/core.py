@@ -231,7 +231,7 @@ class EngineCore:
         return ScheduledBatch([item for item in batch.items if not item.request.is_finished])
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
-        """Runs the batch; if that raises, halves it until the request that makes it raise stands alone and is failed."""
+        """Runs the batch; if that raises, halves it until the request that makes it raise stands alone, and fails."""
         if not batch.items:
             return []
         try:

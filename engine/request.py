@@ -69,7 +69,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One of the ``n`` continuations of a prompt: ``text`` and ``token_ids`` so far, ``delta`` what is new of the text."""
+    """One of the ``n`` continuations of a prompt: ``text`` and ``token_ids`` so far, ``delta`` the new text."""
 
     index: int
     text: str = ""

@@ -192,7 +192,7 @@ def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.de
 
 
 def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
-    """The longest request that fits alone on its floor. One asked for by name must fit; the model's limit is lowered."""
+    """The longest request that fits alone on its floor. One asked for by name must fit; the model's is lowered."""
     capacity = cache.tables.max_tokens(len(cache.ladder.rungs) - 1)
     if limit <= capacity:
         return limit
@@ -214,6 +214,7 @@ def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCac
     concurrency = tables.max_requests(max_model_len, len(ladder.rungs) - 1)
     return [
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
-        f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits{at_floor}; "
+        f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits"
+        f"{at_floor}; "
         f"at most {concurrency:,} requests of {max_model_len:,} tokens",
     ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .demote import demote
-from .layout import BlockLayout, DenseSide, Side, UniformSide
+from .layout import BlockLayout, DenseSide, UniformSide
 from .seal import seal
 
 

@@ -118,7 +118,7 @@ class Pressure:
         self._candidates: list[Candidate] | None = None  # coldest last, to be popped
 
     def begin_step(self) -> None:
-        """Forgets what was found for the previous step; then steps down what an eager ladder or the near future asks."""
+        """Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""
         self._candidates = None
         if self.space.num_rungs == 1:
             return
@@ -169,7 +169,7 @@ class Pressure:
         self._demote(chosen)
 
     def _step_down(self, tenant: str | None, number: int) -> int:
-        """The ``number`` coldest blocks go down one rung; returns the bytes won. Nobody pays for a tenant in its share."""
+        """The ``number`` coldest blocks go down one rung; returns the bytes won. With a quota, nobody in it pays."""
         if not self._candidates:
             self._candidates = self._find_candidates(tenant)
         chosen: list[tuple[Candidate, int]] = []

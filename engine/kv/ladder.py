@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from qkv_engine.kernels.layout import BlockLayout, check_step
@@ -101,13 +102,9 @@ class Ladder:
         return self.rungs[-1]
 
     @property
-    def sink_tokens(self) -> int:
-        """Tokens a sink slot has room for: ``sink`` rounded up to a power of two, so that slots tile a block."""
-        return 1 << (self.sink - 1).bit_length() if self.sink else 0
-
-    @property
     def sink_nbytes(self) -> int:
-        return self.widest.block_nbytes * self.sink_tokens // BLOCK_TOKENS
+        """Bytes of a sink slot: a dense block of ``sink`` tokens."""
+        return self.widest.block_nbytes * self.sink // BLOCK_TOKENS
 
     def index(self, name: str) -> int:
         """Number of the rung called ``name``. Raises ``ConfigError`` for an unknown one."""
@@ -127,7 +124,7 @@ def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_d
     rungs = tuple(_build_rung(rung, num_layers, shape, dtype) for rung in config.rungs)
     if not rungs[0].is_dense:
         raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name)
-    for wide, narrow in zip(rungs, rungs[1:], strict=False):
+    for wide, narrow in pairwise(rungs):
         _check_step(wide, narrow)
     ladder = Ladder(config.name, rungs, config.sink, config.recent, config.eager, len(rungs) - 1)
     if config.admit_at is None:
@@ -155,4 +152,6 @@ def _check_step(wide: Rung, narrow: Rung) -> None:
         try:
             check_step(old, new)
         except ValueError as error:
-            raise ConfigError(f"no step leads here from {wide.name}: {error}", field="rung", value=narrow.name) from error
+            raise ConfigError(
+                f"no step leads here from {wide.name}: {error}", field="rung", value=narrow.name
+            ) from error

@@ -25,7 +25,7 @@ def paged_prefill(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Loca
     own_k, own_v = k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
     parts = [_attend(heads, own_k, own_v, scale, is_causal=True)]
     parts += [_attend(heads, past_k, past_v, scale) for past_k, past_v in _history(pages, past, dtype)]
-    out, lse = parts[0]
+    out = parts[0][0]
     if len(parts) > 1:
         out = merge_parts(torch.stack([o for o, _ in parts], 1), torch.stack([s for _, s in parts], 1))
     return out.flatten(0, 1).transpose(0, 1).to(q.dtype)

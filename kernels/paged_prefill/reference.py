@@ -9,9 +9,7 @@ from ..located import LayerPages, Located
 from ..tokens import request_tokens
 
 
-def paged_prefill_reference(
-    q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Located, scale: float
-) -> Tensor:
+def paged_prefill_reference(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Located, scale: float) -> Tensor:
     """Token i of the chunk sees the ``past.length`` earlier tokens of its request and tokens 0 .. i of the chunk.
 
     Shapes:  q [N, HQ, D];  k, v [N, H, D];  returns [N, HQ, D] float32
