@@ -29,12 +29,12 @@ def block_attention(
     """
     k, v = layout.sides[2 * layer], layout.sides[2 * layer + 1]
     assert isinstance(k, UniformSide) and isinstance(v, UniformSide)
-    k_offset, v_offset = layout.offsets[2 * layer : 2 * layer + 2]
-    scores = _scores(q.float() * scale, gather(memory, addresses + k_offset, k.nbytes), k)
+    page = gather(memory, addresses + layout.offsets[2 * layer], k.nbytes + v.nbytes)
+    scores = _scores(q.float() * scale, page[:, : k.nbytes], k)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
     total = weights.sum(-1, keepdim=True)
-    out = _values(weights, gather(memory, addresses + v_offset, v.nbytes), v) / total
+    out = _values(weights, page[:, k.nbytes :], v) / total
     return out, (top + total.log()).squeeze(-1)
 
 
