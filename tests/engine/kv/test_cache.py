@@ -1,0 +1,219 @@
+"""The cache with its tensor: mixed rungs, sinks, moves and recycled slots against an oracle that keeps plain K and V."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, uniform_rung
+from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.kernels.layout import UniformSide
+from qkv_engine.kernels.seal import quantize
+from qkv_engine.kv.cache import KVCache
+from qkv_engine.kv.ladder import Rung, build_ladder
+from qkv_engine.request import Request, SamplingParams
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+
+LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 64
+SCALE = HEAD_DIM**-0.5
+DENSE32 = RungConfig("dense32", "dense32", "dense32")
+MIXED_LAYERS = RungConfig("mixed", ("int8-channel-64", "int4-token-32"), ("dense32", "int8-token-128"))
+LADDERS = {
+    "one rung": KVConfig(name="one", rungs=(DENSE32,)),
+    "8-4-2-1": KVConfig(name="steps", rungs=(DENSE32, *(uniform_rung(b) for b in (8, 4, 2, 1))), sink=16),
+    "3 bits, no sink": KVConfig(name="three", rungs=(DENSE32, uniform_rung(3, 32))),
+    "layers differ": KVConfig(name="layers", rungs=(DENSE32, MIXED_LAYERS), sink=32),
+}
+
+
+class Oracle:
+    """What the cache should hold: K and V of each request as written, and as each block's rung leaves them."""
+
+    def __init__(self, sink: int):
+        self.sink = sink
+        self.kv: dict[str, Tensor] = {}  # [layers, 2, n, H, D]
+
+    def append(self, request_id: str, kv: Tensor) -> None:
+        old = self.kv.get(request_id)
+        self.kv[request_id] = kv if old is None else torch.cat((old, kv), dim=2)
+
+    def read(self, request_id: str, layer: int, rungs: list[Rung]) -> tuple[Tensor, Tensor]:
+        """K and V [n, H, D] of a request whose blocks stand on ``rungs``."""
+        sides = self.kv[request_id][layer].clone()
+        for index, rung in enumerate(rungs):
+            start = self.sink + index * BLOCK_TOKENS
+            for side in (0, 1):
+                layout = rung.layout.sides[2 * layer + side]
+                if isinstance(layout, UniformSide):
+                    block = sides[side, start : start + BLOCK_TOKENS]
+                    block.copy_(_round(block.transpose(0, 1)[None], layout)[0].transpose(0, 1))
+        return sides[0], sides[1]
+
+
+def _round(x: Tensor, side: UniformSide) -> Tensor:
+    """Values as their codes give them back; x [1, H, T, D]."""
+    codes, (low, span) = quantize(x, side)
+    low, step = low.float(), span.float() / side.max_code
+    if side.axis == "channel":
+        spread = [m.repeat_interleave(side.group, dim=2)[:, :, : x.shape[2]] for m in (low, step)]
+    else:
+        spread = [m.mT.repeat_interleave(side.group, dim=3)[..., : x.shape[3]] for m in (low, step)]
+    return codes.float() * spread[1] + spread[0]
+
+
+class Bench:
+    """A cache, its oracle and requests that grow by any number of tokens a step."""
+
+    def __init__(self, config: KVConfig, num_blocks: int = 24):
+        ladder = build_ladder(
+            config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32
+        )
+        self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
+        self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
+        self.oracle = Oracle(ladder.sink)
+        self.requests: dict[str, Request] = {}
+
+    def open(self, name: str) -> None:
+        self.requests[name] = Request(name, [1] * 4000, SamplingParams(), 1)
+        self.cache.tables.open(name, len(self.cache.ladder.rungs) - 1)
+
+    def step(self, growth: dict[str, int]) -> None:
+        """Writes and attends; every output must equal attention over what the oracle holds."""
+        for name, number in growth.items():
+            assert self.cache.tables.reserve(name, self.requests[name].num_computed_tokens + number)
+        items = [
+            ScheduledRequest(self.requests[name], self.requests[name].num_computed_tokens, number)
+            for name, number in sorted(growth.items(), key=lambda item: item[1] > 1)
+        ]
+        assert not self.cache.apply_moves()
+        step = self.cache.begin_step(ScheduledBatch(items))
+        total = sum(item.num_tokens for item in items)
+        q = torch.randn(LAYERS, total, KV_HEADS * GROUP, HEAD_DIM)
+        kv = torch.randn(LAYERS, 2, total, KV_HEADS, HEAD_DIM)
+        outs = [step.attend(layer, q[layer], kv[layer, 0], kv[layer, 1]) for layer in range(LAYERS)]
+        first = 0
+        for item in items:
+            rows = slice(first, first + item.num_tokens)
+            first += item.num_tokens
+            self.oracle.append(item.request.request_id, kv[:, :, rows])
+            for layer in range(LAYERS):
+                self._check(item, layer, q[layer, rows], outs[layer][rows])
+            item.request.num_computed_tokens = item.end
+
+    def demote(self, name: str, index: int, rung: int) -> None:
+        block = self.cache.tables[name].blocks[index]
+        self.cache.tables.demote([(block, rung)])
+
+    def close(self, name: str) -> None:
+        self.cache.tables.release(name)
+        del self.requests[name]
+        self.oracle.kv.pop(name, None)
+
+    def _check(self, item: ScheduledRequest, layer: int, q: Tensor, out: Tensor) -> None:
+        name = item.request.request_id
+        rungs = [self.cache.ladder.rungs[block.rung] for block in self.cache.tables[name].blocks]
+        k, v = (x.repeat_interleave(GROUP, dim=1) for x in self.oracle.read(name, layer, rungs))
+        scores = torch.einsum("nhd,thd->hnt", q, k) * SCALE
+        position = torch.arange(item.start, item.end)
+        hidden = torch.arange(item.end) > position[:, None]
+        expected = torch.einsum("hnt,thd->nhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        assert ((out - expected).norm() / expected.norm()).item() < 2e-5
+
+
+@pytest.mark.parametrize("config", LADDERS.values(), ids=LADDERS.keys())
+def test_attention_reads_what_each_rung_left(config: KVConfig):
+    torch.manual_seed(0)
+    bench = Bench(config)
+    last = len(config.rungs) - 1
+    bench.open("a")
+    bench.open("b")
+    bench.step({"a": 700, "b": 5})
+    bench.step({"a": 1, "b": 1})
+    for index in (0, 2, 3):
+        for rung in range(1, last + 1) if index else (last,):
+            if last:
+                bench.demote("a", index, rung)
+    bench.step({"a": 1, "b": 1})
+    bench.step({"a": 40, "b": 200})
+    bench.open("c")
+    bench.step({"a": 1, "b": 1, "c": 130})
+    bench.cache.tables.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_histories(seed: int):
+    """Growth, steps down, endings and crowding in random order, on slots that others used before."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    config = rng.choice(list(LADDERS.values()))
+    bench, names = Bench(config), iter(f"r{i}" for i in range(1000))
+    tables, last = bench.cache.tables, len(config.rungs) - 1
+    for _ in range(25):
+        if len(bench.requests) < 4 and rng.random() < 0.5:
+            bench.open(next(names))
+        if bench.requests and rng.random() < 0.15:
+            bench.close(rng.choice(list(bench.requests)))
+        for name, request in bench.requests.items():
+            for index, block in enumerate(tables[name].blocks):
+                is_full = bench.oracle.sink + (index + 1) * BLOCK_TOKENS <= request.num_computed_tokens
+                if is_full and block.rung < last and rng.random() < 0.3:
+                    bench.demote(name, index, rng.randint(block.rung + 1, last) if block.rung else last)
+        growth = {}
+        for name, request in bench.requests.items():
+            wanted = rng.choice((1, 1, 1, 2, 60, 128, 300))
+            room = tables.room_for(name, request.num_computed_tokens + wanted) - request.num_computed_tokens
+            if room > 0 and tables.reserve(name, request.num_computed_tokens + room):
+                growth[name] = room
+        if growth:
+            bench.step(growth)
+        tables.check_integrity()
+
+
+def test_a_block_that_is_not_finite_is_reported_and_stored_finite():
+    bench = Bench(LADDERS["8-4-2-1"])
+    bench.open("a")
+    bench.step({"a": 300})
+    first, second = bench.cache.tables["a"].blocks[:2]
+    nbytes = first.slot.nbytes
+    bench.cache.memory[first.slot.address : first.slot.address + nbytes].view(torch.float32)[77] = float("inf")
+    bench.cache.tables.demote([(first, 1), (second, 1)])
+    assert bench.cache.apply_moves() == {first}
+
+
+def test_bytes_in_use_are_the_bytes_of_live_slots():
+    bench = Bench(LADDERS["8-4-2-1"])
+    bench.open("a")
+    bench.step({"a": 600})
+    bench.demote("a", 0, 1)
+    bench.demote("a", 1, 3)
+    found, arena = bench.cache.bytes_in_use(), bench.cache.arena
+    assert found["codes"] + found["meta"] + found["dense"] == arena.used_nbytes
+    elements = LAYERS * 2 * KV_HEADS * HEAD_DIM * BLOCK_TOKENS
+    assert found["codes"] == elements * (8 + 2) // 8
+    bench.close("a")
+    assert bench.cache.bytes_in_use().total() == 0 and arena.used_nbytes == 0
+
+
+def test_ladders_that_cannot_work_are_refused():
+    def build(*rungs: RungConfig, **options) -> None:
+        build_ladder(
+            KVConfig(name="x", rungs=rungs, **options), num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float32
+        )
+
+    for rungs, message in (
+        ((uniform_rung(8),), "first rung must be dense"),
+        ((DENSE16, uniform_rung(4), uniform_rung(8)), "not smaller"),
+        ((DENSE16, uniform_rung(8), uniform_rung(3)), "no demotion leads from 8 to 3"),
+        ((DENSE16, uniform_rung(8, 128), uniform_rung(4, 32)), "axis and group"),
+        ((DENSE16, RungConfig("x", ("int8-channel-128",), "int8-token-128")), "1 formats for 2 layers"),
+        ((RungConfig("x", "int5", "int5"),), "unknown KV format"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(*rungs)
+    with pytest.raises(ConfigError, match="power of two"):
+        build(DENSE16, sink=5)
+    with pytest.raises(CapacityError, match="Give at least"):
+        Bench(LADDERS["8-4-2-1"], num_blocks=3)
