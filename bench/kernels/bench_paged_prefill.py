@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,32 @@ def torch_seconds(history: int) -> dict[str, float]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
-    shape = (1, HEADS, history + CHUNK, HEAD_DIM)
+    length = history + CHUNK
     q = torch.randn(1, HEADS * GROUP, CHUNK, HEAD_DIM, device="cuda", dtype=BF16)
-    k, v = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(1, HEADS, length, HEAD_DIM, device="cuda", dtype=BF16) for _ in range(2))
     found = {}
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
 
-        def call(backend: SDPBackend = backend) -> Any:
-            with sdpa_kernel(backend):
-                bias = causal_lower_right(CHUNK, history + CHUNK)
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    def sdpa(backend: SDPBackend) -> Any:
+        with sdpa_kernel(backend):
+            if not history:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            bias = causal_lower_right(CHUNK, length)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
 
+    def varlen() -> Any:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(*rows, *bounds, CHUNK, length, enable_gqa=True, window_size=(-1, 0))
+
+    rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    bounds = [torch.tensor([0, n], device="cuda", dtype=torch.int32) for n in (CHUNK, length)]
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    todo: dict[str, Callable[[], Any]] = {b.name.lower(): partial(sdpa, b) for b in backends} | {"varlen": varlen}
+    for name, call in todo.items():
         try:
-            found[backend.name.lower()] = time_calls([call])
+            found[name] = time_calls([call])
         except Exception as error:
-            print(f"  torch {backend.name}: {type(error).__name__} {str(error)[:80]}")
+            print(f"  torch {name}: {type(error).__name__} {str(error)[:200]}")
     return found
 
 

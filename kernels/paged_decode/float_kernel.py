@@ -66,9 +66,11 @@ def decode_float_kernel(
     b_l = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     # Only the first block of a run can be a sink, and only its last ones can be unwritten: no loads in the loop.
-    first_tokens = T
+    first_tokens, first_written = T, T
     if S > 0:
-        first_tokens = tl.where(tl.load(positions_ptr + first) < S, S, T)
+        is_sink = tl.load(positions_ptr + first) < S
+        first_tokens = tl.where(is_sink, S, T)
+        first_written = tl.where(is_sink, tl.minimum(length, S), T)
     missing = T - tl.minimum(length - tl.load(positions_ptr + first + num_blocks - 1), T)
     num_visible = num_blocks * T - missing
     for i in tl.range(0, tl.maximum(num_visible + TILE - 1, 0) // TILE, num_stages=STAGES):
@@ -78,7 +80,7 @@ def decode_float_kernel(
         num_page_tokens = T
         if S > 0:
             num_page_tokens = tl.where(i < T // TILE, first_tokens, T)
-            b_t = b_t & (o_t < num_page_tokens)
+            b_t = b_t & (o_t < tl.where(i < T // TILE, first_written, T))
         # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
