@@ -23,6 +23,7 @@ class Example(NamedTuple):
     prompt: str
     answer: str
     chat: str  # the prompt as the model reads it, up to where its answer begins
+    reply: str = ""  # a right reply in full, chain of thought and end mark included; "" if none is known
 
 
 class Score(NamedTuple):
@@ -44,7 +45,8 @@ def sample_examples(task: str, size: int, count: int, seed: int = 0) -> list[Exa
         raise ConfigError("unknown task", field="task", value=task, remedy=f"Choose from {', '.join(TASKS)}")
     rng = random.Random(f"{task} {size} {seed}")
     turns: list[Turn] = [TASKS[task](rng, size) for _ in range(count)]
-    return [Example(task, size, turn[0], turn[2], chat_text([turn])[0][0]) for turn in turns]
+    pieces = [chat_text([turn]) for turn in turns]
+    return [Example(task, size, t[0], t[2], p[0][0], p[1][0]) for t, p in zip(turns, pieces, strict=True)]
 
 
 def final_answer(text: str) -> str:

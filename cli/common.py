@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from qkv_engine.config import resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
 
 from .text import one_line
@@ -50,6 +51,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``Engine``: only what was given, so that its defaults stay in one place."""
     options = {name: getattr(args, name, None) for name in _ENGINE_OPTIONS}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def kv_list(text: str) -> tuple[str, ...]:
+    """The presets of "bf16,int8", each once. Raises ``ConfigError`` for an unknown one."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        resolve_kv(name)
+    return names
 
 
 def open_engine(args: argparse.Namespace) -> Engine:

@@ -15,6 +15,7 @@ from .common import add_common_arguments, configure_logging, guarded, replace_un
 COMMANDS = {
     "chat": "talk with a model in the terminal",
     "bench": "measure throughput, latency and KV memory over batch sizes",
+    "eval": "measure how many answers are right with each way to store the KV cache",
     "env": "show versions, the device, and how many tokens fit",
 }
 

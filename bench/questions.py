@@ -1,0 +1,116 @@
+"""Questions with one right answer each: which to ask, from the demo tasks or a file, and how to put them to an engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from qkv_engine.errors import ConfigError
+from qkv_engine.request import SamplingParams
+from qkv_engine.tokenizer import Tokenizer
+
+from .grading import Example, sample_examples
+from .tasks import TASKS
+
+DEFAULT_SIZES = {"ledger": 40, "lookup": 100, "addition": 10, "subtraction": 2, "multiplication": 12, "sorting": 40}
+OPEN_END_TOKENS = 512  # output allowed where no right reply says how long one is
+SLACK_SHARE, SLACK_TOKENS = 0.1, 16  # what a right reply may be longer than the known one
+
+
+class Task(NamedTuple):
+    """A named set of questions; ``size`` is the difficulty of a demo task, None for a file."""
+
+    name: str
+    size: int | None
+    examples: tuple[Example, ...]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.size is None else f"{self.name} {self.size}"
+
+
+class Ask(NamedTuple):
+    """A question as an engine takes it: prompt tokens, and greedy parameters that stop a little after a right reply."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV it may need: the last one sampled is never read."""
+        return len(self.prompt) + (self.params.max_tokens or 1) - 1
+
+
+def parse_tasks(text: str, *, samples: int, seed: int = 0) -> tuple[Task, ...]:
+    """The demo tasks of "ledger:40,lookup" (no size: a usual one), ``samples`` questions each; the same for a seed.
+
+    Raises ``ConfigError`` for an unknown task or an impossible size.
+    """
+    wanted: dict[tuple[str, int], None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([a-z]+)\s*(?::\s*(\d{1,4})\s*)?", part, re.ASCII)
+        name = match[1] if match else part.strip()
+        if match is None or name not in TASKS or match[2] == "0":
+            remedy = f'Give a list such as "ledger:40,lookup" of {", ".join(TASKS)}, each with a size from 1 if you like'
+            raise ConfigError("not a task", field="tasks", value=part.strip(), remedy=remedy)
+        wanted[name, int(match[2]) if match[2] else DEFAULT_SIZES[name]] = None
+    return tuple(Task(name, size, tuple(sample_examples(name, size, samples, seed))) for name, size in wanted)
+
+
+def read_questions(path: Path, *, samples: int) -> Task:
+    """The first ``samples`` lines of a JSONL file of objects with "prompt" and "answer", and "reply" if it is known.
+
+    Raises ``ConfigError`` for any other line, or none.
+    """
+    examples: list[Example] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if len(examples) == samples:
+                break
+            if line.strip():
+                examples.append(_parse_question(path, number, line))
+    if not examples:
+        raise ConfigError("has no questions", field="data", value=str(path))
+    return Task(path.stem, None, tuple(examples))
+
+
+def _parse_question(path: Path, number: int, line: str) -> Example:
+    try:
+        found = json.loads(line)
+        prompt, answer, reply = found["prompt"], found["answer"], found.get("reply", "")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        found = prompt = answer = reply = None
+        cause: Exception | None = error
+    else:
+        cause = None
+    if not (isinstance(prompt, str) and isinstance(answer, str) and isinstance(reply, str)):
+        remedy = 'Give one object a line: {"prompt": "...", "answer": "..."}, both strings'
+        raise ConfigError(f"line {number} is no question", field="data", value=str(path), remedy=remedy) from cause
+    return Example(path.stem, 0, prompt, answer.strip(), "", reply)
+
+
+def ask(tokenizer: Tokenizer, examples: Sequence[Example], *, max_tokens: int | None = None) -> list[Ask]:
+    """``examples`` as requests. ``max_tokens`` is for all of them; None: a little more than the right reply has."""
+    asks = []
+    for example in examples:
+        limit = max_tokens or _reply_limit(tokenizer, example.reply)
+        # A chain of thought stands between special tokens, which the grader has to see.
+        params = SamplingParams(temperature=0.0, max_tokens=limit, skip_special_tokens=False)
+        asks.append(Ask(_prompt_ids(tokenizer, example.prompt), params))
+    return asks
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+def _reply_limit(tokenizer: Tokenizer, reply: str) -> int:
+    if not reply:
+        return OPEN_END_TOKENS
+    num_tokens = len(tokenizer.encode(reply, add_special_tokens=False))
+    return int((1 + SLACK_SHARE) * num_tokens) + SLACK_TOKENS
