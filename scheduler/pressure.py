@@ -30,6 +30,9 @@ class Block(Protocol):
     refs: int
     floor: int
 
+    @property
+    def is_shared(self) -> bool: ...
+
 
 class KVSpace(Protocol):
     """What the scheduler needs of KV memory; ``engine/kv/space.py`` provides it."""
@@ -46,8 +49,12 @@ class KVSpace(Protocol):
         """Begins a request's table; returns how many of its tokens were found in the prefix cache."""
         ...
 
-    def room_for(self, request: Request, num_tokens: int) -> int:
-        """How many of the first ``num_tokens`` tokens could be stored now."""
+    def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
+        """How many of the first ``num_tokens`` tokens could be stored now with ``spare`` blocks left over."""
+        ...
+
+    def needs_block(self, request: Request) -> bool:
+        """Whether the next token of a running request begins a block that is not reserved yet."""
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -77,7 +84,7 @@ class KVSpace(Protocol):
         ...
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
-        """Lets blocks step down to the given rungs; returns the bytes won."""
+        """Lets blocks step down to the given rungs, in order; returns how many did."""
         ...
 
     @property
@@ -100,7 +107,7 @@ class KVSpace(Protocol):
 class Candidate(NamedTuple):
     """A block that may step down, in the order in which blocks do: tuples compare field by field."""
 
-    tenant: int  # 0 the one who needs room, 1 over its quota, 2 any other
+    tenant: int  # 0 who pays first, 1 second; see ``Pressure._ranks``
     shared: bool
     rung: int
     newness: int  # minus the age, so that the coldest come first
@@ -115,11 +122,15 @@ class Pressure:
 
     def __init__(self, space: KVSpace, running: ArrivalQueue):
         self.space, self.running = space, running
-        self._candidates: list[Candidate] | None = None  # coldest last, to be popped
+        self._candidates: dict[str | None, list[Candidate]] = {}  # by who needs room; coldest last, to be popped
+
+    def forget(self) -> None:
+        """To be called when blocks changed hands: what was found of them is no longer true."""
+        self._candidates.clear()
 
     def begin_step(self) -> None:
         """Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""
-        self._candidates = None
+        self.forget()
         if self.space.num_rungs == 1:
             return
         if self.space.is_eager:
@@ -134,10 +145,17 @@ class Pressure:
         return True
 
     def stretch(self, request: Request, num_tokens: int) -> int:
-        """Like ``make_room`` for as many of the tokens as there can be room for; returns their number."""
+        """Like ``make_room`` for as many of the tokens as there can be room for; returns their number.
+
+        Leaves the block that each other running request needs for its next token, which admission promised it.
+        """
         room = self.space.room_for(request, num_tokens)
+        if room == num_tokens <= request.num_computed_tokens + 1:
+            return room if self.space.reserve(request, room) else 0
+        spare = sum(self.space.needs_block(other) for other in self.running if other is not request)
+        room = self.space.room_for(request, num_tokens, spare)
         while room < num_tokens and self._relieve(request):
-            room = self.space.room_for(request, num_tokens)
+            room = self.space.room_for(request, num_tokens, spare)
         return room if room and self.space.reserve(request, room) else 0
 
     def _relieve(self, request: Request) -> bool:
@@ -156,57 +174,66 @@ class Pressure:
 
     def _settle(self) -> None:
         """Eager ladders: what is older than the recent window goes to its floor, once the prompt is computed."""
-        budget, chosen = EAGER_PER_STEP * -(-len(self.running) // 32), list[tuple[Candidate, int]]()
-        for request in self.running:
-            if request.num_computed_tokens < request.num_prompt_tokens:
-                continue
-            for index, (block, age) in enumerate(self.space.unsettled(request)):
-                if age >= 0 and len(chosen) < budget:
-                    found = Candidate(0, block.refs > 1, block.rung, -age, request.arrival, index, block, request)
-                    chosen.append((found, block.floor))
-            if len(chosen) == budget:
-                break
-        self._demote(chosen)
+        budget = EAGER_PER_STEP * -(-len(self.running) // 32)
+        ready = [r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        self._demote([(found, found.block.floor) for found in self._eligible(dict.fromkeys(ready, 0))[:budget]])
 
     def _step_down(self, tenant: str | None, number: int) -> int:
-        """The ``number`` coldest blocks go down one rung; returns the bytes won. With a quota, nobody in it pays."""
-        if not self._candidates:
-            self._candidates = self._find_candidates(tenant)
-        chosen: list[tuple[Candidate, int]] = []
-        while self._candidates and len(chosen) < number:
-            candidate = self._candidates.pop()
-            if candidate.block.refs and candidate.block.rung == candidate.rung:
-                chosen.append((candidate, candidate.rung + 1))
-        return self._demote(chosen)
+        """The ``number`` coldest blocks go down one rung; returns how many did."""
+        found = self._candidates.setdefault(tenant, [])
+        chosen = _pop(found, number)
+        if not chosen:
+            found += sorted(self._eligible(self._ranks(tenant)), key=_order, reverse=True)
+            chosen = _pop(found, number)
+        return self._demote([(candidate, candidate.rung + 1) for candidate in chosen])
 
-    def _find_candidates(self, tenant: str | None) -> list[Candidate]:
+    def _ranks(self, tenant: str | None) -> dict[Request, int]:
+        """Whose blocks may step down when ``tenant`` needs room, and who pays first.
+
+        With quotas, tenants over theirs pay before one within it, who pays for nobody else.
+        """
+        if not self.space.over_quota(2**62):
+            return {request: int(request.params.tenant != tenant) for request in self.running}
         usage: dict[str, int] = {}
         for request in self.running:
             name = request.params.tenant
             usage[name] = usage.get(name, 0) + self.space.nbytes(request)
-        has_quota = self.space.over_quota(2**62)
-        found: dict[int, Candidate] = {}
+        over = {name for name, nbytes in usage.items() if self.space.over_quota(nbytes)}
+        ranks = {}
         for request in self.running:
             name = request.params.tenant
-            rank = 0 if name == tenant else 1 if self.space.over_quota(usage[name]) else 2
-            if rank == 2 and has_quota:
-                continue
+            if name == tenant or name in over:
+                ranks[request] = int(name != tenant if tenant in over else name not in over)
+        return ranks
+
+    def _eligible(self, ranks: dict[Request, int]) -> list[Candidate]:
+        """Blocks of the requests in ``ranks`` that may step down now, each once.
+
+        Of a shared block's owners the one to whom it is newest decides, and the one who pays last.
+        """
+        found: dict[int, Candidate] = {}
+        for request in self.running:
+            payer = ranks.get(request)
             for index, (block, age) in enumerate(self.space.unsettled(request)):
-                candidate = Candidate(rank, block.refs > 1, block.rung, -age, request.arrival, index, block, request)
                 twin = found.get(id(block))
-                # Of a shared block's owners the one to whom it is newest decides.
-                if twin is None or candidate.newness > twin.newness:
-                    found[id(block)] = candidate
-        return sorted((c for c in found.values() if c.newness <= 0), key=_order, reverse=True)
+                rank = max(payer or 0, twin.tenant if twin else 0)
+                newness = 1 if payer is None else -age
+                if twin is None or newness > twin.newness:
+                    found[id(block)] = Candidate(
+                        rank, block.is_shared, block.rung, newness, request.arrival, index, block, request
+                    )
+                elif rank > twin.tenant:
+                    found[id(block)] = twin._replace(tenant=rank)
+        return [candidate for candidate in found.values() if candidate.newness <= 0]
 
     def _demote(self, chosen: list[tuple[Candidate, int]]) -> int:
         if not chosen:
             return 0
         before = self.space.free_blocks()
-        won = self.space.demote([(candidate.block, rung) for candidate, rung in chosen])
+        done = self.space.demote([(candidate.block, rung) for candidate, rung in chosen])
         if logger.isEnabledFor(logging.INFO):
-            self._explain(chosen, before)
-        return won
+            self._explain(chosen[:done], before)
+        return done
 
     def _explain(self, chosen: list[tuple[Candidate, int]], before: int) -> None:
         counts: dict[tuple[str, int, int], int] = {}
@@ -219,6 +246,16 @@ class Pressure:
                 name, number, number * BLOCK_TOKENS, self.space.rung_name(old), self.space.rung_name(new),
                 before, self.space.free_blocks(),
             )  # fmt: skip
+
+
+def _pop(candidates: list[Candidate], number: int) -> list[Candidate]:
+    """The ``number`` coldest of those that did not step down since they were found."""
+    chosen: list[Candidate] = []
+    while candidates and len(chosen) < number:
+        candidate = candidates.pop()
+        if candidate.block.rung == candidate.rung:
+            chosen.append(candidate)
+    return chosen
 
 
 def _order(candidate: Candidate) -> tuple[int, bool, int, int, int, int]:

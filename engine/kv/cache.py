@@ -20,7 +20,6 @@ from .step import StepPlanner
 from .table import SINK, Block, BlockTables, Move
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
-MIN_SLABS = 24  # few slabs make the reserve and the partly filled ones dear
 
 
 class KVCache:
@@ -28,7 +27,6 @@ class KVCache:
 
     def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
         block_nbytes = ladder.widest.block_nbytes
-        num_blocks = nbytes // block_nbytes
         has_steps = len(ladder.rungs) > 1
         least = (1 + 2 * has_steps + bool(ladder.sink)) * block_nbytes
         if nbytes < least:
@@ -38,9 +36,8 @@ class KVCache:
                 value=nbytes,
                 remedy=f"Give at least {least} bytes",
             )
-        slab_blocks = max(1, min(MAX_SLAB_BLOCKS, num_blocks // MIN_SLABS))
         self.ladder = ladder
-        self.arena = Arena(nbytes, slab_blocks * block_nbytes, reserve=int(has_steps))
+        self.arena = _best_arena(ladder, nbytes)
         self.tables = BlockTables(self.arena, ladder)
         self.memory = torch.empty(self.arena.nbytes, dtype=torch.uint8, device=device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
@@ -105,6 +102,21 @@ class KVCache:
         layout, target = self.ladder.rungs[old].layout, self.ladder.rungs[new].layout
         finite = transfer(self.memory, src, dst, layout, target)
         return () if finite is None else zip(moves, finite.tolist(), strict=True)
+
+
+def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
+    """The arena whose slab size wastes least: small slabs leave rests beside narrow slots, large ones a dear reserve."""
+    best, most = None, -1.0
+    for slab_blocks in range(1, MAX_SLAB_BLOCKS + 1):
+        arena = Arena(nbytes, slab_blocks * ladder.widest.block_nbytes, reserve=int(len(ladder.rungs) > 1))
+        if not arena.num_slabs:
+            break
+        tables = BlockTables(arena, ladder)
+        useful = sum(tables.max_tokens(i) * rung.token_nbytes for i, rung in enumerate(ladder.rungs))
+        if useful >= most:
+            best, most = arena, useful
+    assert best is not None
+    return best
 
 
 def _by_rungs(wave: list[Move]) -> Iterable[tuple[tuple[int, int], Iterable[Move]]]:
