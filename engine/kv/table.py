@@ -19,15 +19,22 @@ SINK = -1  # rung of a sink, which is dense and never steps down
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """128 tokens of KV, or a sink, in one slot on one rung, shared by ``refs`` owners.
+    """128 tokens of KV, or a sink, in one slot on one rung, shared by ``refs`` owners: requests and the prefix cache.
 
-    ``floor`` is the narrowest rung that all owners allow. One object a block: whoever shares it sees it step down.
+    ``floor`` is the narrowest rung that all of these requests allow; ``holders`` has one floor for each of them. One
+    object a block: whoever shares it sees it step down.
     """
 
     slot: Slot
     rung: int
     floor: int
     refs: int = 1
+    holders: list[int] = field(default_factory=list)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several requests hold it."""
+        return len(self.holders) > 1
 
 
 @dataclass(slots=True, eq=False)
@@ -123,10 +130,11 @@ class BlockTables:
         table = self._tables[request_id] = BlockTable(floor)
         for block in shared:
             block.refs += 1
-            block.floor = min(block.floor, floor)
+            block.holders.append(floor)
             if block.rung == SINK:
                 table.sink = block
             else:
+                block.floor = min(block.holders)
                 table.blocks.append(block)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
@@ -136,32 +144,36 @@ class BlockTables:
         needs_sink = bool(self.ladder.sink) and table.sink is None
         if not missing and not needs_sink:
             return True
-        if not self.arena.has_room({self._sizes[0]: missing, self._sizes[SINK]: int(needs_sink)}):
+        if not self._has_room(missing, int(needs_sink)):
             return False
         if needs_sink:
-            table.sink = self._new_block(SINK, SINK)
+            table.sink = self._new_block(SINK, table.floor)
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor))
         return True
 
-    def room_for(self, request_id: str, num_tokens: int) -> int:
-        """How many of the first ``num_tokens`` tokens of a request could be reserved now."""
+    def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
+        """How many of the first ``num_tokens`` tokens of a request could be reserved now, ``spare`` blocks left over."""
         table = self._tables[request_id]
         held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
         if num_tokens <= held and (table.sink is not None or not self.ladder.sink):
             return num_tokens
         sinks = int(bool(self.ladder.sink) and table.sink is None)
-        if sinks and not self.arena.has_room({self._sizes[SINK]: 1}):
+        if not self._has_room(0, sinks):
             return 0
         room = self.arena.room(self._sizes[0])
-        while sinks and room and not self.arena.has_room({self._sizes[SINK]: 1, self._sizes[0]: room}):
+        while sinks and room and not self._has_room(room, sinks):
             room -= 1
-        return min(num_tokens, held + room * BLOCK_TOKENS)
+        return min(num_tokens, held + max(0, room - spare) * BLOCK_TOKENS)
 
     def release(self, request_id: str) -> None:
         """Takes all blocks of a request back; nothing happens if it has none."""
         table = self._tables.pop(request_id, None)
-        for block in table or ():
+        if table is None:
+            return
+        for block in table:
+            block.holders.remove(table.floor)
+            self._lift_floor(block)
             self.drop(block)
 
     def drop(self, block: Block) -> None:
@@ -196,15 +208,15 @@ class BlockTables:
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
-        """Lets each block step down to its rung, as one wave; returns the bytes won. Stops where no slot is left."""
-        before, wave = self.arena.used_nbytes, list[Move]()
+        """Lets each block step down to its rung, as one wave; returns how many did. Stops where no slot is left."""
+        wave, done = list[Move](), 0
         for block, rung in steps:
             slot = self.arena.allocate(self._sizes[rung], urgent=True)
             while slot is None:
                 self._end_wave(wave)
                 wave = []
                 if not self._evacuate():
-                    return before - self.arena.used_nbytes
+                    return done
                 slot = self.arena.allocate(self._sizes[rung], urgent=True)
             wave.append(Move(block, block.slot.address, slot.address, block.rung, rung))
             rungs = self.ladder.rungs
@@ -216,8 +228,9 @@ class BlockTables:
             self._retiring.append(block.slot)
             self._owner[slot] = block
             block.slot, block.rung = slot, rung
+            done += 1
         self._end_wave(wave)
-        return before - self.arena.used_nbytes
+        return done
 
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless tables, blocks and arena agree."""
@@ -226,7 +239,7 @@ class BlockTables:
         for slot, block in self._owner.items():
             if block.slot is not slot or not slot.alive or slot.nbytes != self._sizes[block.rung]:
                 raise ArenaError(f"block on rung {block.rung} does not own its slot")
-            if block.refs < max(1, held[block]) or block.rung > block.floor:
+            if block.refs < max(1, held[block]) or len(block.holders) != held[block] or block.rung > block.floor:
                 raise ArenaError(f"block with {block.refs} references and floor {block.floor} on rung {block.rung}")
         if not held.keys() <= set(self._owner.values()):
             raise ArenaError("a table holds a dead block")
@@ -242,10 +255,24 @@ class BlockTables:
             if not self._evacuate():
                 raise ArenaError("the arena has less room than it says")
             slot = self.arena.allocate(size)
-        block = self._owner[slot] = Block(slot, rung, floor)
+        block = self._owner[slot] = Block(slot, rung, SINK if rung == SINK else floor, holders=[floor])
         self._fresh[slot] = None
         self.num_blocks[rung] += 1
         return block
+
+    def _has_room(self, blocks: int, sinks: int) -> bool:
+        extra = Counter({self._sizes[0]: blocks})
+        extra[self._sizes[SINK]] += sinks  # may be the same size
+        return self.arena.has_room(extra)
+
+    def _lift_floor(self, block: Block) -> None:
+        """A request let go of ``block``, which may go as far down as those that still hold it allow."""
+        floor = min(block.holders, default=len(self._sizes) - 2)
+        if block.rung == SINK or floor == block.floor:
+            return
+        block.floor = floor
+        for table in self._tables.values():
+            table.num_settled = 0
 
     def _evacuate(self) -> bool:
         """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""
