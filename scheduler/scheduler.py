@@ -104,6 +104,9 @@ class Scheduler:
         self.waiting, self.running = ArrivalQueue(), ArrivalQueue()
         self.pressure = Pressure(space, self.running)
         for request in list(self.requests.values()):
+            if request.num_output_tokens >= request.max_tokens and not request.is_finished:
+                # Interrupted between its last token and its end.
+                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.LENGTH
             if request.is_finished:
                 del self.requests[request.request_id]
             else:
@@ -116,15 +119,19 @@ class Scheduler:
             if not self.space.admits(request, self.running):
                 return
             request.num_computed_tokens = self.space.open(request)
+            self.running.add(request)
+            if request.num_computed_tokens:
+                self.pressure.forget()  # the blocks it shares are its own too now
             wanted = min(request.num_tokens - request.num_computed_tokens, budget)
             num_tokens = self.pressure.stretch(request, request.num_computed_tokens + wanted)
             num_tokens -= request.num_computed_tokens
             if num_tokens <= 0:
                 request.num_computed_tokens = 0
+                self.running.remove(request)
                 self.space.release(request)
+                self.pressure.forget()
                 return
             self.waiting.remove(request)
-            self.running.add(request)
             request.status = RequestStatus.RUNNING
             request.num_cached_tokens = max(request.num_cached_tokens, request.num_computed_tokens)
             items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
@@ -147,6 +154,7 @@ class Scheduler:
         free = self.space.free_blocks()
         self.running.remove(request)
         self.space.release(request)
+        self.pressure.forget()
         logger.info(
             "preempted %s: %d tokens to recompute, free blocks %d -> %d",
             request.request_id, request.num_computed_tokens, free, self.space.free_blocks(),

@@ -77,12 +77,17 @@ class PrefixCache:
         self._published.pop(request_id, None)
 
     def evict(self) -> bool:
-        """Gives up the least recently used block that nobody else holds and no cached block follows."""
+        """Gives up the least recently used block that nobody else holds, if possible one that no cached block follows."""
+        inner: bytes | None = None
         for key, entry in self._entries.items():
-            if entry.block.refs == 1 and not self._children.get(key):
-                self._remove(key)
-                return True
-        return False
+            if entry.block.refs == 1:
+                if not self._children.get(key):
+                    self._remove(key)
+                    return True
+                inner = inner or key
+        if inner is not None:  # a running request holds its successor, computed beside it and filed after it
+            self._remove(inner)
+        return inner is not None
 
     def purge(self, blocks: Iterable[Block]) -> None:
         """Takes out entries of blocks whose values are not to be trusted."""

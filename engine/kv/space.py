@@ -56,6 +56,9 @@ class KVSpace:
         return self._capacity[self.floor_of(params)]
 
     def admits(self, request: Request, running: Iterable[Request]) -> bool:
+        running = list(running)
+        if not running:
+            return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
         demand: Counter[int] = Counter()
         for other in (*running, request):
             rung = min(self.floor(other), self.ladder.admit_at)
@@ -73,8 +76,12 @@ class KVSpace:
             return 0
         return self.ladder.sink + (len(shared) - bool(self.ladder.sink)) * BLOCK_TOKENS
 
-    def room_for(self, request: Request, num_tokens: int) -> int:
-        return self.tables.room_for(request.request_id, num_tokens)
+    def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
+        return self.tables.room_for(request.request_id, num_tokens, spare)
+
+    def needs_block(self, request: Request) -> bool:
+        table = self.tables[request.request_id]
+        return self.tables.blocks_for(request.num_computed_tokens + 1) > len(table.blocks)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         return self.tables.reserve(request.request_id, num_tokens)
@@ -109,8 +116,8 @@ class KVSpace:
         return self.tables.demote(steps)
 
     def nbytes(self, request: Request) -> int:
-        """Bytes of a request's blocks, shared ones divided among their owners."""
-        return sum(block.slot.nbytes // block.refs for block in self.tables[request.request_id])
+        """Bytes of a request's blocks, shared ones divided among the requests that hold them."""
+        return sum(block.slot.nbytes // len(block.holders) for block in self.tables[request.request_id])
 
     def over_quota(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are more than one tenant's share."""
