@@ -44,6 +44,18 @@ class Ask(NamedTuple):
         return len(self.prompt) + (self.params.max_tokens or 1) - 1
 
 
+class Workload(NamedTuple):
+    """The questions of a task, ready to be asked."""
+
+    task: Task
+    asks: list[Ask]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV the longest of them may need."""
+        return max(ask.num_tokens for ask in self.asks)
+
+
 def parse_tasks(text: str, *, samples: int, seed: int = 0) -> tuple[Task, ...]:
     """The demo tasks of "ledger:40,lookup" (no size: a usual one), ``samples`` questions each; the same for a seed.
 

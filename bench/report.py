@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.config import format_size
 
-from .sweep import OK, Row
+from .sweep import FAILED, NO_FIT, OK, QUEUED, Row
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -116,9 +116,37 @@ def sweep_table(rows: Sequence[Row]) -> Table:
     return Table(_title(rows), list(shown), cells, _notes(rows))
 
 
+def workload_table(rows: Sequence[Row]) -> Table:
+    """The table of a sweep over questions: what became of the requests, in how much time and memory."""
+    base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
+    columns: dict[str, list[str]] = {
+        "kv": [row.kv for row in rows],
+        "requests": [str(row.batch) for row in rows],
+        "finished": [number(row.finished, 0) for row in rows],
+        "right": [number(row.right, 0) for row in rows],
+        f"same as {rows[0].kv}": [number(row.same, 0) for row in rows] if len(base) < len(rows) else [],
+        "at once": [number(row.max_running, 0) for row in rows],
+        "preemptions": [number(row.preemptions, 0) for row in rows],
+        "demotions": [number(row.demotions, 0) for row in rows],
+        "bits": [number(row.effective_bits, 2) for row in rows],
+        "KV peak": [_size(row.kv_bytes_peak) for row in rows],
+        "TTFT ms": [number(row.ttft_ms, 0) for row in rows],
+        "seconds": [number(row.seconds, 1) for row in rows],
+        "±": [_spread(row) for row in rows],
+        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
+        f"vs {rows[0].kv}": [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        "status": [row.status if row.status in (NO_FIT, FAILED) else "" for row in rows],
+    }
+    shown = {header: cells for header, cells in columns.items() if any(cells)}
+    cells = [list(row) for row in zip(*shown.values(), strict=True)]
+    return Table(_title(rows), list(shown), cells, _notes([row for row in rows if row.status != QUEUED]))
+
+
 def _title(rows: Sequence[Row]) -> str:
     ran = next((row for row in rows if row.repeats), rows[0])
-    parts = [ran.model, ran.device, ran.dtype, f"{ran.input_len} in, {ran.output_len} out"]
+    parts = [ran.model, ran.device, ran.dtype, ran.task, f"{ran.input_len} in, {ran.output_len} out"]
+    if ran.task and ran.kv_bytes_total:
+        parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
     if ran.repeats > 1:
         parts.append(f"median of {ran.repeats} runs")
     return " · ".join(part for part in parts if part)

@@ -10,17 +10,21 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.request import RequestOutput, SamplingParams
 
+from .grading import score
 from .timing import RunFigures, Timeline, median, run_figures
 
 if TYPE_CHECKING:
     from qkv_engine.metrics import EngineStats
     from qkv_engine.tokenizer import Tokenizer
+
+    from .questions import Workload
 
 OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
 
@@ -34,7 +38,9 @@ class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None: ...
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]: ...
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[RequestOutput]: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -52,11 +58,17 @@ class SweepPlan:
     model: str
     kvs: tuple[str, ...]
     batches: tuple[int, ...]
+    workload: Workload | None = None  # questions in place of random prompts; then the lengths below are not used
     input_len: int = 128
     output_len: int = 128
     repeats: int = 3
     warmup: int = 1
     seed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest request whose KV is kept: the last one sampled is never read."""
+        return self.workload.num_tokens if self.workload else self.input_len + self.output_len - 1
 
     def __post_init__(self) -> None:
         least = {"input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0, "seed": 0}
@@ -87,18 +99,24 @@ class Row:
 
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
     those of the repeat with the highest ``kv_bytes_peak``, which ``_codes``, ``_meta`` and ``_dense`` split.
-    ``max_running`` requests ran at once. ``status`` is "ok", "queued" (the batch did not fit at once and ran
+    ``max_running`` requests ran at once. Of questions, ``right`` were answered correctly, ``same`` to the letter as
+    with the first preset, and the lengths are means. ``status`` is "ok", "queued" (the batch did not fit at once and ran
     part after part), "does not fit" or "failed"; ``detail`` says why.
     """
 
     model: str
     device: str | None = None
     dtype: str | None = None
+    task: str | None = None
     kv: str
     batch: int
     input_len: int
     output_len: int
     repeats: int = 0
+    finished: int | None = None
+    right: int | None = None
+    same: int | None = None
+    seconds: float | None = None
     output_tok_s: float | None = None
     output_tok_s_min: float | None = None
     output_tok_s_max: float | None = None
@@ -124,6 +142,8 @@ class Row:
 class Run(NamedTuple):
     figures: RunFigures
     stats: EngineStats
+    outputs: list[RequestOutput]
+    seconds: float
 
 
 def sweep(
@@ -147,6 +167,7 @@ class _Sweep:
     open_engine: OpenEngine
     on_run: OnRun
     clock: Callable[[], float]
+    first_replies: dict[int, list[str]] = field(default_factory=dict)  # by batch, of the first preset
 
     def rows(self) -> Iterator[Row]:
         for kv in self.plan.kvs:
@@ -179,22 +200,45 @@ class _Sweep:
             raise
         except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
             return _row(self.plan, kv, batch, status=FAILED, detail=f"{type(error).__name__}: {error}")
-        return _summary(self.plan, kv, batch, runs[self.plan.warmup :])
+        runs = runs[self.plan.warmup :]
+        row = _summary(self.plan, kv, batch, runs)
+        return row if self.plan.workload is None else self._graded(row, self.plan.workload, runs[-1].outputs)
 
     def _run(self, batch: int, index: int, engine: BenchEngine) -> Run:
-        """One timed run of ``batch`` requests, greedy and of exactly ``output_len`` tokens each."""
-        plan = self.plan
-        # New prompts for every run: the KV of an earlier one must not be found again.
-        seed = f"{plan.seed} {batch} {index}"
-        prompts = random_prompts(ordinary_tokens(engine), batch, plan.input_len, seed)
-        params = greedy(plan.output_len)
+        """One timed run of ``batch`` greedy requests."""
+        prompts, params = self._requests(batch, index, engine)
         engine.reset_stats()
         start = self.clock()
         outputs = engine.generate(prompts, params)
         seconds = self.clock() - start
-        timelines = [timeline(output, plan.output_len) for output in outputs]
-        figures = run_figures(timelines, num_prompt_tokens=batch * plan.input_len, seconds=seconds)
-        return Run(figures, engine.stats())
+        timelines = [timeline(output, None if self.plan.workload else self.plan.output_len) for output in outputs]
+        figures = run_figures(timelines, num_prompt_tokens=sum(map(len, prompts)), seconds=seconds)
+        return Run(figures, engine.stats(), outputs, seconds)
+
+    def _requests(
+        self, batch: int, index: int, engine: BenchEngine
+    ) -> tuple[list[list[int]], SamplingParams | list[SamplingParams]]:
+        """Questions, or random prompts with outputs of exactly ``output_len`` tokens."""
+        plan = self.plan
+        if plan.workload is not None:
+            asks = plan.workload.asks[:batch]
+            return [ask.prompt for ask in asks], [ask.params for ask in asks]
+        # New prompts for every run: the KV of an earlier one must not be found again.
+        seed = f"{plan.seed} {batch} {index}"
+        return random_prompts(ordinary_tokens(engine), batch, plan.input_len, seed), greedy(plan.output_len)
+
+    def _graded(self, row: Row, workload: Workload, outputs: list[RequestOutput]) -> Row:
+        replies = [output.text for output in outputs]
+        first = self.first_replies.setdefault(row.batch, replies)
+        return replace(
+            row,
+            task=workload.task.label,
+            finished=sum(output.finished for output in outputs),
+            right=score(replies, list(workload.task.examples[: row.batch])).correct,
+            same=sum(map(str.__eq__, replies, first)),
+            input_len=round(fmean(len(output.prompt_token_ids) for output in outputs)),
+            output_len=round(fmean(len(output.outputs[0].token_ids) for output in outputs)),
+        )
 
 
 def greedy(output_len: int) -> SamplingParams:
@@ -214,13 +258,13 @@ def random_prompts(vocabulary: Sequence[int], batch: int, length: int, seed: str
     return [rng.choices(vocabulary, k=length) for _ in range(batch)]
 
 
-def timeline(output: RequestOutput, output_len: int) -> Timeline:
-    """The times of a finished request. Raises ``RuntimeError`` if it has not given ``output_len`` tokens."""
+def timeline(output: RequestOutput, output_len: int | None) -> Timeline:
+    """The times of a finished request. Raises ``RuntimeError`` if it failed or has not given ``output_len`` tokens."""
     metrics, completion = output.metrics, output.outputs[0]
     num_tokens = len(completion.token_ids)
-    if num_tokens != output_len:
+    if output.error or num_tokens != (output_len or num_tokens):
         reason = output.error or completion.finish_reason
-        raise RuntimeError(f"a request gave {num_tokens} of {output_len} tokens: {reason}")
+        raise RuntimeError(f"a request gave {num_tokens} of {output_len or 'its'} tokens: {reason}")
     assert metrics.first_token_time is not None and metrics.last_token_time is not None
     return Timeline(
         sent=metrics.arrival_time,
@@ -255,6 +299,7 @@ def _summary(plan: SweepPlan, kv: str, batch: int, runs: Sequence[Run]) -> Row:
         device=stats.device,
         dtype=stats.dtype,
         repeats=len(runs),
+        seconds=_rounded(median(run.seconds for run in runs)),
         output_tok_s_min=_rounded(min(rates)),
         output_tok_s_max=_rounded(max(rates)),
         **values,

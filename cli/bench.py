@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import DEFAULT_KV, resolve_kv
+from qkv_engine.config import DEFAULT_KV
 from qkv_engine.errors import ConfigError
 
-from . import common
+from . import common, results
+from .model import read_model
+from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from qkv_engine import Engine
+    from qkv_engine.bench.questions import Workload
     from qkv_engine.bench.sweep import Row, SweepPlan
 
-FORMATS = ("table", "md", "csv", "json", "jsonl")
 DEFAULT_SWEEP = "1..32"
 
 
@@ -29,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Prompts are random tokens; outputs are greedy and exactly as long as asked. --kv takes a list, such "
         "as bf16,fp32: the presets run one after another and are compared with the first. Rows go to stdout, "
-        "progress to stderr; Ctrl-C prints the rows measured so far."
+        "progress to stderr; Ctrl-C prints the rows measured so far. --kv-memory 8x is memory for 8 of the requests at "
+        "16 bits; with --task ledger:100 --batch-sweep 20 it shows what becomes of the other 12."
     )
     common.add_model_arguments(parser)
     group = parser.add_argument_group("benchmark")
@@ -55,11 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of each output (default: %(default)s)",
     )
-    add("--repeats", type=int, default=3, metavar="N", help="measured runs of a size (default: %(default)s)")
-    add("--warmup", type=int, default=1, metavar="N", help="runs before them (default: %(default)s)")
+    add(
+        "--task",
+        metavar="NAME:SIZE",
+        help="ask questions of a demo task, such as ledger:100, instead, and count the right answers",
+    )
+    add("--repeats", type=int, metavar="N", help="measured runs of a size (default: 3, with --task 1)")
+    add("--warmup", type=int, metavar="N", help="runs before them (default: 1, with --task 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too, in the form its suffix names")
+    results.add_arguments(add)
     add(
         "--plot",
         type=Path,
@@ -76,14 +79,18 @@ def run(args: argparse.Namespace) -> int:
     _check_targets(args)
     rows: list[Row] = []
     try:
-        with _progress(len(plan.kvs) * len(plan.batches)) as bar:
-            for row in sweep(plan, lambda kv: _open_engine(args, plan, kv), on_run=bar.begin):
+        with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
+
+            def on_run(kv: str, batch: int) -> None:
+                bar.begin(f"{kv}, batch {batch}")
+
+            for row in sweep(plan, lambda kv: _open_engine(args, plan, kv), on_run=on_run):
                 rows.append(row)
                 bar.advance()
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
             _deliver(args, rows)
-    return _exit_code(rows)
+    return results.exit_code(rows)
 
 
 def _plan(args: argparse.Namespace) -> SweepPlan:
@@ -97,27 +104,35 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
         if args.shape not in SHAPES:
             remedy = f"Choose from {', '.join(SHAPES)}"
             raise ConfigError("unknown shape", field="shape", value=args.shape, remedy=remedy)
-    kvs = tuple(dict.fromkeys(name.strip() for name in (args.kv or DEFAULT_KV).split(",")))
-    for kv in kvs:
-        resolve_kv(kv)
+    batches = parse_batches(args.batch_sweep)
+    repeats, warmup = (3, 1) if args.task is None else (1, 0)
     return SweepPlan(
         model=args.shape or args.model or "demo",
-        kvs=kvs,
-        batches=parse_batches(args.batch_sweep),
+        kvs=common.kv_list(args.kv or DEFAULT_KV),
+        batches=batches,
+        workload=None if args.task is None else _workload(args, max(batches)),
         input_len=args.input_len,
         output_len=args.output_len,
-        repeats=args.repeats,
-        warmup=args.warmup,
+        repeats=repeats if args.repeats is None else args.repeats,
+        warmup=warmup if args.warmup is None else args.warmup,
         seed=args.seed,
     )
 
 
+def _workload(args: argparse.Namespace, number: int) -> Workload:
+    """``number`` questions of the task that ``--task`` names."""
+    from qkv_engine.bench.questions import Workload, ask, parse_tasks
+
+    tasks = parse_tasks(args.task, samples=number, seed=args.seed)
+    if len(tasks) > 1:
+        raise ConfigError("one task at a time", field="task", value=args.task)
+    tokenizer = read_model(args, args.shape).tokenizer("task")
+    return Workload(tasks[0], ask(tokenizer, tasks[0].examples))
+
+
 def _check_targets(args: argparse.Namespace) -> None:
     """Refuse before the run what could not be written after it."""
-    for field in ("output", "plot"):
-        path: Path | None = getattr(args, field)
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError("no such folder", field=field, value=str(path))
+    results.check_targets(args, "plot")
     if args.plot is not None:
         from qkv_engine.bench.plots import require_matplotlib
 
@@ -128,65 +143,35 @@ def _check_targets(args: argparse.Namespace) -> None:
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: str) -> Engine:
     """An engine for one preset, large enough for the longest request and the largest batch of the plan."""
+    common.load_torch()
     from qkv_engine import Engine
 
-    options = {"max_model_len": plan.input_len + plan.output_len} | common.engine_options(args)
+    options: dict[str, Any] = {"max_model_len": plan.num_tokens + 1} | common.engine_options(args)
+    options |= {"kv": kv, "max_num_seqs": max(plan.batches), "seed": plan.seed}
     if args.shape is not None:
         options |= {"model": args.shape, "load_format": "random"}
-    return Engine(**options | {"kv": kv, "max_num_seqs": max(plan.batches), "seed": plan.seed})
+    nbytes = _nbytes_for_requests(args, plan)
+    if nbytes is not None:
+        options["kv_memory"] = nbytes
+    # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
+    return Engine(**options, prefix_caching=False)
+
+
+def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | None:
+    """Bytes that a ``--kv-memory`` such as "8x" stands for; None for any other."""
+    from qkv_engine.bench.sizing import nbytes_for, parse_requests
+
+    number = parse_requests(args.kv_memory)
+    return None if number is None else nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
 
 
 def _deliver(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Rows to stdout, to the file and into the plot; each is tried, whatever befalls the others."""
+    """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
-    from qkv_engine.bench.report import PLAIN_WIDTH, SUFFIXES, render, sweep_table, write_file
+    from qkv_engine.bench.report import sweep_table, workload_table, write_file
 
-    def show() -> None:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        sys.stdout.write(render(args.format, rows, sweep_table(rows), width=width))
-        sys.stdout.flush()
-
-    with ExitStack() as stack:
-        if args.plot is not None:
-            stack.callback(lambda: write_file(args.plot, plot_sweep(rows)))
-        if args.output is not None:
-            kind = SUFFIXES.get(args.output.suffix.lower(), args.format)
-            text = render(kind, rows, sweep_table(rows))
-            stack.callback(write_file, args.output, text.encode())
-        stack.callback(show)
-
-
-def _exit_code(rows: Sequence[Row]) -> int:
-    """Failure if any size failed, capacity if none fitted."""
-    from qkv_engine.bench.sweep import FAILED, NO_FIT
-
-    statuses = {row.status for row in rows}
-    if FAILED in statuses:
-        return common.EXIT_FAILURE
-    return common.EXIT_CAPACITY if statuses == {NO_FIT} else common.EXIT_OK
-
-
-class _Bar:
-    """A progress bar on stderr: one tick a batch size."""
-
-    def __init__(self, progress: Progress, total: int):
-        self._progress, self._task = progress, progress.add_task("loading", total=total)
-
-    def begin(self, kv: str, batch: int) -> None:
-        self._progress.update(self._task, description=f"{kv}, batch {batch}")
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[_Bar]:
-    """The bar, gone when the run ends; silent where stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    is_silent = not console.is_terminal or console.is_dumb_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_silent) as progress:
-        yield _Bar(progress, total)
+    more: list[Callable[[], None]] = []
+    if args.plot is not None:
+        more.append(lambda: write_file(args.plot, plot_sweep(rows)))
+    table = sweep_table(rows) if args.task is None else workload_table(rows)
+    results.deliver(args, rows, table, *more)
