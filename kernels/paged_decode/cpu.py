@@ -30,11 +30,12 @@ class DenseGroup:
     """Dense slots attended in one call, cut to their first ``num_tokens`` tokens.
 
     ``slots`` is a slice of slot numbers when they are read in place, else an index tensor. ``queries`` names each
-    slot's request; ``mask`` hides the unwritten tokens of open blocks; ``num_outputs`` counts the slots.
+    slot's request, ``None`` where every request has one slot, in order; ``mask`` hides the unwritten tokens of open
+    blocks; ``num_outputs`` counts the slots.
     """
 
     slots: slice | Tensor
-    queries: Tensor
+    queries: Tensor | None
     num_tokens: int
     mask: Tensor | None
     num_outputs: int
@@ -45,7 +46,7 @@ class DenseGroup:
         kv = pages.sinks if self.is_sink else pages.blocks
         assert kv is not None
         kv = kv[:, :, :, : self.num_tokens]
-        queries = q.to(kv.dtype)[self.queries]
+        queries = _select(q.to(kv.dtype), self.queries)
         if isinstance(self.slots, slice):
             kv = kv[self.slots]
             return [partial_attention(queries, kv[:, 0], kv[:, 1], scale=scale, mask=self.mask)]
@@ -64,11 +65,11 @@ class SealedGroup:
 
     rung: int
     addresses: Tensor
-    queries: Tensor
+    queries: Tensor | None
     num_outputs: int
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        layout, layer, queries = pages.layouts[self.rung], pages.layer, q[self.queries]
+        layout, layer, queries = pages.layouts[self.rung], pages.layer, _select(q, self.queries)
         if all(isinstance(side, UniformSide) for side in layout.sides[2 * layer : 2 * layer + 2]):
             return [block_attention(queries, pages.memory, self.addresses, layout, layer, scale)]
         k, v = (dequant(pages.memory, self.addresses, layout, layer, side, torch.float32) for side in "kv")
@@ -79,11 +80,12 @@ class SealedGroup:
 class DecodePlan:
     """Everything about one step's decode attention that is the same for all layers.
 
-    ``order`` [B, P] gathers the groups' outputs, one group after the other, into each request's parts; a request with
-    fewer than P parts repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already.
+    ``order`` [B, P] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
+    request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already.
     """
 
     groups: tuple[DenseGroup | SealedGroup, ...]
+    num_parts: int
     order: Tensor | None
     missing: Tensor | None
 
@@ -120,29 +122,34 @@ class _Builder:
         valid = [n for _, _, n in members if n is not None]
         num_tokens = max(valid) if valid else 2**31
         mask = _mask(place, valid, num_tokens, self.device) if valid else None
-        queries = torch.tensor(owner, device=self.device)
-        self.groups.append(DenseGroup(where, queries, num_tokens, mask, len(owner), is_sink))
+        self.groups.append(DenseGroup(where, self._queries(owner), num_tokens, mask, len(owner), is_sink))
         self._num_outputs += len(owner)
 
     def add_sealed(self, rung: int, members: list[tuple[int, int]]) -> None:
         """Addresses of blocks with their request."""
         for i, (_, request) in enumerate(members):
             self._parts[request].append(self._num_outputs + i)
-        addresses, queries = torch.tensor(members, device=self.device).T
-        self.groups.append(SealedGroup(rung, addresses.contiguous(), queries.contiguous(), len(members)))
+        addresses = torch.tensor([address for address, _ in members], device=self.device)
+        queries = self._queries([request for _, request in members])
+        self.groups.append(SealedGroup(rung, addresses, queries, len(members)))
         self._num_outputs += len(members)
 
-    def order(self) -> tuple[Tensor | None, Tensor | None]:
-        """``DecodePlan.order`` and ``missing``."""
+    def order(self) -> tuple[int, Tensor | None, Tensor | None]:
+        """``DecodePlan.num_parts``, ``order`` and ``missing``."""
         most = max(len(mine) for mine in self._parts)
-        if most == 1 and [mine[0] for mine in self._parts] == list(range(self._num_outputs)):
-            return None, None
         rows = [mine + mine[:1] * (most - len(mine)) for mine in self._parts]
+        if [part for row in rows for part in row] == list(range(self._num_outputs)):
+            return most, None, None
         missing = None
         if any(len(mine) < most for mine in self._parts):
             present = [[i >= len(mine) for i in range(most)] for mine in self._parts]
             missing = torch.tensor(present, device=self.device)
-        return torch.tensor(rows, device=self.device), missing
+        return most, torch.tensor(rows, device=self.device), missing
+
+    def _queries(self, owner: list[int]) -> Tensor | None:
+        if owner == list(range(len(self._parts))):
+            return None
+        return torch.tensor(owner, device=self.device)
 
 
 def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tensor, list[int]]:
@@ -174,16 +181,22 @@ def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -
     """
     grouped = q.view(q.shape[0], pages.blocks.shape[2], -1, q.shape[-1])
     parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale)]
-    out = _join([out for out, _ in parts])
-    if plan.order is None:
-        return out.reshape(q.shape).to(q.dtype)
-    if plan.order.shape[1] == 1:
-        return out[plan.order[:, 0]].reshape(q.shape).to(q.dtype)
-    lse = torch.cat([lse for _, lse in parts]) if len(parts) > 1 else parts[0][1]
-    lse = lse[plan.order]
-    if plan.missing is not None:
-        lse = lse.masked_fill(plan.missing[:, :, None, None], float("-inf"))
-    return merge_parts(out[plan.order], lse).reshape(q.shape).to(q.dtype)
+    out = _arrange(_join([out for out, _ in parts]), plan)
+    if plan.num_parts > 1:
+        lse = _arrange(torch.cat([lse for _, lse in parts]) if len(parts) > 1 else parts[0][1], plan)
+        if plan.missing is not None:
+            lse = lse.masked_fill(plan.missing[:, :, None, None], float("-inf"))
+        out = merge_parts(out, lse)
+    return out.reshape(q.shape).to(q.dtype)
+
+
+def _select(q: Tensor, queries: Tensor | None) -> Tensor:
+    return q if queries is None else q[queries]
+
+
+def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
+    """Outputs [n, ...] as [B, num_parts, ...]."""
+    return x.unflatten(0, (-1, plan.num_parts)) if plan.order is None else x[plan.order]
 
 
 def _join(outs: list[Tensor]) -> Tensor:
