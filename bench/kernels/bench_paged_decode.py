@@ -31,20 +31,10 @@ BF16 = torch.bfloat16
 
 # By bits: launch parameters and blocks an item, tried in this order.
 VARIANTS: dict[int, tuple[list[Tuning], list[int]]] = {
-    16: ([Tuning(2, 3), Tuning(2, 5), Tuning(4, 5), Tuning(4, 5, tile=64)], [8, 16]),
-    8: ([Tuning(2, 2), Tuning(2, 3), Tuning(2, 5), Tuning(4, 5)], [8, 16, 32]),
-    4: ([Tuning(1, 4), Tuning(1, 5), Tuning(1, 7), Tuning(2, 5)], [8, 16, 32]),
-    2: (
-        [
-            Tuning(1, 4),
-            Tuning(1, 5),
-            Tuning(1, 7),
-            Tuning(1, 5, maxnreg=200),
-            Tuning(1, 5, maxnreg=168),
-            Tuning(1, 5, reduce_top=True),
-        ],
-        [8, 16, 32],
-    ),
+    16: ([Tuning(2, 3), Tuning(2, 5)], [8, 16, 32]),
+    8: ([Tuning(2, 2), Tuning(2, 3)], [8, 16, 32]),
+    4: ([Tuning(1, 4), Tuning(1, 5)], [8, 16, 32]),
+    2: ([Tuning(1, 4), Tuning(1, 5)], [8, 16, 32]),
 }
 
 

@@ -26,11 +26,16 @@ from .timing import time_calls
 
 HEADS, GROUP, HEAD_DIM, CHUNK, SINK = 8, 4, 128, 2048, 32
 BF16 = torch.bfloat16
-DENSE = [Tuning(8, 3, tile=64), Tuning(8, 5, tile=64), Tuning(4, 3, tile=64), Tuning(8, 3, tile=128)]
-CODES = [Tuning(8, 3, tile=64), Tuning(4, 3, tile=64), Tuning(8, 3, tile=32)]
+VARIANTS = [  # launch parameters and rows of a query tile
+    (Tuning(8, 3, tile=128), 128),
+    (Tuning(8, 5, tile=64), 128),
+    (Tuning(4, 3, tile=64), 64),
+    (Tuning(4, 5, tile=64), 64),
+    (Tuning(4, 3, tile=128), 64),
+]
 
 
-def build(bits: int, history: int, chunk: int = CHUNK) -> tuple[Case, torch.Tensor, PrefillWork]:
+def build(bits: int, history: int, chunk: int = CHUNK, block_m: int = 128) -> tuple[Case, torch.Tensor, PrefillWork]:
     """One request with ``history`` tokens at ``bits`` bits (the blocks that are full), and its chunk's queries."""
     dense = dense_page(BF16, HEADS, HEAD_DIM)
     pages = [dense] if bits == 16 else [dense, uniform_page(bits, HEADS, HEAD_DIM)]
@@ -51,7 +56,7 @@ def build(bits: int, history: int, chunk: int = CHUNK) -> tuple[Case, torch.Tens
         torch.tensor([history], device="cuda"),
         torch.tensor([chunk], device="cuda"),
         num_rungs=len(pages),
-        tile_tokens=tile_tokens(HEADS * GROUP, HEADS),
+        tile_tokens=tile_tokens(HEADS * GROUP, HEADS, block_m),
         sink_tokens=SINK,
         block_tokens=T,
     )
@@ -78,7 +83,9 @@ def torch_seconds(history: int) -> dict[str, float]:
     def varlen() -> Any:
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(*rows, *bounds, CHUNK, length, enable_gqa=True, window_size=(-1, 0))
+        old = torch.__version__ < "2.12"  # grouped queries without a flag
+        causal = {"window_size": (-1, 0)} if old else {"window_size": (-1, 0), "enable_gqa": True}
+        return varlen_attn(*rows, *bounds, CHUNK, length, **causal)
 
     rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
     bounds = [torch.tensor([0, n], device="cuda", dtype=torch.int32) for n in (CHUNK, length)]
@@ -99,28 +106,19 @@ def measure() -> Iterator[dict[str, Any]]:
         for name, seconds in torch_seconds(history).items():
             yield {"kernel": f"torch {name}", "bits": 16, "history": history, "seconds": seconds, "flops": flops}
         for bits in (16, 4) if history else (16,):
-            case, q, work = build(bits, history)
-            for dense in DENSE if bits == 16 else DENSE[:1]:
-                for codes in CODES if bits < 16 else (None,):
+            for tuning, block_m in VARIANTS:
+                case, q, work = build(bits, history, block_m=block_m)
 
-                    def call(case: Case = case, q: Any = q, work: Any = work, tunings: Any = (dense, codes)) -> Any:
-                        scale = HEAD_DIM**-0.5
-                        return paged_prefill(q, case.arena, work, case.pages, HEADS, scale, tunings=tunings)
+                def call(case: Case = case, q: Any = q, work: Any = work, tuning: Tuning = tuning) -> Any:
+                    return paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tuning=tuning)
 
-                    try:
-                        seconds = time_calls([call])
-                    except Exception as error:
-                        print(f"  {bits} bits {dense} {codes}: {type(error).__name__} {str(error)[:80]}")
-                        continue
-                    tuning = codes or dense
-                    kernel = f"ours w{tuning.num_warps} s{tuning.num_stages} t{tuning.tile}"
-                    yield {
-                        "kernel": kernel,
-                        "bits": bits,
-                        "history": history,
-                        "seconds": seconds,
-                        "flops": flops,
-                    }
+                try:
+                    seconds = time_calls([call])
+                except Exception as error:
+                    print(f"  {bits} bits {tuning} {block_m} rows: {type(error).__name__} {str(error)[:80]}")
+                    continue
+                kernel = f"ours {block_m} rows w{tuning.num_warps} s{tuning.num_stages} t{tuning.tile}"
+                yield {"kernel": kernel, "bits": bits, "history": history, "seconds": seconds, "flops": flops}
 
 
 def check() -> None:

@@ -21,13 +21,19 @@ from triton.compiler import ASTSource
 
 from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
-from qkv_engine.kernels.paged_prefill.triton import prefill_variant
-from qkv_engine.kernels.tiles import PageFormat
+from qkv_engine.kernels.paged_prefill.stage import stage_kernel
+from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
+from qkv_engine.kernels.tiles import DenseSide, PageFormat
 
 from .inputs import dense_page, uniform_page
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
-POINTERS |= {"lse_ptr": "*fp32", "scale_log2": "fp32"}  # the rest are int32 or pointers to it
+POINTERS |= {
+    "lse_ptr": "*fp32",
+    "scale_log2": "fp32",
+    "staged_ptr": "*fp16",
+    "staged_addresses_ptr": "*i64",
+}  # the rest are int32 or pointers to it
 
 
 def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> Any:
@@ -84,11 +90,13 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
     for name, (page, heads, group, head_dim) in variants().items():
         kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
-        yield name, kernel, constexprs, tuning
-        if group == 4 and "fp32" not in name:
+        yield name, kernel, {**constexprs, "OVERLAP": True}, tuning
+        if group == 4 and isinstance(page.k, DenseSide):
             constexprs, tuning = prefill_variant(page, heads, group, head_dim, 128, 32)
-            place = {"IS_FIRST": True, "IS_LAST": True}
+            place = {"IS_FIRST": True, "IS_LAST": True, "IS_PIECE": False}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
+        elif group == 4:
+            yield f"stage {name}", stage_kernel, stage_constexprs(page), Tuning(4, 1)
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
+from ..tiles.overlap import begin_overlap, end_overlap
+
 
 @triton.jit
 def decode_float_kernel(
@@ -48,12 +50,15 @@ def decode_float_kernel(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_overlap(OVERLAP)
     i_w, i_h = tl.program_id(0), tl.program_id(1)
     i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
     first = tl.load(items_ptr + i_w * 4 + 1)
     num_blocks = tl.load(items_ptr + i_w * 4 + 2)
     if num_blocks == 0:
+        end_overlap(OVERLAP)
         return
     part = tl.load(items_ptr + i_w * 4 + 3).to(tl.int64)
     length = tl.load(lengths_ptr + i_b)
@@ -66,6 +71,7 @@ def decode_float_kernel(
     b_l = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     # Only the first block of a run can be a sink, and only its last ones can be unwritten: no loads in the loop.
+    PAGE_TILES: tl.constexpr = T // TILE
     first_tokens, first_written = T, T
     if S > 0:
         is_sink = tl.load(positions_ptr + first) < S
@@ -73,14 +79,19 @@ def decode_float_kernel(
         first_written = tl.where(is_sink, tl.minimum(length, S), T)
     missing = T - tl.minimum(length - tl.load(positions_ptr + first + num_blocks - 1), T)
     num_visible = num_blocks * T - missing
-    for i in tl.range(0, tl.maximum(num_visible + TILE - 1, 0) // TILE, num_stages=STAGES):
-        address = tl.load(addresses_ptr + first + i // (T // TILE))
-        o_t = (i % (T // TILE)) * TILE + o_tile
-        b_t = i * TILE + o_tile < num_visible
+    num_tiles = tl.maximum(num_visible + TILE - 1, 0) // TILE
+    first_tiles = (first_written + TILE - 1) // TILE
+    for i in tl.range(0, tl.minimum(num_tiles, first_tiles) + tl.maximum(num_tiles - PAGE_TILES, 0), num_stages=STAGES):
+        i_tile = i
+        if S > 0:  # a sink's page ends early
+            i_tile = tl.where(i < first_tiles, i, i + (PAGE_TILES - first_tiles))
+        address = tl.load(addresses_ptr + first + i_tile // PAGE_TILES)
+        o_t = (i_tile % PAGE_TILES) * TILE + o_tile
+        b_t = i_tile * TILE + o_tile < num_visible
         num_page_tokens = T
         if S > 0:
-            num_page_tokens = tl.where(i < T // TILE, first_tokens, T)
-            b_t = b_t & (o_t < tl.where(i < T // TILE, first_written, T))
+            num_page_tokens = tl.where(i < first_tiles, first_tokens, T)
+            b_t = b_t & (o_t < tl.where(i < first_tiles, first_written, T))
         # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
@@ -130,3 +141,4 @@ def decode_float_kernel(
     row = part * (H * G) + i_h * G + o_g
     tl.store(o_ptr + row[:, None] * D + o_d[None, :], b_acc / tl.maximum(b_l, 1e-30)[:, None], mask=b_rows)
     tl.store(lse_ptr + row, tl.where(b_l > 0, b_m + tl.log2(b_l), float("-inf")), mask=o_g < G)
+    end_overlap(OVERLAP)

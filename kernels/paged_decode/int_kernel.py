@@ -13,6 +13,8 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
+from ..tiles.overlap import begin_overlap, end_overlap
+
 
 @triton.jit
 def unpack(b_w, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
@@ -37,18 +39,43 @@ def unpack(b_w, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def unpack_in_place(b_w, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Like ``unpack``, but planes 1 and 2 of 2 bits come times 4 and 16: they fit an int8 without a shift."""
+    if BITS != 2 or PLANE == 0 or PLANE == 3:
+        b_c = unpack(b_w, PLANE, BITS, ASM)
+    elif not ASM:
+        b_c = (b_w & (3 << (2 * PLANE))).to(tl.int8)
+    elif PLANE == 1:
+        b_c = map4(b_w, "and.b32 $0, $1, 0x0C0C0C0C;")
+    else:
+        b_c = map4(b_w, "and.b32 $0, $1, 0x30303030;")
+    return b_c
+
+
+@triton.jit
 def map4(b_w, ASM: tl.constexpr):
     """``ASM`` on four bytes at a time."""
     return tl.inline_asm_elementwise(ASM, "=r,r", [b_w], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
-def split8(b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] floats within +-32512, rounded, as [ROWS, 2 COLUMNS] int8: (high, low) of each column."""
-    b_i = (b_x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2^23 rounds to the nearest integer
-    b_high = (b_i + 128) >> 8
-    b_low = b_i - (b_high << 8)
-    return tl.reshape(tl.join(b_high, b_low), (ROWS, 2 * COLUMNS)).to(tl.int8)
+def digits(b_x):
+    """Floats within +-32512, rounded, as two int8: x = 256 high + low."""
+    b_i = (b_x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: the low 16 bits are the nearest integer
+    return ((b_i + 128) >> 8).to(tl.int8), b_i.to(tl.int8)
+
+
+@triton.jit
+def split8(b_even, b_odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Even and odd rows of [ROWS, COLUMNS] floats as [ROWS, 2 COLUMNS] int8: (high, low) of each column.
+
+    The rows are joined last: so the compiler lets a column's rows be neighbours in shared memory, where the dot
+    reads eight at once and not one by one.
+    """
+    b_even_high, b_even_low = digits(b_even)
+    b_odd_high, b_odd_low = digits(b_odd)
+    b_x = tl.join(tl.join(b_even_high, b_even_low), tl.join(b_odd_high, b_odd_low))
+    return tl.reshape(tl.permute(b_x, (0, 3, 1, 2)), (ROWS, 2 * COLUMNS))
 
 
 @triton.jit
@@ -63,7 +90,10 @@ def plane_scores(
     b_w, b_q, PLANE: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr
 ):
     """Scores [LANES, G] of one plane of K codes, in fixed-point units."""
-    return join8(tl.dot(unpack(b_w, PLANE, BITS, ASM), b_q, out_dtype=tl.int32), LANES, G)
+    b_s = join8(tl.dot(unpack_in_place(b_w, PLANE, BITS, ASM), b_q, out_dtype=tl.int32), LANES, G)
+    if BITS == 2 and (PLANE == 1 or PLANE == 2):
+        b_s *= 0.0625 if PLANE == 2 else 0.25
+    return b_s
 
 
 @triton.jit
@@ -86,8 +116,10 @@ def scores(b_w, b_q, BITS: tl.constexpr, LANES: tl.constexpr, G: tl.constexpr, A
 def plane_values(
     b_o, b_w, b_p, PLANE: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr
 ):
-    """Adds one plane of V codes times its fixed-point weights to ``b_o`` [D, 2 G]."""
-    return tl.dot(unpack(b_w, PLANE, BITS, ASM), split8(b_p, LANES, G), b_o, out_dtype=tl.int32)
+    """Adds one plane of V codes times its fixed-point weights, in row order, to ``b_o`` [D, 2 G]."""
+    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_p, (2, 2, LANES // 4, G)), (2, 0, 3, 1)))
+    b_even, b_odd = tl.reshape(b_even, (LANES // 2, G)), tl.reshape(b_odd, (LANES // 2, G))
+    return tl.dot(unpack(b_w, PLANE, BITS, ASM), split8(b_even, b_odd, LANES, G), b_o, out_dtype=tl.int32)
 
 
 @triton.jit
@@ -141,7 +173,9 @@ def decode_int_kernel(
     REDUCE_TOP: tl.constexpr,
     ASM: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_overlap(OVERLAP)
     LANES: tl.constexpr = T * BITS // 8
     PLANES: tl.constexpr = 8 // BITS
     LEVELS: tl.constexpr = 2**BITS - 1
@@ -152,6 +186,7 @@ def decode_int_kernel(
     first = tl.load(items_ptr + i_w * 4 + 1)
     num_blocks = tl.load(items_ptr + i_w * 4 + 2)
     if num_blocks == 0:
+        end_overlap(OVERLAP)
         return
     part = tl.load(items_ptr + i_w * 4 + 3).to(tl.int64)
     o_g, o_d, o_lane = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, LANES)
@@ -168,7 +203,10 @@ def decode_int_kernel(
     o_v_meta = H * CODES + i_h * (4 * T)
     o_k_top = H * (CODES + 4 * D)
     o_v_top = H * (CODES + 4 * T)
-    o_meta = o_lane[:, None] * (2 * PLANES) + tl.arange(0, 2 * PLANES)[None, :]
+    # Row m of a score tile is byte lane 4 (m % (LANES / 4)) + m / (LANES / 4): lanes that V wants side by side are then
+    # rows of one thread.
+    o_row = o_lane % (LANES // 4) * 4 + o_lane // (LANES // 4)
+    o_meta = o_row[:, None] * (2 * PLANES) + tl.arange(0, 2 * PLANES)[None, :]
 
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([LANES, BLOCK_G], tl.float32)
@@ -181,7 +219,7 @@ def decode_int_kernel(
         p_v_meta = (p_v + o_v_meta).to(tl.pointer_type(tl.float16), bitcast=True)
         b_k_low = tl.load(p_k_meta + o_d, mask=b_d, other=0.0).to(tl.float32)
         b_k_range = tl.load(p_k_meta + D + o_d, mask=b_d, other=0.0).to(tl.float32)
-        b_k = tl.load(p_k + o_codes + o_lane[:, None] * D + o_d[None, :], mask=b_d[None, :], other=0)
+        b_k = tl.load(p_k + o_codes + o_row[:, None] * D + o_d[None, :], mask=b_d[None, :], other=0)
         b_v = tl.load(p_v + o_codes + o_d[:, None] * LANES + o_lane[None, :], mask=b_d[:, None], other=0)
         b_meta = tl.load(p_v_meta + o_meta)  # [lane][plane][low, range]
         b_v_low, b_v_range = tl.split(tl.reshape(b_meta, (LANES, PLANES, 2)))
@@ -192,7 +230,9 @@ def decode_int_kernel(
             k_top, v_top = load_top(p_k + o_k_top, i_h), load_top(p_v + o_v_top, i_h)
 
         b_bound = tl.maximum(b_q_top * k_top, 1e-30)
-        b_qi = split8(b_q * b_k_range[:, None] * (FIXED / b_bound)[None, :], BLOCK_D, BLOCK_G)
+        b_qk = tl.reshape(b_q * b_k_range[:, None] * (FIXED / b_bound)[None, :], (BLOCK_D // 2, 2, BLOCK_G))
+        b_even, b_odd = tl.split(tl.permute(b_qk, (0, 2, 1)))
+        b_qi = split8(b_even, b_odd, BLOCK_D, BLOCK_G)
         b_bias = tl.sum(b_q * (b_k_low + b_k_range * CENTER)[:, None], 0)
         b_s = scores(b_k, b_qi, BITS, LANES, BLOCK_G, ASM)
         b_s = b_s * (b_bound * (1.0 / (LEVELS * FIXED)))[None, :, None] + b_bias[None, :, None]
@@ -212,3 +252,4 @@ def decode_int_kernel(
     row = part * (H * G) + i_h * G + o_g
     tl.store(o_ptr + row[None, :] * D + o_d[:, None], b_out, mask=b_rows)
     tl.store(lse_ptr + row, b_m + tl.log2(b_sum), mask=o_g < G)
+    end_overlap(OVERLAP)

@@ -10,6 +10,8 @@ Source:  flash-decoding split-KV
 import triton
 import triton.language as tl
 
+from ..tiles.overlap import end_overlap
+
 
 @triton.jit
 def merge_kernel(
@@ -22,7 +24,9 @@ def merge_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    end_overlap(OVERLAP)
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HQ = tl.num_programs(1)
     o_d = tl.arange(0, BLOCK_D)

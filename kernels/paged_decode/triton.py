@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..tiles import PageFormat, UniformSide
 from ..tiles.launch import page_constexprs
+from ..tiles.overlap import can_overlap
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
 from .merge import merge_kernel
@@ -32,9 +33,10 @@ class Tuning:
     reduce_top: bool = False
 
 
-# Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one).
-FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
-INT_TUNING = {8: Tuning(2, 5), 4: Tuning(1, 5), 2: Tuning(1, 5)}  # by bits
+# Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one). One is enough
+# where eight programs an SM keep the memory busy; at 2 bits they do not.
+FLOAT_TUNING = Tuning(num_warps=2, num_stages=3)
+INT_TUNING = {8: Tuning(2, 2), 4: Tuning(1, 4), 2: Tuning(1, 5)}  # by bits
 
 
 def paged_decode(
@@ -57,11 +59,15 @@ def paged_decode(
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
     o = torch.empty(work.num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(work.num_parts, num_heads, dtype=torch.float32, device=q.device)
+    overlap = can_overlap(q.device)
+    chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+    options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for what is before it in the stream
     for rung, num_items in enumerate(work.num_items):
         page = pages[rung]
         if num_items and page is not None:
             tuning = tunings[rung] if tunings else None
-            _attend_rung(q, arena, work, rung, page, num_kv_heads, scale, o, lse, tuning)
+            _attend_rung(q, arena, work, rung, page, num_kv_heads, scale, o, lse, tuning, options)
+            options = chained
     block_d = triton.next_power_of_2(head_dim)
     merge_kernel[(batch, num_heads)](
         o,
@@ -72,8 +78,9 @@ def paged_decode(
         out.stride(1),
         D=head_dim,
         BLOCK_D=block_d,
-        BLOCK_P=8,
-        num_warps=1,
+        BLOCK_P=32,
+        num_warps=4,
+        **options,
     )
     return out
 
@@ -89,6 +96,7 @@ def _attend_rung(
     o: Tensor,
     lse: Tensor,
     tuning: Tuning | None,
+    options: dict[str, Any],
 ) -> None:
     """One rung's launch: all its work items, every KV head."""
     kernel, constexprs, tuning = decode_variant(
@@ -101,7 +109,8 @@ def _attend_rung(
         tuning=tuning,
     )
     blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
-    options = {"maxnreg": tuning.maxnreg} if tuning.maxnreg else {}
+    if tuning.maxnreg:
+        options = {**options, "maxnreg": tuning.maxnreg}
     kernel[(work.num_items[rung], num_kv_heads)](
         q,
         q.stride(0),

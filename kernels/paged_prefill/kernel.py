@@ -1,4 +1,4 @@
-"""Prefill attention of query tiles over the pages of one rung; launches for several rungs hand their state on.
+"""Prefill attention of query tiles over dense pages; launches for several rungs hand their state on.
 
 out[n, h] = softmax(scale q[n, h] . K) V over the tokens up to n's position, online over tiles of TILE tokens.
 
@@ -12,18 +12,22 @@ Source:  FlashAttention-2 (arXiv 2307.08691)
 import triton
 import triton.language as tl
 
+from ..tiles.dense import load_dense
+
 
 @triton.jit
-def attend_blocks(
+def attend_tiles(
     b_q,
     b_m,
     b_l,
     b_acc,
     b_position,
     first,
-    num_blocks,
-    gap_at,
+    num_tiles,
+    sink_tiles,
     gap,
+    lower,
+    upper,
     last_position,
     i_h,
     arena_ptr,
@@ -33,16 +37,7 @@ def attend_blocks(
     positions_ptr,
     scale_log2,
     MASKED: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_PER_TOKEN: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_STORED: tl.constexpr,
-    LOAD_V: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_PER_TOKEN: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_STORED: tl.constexpr,
+    STORED: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
@@ -52,30 +47,34 @@ def attend_blocks(
     DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Continues (m, l, acc) over ``num_blocks`` blocks from ``first``, jumping over ``gap`` blocks at ``gap_at``."""
-    for i in tl.range(0, num_blocks * (T // TILE), num_stages=STAGES):
-        j = i // (T // TILE)
-        i_block = first + j
+    """Continues (m, l, acc) over ``num_tiles`` tiles from block ``first``.
+
+    With masks, the first ``sink_tiles`` are the sink's and ``gap`` blocks follow that are not this loop's; blocks
+    outside ``lower`` to ``upper`` count as not visible.
+    """
+    PAGE_TILES: tl.constexpr = T // TILE
+    for i in tl.range(0, num_tiles, num_stages=STAGES):
         num_page_tokens = T
-        o_t = (i % (T // TILE)) * TILE + tl.arange(0, TILE)
         if MASKED:
-            i_block += tl.where(j >= gap_at, gap, 0)
+            is_sink = i < sink_tiles
+            i_tile = tl.where(is_sink, i, i - sink_tiles)
+            i_block = first + i_tile // PAGE_TILES + tl.where(is_sink, 0, gap)
+            o_t = (i_tile % PAGE_TILES) * TILE + tl.arange(0, TILE)
             position = tl.load(positions_ptr + i_block)
             if S > 0:
-                num_page_tokens = tl.where(position < S, S, T)
-            b_t = (o_t < num_page_tokens) & (position + o_t <= last_position)
+                num_page_tokens = tl.where(is_sink, S, T)
+            num_visible = tl.minimum(num_page_tokens, last_position + 1 - position)
+            b_t = o_t < tl.where((i_block >= lower) & (i_block < upper), num_visible, 0)
         else:
+            i_block = first + i // PAGE_TILES
+            o_t = (i % PAGE_TILES) * TILE + tl.arange(0, TILE)
             b_t = o_t < T
         address = tl.load(addresses_ptr + i_block)
         # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
-        b_k = LOAD_K(
-            p_k, i_h, o_t, b_t, num_page_tokens, False, K_BITS, K_PER_TOKEN, K_GROUP, K_STORED, H, T, D, BLOCK_D, DTYPE
-        )
-        b_v = LOAD_V(
-            p_v, i_h, o_t, b_t, num_page_tokens, True, V_BITS, V_PER_TOKEN, V_GROUP, V_STORED, H, T, D, BLOCK_D, DTYPE
-        )
+        b_k = load_dense(p_k, i_h, o_t, b_t, num_page_tokens, False, 16, False, 0, STORED, H, T, D, BLOCK_D, DTYPE)
+        b_v = load_dense(p_v, i_h, o_t, b_t, num_page_tokens, True, 16, False, 0, STORED, H, T, D, BLOCK_D, DTYPE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
         if MASKED:
             b_seen = b_t[None, :] & (position + o_t[None, :] <= b_position[:, None])
@@ -101,6 +100,9 @@ def prefill_kernel(
     runs_ptr,
     addresses_ptr,
     positions_ptr,
+    blocks_ptr,
+    from_block,
+    to_block,
     o_ptr,
     lse_ptr,
     out_ptr,
@@ -109,16 +111,8 @@ def prefill_kernel(
     scale_log2,
     IS_FIRST: tl.constexpr,
     IS_LAST: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_PER_TOKEN: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_STORED: tl.constexpr,
-    LOAD_V: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_PER_TOKEN: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_STORED: tl.constexpr,
+    IS_PIECE: tl.constexpr,
+    STORED: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -137,7 +131,22 @@ def prefill_kernel(
     first = tl.load(runs_ptr + i_tile * 4)
     num_sinks = tl.load(runs_ptr + i_tile * 4 + 1)
     num_full = tl.load(runs_ptr + i_tile * 4 + 2)
-    num_masked = num_sinks + tl.load(runs_ptr + i_tile * 4 + 3)
+    num_partial = tl.load(runs_ptr + i_tile * 4 + 3)
+    last_position = start + num_tokens - 1
+    first_full = first + num_sinks
+    first_partial = first_full + num_full
+    end_full = first_partial
+    lower, upper = 0, 2147483647
+    if IS_PIECE:  # only entries from_block to to_block of ``blocks`` are at hand
+        lower = tl.load(blocks_ptr + from_block)
+        upper = tl.load(blocks_ptr + to_block - 1) + 1
+        first_full = tl.maximum(first_full, lower)
+        end_full = tl.minimum(end_full, upper)
+    sink_tiles = num_sinks * ((S + TILE - 1) // TILE)
+    masked_tiles = sink_tiles
+    if num_partial > 0:
+        seen = last_position + 1 - tl.load(positions_ptr + first_partial + num_partial - 1)
+        masked_tiles += (num_partial - 1) * (T // TILE) + (tl.minimum(seen, T) + TILE - 1) // TILE
     o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_token, o_head = o_m // G, i_h * G + o_m % G
     b_m_mask = o_token < num_tokens
@@ -155,19 +164,17 @@ def prefill_kernel(
         b_m = tl.load(lse_ptr + o_state, mask=b_m_mask, other=0.0)
         b_l = tl.full([BLOCK_M], 1.0, tl.float32)
         b_acc = tl.load(p_o, mask=b_mask, other=0.0)
-    last_position = start + num_tokens - 1
     b_position = start + o_token
-    b_m, b_l, b_acc = attend_blocks(
-        b_q, b_m, b_l, b_acc, b_position, first + num_sinks, num_full, 0, 0, last_position, i_h,
-        arena_ptr, k_offset, v_offset, addresses_ptr, positions_ptr, scale_log2, False,
-        LOAD_K, K_BITS, K_PER_TOKEN, K_GROUP, K_STORED, LOAD_V, V_BITS, V_PER_TOKEN, V_GROUP, V_STORED,
-        H, D, T, S, BLOCK_D, TILE, DTYPE, STAGES,
+    num_tiles = tl.maximum(end_full - first_full, 0) * (T // TILE)
+    b_m, b_l, b_acc = attend_tiles(
+        b_q, b_m, b_l, b_acc, b_position, first_full, num_tiles, 0, 0, lower, upper, last_position,
+        i_h, arena_ptr, k_offset, v_offset, addresses_ptr, positions_ptr, scale_log2, False,
+        STORED, H, D, T, S, BLOCK_D, TILE, DTYPE, STAGES,
     )  # fmt: skip
-    b_m, b_l, b_acc = attend_blocks(
-        b_q, b_m, b_l, b_acc, b_position, first, num_masked, num_sinks, num_full, last_position, i_h,
-        arena_ptr, k_offset, v_offset, addresses_ptr, positions_ptr, scale_log2, True,
-        LOAD_K, K_BITS, K_PER_TOKEN, K_GROUP, K_STORED, LOAD_V, V_BITS, V_PER_TOKEN, V_GROUP, V_STORED,
-        H, D, T, S, BLOCK_D, TILE, DTYPE, STAGES,
+    b_m, b_l, b_acc = attend_tiles(
+        b_q, b_m, b_l, b_acc, b_position, first, masked_tiles, sink_tiles, num_sinks + num_full, lower, upper,
+        last_position, i_h, arena_ptr, k_offset, v_offset, addresses_ptr, positions_ptr, scale_log2, True,
+        STORED, H, D, T, S, BLOCK_D, TILE, DTYPE, STAGES,
     )  # fmt: skip
     b_out = b_acc / tl.maximum(b_l, 1e-30)[:, None]
     if IS_LAST:

@@ -17,6 +17,7 @@ class PrefillWork:
     Shapes:  addresses [C * P] int64, bytes;  positions [C * P] int32, a block's first token;
              tiles [N, 3] int32 (first row of q, tokens, position of the first token);
              runs [R, N, 4] int32 (first block, sinks, blocks all of whose tokens every query sees, other blocks)
+             blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending
     ``rungs`` lists the rungs that any tile sees.
     """
 
@@ -24,6 +25,7 @@ class PrefillWork:
     positions: Tensor
     tiles: Tensor
     runs: Tensor
+    blocks: tuple[Tensor, ...]
     rungs: tuple[int, ...]
     tile_tokens: int
     sink_tokens: int
@@ -69,11 +71,13 @@ class PrefillWork:
             parts = (mine & sink, mine & full, mine & ~sink & ~full)
             runs.append(torch.stack((start, *(p.sum(1) for p in parts)), 1))
         every = torch.stack(runs)
+        used = torch.where(positions < (starts + counts)[:, None], keys, num_rungs).flatten()
         return cls(
             addresses.gather(1, order).flatten(),
             positions.flatten().int(),
             torch.stack((row, tokens, first), 1).int(),
             every.int(),
+            tuple(torch.nonzero(used == rung).flatten().int() for rung in range(num_rungs)),
             tuple(r for r, n in enumerate(every[:, :, 1:].sum((1, 2)).tolist()) if n),
             tile_tokens,
             sink_tokens,
@@ -83,4 +87,5 @@ class PrefillWork:
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
         names = ("addresses", "positions", "tiles", "runs")
-        return replace(self, **{n: getattr(self, n).to(device, non_blocking=True) for n in names})
+        moved = {n: getattr(self, n).to(device, non_blocking=True) for n in names}
+        return replace(self, **moved, blocks=tuple(b.to(device, non_blocking=True) for b in self.blocks))

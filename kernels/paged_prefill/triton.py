@@ -1,10 +1,13 @@
-"""Prefill attention on the GPU: one launch a rung present, each continuing the softmax of the one before."""
+"""Prefill attention on the GPU: one launch a rung present, each continuing the softmax of the one before.
+
+Blocks of codes are first dequantized to dense pages, ``STAGED_NBYTES`` of them at a time.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,19 +16,31 @@ from torch import Tensor
 
 from ..paged_decode.triton import Tuning
 from ..tiles import DenseSide, PageFormat
-from ..tiles.launch import page_constexprs
+from ..tiles.launch import TL_DTYPE, page_constexprs
 from .kernel import prefill_kernel
 from .plan import PrefillWork
+from .stage import stage_kernel
 
 LOG2_E = math.log2(math.e)
 BLOCK_M = 128  # rows of a query tile: tokens times the query heads that share a KV head
-DENSE_TUNING = Tuning(num_warps=8, num_stages=5, tile=64)
-CODES_TUNING = Tuning(num_warps=8, num_stages=3, tile=64)
+TUNING = Tuning(num_warps=8, num_stages=3, tile=128)
+STAGED_NBYTES = 256 << 20
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:
     """Tokens of a query tile, which ``PrefillWork.build`` asks for."""
     return block_m // (num_heads // num_kv_heads)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: blocks at ``addresses`` from ``memory``; of a rung of codes, ``piece`` of its blocks."""
+
+    rung: int
+    page: PageFormat
+    memory: Tensor
+    addresses: Tensor
+    piece: tuple[int, int] | None = None
 
 
 def paged_prefill(
@@ -36,7 +51,7 @@ def paged_prefill(
     num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
-    tunings: Sequence[Tuning | None] = (),
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """Attention of chunks, written to their blocks, over themselves and their requests' earlier tokens.
 
@@ -46,44 +61,97 @@ def paged_prefill(
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
-    state = (0,) if len(work.rungs) == 1 else (num_rows, num_heads)
-    lse = torch.empty(state, dtype=torch.float32, device=q.device)
-    o = torch.empty((*state, head_dim), dtype=torch.float32, device=q.device)
+    launches = []
     for rung in work.rungs:
         page = pages[rung]
         assert page is not None
-        constexprs, tuning = prefill_variant(
+        if isinstance(page.k, DenseSide) and isinstance(page.v, DenseSide):
+            launches.append(Launch(rung, page, arena, work.addresses))
+        else:
+            launches += _pieces(arena, work, rung, page)
+    state = (0,) if len(launches) == 1 else (num_rows, num_heads)
+    lse = torch.empty(state, dtype=torch.float32, device=q.device)
+    o = torch.empty((*state, head_dim), dtype=torch.float32, device=q.device)
+    for launch in launches:
+        page, blocks = launch.page, work.blocks[launch.rung]
+        if launch.piece:
+            _stage(arena, work, pages[launch.rung], launch)
+        constexprs, tuned = prefill_variant(
             page,
             num_kv_heads,
             num_heads // num_kv_heads,
             head_dim,
             work.block_tokens,
             work.sink_tokens,
-            tunings[rung] if tunings else None,
+            tuning,
+            block_m=triton.next_power_of_2(work.tile_tokens * (num_heads // num_kv_heads)),
         )
         prefill_kernel[(len(work.tiles), num_kv_heads)](
             q,
             q.stride(0),
             q.stride(1),
-            arena,
+            launch.memory,
             page.k_offset,
             page.v_offset,
             work.tiles,
-            work.runs[rung],
-            work.addresses,
+            work.runs[launch.rung],
+            launch.addresses,
             work.positions,
+            blocks,
+            *(launch.piece or (0, 0)),
             o,
             lse,
             out,
             out.stride(0),
             out.stride(1),
             scale * LOG2_E,
-            IS_FIRST=rung == work.rungs[0],
-            IS_LAST=rung == work.rungs[-1],
+            IS_FIRST=launch is launches[0],
+            IS_LAST=launch is launches[-1],
+            IS_PIECE=launch.piece is not None,
             **constexprs,
-            num_warps=tuning.num_warps,
+            num_warps=tuned.num_warps,
         )
     return out
+
+
+def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageFormat) -> list[Launch]:
+    """Launches over a rung of codes, which share one piece of memory."""
+    num_blocks = len(work.blocks[rung])
+    k, dtype = page.k, torch.float16
+    nbytes = k.num_kv_heads * k.num_tokens * k.head_dim * dtype.itemsize
+    side = DenseSide(dtype, k.num_kv_heads, k.num_tokens, k.head_dim, nbytes)
+    step = max(1, min(num_blocks, STAGED_NBYTES // (2 * nbytes)))
+    memory = torch.empty(step * 2 * nbytes, dtype=torch.uint8, device=arena.device)
+    addresses = torch.empty_like(work.addresses)
+    dense = PageFormat(side, side, 0, nbytes)
+    starts = range(0, num_blocks, step)
+    return [Launch(rung, dense, memory, addresses, (i, min(i + step, num_blocks))) for i in starts]
+
+
+def _stage(arena: Tensor, work: PrefillWork, page: PageFormat | None, launch: Launch) -> None:
+    """Dequantizes the blocks of a launch."""
+    assert page is not None and launch.piece is not None
+    first, last = launch.piece
+    stage_kernel[(last - first, page.k.num_kv_heads, page.k.num_tokens // 32)](
+        arena,
+        page.k_offset,
+        page.v_offset,
+        work.blocks[launch.rung],
+        first,
+        work.addresses,
+        launch.memory.view(torch.float16),
+        launch.addresses,
+        **stage_constexprs(page),
+        num_warps=4,
+    )
+
+
+def stage_constexprs(page: PageFormat) -> dict[str, Any]:
+    """Compile-time arguments of ``stage_kernel`` for pages of one format."""
+    k = page.k
+    block_d = max(16, triton.next_power_of_2(k.head_dim))
+    shape = {"H": k.num_kv_heads, "D": k.head_dim, "T": k.num_tokens, "BLOCK_D": block_d, "TILE": 32}
+    return {**page_constexprs(page), **shape}
 
 
 def prefill_variant(
@@ -94,21 +162,23 @@ def prefill_variant(
     block_tokens: int,
     sink_tokens: int,
     tuning: Tuning | None = None,
+    block_m: int = BLOCK_M,
 ) -> tuple[dict[str, Any], Tuning]:
-    """Compile-time arguments (but for the launch's place in the order) and launch parameters."""
-    is_dense = isinstance(page.k, DenseSide) and isinstance(page.v, DenseSide)
+    """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
+    assert isinstance(page.k, DenseSide)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    tuning = tuning or (DENSE_TUNING if is_dense else CODES_TUNING)
-    if block_d > 128:  # two stages of 64 tokens would not fit in shared memory
+    tuning = tuning or TUNING
+    if block_d > 128 or page.k.dtype == torch.float32:  # shared memory holds no more
         tuning = replace(tuning, tile=32)
     constexprs = {
-        **page_constexprs(page),
+        "STORED": TL_DTYPE[page.k.dtype],
+        "DTYPE": TL_DTYPE[page.k.dtype],
         "H": num_kv_heads,
         "G": group,
         "D": head_dim,
         "T": block_tokens,
         "S": sink_tokens,
-        "BLOCK_M": BLOCK_M,
+        "BLOCK_M": max(16, block_m),
         "BLOCK_D": block_d,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,

@@ -1,0 +1,58 @@
+"""Blocks of codes, dequantized once to dense pages that all query tiles then share.
+
+A chunk of 2048 tokens has 64 query tiles a KV head: dequantizing in each would cost more than the attention itself.
+
+Shapes:  arena [nbytes] uint8;  blocks [N] int32, entries of addresses;  staged [N, 2, H, T, D];
+         staged_addresses as addresses [C * P] int64, written where ``blocks`` says
+Units:   addresses and offsets in bytes, from the start of arena and staged
+Grid:    (N, H, T / TILE); one program per block, KV head and tile of tokens
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stage_kernel(
+    arena_ptr,
+    k_offset,
+    v_offset,
+    blocks_ptr,
+    first,
+    addresses_ptr,
+    staged_ptr,
+    staged_addresses_ptr,
+    LOAD_K: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_PER_TOKEN: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_STORED: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_PER_TOKEN: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_STORED: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    i_n, i_h, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_block = tl.load(blocks_ptr + first + i_n)
+    p_slot = arena_ptr + tl.multiple_of(tl.load(addresses_ptr + i_block), 16)
+    SIDE: tl.constexpr = H * T * D
+    p_out = staged_ptr + i_n.to(tl.int64) * (2 * SIDE)
+    if i_h + i_tile == 0:
+        nbytes = i_n.to(tl.int64) * (2 * SIDE) * (staged_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        tl.store(staged_addresses_ptr + i_block, nbytes)
+    o_t, o_d = i_tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    b_t = o_t < T
+    b_mask = b_t[:, None] & (o_d < D)[None, :]
+    p_out += ((i_h * T + o_t) * D)[:, None] + o_d[None, :]
+    p_k, p_v = p_slot + k_offset, p_slot + v_offset
+    b_k = LOAD_K(p_k, i_h, o_t, b_t, T, False, K_BITS, K_PER_TOKEN, K_GROUP, K_STORED, H, T, D, BLOCK_D, DTYPE)
+    tl.store(p_out, b_k, mask=b_mask)
+    b_v = LOAD_V(p_v, i_h, o_t, b_t, T, True, V_BITS, V_PER_TOKEN, V_GROUP, V_STORED, H, T, D, BLOCK_D, DTYPE)
+    tl.store(p_out + SIDE, b_v, mask=b_mask)

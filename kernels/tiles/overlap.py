@@ -1,0 +1,34 @@
+"""Launches that overlap: a kernel starts while the one before it in the stream still runs (Hopper and later).
+
+Launched with ``launch_pdl``, a kernel starts once every program of the one before has begun. Each kernel of a chain
+waits for the one before only at its end, so a kernel that waits at its start may read what any of them wrote.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0) and not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def begin_overlap(OVERLAP: tl.constexpr):
+    """The next kernel may start."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def end_overlap(OVERLAP: tl.constexpr):
+    """Every kernel before this one has ended and its writes are visible."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
