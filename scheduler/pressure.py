@@ -45,6 +45,10 @@ class KVSpace(Protocol):
         """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""
         ...
 
+    def within_quota(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether the tenant of ``request`` stays within its share of memory if it runs too."""
+        ...
+
     def open(self, request: Request) -> int:
         """Begins a request's table; returns how many of its tokens were found in the prefix cache."""
         ...
@@ -122,6 +126,7 @@ class Pressure:
 
     def __init__(self, space: KVSpace, running: ArrivalQueue):
         self.space, self.running = space, running
+        self._has_quota = space.over_quota(2**62)
         self._candidates: dict[str | None, list[Candidate]] = {}  # by who needs room; coldest last, to be popped
 
     def forget(self) -> None:
@@ -181,6 +186,8 @@ class Pressure:
     def _step_down(self, tenant: str | None, number: int) -> int:
         """The ``number`` coldest blocks go down one rung; returns how many did."""
         found = self._candidates.setdefault(tenant, [])
+        if self._has_quota:
+            found.clear()  # who is over the quota changes with every block
         chosen = _pop(found, number)
         if not chosen:
             found += sorted(self._eligible(self._ranks(tenant)), key=_order, reverse=True)
@@ -192,7 +199,7 @@ class Pressure:
 
         With quotas, tenants over theirs pay before one within it, who pays for nobody else.
         """
-        if not self.space.over_quota(2**62):
+        if not self._has_quota:
             return {request: int(request.params.tenant != tenant) for request in self.running}
         usage: dict[str, int] = {}
         for request in self.running:

@@ -114,8 +114,14 @@ class Scheduler:
                 self.waiting.add(request)
 
     def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            request = self.waiting.oldest
+        over_quota: set[str] = set()
+        for request in list(self.waiting):
+            if not budget or len(self.running) == self.max_num_seqs:
+                return
+            # A tenant that waits for its own requests to end holds nobody else up.
+            if request.params.tenant in over_quota or not self.space.within_quota(request, self.running):
+                over_quota.add(request.params.tenant)
+                continue
             if not self.space.admits(request, self.running):
                 return
             request.num_computed_tokens = self.space.open(request)

@@ -20,7 +20,7 @@ class KVSpace:
     def __init__(self, tables: BlockTables, prefix: PrefixCache | None, quota: float | None = None):
         self.tables, self.prefix, self.quota = tables, prefix, quota
         self.ladder = tables.ladder
-        self._capacity = {rung: tables.max_tokens(rung) for rung in range(len(self.ladder.rungs))}
+        self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
 
     @property
     def num_rungs(self) -> int:
@@ -59,11 +59,14 @@ class KVSpace:
         running = list(running)
         if not running:
             return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
-        demand: Counter[int] = Counter()
-        for other in (*running, request):
-            rung = min(self.floor(other), self.ladder.admit_at)
-            demand += self.tables.demand(_expected_tokens(other), rung)
-        return self.tables.fits(demand)
+        return self.tables.fits(self._demand([*running, request]))
+
+    def within_quota(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether ``request`` and what its tenant already runs stay within the tenant's share of memory."""
+        if self.quota is None:
+            return True
+        same = [other for other in running if other.params.tenant == request.params.tenant]
+        return not same or self.tables.fits(self._demand([*same, request]), self.quota)
 
     def open(self, request: Request) -> int:
         floor, shared = self.floor(request), list[Block]()
@@ -114,6 +117,14 @@ class KVSpace:
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)
+
+    def _demand(self, requests: Iterable[Request]) -> Counter[int]:
+        """Slots by size that requests take on their floors, with what they still may write."""
+        demand: Counter[int] = Counter()
+        for request in requests:
+            rung = min(self.floor(request), self.ladder.admit_at)
+            demand += self.tables.demand(_expected_tokens(request), rung)
+        return demand
 
     def nbytes(self, request: Request) -> int:
         """Bytes of a request's blocks, shared ones divided among the requests that hold them."""

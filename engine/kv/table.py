@@ -102,16 +102,16 @@ class BlockTables:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-max(0, num_tokens - self.ladder.sink) // BLOCK_TOKENS)
 
-    def fits(self, demand: Counter[int]) -> bool:
-        """Whether the arena holds ``demand`` when nothing else is in it."""
-        return self.arena.slabs_for(demand) <= self.arena.num_slabs - self.arena.reserve
+    def fits(self, demand: Counter[int], share: float = 1.0) -> bool:
+        """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
+        return self.arena.slabs_for(demand) <= int(share * (self.arena.num_slabs - self.arena.reserve))
 
-    def max_tokens(self, rung: int) -> int:
-        """Tokens of the longest request that fits alone on ``rung``."""
+    def max_tokens(self, rung: int, share: float = 1.0) -> int:
+        """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena."""
         low, high = 0, self.arena.nbytes * BLOCK_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(self.demand(middle, rung)) else (low, middle - 1)
+            low, high = (middle, high) if self.fits(self.demand(middle, rung), share) else (low, middle - 1)
         return low
 
     def max_requests(self, num_tokens: int, rung: int) -> int:
