@@ -188,6 +188,8 @@ class EngineCore:
         self.counters = Counters()
         self.scheduler.num_preemptions = 0
         self.runner.cache.peak.clear()
+        self.runner.cache.fullest.clear()
+        self.runner.cache.tables.num_demotions.clear()
         self.runner.cache.note_peak()
 
     def step(self) -> None:

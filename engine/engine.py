@@ -260,8 +260,8 @@ class Engine:
 def _snapshot(started: Started) -> EngineStats:
     core, space = started.core, started.core.space
     cache, counters = core.runner.cache, core.counters
-    peak, ladder = cache.peak, started.ladder
-    nbytes = peak["codes"] + peak["meta"] + peak["dense"]
+    peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
+    held = fullest["codes"] + fullest["meta"] + fullest["dense"]
     idle = space.prefix.idle_nbytes if space.prefix else 0
     return EngineStats(
         model=started.name,
@@ -286,14 +286,14 @@ def _snapshot(started: Started) -> EngineStats:
         kv_bytes_total=cache.nbytes,
         kv_bytes_used=cache.arena.used_nbytes - idle,
         kv_bytes_cached=idle,
-        kv_bytes_peak=nbytes,
+        kv_bytes_peak=peak["codes"] + peak["meta"] + peak["dense"],
         kv_bytes_codes=peak["codes"],
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
         kv_blocks={ladder.rungs[rung].name: n for rung, n in cache.tables.num_blocks.items() if n and rung >= 0},
         kv_tokens_capacity=cache.tables.max_tokens(0),
         kv_tokens_floor=cache.tables.max_tokens(len(ladder.rungs) - 1),
-        effective_bits=8 * nbytes / peak["elements"] if nbytes else ladder.widest.effective_bits,
+        effective_bits=8 * held / fullest["elements"] if held else ladder.widest.effective_bits,
     )
 
 

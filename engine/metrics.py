@@ -37,7 +37,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_blocks: dict[str, int]  # live blocks by rung
     kv_tokens_capacity: int  # of one request on the widest rung
     kv_tokens_floor: int  # of one request on the last rung
-    effective_bits: float  # per KV element of the blocks in use, metadata counted; of the widest rung when none is
+    effective_bits: float  # per KV element when the most were held, metadata counted; of the widest rung without any
 
     def to_dict(self) -> dict[str, object]:
         return msgspec.structs.asdict(self)

@@ -41,6 +41,7 @@ class KVCache:
         self.tables = BlockTables(self.arena, ladder)
         self.memory = torch.empty(self.arena.nbytes, dtype=torch.uint8, device=device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
+        self.fullest: Counter[str] = Counter()  # the same when the most elements were held, the last time if several
         self._planner = StepPlanner(self.memory, ladder)
 
     @property
@@ -70,9 +71,12 @@ class KVCache:
         return found
 
     def note_peak(self) -> None:
-        """Remembers what is in use if it is the most so far."""
-        if self.arena.used_nbytes > self.peak["codes"] + self.peak["meta"] + self.peak["dense"]:
-            self.peak = self.bytes_in_use()
+        """Remembers what is in use if it is the most so far, in bytes or in elements: memory can be full of few of them."""
+        found = self.bytes_in_use()
+        if _nbytes(found) > _nbytes(self.peak):
+            self.peak = found
+        if found["elements"] >= self.fullest["elements"]:
+            self.fullest = found
 
     def apply_moves(self) -> set[Block]:
         """Carries out what the tables noted since the last step; returns blocks found to hold non-finite values."""
@@ -102,6 +106,10 @@ class KVCache:
         layout, target = self.ladder.rungs[old].layout, self.ladder.rungs[new].layout
         finite = transfer(self.memory, src, dst, layout, target)
         return () if finite is None else zip(moves, finite.tolist(), strict=True)
+
+
+def _nbytes(found: Counter[str]) -> int:
+    return found["codes"] + found["meta"] + found["dense"]
 
 
 def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
