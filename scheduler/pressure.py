@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from qkv_engine.config import BLOCK_TOKENS
@@ -127,11 +128,12 @@ class Pressure:
     def __init__(self, space: KVSpace, running: ArrivalQueue):
         self.space, self.running = space, running
         self._has_quota = space.over_quota(2**62)
-        self._candidates: dict[str | None, list[Candidate]] = {}  # by who needs room; coldest last, to be popped
+        self._coldest: list[Candidate] | None = None  # heap of what may step down this step
+        self._payer: str | None = None  # the tenant it was found for
 
     def forget(self) -> None:
         """To be called when blocks changed hands: what was found of them is no longer true."""
-        self._candidates.clear()
+        self._coldest = None
 
     def begin_step(self) -> None:
         """Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""
@@ -185,13 +187,14 @@ class Pressure:
 
     def _step_down(self, tenant: str | None, number: int) -> int:
         """The ``number`` coldest blocks go down one rung; returns how many did."""
-        found = self._candidates.setdefault(tenant, [])
-        if self._has_quota:
-            found.clear()  # who is over the quota changes with every block
-        chosen = _pop(found, number)
-        if not chosen:
-            found += sorted(self._eligible(self._ranks(tenant)), key=_order, reverse=True)
-            chosen = _pop(found, number)
+        # With quotas, who is over one changes with every block.
+        if self._coldest is None or self._payer != tenant or self._has_quota:
+            self._coldest, self._payer = self._eligible(self._ranks(tenant)), tenant
+            heapify(self._coldest)
+        chosen = [heappop(self._coldest) for _ in range(min(number, len(self._coldest)))]
+        for candidate in chosen:
+            if candidate.rung + 1 < candidate.block.floor:
+                heappush(self._coldest, candidate._replace(rung=candidate.rung + 1))
         return self._demote([(candidate, candidate.rung + 1) for candidate in chosen])
 
     def _ranks(self, tenant: str | None) -> dict[Request, int]:
@@ -253,20 +256,6 @@ class Pressure:
                 name, number, number * BLOCK_TOKENS, self.space.rung_name(old), self.space.rung_name(new),
                 before, self.space.free_blocks(),
             )  # fmt: skip
-
-
-def _pop(candidates: list[Candidate], number: int) -> list[Candidate]:
-    """The ``number`` coldest of those that did not step down since they were found."""
-    chosen: list[Candidate] = []
-    while candidates and len(chosen) < number:
-        candidate = candidates.pop()
-        if candidate.block.rung == candidate.rung:
-            chosen.append(candidate)
-    return chosen
-
-
-def _order(candidate: Candidate) -> tuple[int, bool, int, int, int, int]:
-    return candidate[:6]
 
 
 def choose_victim(running: ArrivalQueue) -> Request:

@@ -1,0 +1,117 @@
+"""A fake device: what the bytes of the arena hold, and tokens that depend on all KV a request can see.
+
+A token's KV is a number that stands for all tokens up to it, as the KV of a real model depends on all that came before.
+A record is what lies in one slot: how many tokens were written, the number of the last one, the rungs it went through,
+whose salt it carries and whether it is spoilt. A request's next token is a hash of the records its table names, so any
+lost, stale or exchanged block changes the output.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, replace
+from typing import Any
+
+MASK = (1 << 61) - 1
+SINK = -1
+
+
+def mix(*parts: int) -> int:
+    """A hash of numbers that is the same in every process."""
+    return hash(parts) & MASK
+
+
+@dataclass(slots=True)
+class Record:
+    """What one slot holds."""
+
+    nbytes: int
+    path: tuple[int, ...]  # the rungs it stood on
+    count: int = 0  # tokens written, from the first
+    value: int = 0  # of the last one
+    salt: str = ""
+    spoilt: bool = False
+
+
+class DeviceError(AssertionError):
+    """The books asked for something that would mix up or lose bytes."""
+
+
+class Device:
+    """The bytes of an arena."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+        self._starts: list[int] = []
+        self._records: dict[int, Record] = {}
+
+    def apply(self, tables: Any) -> list[Any]:
+        """Carries out waves and clears fresh slots in the order the cache does; returns the moves."""
+        waves, tables.waves = tables.waves, []
+        for wave in waves:
+            self._move(wave, tables)
+        for slot in tables.take_fresh():
+            self._put(slot.address, Record(slot.nbytes, ()))
+        return [move for wave in waves for move in wave]
+
+    def _move(self, wave: list[Any], tables: Any) -> None:
+        spans = []
+        for move in wave:
+            spans.append((move.src, move.src + tables._sizes[move.old]))
+            spans.append((move.dst, move.dst + tables._sizes[move.new]))
+        spans.sort()
+        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+            if start < end:
+                raise DeviceError("a wave both reads and writes a byte, or does one of them twice")
+        found = [self._at(move.src, tables._sizes[move.old]) for move in wave]
+        for move, record in zip(wave, found, strict=True):
+            if record.path and record.path[-1] != move.old:
+                raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
+            path = record.path if move.old == move.new else (*record.path, move.new)
+            self._put(move.dst, replace(record, nbytes=tables._sizes[move.new], path=path))
+
+    def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
+        """Tokens ``start:end`` of a block, the last of which is ``value``."""
+        record = self._at(block.slot.address, nbytes)
+        if record.count == 0 and record.path:
+            raise DeviceError("a block was not cleared of its earlier owner's bytes")
+        if record.count != start or (record.path and record.path != (block.rung,)):
+            raise DeviceError(f"tokens {start}:{end} are written behind {record.count}, on rungs {record.path}")
+        record.count, record.value, record.salt, record.path = end, value, salt, (block.rung,)
+
+    def read(self, block: Any, nbytes: int, salt: str) -> Record:
+        """What a request with ``salt`` sees of a block."""
+        record = self._at(block.slot.address, nbytes)
+        if record.spoilt:
+            raise DeviceError("values that were found bad are read again")
+        if record.salt != salt:
+            raise DeviceError(f"bytes written under salt {record.salt!r} are read under {salt!r}")
+        if not record.path or record.path[-1] != block.rung:
+            raise DeviceError(f"a block on rungs {record.path} is read as if on {block.rung}")
+        return record
+
+    def spoil(self, block: Any) -> None:
+        self._at(block.slot.address, block.slot.nbytes).spoilt = True
+
+    def path(self, block: Any) -> tuple[int, ...]:
+        return self._at(block.slot.address, block.slot.nbytes).path
+
+    def _at(self, address: int, nbytes: int) -> Record:
+        record = self._records.get(address)
+        if record is None or record.nbytes != nbytes:
+            raise DeviceError(f"nothing of {nbytes} bytes lies at {address}")
+        return record
+
+    def _put(self, address: int, record: Record) -> None:
+        """Writes over whatever lies there."""
+        end = address + record.nbytes
+        if address < 0 or end > self.nbytes:
+            raise DeviceError(f"bytes {address}:{end} lie outside the arena")
+        first = bisect.bisect_left(self._starts, address)
+        if first and self._starts[first - 1] + self._records[self._starts[first - 1]].nbytes > address:
+            first -= 1
+        last = bisect.bisect_left(self._starts, end)
+        for old in self._starts[first:last]:
+            del self._records[old]
+        self._starts[first:last] = [address]
+        self._records[address] = record

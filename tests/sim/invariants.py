@@ -1,0 +1,119 @@
+"""What holds after every event, reckoned from the tables alone.
+
+Arena: I1 bytes add up, I2 no byte has two owners, I3 slots lie on their grid, I4 no slot is lost and ``room`` is exact,
+I5 references equal owners, I6 tables name live blocks and enough of them, I7 a block never widens and its slot is as
+large as its rung, I8 floors of all holders hold, I14 and I15 (spy) bytes won and counters equal the replayed log. I10 to
+I13 live on the device: what is read is what was written, fresh slots are cleared, nothing is read that another wrote.
+I9 and I11 concern metadata and epochs, which these books do not have: a block is one object, and whoever shares it sees
+it change (its bytes are tested with the formats).
+
+Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S5 and S6 tokens, S8 order
+of arrival, S13 nothing is left at the end. S7, S9, S10 are in the simulator and the spy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from qkv_engine.request import RequestStatus
+
+from .device import SINK
+from .spy import SpySpace, require
+
+
+def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
+    """Arena, tables and prefix cache; ``seen`` has each block's rung at the previous check; returns the next one."""
+    tables, options = space.tables, space.options
+    arena, sizes = tables.arena, tables._sizes
+    owners: dict[Any, list[int]] = {}
+    for table in tables._tables.values():
+        if table.sink is not None:
+            require(table.sink.rung == SINK, "a sink stepped down")
+            owners.setdefault(table.sink, []).append(table.floor)
+        for block in table.blocks:
+            require(block.rung != SINK, "a sink stands among the blocks")
+            owners.setdefault(block, []).append(table.floor)
+    cached: dict[Any, int] = {}
+    if space.prefix is not None:
+        for entry in space.prefix._entries.values():
+            cached[entry.block] = cached.get(entry.block, 0) + 1
+            owners.setdefault(entry.block, [])
+    spans, used, live, rungs, now = [], 0, {}, {}, {}
+    slab_nbytes, last = arena.slab_nbytes, len(options.sizes) - 1
+    for block, floors in owners.items():
+        slot, rung = block.slot, block.rung
+        size = sizes[rung]
+        require(slot.alive and slot.nbytes == size, f"a block on rung {rung} has a slot of {slot.nbytes} bytes")
+        require(block.refs == len(floors) + cached.get(block, 0), f"{block.refs} references, {len(floors)} tables")
+        if len(floors) > 1 or block.holders != floors:
+            require(sorted(block.holders) == sorted(floors), "holders are not the tables that name the block")
+        floor = min(floors) if floors else last
+        require(rung == SINK or block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
+        require(rung <= floor, f"rung {rung} below the floor {floor}")
+        before = seen.get(block)
+        require(before is None or before <= rung, "a block widened")
+        now[block] = rung
+        offset = slot.address % slab_nbytes
+        require(offset % size == 0 and offset + size <= slab_nbytes, "a slot is off its grid")
+        spans.append((slot.address, size))
+        used += size
+        live[size] = live.get(size, 0) + 1
+        rungs[rung] = rungs.get(rung, 0) + 1
+    spans.sort()
+    end = 0
+    for address, size in spans:
+        require(address >= end, f"two slots own byte {address}")
+        end = address + size
+    require(end <= arena.nbytes, "a slot lies outside the arena")
+    require(used == arena.used_nbytes <= arena.peak_nbytes, f"{used} bytes are owned, {arena.used_nbytes} counted")
+    require(live == +arena.live, f"{live} slots are owned, {+arena.live} counted")
+    require(rungs == +tables.num_blocks, f"{rungs} blocks by rung, {+tables.num_blocks} counted")
+    require(not tables._retiring, "slots wait to be released")
+    require(+tables.num_demotions == space.replayed, "demotions are miscounted")
+    return now
+
+
+def check_room(space: SpySpace) -> None:
+    """What the arena says of its room, against the slabs counted again; free slabs and slots add up."""
+    arena = space.tables.arena
+    for size in {*space.options.sizes, space.tables.ladder.sink_nbytes} - {0}:
+        require(arena.room(size) == space.room(size), f"room for {arena.room(size)} slots of {size}")
+    require(len(set(arena._pool)) == len(arena._pool), "a slab is twice in the pool")
+    for number, slab in enumerate(arena._slabs):
+        require((number in arena._pool) == (slab.slot_nbytes == 0), f"slab {number} is lost")
+        if slab.slot_nbytes:
+            taken = {*slab.live, *slab.free}
+            require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")
+            require(len(taken) == arena.slab_nbytes // slab.slot_nbytes, f"slab {number} lost a slot")
+    if space.prefix is not None:
+        children = Counter(entry.parent for entry in space.prefix._entries.values())
+        require(children == space.prefix._children, "the prefix cache miscounts what follows its blocks")
+        idle = sum(e.block.slot.nbytes for e in space.prefix._entries.values() if e.block.refs == 1)
+        require(space.prefix.idle_nbytes == idle, "idle bytes are miscounted")
+
+
+def check_queues(scheduler: Any, space: SpySpace) -> None:
+    """Registry, queues, states, order, and enough blocks for what is computed."""
+    running, waiting = list(scheduler.running), list(scheduler.waiting)
+    together = running + waiting
+    require(len(running) <= scheduler.max_num_seqs, "too many run")
+    require(len(together) == len(scheduler.requests), "a request is lost or doubled")
+    previous: dict[str, int] = {}
+    for request in together:  # first come first served: whoever runs came before whoever waits of the same tenant
+        tenant = request.params.tenant if space.options.quota else ""
+        require(request.arrival > previous.get(tenant, -1), "a later request runs before an earlier one")
+        previous[tenant] = request.arrival
+        require(scheduler.requests.get(request.request_id) is request, "the registry disagrees")
+        require(request.num_computed_tokens <= request.num_tokens, "more is computed than known")
+    options, names = space.options, space.tables._tables
+    require(len(names) == len(running), "someone owns blocks who does not run")
+    for request in running:
+        require(request.status is RequestStatus.RUNNING, "a running request is in another state")
+        table = names.get(request.request_id)
+        require(table is not None, "a running request has no table")
+        held = options.sink * (table.sink is not None) + len(table.blocks) * options.block
+        require(held >= request.num_computed_tokens, "computed tokens have no block")
+    for request in waiting:
+        require(request.status is RequestStatus.WAITING, "a waiting request is in another state")
+        require(request.num_computed_tokens == 0, "a waiting request has computed tokens")

@@ -1,0 +1,106 @@
+"""One seed -> one random set of options: the swarm. Rates may be zero, arenas tiny, ladders odd."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ..scheduler.common import TinyLadder, TinyRung
+
+# Slot sizes of the rungs, widest first: halves, odd ones that divide no slab, metadata that stays, near neighbours.
+LADDERS = ((16,), (16, 8), (16, 9), (16, 5), (16, 8, 4), (16, 9, 5), (16, 10, 6), (16, 9, 5, 3), (16, 8, 4, 3), (20, 11, 7, 6))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a simulated run depends on, besides the seed of its dice."""
+
+    seed: int
+    block: int
+    sizes: tuple[int, ...]
+    sink: int
+    recent: int
+    eager: bool
+    admit_at: int
+    slabs: int
+    slab_blocks: int
+    budget: int
+    max_num_seqs: int
+    prefix: bool
+    num_prompts: int  # shared prompt prefixes to choose from
+    salts: int
+    quota: float | None
+    tenants: int
+    longest: int  # blocks of a typical long request
+    arrivals: float
+    aborts: float
+    forks: float
+    faults: float
+    bad_blocks: float
+    recoveries: float
+    pinned: float
+    floored: float
+    open_ended: float
+
+    def ladder(self) -> TinyLadder:
+        sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0
+        return TinyLadder(
+            tuple(TinyRung(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)),
+            sink=self.sink,
+            recent=self.recent,
+            eager=self.eager,
+            admit_at=self.admit_at,
+            sink_nbytes=max(1, self.sizes[0] * sink_tokens // self.block) if self.sink else 0,
+        )
+
+    @property
+    def reserve(self) -> int:
+        return len(self.sizes) - 1
+
+    @property
+    def promises_no_preemption(self) -> bool:
+        """Whether admission sees all that a running request may come to need: then none ever gives way."""
+        return not self.open_ended and self.quota is None
+
+
+def draw(seed: int) -> Options:
+    rng = random.Random(seed)
+
+    def rate(most: float) -> float:
+        return 0.0 if rng.random() < 0.5 else most * rng.random()
+
+    block = rng.choice((4, 4, 8, 8, 16, 128))
+    sizes = rng.choice(LADDERS)
+    sink = rng.choice((0, 0, block // 4, block // 2, block, rng.randint(1, block)))
+    slab_blocks = rng.choice((1, 1, 2, 3, 4, 7, 16))
+    least = 2 + len(sizes) + (sink > 0)
+    slabs = max(least, min(64, int(2 ** rng.uniform(1, 6.1)), 96 // slab_blocks))
+    quota = rng.choice((None, None, None, rng.uniform(0.1, 0.6)))
+    return Options(
+        seed=seed,
+        block=block,
+        sizes=sizes,
+        sink=sink,
+        recent=rng.choice((0, 0, 0, block // 2, block, rng.randint(0, 3 * block))),
+        eager=len(sizes) > 1 and rng.random() < 0.3,
+        admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)),
+        slabs=slabs,
+        slab_blocks=slab_blocks,
+        budget=rng.choice((1, rng.randint(2, 16), rng.randint(16, 128), rng.randint(64, 600))),
+        max_num_seqs=rng.choice((1, 2, 4, 8, 16, 16)),
+        prefix=rng.random() < 0.6,
+        num_prompts=rng.randint(1, 4),
+        salts=rng.choice((1, 1, 2, 3)),
+        quota=quota,
+        tenants=rng.choice((1, 2, 3)) if quota is None else rng.choice((2, 3)),
+        longest=rng.choice((2, 4, 8, 16)),
+        arrivals=rng.uniform(0.02, 0.6),
+        aborts=rate(0.1),
+        forks=rate(0.5),
+        faults=rate(0.02),
+        bad_blocks=rate(0.02),
+        recoveries=rate(0.01),
+        pinned=rate(0.4),
+        floored=rate(0.6),
+        open_ended=rate(0.5),
+    )

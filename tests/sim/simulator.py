@@ -1,0 +1,327 @@
+"""The real scheduler, pressure, tables, prefix cache and arena on a fake device, one seed a run.
+
+First arrivals, aborts, forks and faults at random; then none any more, and everybody has to finish within as many steps
+as there are tokens left. After every event everything is checked: see ``invariants``, ``spy`` and ``device``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from qkv_engine.errors import CapacityError, QKVError, RequestError
+from qkv_engine.request import FinishReason, Request, SamplingParams
+
+from .code import Code, Patch, load
+from .device import Device, mix
+from .invariants import check_books, check_queues, check_room
+from .options import Options, draw
+from .spy import SpySpace, require
+from .truth import Truth, token
+
+STOP_TOKEN = 0
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, options: Options, patch: Patch | None = None):
+        self.options = options
+        self.code: Code = load(options.block, patch)
+        self.rng = random.Random(mix(options.seed, 17))
+        self.num_events = 0
+        self.counts: Counter[str] = Counter()
+        self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
+        self._log = hashlib.sha256()
+        self._prompts = [[self.rng.randrange(50) for _ in range(64 * options.block)] for _ in range(options.num_prompts)]
+        self.truths: dict[Request, Truth] = {}
+        self.space: SpySpace = self._new_space()
+        self.scheduler: Any = self.code.Scheduler(
+            self.space, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.budget
+        )
+        self.space.scheduler = self.scheduler
+
+    def _new_space(self) -> SpySpace:
+        options, code = self.options, self.code
+        slab = options.slab_blocks * options.sizes[0]
+        arena = code.Arena(options.slabs * slab + self.rng.randrange(slab), slab, reserve=options.reserve)
+        tables = code.BlockTables(arena, options.ladder())
+        prefix = code.PrefixCache(tables, "model") if options.prefix else None
+        self.device = Device(arena.nbytes)
+        self.seen: dict[Any, Any] = {}
+        return SpySpace(code.KVSpace(tables, prefix, options.quota), options)
+
+    # ---- running
+
+    def run(self, num_events: int) -> None:
+        """At least ``num_events`` events of chaos, then everybody finishes."""
+        while self.num_events < num_events:
+            self._chaos()
+            self.step()
+        self.finish_all()
+
+    def finish_all(self) -> None:
+        """Nothing new, no faults: all finish within as many steps as they have tokens left; nothing is left over."""
+        bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
+        while self.scheduler.has_work:
+            require(bound > 0, "requests do not finish")
+            bound -= 1
+            self.step()
+        if self.space.prefix is not None:
+            self.space.prefix.clear()
+        self.event("end")
+        require(self.space.tables.arena.used_nbytes == 0, "bytes are left when nobody is")
+        require(len(self.space.tables.arena._pool) == self.options.slabs, "slabs are left when nobody is")
+        require(not self.truths, "a request never ended")
+
+    def digest(self) -> str:
+        return self._log.hexdigest()
+
+    def event(self, *what: Any) -> None:
+        """Notes an event and checks everything."""
+        self.num_events += 1
+        self.counts[what[0]] += 1
+        self._log.update(repr(what).encode())
+        self.seen = check_books(self.space, self.seen)
+        check_room(self.space)
+        check_queues(self.scheduler, self.space)
+        if self.options.promises_no_preemption:
+            require(self.scheduler.num_preemptions == 0, "an admitted request was preempted")
+
+    # ---- chaos
+
+    def _chaos(self) -> None:
+        options, rng = self.options, self.rng
+        if rng.random() < options.arrivals or (options.arrivals and not self.scheduler.has_work):
+            copies = rng.randint(2, 4) if rng.random() < options.forks else 1
+            name, ids, params, length = f"r{self.counts['add']}", self._prompt(), self._params(), self._length()
+            for index in range(copies):
+                self.add(Request(f"{name}/{index}", ids, params, length, seed=rng.randrange(2**32)))
+        if self.scheduler.requests and rng.random() < options.aborts:
+            self.abort(rng.choice(list(self.scheduler.requests.values())))
+        if rng.random() < options.recoveries:
+            self.recover()
+
+    def _prompt(self) -> list[int]:
+        rng, block = self.rng, self.options.block
+        most = self.options.longest * block
+        ids = list(self._prompts[rng.randrange(len(self._prompts))][: rng.choice((0, rng.randint(0, most)))])
+        return ids + [rng.randrange(50) for _ in range(rng.randint(1, max(1, rng.choice((3, block, most)))))]
+
+    def _length(self) -> int | None:
+        return self.rng.randint(1, self.rng.choice((2, self.options.block, 3 * self.options.block)))
+
+    def _params(self) -> SamplingParams:
+        options, rng = self.options, self.rng
+        floored, open_ended = rng.random() < options.floored, rng.random() < options.open_ended
+        return SamplingParams(
+            max_tokens=None if open_ended else 1,  # the number is the request's
+            ignore_eos=not open_ended and rng.random() < 0.5,
+            kv_pinned=rng.random() < options.pinned,
+            kv_floor=f"rung{rng.randrange(len(options.sizes))}" if floored else None,
+            tenant=f"t{rng.randrange(options.tenants)}",
+            cache_salt=f"s{rng.randrange(options.salts)}",
+            prompt_logprobs=1 if rng.random() < 0.05 else None,
+        )
+
+    def add(self, request: Request) -> None:
+        """Submits a request; one without ``max_tokens`` may go on as long as it fits."""
+        fits = self.space.capacity(request)
+        if request.params.max_tokens is None:
+            request.max_tokens = max(1, fits - request.num_prompt_tokens + 1)
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            require(request.max_num_tokens > fits, "a request that fits was refused")
+            self.event("refused", request.request_id)
+            return
+        require(request.max_num_tokens <= fits, "a request that cannot fit was taken")
+        self.truths[request] = Truth(request, self.options.block, self.options.sink)
+        self.event("add", request.request_id, request.num_prompt_tokens, request.max_tokens)
+        try:
+            self.scheduler.add(Request(request.request_id, [1], request.params, 1))
+        except RequestError:
+            return
+        require(False, "a live id was taken twice")
+
+    def abort(self, request: Request) -> None:
+        self._end(request, FinishReason.ABORT)
+
+    def recover(self) -> None:
+        """As after an interrupt: new books, the old bytes and requests."""
+        device = self.device
+        self.space = self._new_space()
+        self.device._starts, self.device._records = device._starts, device._records
+        self.scheduler.recover(self.space)
+        self.space.scheduler = self.scheduler
+        for request, truth in list(self.truths.items()):
+            truth.computed = 0
+            if request.is_finished:
+                self._note_end(request)
+            elif self._is_done(request):
+                self._end(request, FinishReason.STOP)
+        self.event("recover")
+
+    # ---- a step
+
+    def step(self) -> None:
+        """What ``EngineCore.step`` does."""
+        scheduler = self.scheduler
+        if not scheduler.has_work:
+            return
+        oldest = scheduler.running.oldest if scheduler.running else None
+        rounds = 0 if oldest is None else oldest.num_preemptions
+        had = set(scheduler.running)
+        self.space.begin_schedule()
+        batch = scheduler.schedule()
+        self.event("schedule", [(i.request.request_id, i.start, i.num_tokens) for i in batch.items])
+        self._check_batch(batch)
+        require(oldest is None or oldest.num_preemptions == rounds, "the oldest was preempted")
+        self.counts["preempted"] += sum(r not in scheduler.running for r in had)
+        for request in had - set(scheduler.running):
+            self.truths[request].computed = 0
+        moves = self.device.apply(self.space.tables)
+        self.counts["demotion"] += sum(move.old != move.new for move in moves)
+        self.counts["copy"] += sum(move.old == move.new for move in moves)
+        self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
+        self._spoil(batch)
+        for item in batch.items:
+            if not item.request.is_finished:
+                self._write(item)
+        for item in batch.items:
+            if not item.request.is_finished:
+                self._accept(item)
+        if self.space.prefix is not None:
+            self._check_cached()
+
+    def _check_batch(self, batch: Any) -> None:
+        scheduler = self.scheduler
+        require(0 < batch.num_tokens <= self.options.budget, f"{batch.num_tokens} tokens in a step")
+        names = [item.request.request_id for item in batch.items]
+        require(len(set(names)) == len(names), "a request is twice in a batch")
+        require(scheduler.running.oldest in [item.request for item in batch.items], "the oldest does not advance")
+        chunks = [item.num_tokens > 1 for item in batch.items]
+        require(chunks == sorted(chunks), "single tokens do not come first")
+        for item in batch.items:
+            request = item.request
+            require(request in scheduler.running, "someone is computed who does not run")
+            require(item.start == request.num_computed_tokens < item.end <= request.num_tokens, "not the next tokens")
+            require(item.start <= self.truths[request].computed or item.start == request.num_cached_tokens or
+                    item.start < request.num_tokens, "tokens are skipped")  # fmt: skip
+            table = self.space.tables[request.request_id]
+            require(table.sink is not None or not self.options.sink, "no sink")
+            blocks = -(-max(0, item.end - self.options.sink) // self.options.block)
+            require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
+        self.space.check_work(len(batch))
+
+    def _spoil(self, batch: Any) -> None:
+        """Now and then values turn out bad: a block's, which all its holders pay for, or one request's."""
+        rng, options = self.rng, self.options
+        if rng.random() < options.bad_blocks:
+            request = rng.choice(list(self.scheduler.running))
+            blocks = [b for b in self.space.tables[request.request_id].blocks if self.device.path(b)]
+            if blocks:
+                bad = rng.choice(blocks)
+                self.device.spoil(bad)
+                for other in list(self.scheduler.running):
+                    if bad in self.space.tables[other.request_id].blocks:
+                        self._end(other, FinishReason.ERROR)
+        for item in batch.items:
+            if not item.request.is_finished and rng.random() < options.faults:
+                for block in self.space.tables[item.request.request_id]:
+                    if not block.is_shared and self.device.path(block):
+                        self.device.spoil(block)
+                self._end(item.request, FinishReason.ERROR)
+
+    def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
+        """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
+        table = self.space.tables[item.request.request_id]
+        sizes, blocks = self.space.tables._sizes, list(table)
+        return [
+            (block, sizes[block.rung], start, end)
+            for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=True)
+        ]
+
+    def _write(self, item: Any) -> None:
+        truth, salt = self.truths[item.request], item.request.params.cache_salt
+        for block, nbytes, start, end in self._places(item):
+            if end > item.start:
+                first = max(start, item.start)
+                self.device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
+
+    def _accept(self, item: Any) -> None:
+        request = item.request
+        truth, salt = self.truths[request], request.params.cache_salt
+        fold, floor = 0, self.space.floor(request)
+        for block, nbytes, start, end in self._places(item):
+            record = self.device.read(block, nbytes, salt)
+            require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
+            require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
+            fold = mix(fold, record.count, record.value)
+        require(fold == truth.fold(item.end), f"{request.request_id} sees other KV than alone")
+        samples = item.samples
+        self.scheduler.computed(item)
+        truth.computed = item.end
+        require(request.num_computed_tokens == item.end, "computed tokens are miscounted")
+        self.event("computed", request.request_id, item.end)
+        if not samples:
+            return
+        found = token(request.seed, item.end, fold)
+        self.scheduler.append_token(request, found)
+        truth.emitted = (*truth.emitted, found)
+        self.event("token", request.request_id, found)
+        if self._is_done(request):
+            length = request.num_output_tokens >= request.max_tokens
+            self._end(request, FinishReason.LENGTH if length else FinishReason.STOP)
+
+    @staticmethod
+    def _is_done(request: Request) -> bool:
+        stopped = request.num_output_tokens > 0 and request.token_ids[-1] == STOP_TOKEN and not request.params.ignore_eos
+        return stopped or request.num_output_tokens >= request.max_tokens
+
+    # ---- ends
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        error = QKVError("on purpose") if reason is FinishReason.ERROR else None
+        blocks = list(self.space.tables[request.request_id]) if request.request_id in self.space.tables else []
+        self.scheduler.finish(request, reason, error=error)
+        require(request.is_finished and request.finish_reason is reason, "a request did not end as told")
+        require(request.request_id not in self.space.tables, "an ended request owns blocks")
+        if error is not None and self.space.prefix is not None:
+            offered = {id(entry.block) for entry in self.space.prefix._entries.values()}
+            require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
+        self._note_end(request)
+        self.event("end of", request.request_id, str(reason))
+
+    def _note_end(self, request: Request) -> None:
+        truth = self.truths.pop(request)
+        require(request.request_id not in self.outputs, "a request ended twice")
+        alone = Truth(Request("", request.prompt_token_ids, request.params, 1, seed=request.seed), truth.block, truth.sink)
+        for found in request.output_token_ids:
+            require(found == alone.next_token(alone.request.num_tokens), "an answer differs from the one given alone")
+            alone.request.token_ids.append(found)
+        require(request.num_output_tokens <= request.max_tokens, "more tokens than asked for")
+        require(request.token_ids == [*request.prompt_token_ids, *truth.emitted], "tokens are lost or doubled")
+        self.outputs[request.request_id] = (request.output_token_ids, str(request.finish_reason))
+
+    def _check_cached(self) -> None:
+        """What the prefix cache offers is whole, and what it says it is."""
+        for entry in self.space.prefix._entries.values():
+            record = self.device._at(entry.block.slot.address, entry.block.slot.nbytes)
+            require(record.count == len(entry.tokens), "a cached block is not full")
+            require(not record.spoilt, "bad values are offered")
+
+
+def simulate(seed: int, num_events: int, change: Callable[[Options], Options] | None = None) -> Simulation:
+    """One run with the options that ``seed`` draws."""
+    options = draw(seed) if change is None else change(draw(seed))
+    simulation = Simulation(options)
+    try:
+        simulation.run(num_events)
+    except Exception as error:
+        error.add_note(f"after {simulation.num_events} events of {options}")
+        raise
+    return simulation

@@ -1,0 +1,223 @@
+"""Stands between scheduler and KV memory and holds every call to its promise, by its own reckoning."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from .options import Options
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(truth: bool, message: str) -> None:
+    if not truth:
+        raise Broken(message)
+
+
+class Eligible(NamedTuple):
+    """A block that may step down, by the spy's reckoning; in the order in which blocks have to."""
+
+    rank: int
+    shared: bool
+    rung: int
+    newness: int
+    arrival: int
+    index: int
+    key: int
+
+
+class SpySpace:
+    """A ``KVSpace`` that checks; everything it does not name goes through."""
+
+    def __init__(self, space: Any, options: Options):
+        self._space, self.options = space, options
+        self.tables, self.prefix = space.tables, space.prefix
+        self.scheduler: Any = None
+        self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
+        self.begin_schedule()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+    def begin_schedule(self) -> None:
+        self.needy: Any = None  # who asked for room last
+        self.short = False  # and whether it did not get it
+        self.asked: dict[str, int] = {}  # most blocks each request asked for
+        self.demoted = 0
+
+    # ---- memory, reckoned again
+
+    def packed(self, extra: Iterable[int] = ()) -> int:
+        """Slabs in use when every size is packed, with ``extra`` slots."""
+        arena = self.tables.arena
+        counts = Counter(extra)
+        for slab in arena._slabs:
+            counts[slab.slot_nbytes] += len(slab.live)
+        return sum(-(-n // (arena.slab_nbytes // size)) for size, n in counts.items() if size and n)
+
+    def room(self, size: int) -> int:
+        arena, number = self.tables.arena, 0
+        limit = arena.num_slabs - self.options.reserve
+        per = arena.slab_nbytes // size
+        counts = Counter({slab.slot_nbytes: 0 for slab in arena._slabs if slab.slot_nbytes})
+        for slab in arena._slabs:
+            counts[slab.slot_nbytes] += len(slab.live)
+        others = sum(-(-n // (arena.slab_nbytes // s)) for s, n in counts.items() if s and s != size)
+        number = max(0, (limit - others) * per - counts[size])
+        return number
+
+    # ---- calls
+
+    def room_for(self, request: Any, num_tokens: int, spare: int = 0) -> int:
+        room = self._space.room_for(request, num_tokens, spare)
+        require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
+        self._ask(request, num_tokens, spare)
+        self.short = room < num_tokens
+        return int(room)
+
+    def reserve(self, request: Any, num_tokens: int) -> bool:
+        table = self.tables[request.request_id]
+        had = len(table.blocks)
+        promised = self._space.room_for(request, num_tokens) >= num_tokens
+        new = max(0, self.tables.blocks_for(num_tokens) - had)
+        sinks = int(self.options.sink > 0 and table.sink is None)
+        sizes = [self.options.sizes[0]] * new + [self.tables.ladder.sink_nbytes] * sinks
+        limit = self.tables.arena.num_slabs - self.options.reserve
+        fits = not sizes or self.packed(sizes) <= limit
+        got = self._space.reserve(request, num_tokens)
+        require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
+        require(len(table.blocks) == had + new * got, "a reservation is not all or nothing")
+        self._ask(request, num_tokens, 0)
+        self.short = not got
+        return bool(got)
+
+    def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
+        self.needy = request
+        blocks = max(0, self.tables.blocks_for(num_tokens) - len(self.tables[request.request_id].blocks))
+        self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), blocks + spare + 1)
+
+    def open(self, request: Any) -> int:
+        found = self._space.open(request)
+        require(found < request.num_tokens, "nothing is left to compute")
+        table = self.tables[request.request_id]
+        held = (self.options.sink if table.sink is not None else 0) + len(table.blocks) * self.options.block
+        require(found == held, f"{found} tokens found, blocks hold {held}")
+        floor = self._space.floor(request)
+        require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
+        if request.params.prompt_logprobs is not None:
+            require(found == 0, "prompt log-probabilities need every token computed")
+        return int(found)
+
+    def evict(self) -> bool:
+        idle = self._idle()
+        used = self.tables.arena.used_nbytes
+        done = self._space.evict()
+        require(done == bool(idle), f"{idle} cached blocks are idle, one was given up: {done}")
+        require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")
+        return bool(done)
+
+    def _idle(self) -> int:
+        return 0 if self.prefix is None else sum(e.block.refs == 1 for e in self.prefix._entries.values())
+
+    def demote(self, steps: Iterable[tuple[Any, int]]) -> int:
+        steps = list(steps)
+        if self.needy is None and self._is_settling(steps):
+            pass
+        else:
+            self._check_relief(steps)
+        sizes = self.options.sizes
+        used = self.tables.arena.used_nbytes
+        won = 0
+        for block, rung in steps:
+            require(block.rung < rung <= block.floor, f"rung {block.rung} -> {rung} with floor {block.floor}")
+            self.replayed[f"rung{block.rung}", f"rung{rung}"] += 1
+            won += sizes[block.rung] - sizes[rung]
+        require(len({id(block) for block, _ in steps}) == len(steps), "a block is named twice")
+        done = self._space.demote(steps)
+        require(done == len(steps), f"{done} of {len(steps)} blocks stepped down: the reserve was not enough")
+        require(all(block.rung == rung for block, rung in steps), "a block is not where it was sent")
+        require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
+        self.demoted += done
+        return int(done)
+
+    # ---- who may step down
+
+    def _is_settling(self, steps: list[tuple[Any, int]]) -> bool:
+        """Whether these steps are an eager ladder's: past the prompt, past the window, straight to the floor."""
+        if not self.options.eager:
+            return False
+        ready = {
+            request: 0
+            for request in self.scheduler.running
+            if request.num_computed_tokens >= request.num_prompt_tokens
+        }
+        allowed = {found.key for found in self._eligible(ready)}
+        limit = 4 * -(-len(self.scheduler.running) // 32)
+        return len(steps) <= limit and all(id(b) in allowed and rung == b.floor for b, rung in steps)
+
+    def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
+        """Only under declared pressure, only one rung, the coldest first, and nobody within a quota pays for others."""
+        running, tenant = self.scheduler.running, None
+        require(self._idle() == 0, "blocks step down while cached ones are idle")
+        if self.needy is None:
+            require(self.room(self.options.sizes[0]) < len(running), "blocks step down without need")
+            require(len(steps) <= 2 * -(-len(running) // 64), "too many blocks step down ahead of need")
+        else:
+            require(self.short, "blocks step down although there is room")
+            require(len(steps) <= 8, "too many blocks step down at once")
+            tenant = self.needy.params.tenant
+        expected = sorted(self._eligible(self._ranks(tenant)))
+        require(
+            [id(block) for block, _ in steps] == [found.key for found in expected[: len(steps)]],
+            "the blocks that step down are not the coldest",
+        )
+        require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
+
+    def _ranks(self, tenant: str | None) -> dict[Any, int]:
+        quota, running = self.options.quota, self.scheduler.running
+        if quota is None:
+            return {r: int(r.params.tenant != tenant) for r in running}
+        usage: Counter[str] = Counter()
+        for request in running:
+            for block in self.tables[request.request_id]:
+                holders = sum(block in list(self.tables[r.request_id]) for r in running)
+                usage[request.params.tenant] += block.slot.nbytes // holders
+        over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.nbytes}
+        pays = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
+        if tenant in over:
+            return {r: int(r.params.tenant != tenant) for r in pays}
+        return {r: int(r.params.tenant == tenant) for r in pays}
+
+    def _eligible(self, ranks: dict[Any, int]) -> list[Eligible]:
+        """All blocks that may step down, each as its newest holder sees it."""
+        options, holders = self.options, {}
+        for request in self.scheduler.running:
+            for index, block in enumerate(self.tables[request.request_id].blocks):
+                if block.rung < block.floor:
+                    end = options.sink + (index + 1) * options.block
+                    age = request.num_computed_tokens - options.recent - end
+                    holders.setdefault(id(block), (block, []))[1].append((age, request, index))
+        found = []
+        for key, (block, ages) in holders.items():
+            if all(request in ranks for _, request, _ in ages) and all(age >= 0 for age, _, _ in ages):
+                age, request, index = min(ages, key=lambda entry: entry[0])
+                rank = max(ranks[request] for _, request, _ in ages)
+                found.append(Eligible(rank, len(ages) > 1, block.rung, -age, request.arrival, index, key))
+        return found
+
+    def check_work(self, num_items: int) -> None:
+        """The blocks that stepped down in one schedule are bounded by what was asked for."""
+        sizes = self.options.sizes
+        if len(sizes) == 1:
+            return
+        least = min(a - b for a, b in zip(sizes, sizes[1:], strict=False))
+        slab = self.tables.arena.slab_nbytes
+        running = len(self.scheduler.running)
+        bound = 2 * -(-running // 64) + 4 * -(-running // 32)
+        for blocks in self.asked.values():
+            bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8
+        require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

@@ -1,0 +1,54 @@
+"""What a request answers when it is alone: computed from its tokens, without books or device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qkv_engine.request import Request
+
+from .device import mix
+
+
+@dataclass(slots=True, eq=False)
+class Truth:
+    """The KV values and the answer of one request, as if nobody else were there."""
+
+    request: Request
+    block: int
+    sink: int
+    values: list[int] = field(default_factory=list)  # by position
+    _folds: list[int] = field(default_factory=list)  # over all full blocks, by their number
+    rounds: int = 0  # preemptions seen
+    computed: int = 0
+    emitted: tuple[int, ...] = ()
+
+    def value(self, position: int) -> int:
+        """The KV of the token at ``position``; stands for all tokens up to it."""
+        values, tokens = self.values, self.request.token_ids
+        while len(values) <= position:
+            values.append(mix(values[-1] if values else 1, tokens[len(values)]))
+        return values[position]
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """Where the sink and the blocks of ``length`` tokens begin and end."""
+        first = min(length, self.sink)
+        spans = [(0, first)] if first else []
+        return spans + [(start, min(length, start + self.block)) for start in range(self.sink, length, self.block)]
+
+    def fold(self, length: int) -> int:
+        """All KV of the first ``length`` tokens in one number."""
+        spans, folds = self.spans(length), self._folds
+        full = [span for span in spans if span[1] < length]
+        for start, end in full[len(folds) :]:
+            folds.append(mix(folds[-1] if folds else 0, end - start, self.value(end - 1)))
+        start, end = spans[-1]
+        return mix(folds[len(full) - 1] if full else 0, end - start, self.value(end - 1))
+
+    def next_token(self, length: int) -> int:
+        """The token that follows the first ``length``."""
+        return token(self.request.seed, length, self.fold(length))
+
+
+def token(seed: int, position: int, fold: int) -> int:
+    """What the fake model says after seeing ``fold``."""
+    return mix(seed, position, fold) % 50
