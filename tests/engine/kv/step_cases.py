@@ -1,0 +1,75 @@
+"""Run by test_step_triton.py under Triton's interpreter: the GPU's step against the CPU's, on the same cache."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.kernels.interpreted import report
+
+from qkv_engine.config import KVConfig, RungConfig, uniform_rung
+from qkv_engine.kv.cache import KVCache
+from qkv_engine.kv.ladder import build_ladder
+from qkv_engine.kv.step_triton import plan_triton
+from qkv_engine.request import Request, SamplingParams
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+
+LAYERS, KV_HEADS, GROUP = 2, 2, 2
+DENSE32 = RungConfig("dense32", "dense32", "dense32")
+
+
+def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
+    """Largest relative difference over a mixed step: a prompt, a chunk after sealed blocks, single tokens."""
+    torch.manual_seed(0)
+    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink)
+    ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=torch.float32)
+    cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
+    cache.memory.fill_(0xFF)
+    requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
+    for name in requests:
+        cache.tables.open(name, len(rungs))
+    worst = 0.0
+    for growth in ({"a": 300, "b": 5}, {"b": 1, "a": 130}, {"a": 1, "b": 1, "c": 40}):
+        for name, number in growth.items():
+            assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
+        items = [ScheduledRequest(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
+        batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
+        cache.apply_moves()
+        worst = max(worst, step(cache, batch, head_dim))
+        for item in items:
+            item.request.num_computed_tokens = item.end
+        if rungs and requests["a"].num_computed_tokens == 300:
+            blocks = cache.tables["a"].blocks
+            cache.tables.demote([(blocks[0], 1), (blocks[1], len(rungs))])
+    return worst
+
+
+def step(cache: KVCache, batch: ScheduledBatch, head_dim: int) -> float:
+    planner, total = cache._planner, batch.num_tokens
+    q = torch.randn(LAYERS, total, KV_HEADS * GROUP, head_dim)
+    kv = torch.randn(LAYERS, 2, total, KV_HEADS, head_dim)
+    num_decodes = sum(item.num_tokens == 1 for item in batch.items)
+    writes = planner._writes(batch, cache.tables)
+    gpu = plan_triton(batch, cache.tables, cache.memory, writes, planner._layers, num_decodes)
+    cpu = planner.plan(batch, cache.tables)
+    worst = 0.0
+    for layer in range(LAYERS):
+        found = gpu.attend(layer, q[layer], kv[layer, 0], kv[layer, 1])
+        expected = cpu.attend(layer, q[layer], kv[layer, 0], kv[layer, 1])
+        worst = max(worst, ((found - expected).norm() / expected.norm()).item())
+    return worst
+
+
+if __name__ == "__main__":
+    report(
+        {
+            "one rung": lambda: compare((), 0, 64),
+            "one rung, sink": lambda: compare((), 16, 64),
+            "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
+            "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
+        }
+    )
