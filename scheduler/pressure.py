@@ -20,8 +20,8 @@ logger = logging.getLogger("qkv_engine")
 
 # Blocks that step down in one go: small enough that no step is held up, large enough for one launch to pay.
 RELIEF_BLOCKS = 8
-AHEAD_PER_STEP = 2  # for every 64 running requests
-EAGER_PER_STEP = 4  # for every 32 running requests
+AHEAD_PER_STEP = 1  # for every 64 running requests
+EAGER_PER_STEP = 8  # for every 32 running requests
 
 
 class Block(Protocol):
