@@ -141,10 +141,16 @@ def _kv(shell: Shell, argument: str) -> None:
     stats, last = shell.conversation.engine.stats(), shell.conversation.last
     table = _table()
     table.add_row("preset", stats.kv)
-    table.add_row("memory", f"{format_size(stats.kv_bytes_total)}, {stats.kv_tokens_capacity:,} tokens")
+    floor = f", {stats.kv_tokens_floor:,} at its floor" if stats.kv_tokens_floor > stats.kv_tokens_capacity else ""
+    table.add_row("memory", f"{format_size(stats.kv_bytes_total)}, {stats.kv_tokens_capacity:,} tokens{floor}")
     table.add_row(
         "in use now", f"{format_size(stats.kv_bytes_used)}, at most {format_size(stats.kv_bytes_peak)} so far"
     )
+    table.add_row("kept for reuse", format_size(stats.kv_bytes_cached))
+    blocks = ", ".join(f"{number:,} {rung}" for rung, number in stats.kv_blocks.items())
+    table.add_row("blocks", blocks or "none")
+    steps = ", ".join(f"{number:,} {step}" for step, number in stats.demotions.items())
+    table.add_row("stepped down", steps or "none")
     table.add_row("precision", f"{stats.effective_bits:.4g} bits an element, metadata counted")
     if last is not None:
         share = last.context_tokens / stats.max_model_len

@@ -59,7 +59,8 @@ class FakeEngine:
         counts = dict.fromkeys(EngineStats.__struct_fields__, 0)
         known = {"model": "fake", "device": "cpu", "dtype": "float32", "kv": "bf16", "max_model_len": 8192}
         sizes = {"kv_bytes_total": 2**30, "kv_bytes_used": 2**20, "kv_tokens_capacity": 131072}
-        return EngineStats(**{**counts, **known, **sizes, "effective_bits": 16.0})
+        blocks = {"kv_blocks": {"dense16": 1}, "demotions": {}, "kv_tokens_floor": 131072}
+        return EngineStats(**{**counts, **known, **sizes, **blocks, "effective_bits": 16.0})
 
     def stream(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         self.prompts.append(messages)
