@@ -76,12 +76,14 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
 
 def check_room(space: SpySpace) -> None:
     """What the arena says of its room, against the slabs counted again; free slabs and slots add up."""
-    arena = space.tables.arena
-    for size in {*space.options.sizes, space.tables.ladder.sink_nbytes} - {0}:
-        require(arena.room(size) == space.room(size), f"room for {arena.room(size)} slots of {size}")
-    require(len(set(arena._pool)) == len(arena._pool), "a slab is twice in the pool")
+    arena, live = space.tables.arena, space.live()
+    for size in space.tables._sizes.values():
+        if size:
+            require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
+    pool = set(arena._pool)
+    require(len(pool) == len(arena._pool), "a slab is twice in the pool")
     for number, slab in enumerate(arena._slabs):
-        require((number in arena._pool) == (slab.slot_nbytes == 0), f"slab {number} is lost")
+        require((number in pool) == (slab.slot_nbytes == 0), f"slab {number} is lost")
         if slab.slot_nbytes:
             taken = {*slab.live, *slab.free}
             require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")

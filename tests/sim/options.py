@@ -74,7 +74,8 @@ def draw(seed: int) -> Options:
     sink = rng.choice((0, 0, block // 4, block // 2, block, rng.randint(1, block)))
     slab_blocks = rng.choice((1, 1, 2, 3, 4, 7, 16))
     least = 2 + len(sizes) + (sink > 0)
-    slabs = max(least, min(64, int(2 ** rng.uniform(1, 6.1)), 96 // slab_blocks))
+    slabs = max(least, min(64, int(2 ** rng.uniform(1, 6.1)), 64 // slab_blocks))
+    blocks = (slabs - len(sizes) + 1) * slab_blocks
     quota = rng.choice((None, None, None, rng.uniform(0.1, 0.6)))
     return Options(
         seed=seed,
@@ -86,15 +87,15 @@ def draw(seed: int) -> Options:
         admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)),
         slabs=slabs,
         slab_blocks=slab_blocks,
-        budget=rng.choice((1, rng.randint(2, 16), rng.randint(16, 128), rng.randint(64, 600))),
+        budget=rng.choice((max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))),
         max_num_seqs=rng.choice((1, 2, 4, 8, 16, 16)),
         prefix=rng.random() < 0.6,
         num_prompts=rng.randint(1, 4),
         salts=rng.choice((1, 1, 2, 3)),
         quota=quota,
         tenants=rng.choice((1, 2, 3)) if quota is None else rng.choice((2, 3)),
-        longest=rng.choice((2, 4, 8, 16)),
-        arrivals=rng.uniform(0.02, 0.6),
+        longest=max(1, blocks // rng.choice((1, 2, 2, 3, 4, 6, 10))),
+        arrivals=rng.uniform(0.05, 1.0),
         aborts=rate(0.1),
         forks=rate(0.5),
         faults=rate(0.02),

@@ -52,7 +52,7 @@ class Simulation:
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes)
         self.seen: dict[Any, Any] = {}
-        return SpySpace(code.KVSpace(tables, prefix, options.quota), options)
+        return SpySpace(code.KVSpace(tables, prefix, options.quota), options, code.pressure)
 
     # ---- running
 
@@ -95,7 +95,8 @@ class Simulation:
 
     def _chaos(self) -> None:
         options, rng = self.options, self.rng
-        if rng.random() < options.arrivals or (options.arrivals and not self.scheduler.has_work):
+        crowded = len(self.scheduler.waiting) > 8
+        if not self.scheduler.has_work or (not crowded and rng.random() < options.arrivals):
             copies = rng.randint(2, 4) if rng.random() < options.forks else 1
             name, ids, params, length = f"r{self.counts['add']}", self._prompt(), self._params(), self._length()
             for index in range(copies):
@@ -111,8 +112,8 @@ class Simulation:
         ids = list(self._prompts[rng.randrange(len(self._prompts))][: rng.choice((0, rng.randint(0, most)))])
         return ids + [rng.randrange(50) for _ in range(rng.randint(1, max(1, rng.choice((3, block, most)))))]
 
-    def _length(self) -> int | None:
-        return self.rng.randint(1, self.rng.choice((2, self.options.block, 3 * self.options.block)))
+    def _length(self) -> int:
+        return self.rng.randint(1, self.rng.choice((2, min(self.options.block, 32), min(3 * self.options.block, 100))))
 
     def _params(self) -> SamplingParams:
         options, rng = self.options, self.rng

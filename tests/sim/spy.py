@@ -33,8 +33,8 @@ class Eligible(NamedTuple):
 class SpySpace:
     """A ``KVSpace`` that checks; everything it does not name goes through."""
 
-    def __init__(self, space: Any, options: Options):
-        self._space, self.options = space, options
+    def __init__(self, space: Any, options: Options, pressure: Any):
+        self._space, self.options, self._pressure = space, options, pressure
         self.tables, self.prefix = space.tables, space.prefix
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
@@ -51,24 +51,26 @@ class SpySpace:
 
     # ---- memory, reckoned again
 
+    def live(self) -> Counter[int]:
+        """Slots in use by size, counted slab by slab."""
+        counts: Counter[int] = Counter()
+        for slab in self.tables.arena._slabs:
+            if slab.slot_nbytes:
+                counts[slab.slot_nbytes] += len(slab.live)
+        return counts
+
     def packed(self, extra: Iterable[int] = ()) -> int:
         """Slabs in use when every size is packed, with ``extra`` slots."""
-        arena = self.tables.arena
-        counts = Counter(extra)
-        for slab in arena._slabs:
-            counts[slab.slot_nbytes] += len(slab.live)
-        return sum(-(-n // (arena.slab_nbytes // size)) for size, n in counts.items() if size and n)
+        slab, counts = self.tables.arena.slab_nbytes, self.live()
+        counts.update(extra)
+        return sum(-(-n // (slab // size)) for size, n in counts.items() if size)
 
-    def room(self, size: int) -> int:
-        arena, number = self.tables.arena, 0
-        limit = arena.num_slabs - self.options.reserve
-        per = arena.slab_nbytes // size
-        counts = Counter({slab.slot_nbytes: 0 for slab in arena._slabs if slab.slot_nbytes})
-        for slab in arena._slabs:
-            counts[slab.slot_nbytes] += len(slab.live)
-        others = sum(-(-n // (arena.slab_nbytes // s)) for s, n in counts.items() if s and s != size)
-        number = max(0, (limit - others) * per - counts[size])
-        return number
+    def room(self, size: int, live: Counter[int] | None = None) -> int:
+        """Slots of ``size`` that can still be had when every size is packed."""
+        arena, counts = self.tables.arena, self.live() if live is None else live
+        slab = arena.slab_nbytes
+        others = sum(-(-n // (slab // s)) for s, n in counts.items() if s != size)
+        return max(0, (arena.num_slabs - self.options.reserve - others) * (slab // size) - counts[size])
 
     # ---- calls
 
@@ -156,7 +158,7 @@ class SpySpace:
             if request.num_computed_tokens >= request.num_prompt_tokens
         }
         allowed = {found.key for found in self._eligible(ready)}
-        limit = 4 * -(-len(self.scheduler.running) // 32)
+        limit = self._pressure.EAGER_PER_STEP * -(-len(self.scheduler.running) // 32)
         return len(steps) <= limit and all(id(b) in allowed and rung == b.floor for b, rung in steps)
 
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
@@ -165,7 +167,8 @@ class SpySpace:
         require(self._idle() == 0, "blocks step down while cached ones are idle")
         if self.needy is None:
             require(self.room(self.options.sizes[0]) < len(running), "blocks step down without need")
-            require(len(steps) <= 2 * -(-len(running) // 64), "too many blocks step down ahead of need")
+            most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 64)
+            require(len(steps) <= most, "too many blocks step down ahead of need")
         else:
             require(self.short, "blocks step down although there is room")
             require(len(steps) <= 8, "too many blocks step down at once")
@@ -217,7 +220,7 @@ class SpySpace:
         least = min(a - b for a, b in zip(sizes, sizes[1:], strict=False))
         slab = self.tables.arena.slab_nbytes
         running = len(self.scheduler.running)
-        bound = 2 * -(-running // 64) + 4 * -(-running // 32)
+        bound = self._pressure.AHEAD_PER_STEP * -(-running // 64) + self._pressure.EAGER_PER_STEP * -(-running // 32)
         for blocks in self.asked.values():
             bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")
