@@ -1,4 +1,4 @@
-"""Questions with one right answer each: which to ask, from the demo tasks or a file, and how to put them to an engine."""
+"""Questions with one right answer each, of the demo tasks or a file, and how they are put to an engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parse_tasks(text: str, *, samples: int, seed: int = 0) -> tuple[Task, ...]:
         match = re.fullmatch(r"\s*([a-z]+)\s*(?::\s*(\d{1,4})\s*)?", part, re.ASCII)
         name = match[1] if match else part.strip()
         if match is None or name not in TASKS or match[2] == "0":
-            remedy = f'Give a list such as "ledger:40,lookup" of {", ".join(TASKS)}, each with a size from 1 if you like'
+            remedy = f'Give a list such as "ledger:40,lookup": names from {", ".join(TASKS)}, sizes from 1'
             raise ConfigError("not a task", field="tasks", value=part.strip(), remedy=remedy)
         wanted[name, int(match[2]) if match[2] else DEFAULT_SIZES[name]] = None
     return tuple(Task(name, size, tuple(sample_examples(name, size, samples, seed))) for name, size in wanted)
@@ -77,30 +77,26 @@ def read_questions(path: Path, *, samples: int) -> Task:
 
     Raises ``ConfigError`` for any other line, or none.
     """
-    examples: list[Example] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(examples) == samples:
-                break
-            if line.strip():
-                examples.append(_parse_question(path, number, line))
-    if not examples:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", field="data", value=str(path)) from error
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not filled:
         raise ConfigError("has no questions", field="data", value=str(path))
-    return Task(path.stem, None, tuple(examples))
+    return Task(path.stem, None, tuple(_parse_question(path, number, line) for number, line in filled[:samples]))
 
 
 def _parse_question(path: Path, number: int, line: str) -> Example:
     try:
         found = json.loads(line)
-        prompt, answer, reply = found["prompt"], found["answer"], found.get("reply", "")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        found = prompt = answer = reply = None
-        cause: Exception | None = error
-    else:
-        cause = None
-    if not (isinstance(prompt, str) and isinstance(answer, str) and isinstance(reply, str)):
+        fields = [found["prompt"], found["answer"], found.get("reply", "")]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        fields = [None]
+    if not all(isinstance(value, str) for value in fields):
         remedy = 'Give one object a line: {"prompt": "...", "answer": "..."}, both strings'
-        raise ConfigError(f"line {number} is no question", field="data", value=str(path), remedy=remedy) from cause
+        raise ConfigError(f"line {number} is no question", field="data", value=str(path), remedy=remedy)
+    prompt, answer, reply = fields
     return Example(path.stem, 0, prompt, answer.strip(), "", reply)
 
 

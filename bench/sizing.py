@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import torch
 
 from qkv_engine.config import PRESETS
-from qkv_engine.errors import ConfigError
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import Ladder, build_ladder
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
 
-MAX_REQUESTS = 4096
-
 
 def planned_cache(ladder: Ladder, nbytes: int) -> KVCache:
     """A cache with books but no memory. Raises ``CapacityError`` if ``nbytes`` do not hold a block."""
     return KVCache(ladder, nbytes, torch.device("meta"))
-
-
-def parse_requests(size: str | None) -> int | None:
-    """The number in "8x", which asks for memory in requests; None for any other size. Raises ``ConfigError``."""
-    match = re.fullmatch(r"\s*(\d{1,9})\s*x\s*", size or "", re.ASCII | re.IGNORECASE)
-    if match is None:
-        return None
-    if not 1 <= int(match[1]) <= MAX_REQUESTS:
-        remedy = f"Give from 1x to {MAX_REQUESTS}x"
-        raise ConfigError("not a number of requests", field="kv_memory", value=size, remedy=remedy)
-    return int(match[1])
 
 
 def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:

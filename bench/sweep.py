@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .questions import Workload
 
 OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
+MAX_REQUESTS = 4096
 
 
 class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
@@ -93,6 +94,17 @@ def parse_batches(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
+def parse_requests(size: str | None) -> int | None:
+    """The number in "8x", which asks for memory in requests; None for any other size. Raises ``ConfigError``."""
+    match = re.fullmatch(r"\s*(\d{1,9})\s*x\s*", size or "", re.ASCII | re.IGNORECASE)
+    if match is None:
+        return None
+    if not 1 <= int(match[1]) <= MAX_REQUESTS:
+        remedy = f"Give from 1x to {MAX_REQUESTS}x"
+        raise ConfigError("not a number of requests", field="kv_memory", value=size, remedy=remedy)
+    return int(match[1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One batch size with one KV preset: medians over the repeats, None where there is nothing to tell.
@@ -100,8 +112,8 @@ class Row:
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
     those of the repeat with the highest ``kv_bytes_peak``, which ``_codes``, ``_meta`` and ``_dense`` split.
     ``max_running`` requests ran at once. Of questions, ``right`` were answered correctly, ``same`` to the letter as
-    with the first preset, and the lengths are means. ``status`` is "ok", "queued" (the batch did not fit at once and ran
-    part after part), "does not fit" or "failed"; ``detail`` says why.
+    with the first preset, and the lengths are means. ``status`` is "ok", "queued" (the batch did not fit at once
+    and ran part after part), "does not fit" or "failed"; ``detail`` says why.
     """
 
     model: str

@@ -90,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
             _deliver(args, rows)
-    return results.exit_code(rows)
+    return results.exit_code(row.status for row in rows)
 
 
 def _plan(args: argparse.Namespace) -> SweepPlan:
-    from qkv_engine.bench.sweep import SweepPlan, parse_batches
+    from qkv_engine.bench.sweep import SweepPlan, parse_batches, parse_requests
 
+    parse_requests(args.kv_memory)
     if args.shape is not None:
         from qkv_engine.models.shapes import SHAPES
 
@@ -159,10 +160,14 @@ def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: str) -> Engine:
 
 def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | None:
     """Bytes that a ``--kv-memory`` such as "8x" stands for; None for any other."""
-    from qkv_engine.bench.sizing import nbytes_for, parse_requests
+    from qkv_engine.bench.sweep import parse_requests
 
     number = parse_requests(args.kv_memory)
-    return None if number is None else nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
+    if number is None:
+        return None
+    from qkv_engine.bench.sizing import nbytes_for
+
+    return nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
 
 
 def _deliver(args: argparse.Namespace, rows: Sequence[Row]) -> None:

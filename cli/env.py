@@ -1,25 +1,25 @@
-"""``qkv-engine env``: versions, the device, and how many tokens of a model fit in its KV memory."""
+"""``qkv-engine env``: versions, the device, the ladder of a preset, and how many tokens fit on each of its rungs."""
 
 from __future__ import annotations
 
 import argparse
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
-from qkv_engine.config import BLOCK_TOKENS, DEFAULT_KV, EngineConfig, format_size, parse_size, resolve_kv
-from qkv_engine.errors import ConfigError
+from qkv_engine.config import DEFAULT_KV, EngineConfig, format_size, parse_size, resolve_kv
 
 from . import common
+from .model import read_model, weight_dtype
 
 if TYPE_CHECKING:
     import torch
 
     from qkv_engine.kv.ladder import Ladder
-    from qkv_engine.models.config import ModelConfig
 
 _PACKAGES = (
     "torch",
@@ -71,10 +71,11 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     from qkv_engine.kv.ladder import build_ladder
     from qkv_engine.startup import resolve_device
 
-    device, config = resolve_device(args.device or "auto"), _model_config(args)
-    dtype = _weight_dtype(args.dtype or "auto", config, device)
+    device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
+    dtype = weight_dtype(args.dtype or "auto", config, device)
+    preset = resolve_kv(args.kv or DEFAULT_KV)
     ladder = build_ladder(
-        resolve_kv(args.kv or DEFAULT_KV),
+        preset,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -91,59 +92,65 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "weights_bytes": weights,
         "context_tokens": context,
     }
-    kv = {"preset": ladder.name, "memory_bytes": nbytes, "rungs": _rungs(ladder, nbytes)}
+    kv = {
+        "preset": ladder.name,
+        "policy": _policy(ladder),
+        "sink_tokens": ladder.sink,
+        "recent_tokens": ladder.recent,
+        "admission": f"counts requests on {ladder.rungs[ladder.admit_at].name}",
+        "memory_bytes": nbytes,
+        "rungs": _rungs(ladder, nbytes),
+    }
     return {"device": _device(device), "model": model, "kv": kv}
 
 
-def _model_config(args: argparse.Namespace) -> ModelConfig:
-    """The configuration of a folder, a shape or a Hub model, of which only the small files are fetched."""
-    from qkv_engine.models import hub
-    from qkv_engine.models.config import ModelConfig
-    from qkv_engine.models.loader import read_config
-    from qkv_engine.models.shapes import SHAPES
-    from qkv_engine.startup import demo_folder
-
-    if args.model in SHAPES:
-        return ModelConfig.from_hf(SHAPES[args.model])
-    folder = demo_folder() if args.model is None else Path(args.model).expanduser()
-    if not folder.is_dir():
-        folder = hub.download(args.model, revision=args.revision, token=None, weights=False, check=read_config)
-    return read_config(folder)
-
-
-def _weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    import torch
-
-    from qkv_engine.models.config import DTYPES
-
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else config.dtype
-    if name not in DTYPES:
-        raise ConfigError("unknown", field="dtype", value=name, remedy=f"Use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+def _policy(ladder: Ladder) -> str:
+    """When blocks step down, in words that begin with the policy's name."""
+    if len(ladder.rungs) == 1:
+        return "fixed: blocks never step down"
+    if ladder.eager:
+        return f"eager: blocks go to {ladder.floor.name} as soon as they may"
+    return "pressure: blocks step down when memory runs short"
 
 
 def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: int, device: torch.device) -> int:
     """KV memory as the engine would choose it, once the weights have taken theirs."""
     from qkv_engine.memory import default_kv_memory, free_memory
+    from qkv_engine.startup import most_nbytes
 
     if args.kv_memory is not None:
         return parse_size(args.kv_memory, field="kv_memory", free=free_memory(device))
-    most = EngineConfig().max_num_seqs * -(-context // BLOCK_TOKENS) * ladder.widest.block_nbytes
+    most = most_nbytes(ladder, EngineConfig().max_num_seqs, context)
     taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
 def _rungs(ladder: Ladder, nbytes: int) -> list[dict[str, Any]]:
+    from qkv_engine.bench.sizing import planned_cache
+
+    tables = planned_cache(ladder, nbytes).tables
     return [
         {
-            "name": rung.name,
-            "effective_bits": rung.effective_bits,
+            "rung": rung.name,
+            "k": by_layers([k.name for k, _ in rung.layers]),
+            "v": by_layers([v.name for _, v in rung.layers]),
+            "block_bytes": rung.block_nbytes,
             "bytes_per_token": rung.token_nbytes,
-            "capacity_tokens": nbytes // rung.block_nbytes * BLOCK_TOKENS,
+            "effective_bits": rung.effective_bits,
+            "capacity_tokens": tables.max_tokens(number),
         }
-        for rung in ladder.rungs
+        for number, rung in enumerate(ladder.rungs)
     ]
+
+
+def by_layers(names: Sequence[str]) -> str:
+    """The formats of all layers, equal neighbours together: "0-6 int4-token-128, 7 dense16"."""
+    parts, first = [], 0
+    for name, group in groupby(names):
+        last = first + len(list(group)) - 1
+        parts.append(f"{first}-{last} {name}" if last > first else f"{first} {name}")
+        first = last + 1
+    return ", ".join(parts)
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -175,7 +182,7 @@ def _print_tables(facts: dict[str, Any]) -> None:
                 table.add_row(f"  {_label(name)}", Text(_in_words(name, value)))
     rungs = Table(box=None, padding=(0, 2, 0, 2))
     for name in facts["kv"]["rungs"][0]:
-        rungs.add_column(_label(name), justify="left" if name == "name" else "right")
+        rungs.add_column(_label(name), justify="left" if name in ("rung", "k", "v") else "right")
     for rung in facts["kv"]["rungs"]:
         rungs.add_row(*(_in_words(name, value) for name, value in rung.items()))
     for line in [*render_lines(console, table), *render_lines(console, rungs)]:

@@ -15,7 +15,7 @@ from .progress import Bar, progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine
-    from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow
+    from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, EvalEngine
     from qkv_engine.bench.questions import Task
 
 DEFAULT_TASKS = "ledger:40,lookup:100,addition:10"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
             results.deliver(args, rows, accuracy_table(rows))
-    return results.exit_code(rows)
+    return results.exit_code(row.status for row in rows)
 
 
 def _plan(args: argparse.Namespace) -> AccuracyPlan:
@@ -100,7 +100,7 @@ class _Watch:
     def __init__(self, bar: Bar):
         self._bar = bar
 
-    def __call__(self, kv: str, task: Task, engine: Engine) -> AbstractContextManager[None]:
+    def __call__(self, kv: str, task: Task, engine: EvalEngine) -> AbstractContextManager[None]:
         def count() -> int:
             stats = engine.stats()
             return stats.num_finished + stats.num_failed

@@ -1,4 +1,4 @@
-"""What can be known of a model before its weights are loaded: configuration, tokenizer, the dtype it would compute in."""
+"""What can be known of a model before its weights are loaded: configuration, tokenizer, dtype."""
 
 from __future__ import annotations
 

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qkv_engine.errors import ConfigError
 
 from . import common
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from qkv_engine.bench.report import Table
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
-
-
-class Row(Protocol):
-    """A dataclass with a status."""
-
-    __dataclass_fields__: Any
-
-    @property
-    def status(self) -> str: ...
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
@@ -42,7 +35,9 @@ def check_targets(args: argparse.Namespace, *fields: str) -> None:
             raise ConfigError("no such folder", field=field, value=str(path))
 
 
-def deliver(args: argparse.Namespace, rows: Sequence[Row], table: Table, *more: Callable[[], None]) -> None:
+def deliver(
+    args: argparse.Namespace, rows: Sequence[DataclassInstance], table: Table, *more: Callable[[], None]
+) -> None:
     """Rows to stdout, to the file, and ``more``; each is tried, whatever befalls the others."""
     from qkv_engine.bench.report import PLAIN_WIDTH, SUFFIXES, render, write_file
 
@@ -60,11 +55,11 @@ def deliver(args: argparse.Namespace, rows: Sequence[Row], table: Table, *more: 
         stack.callback(show)
 
 
-def exit_code(rows: Sequence[Row]) -> int:
-    """Failure if any row failed, capacity if none fitted."""
+def exit_code(statuses: Iterable[str]) -> int:
+    """What rows of these statuses stand for: failure if any failed, capacity if none fitted."""
     from qkv_engine.bench.sweep import FAILED, NO_FIT
 
-    statuses = {row.status for row in rows}
-    if FAILED in statuses:
+    found = set(statuses)
+    if FAILED in found:
         return common.EXIT_FAILURE
-    return common.EXIT_CAPACITY if statuses == {NO_FIT} else common.EXIT_OK
+    return common.EXIT_CAPACITY if found == {NO_FIT} else common.EXIT_OK

@@ -21,7 +21,7 @@ from qkv_engine.scheduler import Scheduler
 from .config import BLOCK_TOKENS, EngineConfig, format_size, parse_size
 from .core import EngineCore
 from .errors import CapacityError, ConfigError, ModelError
-from .kv.cache import KVCache
+from .kv.cache import MAX_SLAB_BLOCKS, KVCache
 from .kv.ladder import Ladder, build_ladder
 from .kv.prefix import PrefixCache
 from .kv.space import KVSpace
@@ -173,13 +173,19 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
+    """KV memory that ``num_requests`` of ``num_tokens`` each could ever use, all on the widest rung."""
+    # One block more each: the scheduler admits a request only with one to spare for every running one.
+    blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
+    # Slabs that are no use to them: the reserve, and the rest of the one that sinks are in.
+    spare = MAX_SLAB_BLOCKS * ((len(ladder.rungs) > 1) + bool(ladder.sink))
+    return (blocks + spare) * ladder.widest.block_nbytes + num_requests * ladder.sink_nbytes
+
+
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
     free = free_memory(device)
     if config.kv_memory is None:
-        # One block more each: the scheduler admits a request only with one to spare for every running one.
-        blocks = -(-limit // BLOCK_TOKENS) + 1
-        most = config.max_num_seqs * blocks * ladder.widest.block_nbytes
-        return default_kv_memory(device, most)
+        return default_kv_memory(device, most_nbytes(ladder, config.max_num_seqs, limit))
     nbytes = parse_size(config.kv_memory, field="kv_memory", free=free)
     if nbytes > free:
         raise CapacityError(

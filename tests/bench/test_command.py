@@ -94,6 +94,10 @@ def test_interrupted_before_the_first_row_prints_nothing(
         ["--shape", "llama-9"],
         ["--shape", "demo", "some/model"],
         ["--input-len", "0"],
+        ["--task", "poetry"],
+        ["--task", "ledger:2,lookup:2"],
+        ["--task", "ledger", "--shape", "demo"],
+        ["--kv-memory", "0x"],
         ["--output", "/nowhere/at/all.json"],
         ["--plot", "speed.pdf"],
     ],
@@ -173,7 +177,7 @@ def test_help_is_light() -> None:
 
 def test_with_the_real_engine(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--batch-sweep", "1,4", "--input-len", "16", "--output-len", "8", "--repeats", "1", "-o", "json"]
-    assert main(["bench", *words]) == 0
+    assert main(["bench", *words, "--kv", "bf16"]) == 0
     one, four = json.loads(capsys.readouterr().out)
     assert (one["batch"], four["batch"], one["status"], four["status"]) == (1, 4, "ok", "ok")
     assert (one["model"], one["device"], one["kv"], one["effective_bits"]) == ("demo", "cpu", "bf16", 16.0)
@@ -191,6 +195,18 @@ def test_too_little_memory_with_the_real_engine(capsys: pytest.CaptureFixture[st
     rows = json.loads(capsys.readouterr().out)
     assert [row["status"] for row in rows] == ["does not fit"] * 4
     assert all("kv_memory" in row["detail"] for row in rows)
+
+
+def test_more_requests_than_fit_at_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--task", "ledger:12", "--batch-sweep", "6", "--kv", "bf16,auto", "--kv-memory", "3x"]
+    assert main(["bench", *words, "-o", "json"]) == 0
+    wide, auto = json.loads(capsys.readouterr().out)
+    assert (wide["task"], wide["repeats"], wide["batch"], wide["max_running"]) == ("ledger 12", 1, 6, 3)
+    assert wide["kv_bytes_total"] == auto["kv_bytes_total"] and wide["input_len"] == auto["input_len"] > 100
+    assert [row["finished"] for row in (wide, auto)] == [row["right"] for row in (wide, auto)] == [6, 6]
+    assert (wide["status"], wide["demotions"], wide["effective_bits"]) == ("queued", 0, 16)
+    assert auto["max_running"] > 3 and auto["demotions"] > 0 and auto["effective_bits"] < 16
+    assert wide["preemptions"] == auto["preemptions"] == 0 and auto["same"] <= 6
 
 
 def test_random_weights_of_a_shape(capsys: pytest.CaptureFixture[str]) -> None:

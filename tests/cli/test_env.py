@@ -27,6 +27,31 @@ def test_capacity_is_what_the_engine_says(capsys: pytest.CaptureFixture[str], de
     assert found["model"]["context_tokens"] == stats.max_model_len
 
 
+@pytest.mark.parametrize("kv", ["auto", "kivi-2"])
+def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
+    found = facts(capsys, "--kv", kv, "--kv-memory", "40MiB")["kv"]
+    with Engine(kv=kv, kv_memory="40MiB") as engine:
+        stats = engine.stats()
+    first, last = found["rungs"][0], found["rungs"][-1]
+    assert (first["capacity_tokens"], last["capacity_tokens"]) == (stats.kv_tokens_capacity, stats.kv_tokens_floor)
+    assert (first["rung"], first["k"], first["bytes_per_token"], first["effective_bits"]) == (
+        *("dense16", "0-7 dense16"),
+        *(8192, 16),
+    )
+    bits = {"auto": 4, "kivi-2": 2}[kv]
+    assert (last["k"], last["v"]) == (f"0-7 int{bits}-channel-128", f"0-7 int{bits}-token-128")
+    assert last["effective_bits"] == bits + 0.25 + 8 * 256 / (4 * 128 * 128)  # tops of K and V padded to 128 bytes each
+    assert last["bytes_per_token"] == last["block_bytes"] / 128 == last["effective_bits"] * 8192 / 16
+    policy, sink, recent = {"auto": ("pressure", 32, 0), "kivi-2": ("eager", 0, 128)}[kv]
+    assert (found["policy"].split(":")[0], found["sink_tokens"], found["recent_tokens"]) == (policy, sink, recent)
+
+
+def test_layers_alike_are_named_together():
+    from qkv_engine.cli.env import by_layers
+
+    assert by_layers(["a"] * 3 + ["b"] + ["a"] * 2) == "0-2 a, 3 b, 4-5 a"
+
+
 def test_versions(capsys: pytest.CaptureFixture[str]):
     versions = facts(capsys)["versions"]
     assert versions["qkv-engine"] == __version__ and versions["python"] == sys.version.split()[0]
@@ -34,7 +59,8 @@ def test_versions(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_shape_needs_no_weights(capsys: pytest.CaptureFixture[str]):
-    found = facts(capsys, "llama-3.1-8b", "--kv-memory", "20GiB", "--dtype", "bfloat16", "--device", "cpu")
+    words = ("--kv", "bf16", "--kv-memory", "20GiB", "--dtype", "bfloat16", "--device", "cpu")
+    found = facts(capsys, "llama-3.1-8b", *words)
     assert found["model"]["parameters"] == 8_030_261_248
     assert found["kv"]["rungs"][0]["bytes_per_token"] == 131072
     assert found["kv"]["rungs"][0]["capacity_tokens"] == 163840
@@ -45,7 +71,9 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert "\x1b" not in out and all(line == line.rstrip() for line in lines)
-    values = [line for line in lines if line.startswith("  ") and "effective" not in line][:-1]
+    rungs = next(i for i, line in enumerate(lines) if "effective bits" in line)
+    assert [line.split()[0] for line in lines[rungs:]] == ["rung", "dense16", "int8", "int4"]
+    values = [line for line in lines[:rungs] if line.startswith("  ")]
     assert len({len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in values}) == 1
 
 

@@ -1,0 +1,28 @@
+"""Memory in requests: exactly so many of them run together at 16 bits."""
+
+import pytest
+
+from qkv_engine import Engine
+from qkv_engine.bench.sizing import nbytes_for
+from qkv_engine.bench.sweep import parse_requests
+from qkv_engine.errors import ConfigError
+from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.shapes import SHAPES
+
+
+def test_sizes_in_requests() -> None:
+    assert (parse_requests("8x"), parse_requests(" 12 X ")) == (8, 12)
+    assert [parse_requests(size) for size in ("8GiB", "50%", "8", None)] == [None] * 4
+    for size in ("0x", "9999x"):
+        with pytest.raises(ConfigError, match="not a number of requests"):
+            parse_requests(size)
+
+
+@pytest.mark.parametrize(("num_requests", "num_tokens"), [(1, 1), (2, 129), (8, 300), (8, 2800), (3, 8000)])
+def test_the_engine_runs_that_many_together_and_no_more(num_requests: int, num_tokens: int) -> None:
+    nbytes = nbytes_for(ModelConfig.from_hf(SHAPES["demo"]), num_requests, num_tokens)
+    needed = num_requests * -(-num_tokens // 128) * 2**20
+    assert needed <= nbytes <= 1.06 * needed + 2**20
+    if nbytes < 2**27:
+        with Engine(kv="bf16", kv_memory=nbytes, max_model_len=max(2, num_tokens)) as engine:
+            assert f"at most {num_requests} requests of" in engine.describe()[1]

@@ -1,0 +1,61 @@
+"""``eval`` as a command, through the real cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qkv_engine.cli.main import main
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[dict]:
+    assert main(["eval", *words, "-o", "json"]) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_presets_through_the_real_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    words = ["--kv", "bf16,int4", "--tasks", "ledger:6,addition:2", "--samples", "3", "--kv-memory", "96MiB"]
+    rows = rows_of(capsys, *words, "--output", str(file))
+    assert [(row["kv"], row["task"], row["size"]) for row in rows] == [
+        *(("bf16", "ledger", 6), ("bf16", "addition", 2)),
+        *(("int4", "ledger", 6), ("int4", "addition", 2)),
+    ]
+    assert [row["right"] for row in rows] == [3, 3, 3, 3]
+    wide, narrow = rows[0], rows[2]
+    assert (wide["effective_bits"], wide["lowest_bits"], wide["demotions"]) == (16, 16, 0)
+    assert narrow["effective_bits"] < 16 and narrow["lowest_bits"] == 4 and narrow["demotions"] >= 3
+    assert all(row["preemptions"] == row["cut"] == 0 and row["status"] == "ok" for row in rows)
+    assert rows[1]["output_tokens"] == rows[3]["output_tokens"] > 0
+    assert len(file.read_text().splitlines()) == 5
+
+
+def test_questions_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "What is 47*86?", "answer": "4042"}\n{"prompt": "What is 1+1?", "answer": "3"}\n')
+    (row,) = rows_of(capsys, "--data", str(data), "--kv", "int8", "--kv-memory", "96MiB")
+    assert (row["task"], row["size"], row["samples"], row["right"], row["cut"]) == ("mine", None, 2, 1, 0)
+
+
+def test_what_does_not_fit_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows_of(capsys, "--tasks", "ledger:40", "--kv", "bf16", "--kv-memory", "1000", code=3)
+    assert row["status"] == "does not fit" and "kv_memory" in row["detail"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tasks", "poetry"],
+        ["--kv", "bf17"],
+        ["--samples", "0"],
+        ["--max-tokens", "0"],
+        ["--output", "/nowhere/at/all.json"],
+        ["--data", "/nowhere.jsonl"],
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
