@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
@@ -53,8 +54,12 @@ class Runner:
         items = batch.items
         ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
         positions = [p for item in items for p in range(item.start, item.end)]
+        num_tokens = len(ids)
+        padding = [0] * (padded_rows(num_tokens, self.device) - num_tokens)
         step = self.cache.begin_step(batch)
-        hidden = self.model(torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), step)
+        hidden = self.model(
+            torch.tensor(ids + padding, device=self.device), torch.tensor(positions + padding, device=self.device), step
+        )[:num_tokens]
         tokens = self._sample(hidden, items, rows)
         prompt = self._prompt_logprobs(hidden, items)
         return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)]
@@ -69,11 +74,17 @@ class Runner:
                 sampling.append((i, last))
         if not sampling:
             return {}
-        if len(sampling) < len(hidden):
-            hidden = hidden[torch.tensor([row for _, row in sampling], device=self.device)]
         states = [rows[items[i].request] for i, _ in sampling]
-        sampled = self.sampler.sample(self.model.compute_logits(hidden), states)
+        sampled = self.sampler.sample(self._logits(hidden, [row for _, row in sampling]), states)
         return {i: token for (i, _), token in zip(sampling, sampled, strict=True)}
+
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Logits of some rows of ``hidden`` [N, E]."""
+        num_rows = padded_rows(len(rows), self.device)
+        if rows != list(range(len(hidden))) or num_rows > len(rows):
+            padding = rows[:1] * (num_rows - len(rows))
+            hidden = hidden[torch.tensor(rows + padding, device=self.device)]
+        return self.model.compute_logits(hidden)[: len(rows)]
 
     def _prompt_logprobs(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
@@ -82,7 +93,7 @@ class Runner:
             wanted, request = item.request.params.prompt_logprobs, item.request
             targets = request.prompt_token_ids[item.start + 1 : item.end + 1]
             if wanted is not None and targets:
-                logits = self.model.compute_logits(hidden[first : first + len(targets)])
+                logits = self._logits(hidden, list(range(first, first + len(targets))))
                 found[i] = token_logprobs(logits, targets, wanted)
             first += item.num_tokens
         return found

@@ -73,7 +73,7 @@ class StepPlanner:
         for item in batch.items[num_decodes:]:
             chunks.append(Chunk(first, first + item.num_tokens, self._locate(item, item.start, tables)))
             first += item.num_tokens
-        return TorchStep(self._layers, writes, num_decodes, plan, chunks)
+        return TorchStep(self._layers, writes, batch.num_tokens, num_decodes, plan, chunks)
 
     def _locate(self, item: ScheduledRequest, length: int, tables: BlockTables) -> Located:
         """Where the first ``length`` tokens of a request lie."""
@@ -131,15 +131,23 @@ class TorchStep:
         self,
         layers: list[LayerView],
         writes: list[Write],
+        num_tokens: int,
         num_decodes: int,
         plan: DecodePlan | None,
         chunks: list[Chunk],
     ):
-        self._layers, self._writes = layers, writes
+        self._layers, self._writes, self._num_tokens = layers, writes, num_tokens
         self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores ``k`` and ``v``, then attends: q [N, HQ, D], k and v [N, H, D] after rope -> [N, HQ, D]."""
+        """Stores ``k`` and ``v``, then attends: q [N, HQ, D], k and v [N, H, D] after rope -> [N, HQ, D].
+
+        Rows beyond the step's tokens are padding; they come out as zeros.
+        """
+        if len(q) > self._num_tokens:
+            out, n = torch.zeros_like(q), self._num_tokens
+            out[:n] = self.attend(layer, q[:n], k[:n], v[:n])
+            return out
         view, n, scale = self._layers[layer], self._num_decodes, q.shape[-1] ** -0.5
         store(view, self._writes, k, v)
         if not self._chunks and self._plan is not None:

@@ -6,6 +6,7 @@ layout, so that a packed weight and a plain one are used in the same way.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import cpu, reference
@@ -31,4 +32,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return reference.linear(x, weight, bias, residual)
 
 
-__all__ = ["linear", "pack_weight"]
+def padded_rows(num_rows: int, device: torch.device) -> int:
+    """Rows to compute for ``num_rows``: on the CPU one of few sizes, elsewhere the number itself.
+
+    oneDNN compiles a kernel for every number of rows it meets and keeps a thousand of them: with batches of every size
+    that is 2 ms and half a megabyte a matrix shape, gigabytes in the end. Two sizes an octave up to 256 rows, where a
+    row more costs little, then multiples of 64 and 128.
+    """
+    if device.type != "cpu":
+        return num_rows
+    octave = 1 << (num_rows - 1).bit_length()
+    step = min(max(1, octave // 4), 64 if num_rows <= 512 else 128)
+    return -(-num_rows // step) * step
+
+
+__all__ = ["linear", "pack_weight", "padded_rows"]

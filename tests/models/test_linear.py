@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qkv_engine.kernels.linear import cpu, linear, pack_weight, reference
+from qkv_engine.kernels.linear import cpu, linear, pack_weight, padded_rows, reference
 from qkv_engine.models.layers import Linear, RMSNorm
 
 SIZES = [(1, 1, 1), (1, 64, 32), (2, 7, 13), (3, 256, 1408), (33, 704, 256), (129, 65, 127), (0, 16, 8)]
@@ -73,3 +73,11 @@ def test_norm_of_half_precision_rounds_like_transformers():
     theirs.weight.data.copy_(weight)
     x = torch.randn(7, 96).bfloat16()
     assert torch.equal(ours(x), theirs(x).detach())
+
+
+def test_batches_are_padded_to_few_sizes():
+    cpu = torch.device("cpu")
+    sizes = {padded_rows(n, cpu) for n in range(1, 2049)}
+    assert len(sizes) <= 32 and all(padded_rows(n, cpu) >= n for n in range(1, 2049))
+    assert all(padded_rows(n, cpu) == n for n in (1, 2, 3, 4, 8, 32, 128, 256, 512, 2048))
+    assert padded_rows(37, torch.device("cuda")) == 37

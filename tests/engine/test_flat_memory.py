@@ -1,0 +1,46 @@
+"""Memory stays flat: nothing is allocated for KV after start-up, and ended requests leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkv_engine import Engine, SamplingParams
+
+STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(STATM.read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="reads /proc")
+@pytest.mark.parametrize("rounds", [3, pytest.param(15, marks=pytest.mark.slow)])
+def test_load_under_pressure_leaves_memory_as_it_was(rounds: int):
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    with Engine(kv="auto", kv_memory="24MiB", max_num_batched_tokens=256) as engine:
+        memory = engine._started.core.runner.cache.memory
+        address, nbytes = memory.data_ptr(), memory.nbytes
+
+        def load() -> None:
+            prompts = [[rng.randrange(5, 1000) for _ in range(rng.randrange(1, 500))] for _ in range(16)]
+            engine.generate(prompts, params)
+
+        load()
+        load()
+        before = resident_bytes()
+        for _ in range(rounds):
+            load()
+        assert resident_bytes() - before < 24 * 2**20
+        stats = engine.stats()
+        assert stats.num_demotions > 0 and stats.kv_bytes_used == 0
+        assert (memory.data_ptr(), memory.nbytes) == (address, nbytes) and stats.kv_bytes_total == nbytes
+        core = engine._started.core
+        assert not core.live and not core._owners and not core._rows and not core.scheduler.requests
+        assert sys.getsizeof(core.space.tables.waves) < 1000
