@@ -48,8 +48,6 @@ class Row:
     warps: int
     stages: int
     tile: int
-    maxnreg: int | None
-    reduce_top: bool
     split: int
     us: float
     eta: float
@@ -187,8 +185,6 @@ def measure(bits: int, batch: int, length: int) -> Iterator[Row]:
                 t.num_warps,
                 t.num_stages,
                 t.tile,
-                t.maxnreg,
-                t.reduce_top,
                 split,
                 us,
                 eta,
@@ -211,11 +207,9 @@ def breakdown(bits: int, batch: int, length: int, split: int, tuning: Tuning) ->
 
 
 def print_row(row: Row) -> None:
-    extra = f"maxnreg {row.maxnreg} " if row.maxnreg else ""
-    extra += "reduced tops" if row.reduce_top else ""
     print(
         f"{row.batch:4} x {row.length:6} {row.bits:3} bits  warps {row.warps} stages {row.stages} tile {row.tile:3} "
-        f"split {row.split:3} {row.us:8.1f} us  eta {row.eta:.3f}  {row.tera_elements:6.2f} T/s  {extra}",
+        f"split {row.split:3} {row.us:8.1f} us  eta {row.eta:.3f}  {row.tera_elements:6.2f} T/s",
         flush=True,
     )
 
@@ -248,7 +242,7 @@ def main() -> None:
         print("best")
     for row in best:
         print_row(row)
-        tuning = Tuning(row.warps, row.stages, row.tile, row.maxnreg, row.reduce_top)
+        tuning = Tuning(row.warps, row.stages, row.tile)
         try:
             parts = breakdown(row.bits, row.batch, row.length, row.split, tuning)
             print("    " + "  ".join(f"{name} {us:.1f} us" for name, us in parts.items()))

@@ -27,11 +27,9 @@ from .timing import time_calls
 HEADS, GROUP, HEAD_DIM, CHUNK, SINK = 8, 4, 128, 2048, 32
 BF16 = torch.bfloat16
 VARIANTS = [  # launch parameters and rows of a query tile
-    (Tuning(8, 3, tile=128), 128),
-    (Tuning(8, 5, tile=64), 128),
-    (Tuning(4, 3, tile=64), 64),
     (Tuning(4, 5, tile=64), 64),
-    (Tuning(4, 3, tile=128), 64),
+    (Tuning(8, 5, tile=64), 128),
+    (Tuning(4, 5, tile=32), 64),
 ]
 
 
@@ -80,17 +78,17 @@ def torch_seconds(history: int) -> dict[str, float]:
             bias = causal_lower_right(CHUNK, length)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
 
-    def varlen() -> Any:
-        from torch.nn.attention.varlen import varlen_attn
+    def packed() -> Any:
+        from torch.nn.attention import varlen
 
-        old = torch.__version__ < "2.12"  # grouped queries without a flag
-        causal = {"window_size": (-1, 0)} if old else {"window_size": (-1, 0), "enable_gqa": True}
-        return varlen_attn(*rows, *bounds, CHUNK, length, **causal)
+        attention: Any = varlen.varlen_attn
+        grouped = {} if torch.__version__ < "2.12" else {"enable_gqa": True}  # before, without a flag
+        return attention(*rows, *bounds, CHUNK, length, window_size=(-1, 0), **grouped)
 
     rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
     bounds = [torch.tensor([0, n], device="cuda", dtype=torch.int32) for n in (CHUNK, length)]
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-    todo: dict[str, Callable[[], Any]] = {b.name.lower(): partial(sdpa, b) for b in backends} | {"varlen": varlen}
+    todo: dict[str, Callable[[], Any]] = {b.name.lower(): partial(sdpa, b) for b in backends} | {"varlen": packed}
     for name, call in todo.items():
         try:
             found[name] = time_calls([call])

@@ -47,9 +47,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> A
         attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
         constexprs={(kernel.arg_names.index(n),): v for n, v in constexprs.items()},
     )
-    options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-    if tuning.maxnreg:
-        options["maxnreg"] = tuning.maxnreg
+    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

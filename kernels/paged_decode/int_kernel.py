@@ -170,7 +170,6 @@ def decode_int_kernel(
     T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    REDUCE_TOP: tl.constexpr,
     ASM: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -224,10 +223,7 @@ def decode_int_kernel(
         b_meta = tl.load(p_v_meta + o_meta)  # [lane][plane][low, range]
         b_v_low, b_v_range = tl.split(tl.reshape(b_meta, (LANES, PLANES, 2)))
         b_v_low, b_v_range = b_v_low.to(tl.float32), b_v_range.to(tl.float32)
-        if REDUCE_TOP:
-            k_top, v_top = tl.max(b_k_range), tl.max(tl.max(b_v_range, 1), 0)
-        else:
-            k_top, v_top = load_top(p_k + o_k_top, i_h), load_top(p_v + o_v_top, i_h)
+        k_top, v_top = load_top(p_k + o_k_top, i_h), load_top(p_v + o_v_top, i_h)
 
         b_bound = tl.maximum(b_q_top * k_top, 1e-30)
         b_qk = tl.reshape(b_q * b_k_range[:, None] * (FIXED / b_bound)[None, :], (BLOCK_D // 2, 2, BLOCK_G))

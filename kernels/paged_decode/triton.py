@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..tiles import PageFormat, UniformSide
+from ..tiles import DenseSide, PageFormat, UniformSide
 from ..tiles.launch import page_constexprs
 from ..tiles.overlap import can_overlap
 from .float_kernel import decode_float_kernel
@@ -29,14 +29,14 @@ class Tuning:
     num_warps: int
     num_stages: int
     tile: int = 32
-    maxnreg: int | None = None
-    reduce_top: bool = False
 
 
 # Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one). One is enough
 # where eight programs an SM keep the memory busy; at 2 bits they do not.
-FLOAT_TUNING = Tuning(num_warps=2, num_stages=3)
+FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
 INT_TUNING = {8: Tuning(2, 2), 4: Tuning(1, 4), 2: Tuning(1, 5)}  # by bits
+
+FEW_PROGRAMS = 128  # leave most multiprocessors free: kernels that divide L1 differently do not share one
 
 
 def paged_decode(
@@ -62,9 +62,9 @@ def paged_decode(
     overlap = can_overlap(q.device)
     chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
     options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for what is before it in the stream
-    for rung, num_items in enumerate(work.num_items):
+    for rung in _launch_order([n * num_kv_heads for n in work.num_items]):
         page = pages[rung]
-        if num_items and page is not None:
+        if page is not None:
             tuning = tunings[rung] if tunings else None
             _attend_rung(q, arena, work, rung, page, num_kv_heads, scale, o, lse, tuning, options)
             options = chained
@@ -83,6 +83,12 @@ def paged_decode(
         **options,
     )
     return out
+
+
+def _launch_order(num_programs: Sequence[int]) -> list[int]:
+    """Rungs in the order of their launches: a few programs beside the large launches, the rest as those end."""
+    present = [r for r, n in enumerate(num_programs) if n]
+    return sorted(present, key=lambda r: (num_programs[r] >= FEW_PROGRAMS, -num_programs[r]))
 
 
 def _attend_rung(
@@ -109,8 +115,6 @@ def _attend_rung(
         tuning=tuning,
     )
     blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
-    if tuning.maxnreg:
-        options = {**options, "maxnreg": tuning.maxnreg}
     kernel[(work.num_items[rung], num_kv_heads)](
         q,
         q.stride(0),
@@ -154,13 +158,14 @@ def decode_variant(
                 **shape,
                 "BITS": page.k.bits,
                 "BLOCK_G": block_g,
-                "REDUCE_TOP": tuning.reduce_top,
                 "ASM": not triton.knobs.runtime.interpret,
                 "STAGES": tuning.num_stages,
             },
             tuning,
         )
-    tuning = tuning or FLOAT_TUNING
+    if tuning is None:
+        is_16_bit = isinstance(page.k, DenseSide) and page.k.dtype.itemsize == 2
+        tuning = FLOAT_TUNING if is_16_bit or block_d < 128 else replace(FLOAT_TUNING, num_warps=4)
     return (
         decode_float_kernel,
         {

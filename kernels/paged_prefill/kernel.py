@@ -68,7 +68,7 @@ def attend_tiles(
         else:
             i_block = first + i // PAGE_TILES
             o_t = (i % PAGE_TILES) * TILE + tl.arange(0, TILE)
-            b_t = o_t < T
+            b_t = tl.full([TILE], True, tl.int1)
         address = tl.load(addresses_ptr + i_block)
         # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)

@@ -22,8 +22,8 @@ from .plan import PrefillWork
 from .stage import stage_kernel
 
 LOG2_E = math.log2(math.e)
-BLOCK_M = 128  # rows of a query tile: tokens times the query heads that share a KV head
-TUNING = Tuning(num_warps=8, num_stages=3, tile=128)
+BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
+TUNING = Tuning(num_warps=4, num_stages=5, tile=64)
 STAGED_NBYTES = 256 << 20
 
 
@@ -168,8 +168,8 @@ def prefill_variant(
     assert isinstance(page.k, DenseSide)
     block_d = max(16, triton.next_power_of_2(head_dim))
     tuning = tuning or TUNING
-    if block_d > 128 or page.k.dtype == torch.float32:  # shared memory holds no more
-        tuning = replace(tuning, tile=32)
+    if block_d > 128 or page.k.dtype == torch.float32:  # shared memory and registers hold no more
+        tuning = replace(tuning, num_warps=8, tile=32)
     constexprs = {
         "STORED": TL_DTYPE[page.k.dtype],
         "DTYPE": TL_DTYPE[page.k.dtype],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
-from qkv_engine.kernels.paged_decode.triton import paged_decode
+from qkv_engine.kernels.paged_decode.triton import _launch_order, paged_decode
 from qkv_engine.kernels.tiles import PageFormat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -138,12 +138,14 @@ def cases() -> dict[str, Callable[[], float]]:
         "bf16 group 3": against_reference([d64], LENGTHS, 3, lookahead=1),
         "bf16 group 7 D 80 sink": against_reference([d80], LENGTHS, 7, sink=20),
         "bf16 group 16 sink of a tile": against_reference([d64], [33, 300], 16, sink=32),
+        "bf16 sink not full, block not begun": against_reference([d64], [1, 31, 300], 3, sink=20, lookahead=1),
         "fp16 group 1": against_reference([dense_page(FP16, 3, 64)], [129, 300], 1, dtype=FP16),
         "fp32": against_reference([dense_page(FP32, 1, 80)], [129, 300], 4, sink=20, dtype=FP32),
         "exact neighbours": neighbours,
         "exact fixed shapes": fixed_shapes,
         "exact strided queries": strided_queries,
         "exact constant pages": constant_pages,
+        "exact launch order": lambda: float(_launch_order([8, 0, 4096, 2048]) != [0, 2, 3]),
         "growing": growing,
     }
     for bits in (8, 4, 2):

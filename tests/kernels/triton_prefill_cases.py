@@ -9,6 +9,7 @@ from interpreted import report
 from torch import Tensor
 
 from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
+from qkv_engine.kernels.paged_prefill import triton
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
 from qkv_engine.kernels.tiles import PageFormat
@@ -77,6 +78,15 @@ def neighbours() -> float:
     return float((attend(alone, q[9:], counts[1:]) - attend(case, q, counts)[9:]).abs().max())
 
 
+def in_pieces() -> float:
+    """A history of codes that is dequantized a block at a time."""
+    run = against_reference([dense_page(BF16, 1, 80), uniform_page(4, 1, 80)], [(331, 100), (467, 33)], 4, sink=20)
+    before, triton.STAGED_NBYTES = triton.STAGED_NBYTES, 1
+    error = run()
+    triton.STAGED_NBYTES = before
+    return error
+
+
 def cases() -> dict[str, Callable[[], float]]:
     d64, d80 = dense_page(BF16, 2, 64), dense_page(BF16, 1, 80)
     starts = [(0, n) for n in (1, 31, 127, 128, 129, 300)]
@@ -90,6 +100,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "int4 history": against_reference([d80, uniform_page(4, 1, 80)], [(331, 100), (467, 33)], 4, sink=20),
         "int8, 2 and 3 history": against_reference(several, [(800, 100), (667, 33)], 4, sink=20),
         "int4 K per token": against_reference([d80, uniform_page(4, 1, 80, k_axis="token")], [(300, 10)], 4),
+        "int4 history in pieces": in_pieces,
         "exact neighbours": neighbours,
     }
 
