@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.request import Request
@@ -88,7 +88,7 @@ class KVSpace(Protocol):
         """Blocks that may still step down, with how many tokens beyond the recent window they are; see the tables."""
         ...
 
-    def demote(self, steps: list[tuple[Block, int]]) -> int:
+    def demote(self, steps: list[tuple[Any, int]]) -> int:
         """Lets blocks step down to the given rungs, in order; returns how many did."""
         ...
 
@@ -117,7 +117,7 @@ class Candidate(NamedTuple):
     rung: int
     newness: int  # minus the age, so that the coldest come first
     arrival: int
-    index: int
+    place: int  # among its request's unsettled blocks
     block: Block
     request: Request
 

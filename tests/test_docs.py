@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = "engine|scheduler|kernels|models|cli|bench|tests|docs"
 DOCS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
@@ -15,7 +16,7 @@ DOCS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBU
 def test_links_and_paths_lead_somewhere(page: Path):
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in link]
-    paths = re.findall(r"`((?:engine|scheduler|kernels|models|cli|bench|tests|docs)/[\w/.]+\.(?:py|md|json|toml))", text)
+    paths = re.findall(rf"`((?:{FOLDERS})/[\w/.]+\.(?:py|md|json|toml))", text)
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert not missing

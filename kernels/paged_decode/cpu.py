@@ -7,6 +7,7 @@ blocks are attended on their bare codes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -110,7 +111,7 @@ class _Builder:
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
 
-    def add_dense(self, members: list[tuple[int, int, int | None]], *, is_sink: bool) -> None:
+    def add_dense(self, members: Sequence[tuple[int, int, int | None]], *, is_sink: bool) -> None:
         """Slots with their request and, if they may be partly written, their valid tokens."""
         if not members:
             return

@@ -51,8 +51,8 @@ def _history(pages: LayerPages, past: Located, dtype: torch.dtype) -> Iterator[t
         yield k, v
     for rung, addresses in past.sealed.items():
         for some in _pieces(addresses):
-            where = torch.tensor(some, device=device)
-            sides = [dequant(pages.memory, where, pages.layouts[rung], pages.layer, side, dtype) for side in "kv"]
+            at = torch.tensor(some, device=device)
+            sides = [dequant(pages.memory, at, pages.layouts[rung], pages.layer, side, dtype) for side in "kv"]
             k, v = (side.transpose(0, 1).flatten(1, 2) for side in sides)
             yield k, v
 
