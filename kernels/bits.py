@@ -53,6 +53,39 @@ def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
     return codes
 
 
+ROOMS = {4: 0x0001, 2: 0x0101, 1: 0x1111}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
+
+
+def narrow(packed: Tensor, from_bits: int, to_bits: int, side: SideName, out: Tensor) -> None:
+    """``shrink`` on packed codes, by halves; neither width is 3 bits.
+
+    Shapes:  packed [..., D * 16 * from_bits], out [..., D * 16 * to_bits] uint8, of 128 tokens, in any outer strides
+    """
+    bits = from_bits // 2
+    while bits > to_bits:
+        packed = _halve(packed, bits, side, packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 2))
+        bits //= 2
+    _halve(packed, bits, side, out)
+
+
+def _halve(packed: Tensor, bits: int, side: SideName, out: Tensor) -> Tensor:
+    """From 2 * ``bits`` bits to ``bits``, four to sixteen codes at a time.
+
+    The codes of a pair are shrunk one after the other, each in the room of both, by
+    X_b = ((2^b - 1) (X_2b + 2^(b-1) + 1)) >> 2b, which equals ``shrink`` and needs 3b bits. Then the second half
+    of the lanes, whose tokens follow those of the first plane by plane, goes beside the first half.
+    """
+    words = packed.view(torch.int16)
+    wide, top, room = 2 * bits, (1 << bits) - 1, ROOMS[bits]
+    mask, summand = room * ((1 << wide) - 1), room * ((1 << bits - 1) + 1)
+    small = (words & mask).add_(summand).mul_(top).bitwise_right_shift_(wide).bitwise_and_(room * top)
+    small |= (words >> wide).bitwise_and_(mask).add_(summand).mul_(top).bitwise_and_(room * top << wide)
+    rows = 1 if side == "k" else packed.shape[-1] // (16 * wide)
+    first, second = small.unflatten(-1, (rows, -1)).chunk(2, -1)
+    torch.add(first, second, alpha=1 << bits, out=out.view(torch.int16).unflatten(-1, (rows, -1)))
+    return out
+
+
 def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Iterator[tuple[Tensor, int]]:
     """The codes plane by plane (consecutive tokens), still in their bytes: code = (byte & mask) / (mask & -mask).
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .bits import pack, unpack
-from .layout import DenseSide, UniformSide
+from .layout import DenseSide, Side, UniformSide
 
 
 def gather(memory: Tensor, addresses: Tensor, nbytes: int) -> Tensor:
@@ -28,16 +28,61 @@ def scatter(memory: Tensor, addresses: list[int], rows: Tensor) -> None:
         memory[address : address + nbytes] = row
 
 
+def even_runs(members: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Splits pairs of offsets into runs in which both grow in even steps, so that a run is two strided views."""
+    runs: list[list[tuple[int, int]]] = []
+    for a, b in members:
+        run = runs[-1] if runs else []
+        if len(run) == 1 or (run and (a - run[-1][0], b - run[-1][1]) == _step(run)):
+            run.append((a, b))
+        else:
+            runs.append([(a, b)])
+    return runs
+
+
+def _step(run: list[tuple[int, int]]) -> tuple[int, int]:
+    return run[1][0] - run[0][0], run[1][1] - run[0][1]
+
+
+def run_rows(
+    memory: Tensor, src: int, dst: int, run: list[tuple[int, int]], old: Side, new: Side
+) -> tuple[Tensor, ...]:
+    """The sides of a run in the blocks at ``src`` and ``dst`` as views [n, nbytes] uint8 of the arena."""
+    steps = _step(run) if len(run) > 1 else (0, 0)
+    return tuple(
+        memory[address + first :].as_strided((len(run), side.nbytes), (step, 1))
+        for address, first, side, step in zip((src, dst), run[0], (old, new), steps, strict=True)
+    )
+
+
 def read_dense(rows: Tensor, side: DenseSide) -> Tensor:
     """Shapes:  rows [n, nbytes] uint8;  returns [n, H, T, D] in the side's dtype, a view"""
     shape = (len(rows), side.num_kv_heads, side.num_tokens, side.head_dim)
     return rows.view(side.dtype).view(shape)
 
 
+def packed_codes(rows: Tensor, side: UniformSide) -> Tensor:
+    """Shapes:  rows [n, nbytes] uint8;  returns [n, H, T * bits / 8 * D] uint8, a view"""
+    return rows[:, : side.meta_offset].unflatten(1, (side.num_kv_heads, -1))
+
+
 def read_codes(rows: Tensor, side: UniformSide) -> Tensor:
     """Shapes:  rows [n, nbytes] uint8;  returns codes [n, H, T, D] uint8"""
-    packed = rows[:, : side.meta_offset].unflatten(1, (side.num_kv_heads, -1))
-    return unpack(packed, side.bits, side.side, side.num_tokens)
+    return unpack(packed_codes(rows, side), side.bits, side.side, side.num_tokens)
+
+
+def meta_tile(rows: Tensor, side: UniformSide) -> Tensor:
+    """(min, range) of every group, a view to read or write.
+
+    Shapes:  rows [n, nbytes] uint8;  returns fp16, by axis, channel [2, n, H, num_groups, D] or
+             token [2, n, H, num_groups, meta_planes, meta_lanes]
+    """
+    across = side.head_dim if side.axis == "channel" else side.num_tokens
+    meta = rows[:, side.meta_offset : side.top_offset].unflatten(1, (side.num_kv_heads, -1))
+    pairs = meta[..., : 4 * side.num_groups * across].view(torch.float16)
+    if side.axis == "channel":
+        return pairs.unflatten(-1, (2, side.num_groups, across)).movedim(2, 0)
+    return pairs.unflatten(-1, (side.num_groups, side.meta_lanes, side.meta_planes, 2)).permute(5, 0, 1, 2, 4, 3)
 
 
 def read_meta(rows: Tensor, side: UniformSide) -> Tensor:
@@ -45,13 +90,13 @@ def read_meta(rows: Tensor, side: UniformSide) -> Tensor:
 
     Shapes:  rows [n, nbytes] uint8;  returns [2, n, H, num_groups, D or T] fp16, by axis channel or token
     """
-    across = side.head_dim if side.axis == "channel" else side.num_tokens
-    meta = rows[:, side.meta_offset : side.top_offset].unflatten(1, (side.num_kv_heads, -1))
-    pairs = meta[..., : 4 * side.num_groups * across].contiguous().view(torch.float16)
-    if side.axis == "channel":
-        return pairs.unflatten(-1, (2, side.num_groups, across)).movedim(2, 0)
-    tile = pairs.unflatten(-1, (side.num_groups, side.meta_lanes, side.meta_planes, 2))
-    return tile.permute(5, 0, 1, 2, 4, 3).flatten(-2)
+    tile = meta_tile(rows, side)
+    return tile if side.axis == "channel" else tile.flatten(-2)
+
+
+def tops(rows: Tensor, side: UniformSide) -> Tensor:
+    """The largest range of each head, a view [n, H] fp16."""
+    return rows[:, side.top_offset : side.top_offset + 2 * side.num_kv_heads].view(torch.float16)
 
 
 def write_side(codes: Tensor, meta: Tensor, side: UniformSide) -> Tensor:

@@ -1,27 +1,32 @@
-"""Demotion in vectorised torch: all sides of one kind, of all layers and blocks, at once."""
+"""Demotion in vectorised torch: packed words to packed words, all layers of a block at once."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..bits import narrow
 from ..layout import BlockLayout, UniformSide
-from ..pages import gather, read_codes, read_meta, scatter, write_side
-from .reference import shrink
+from ..pages import even_runs, meta_tile, packed_codes, read_meta, run_rows, tops
 
 
 def demote_cpu(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
     """See ``demote``."""
+    blocks = list(zip(src.tolist(), dst.tolist(), strict=True))
     for (old, new), members in source.pairs(target).items():
         if not isinstance(old, UniformSide) or not isinstance(new, UniformSide):
             continue
-        from_offset, to_offset = torch.tensor(members, dtype=torch.int64).T[:, :, None]
-        rows = gather(memory, (src + from_offset).flatten(), old.nbytes)
-        if old != new:
-            codes = _shrink_table(old.bits, new.bits)[read_codes(rows, old).int()]
-            rows = write_side(codes, read_meta(rows, old), new)
-        scatter(memory, (dst + to_offset).flatten().tolist(), rows)
+        for run in even_runs(members):
+            for a, b in blocks:
+                rows, out = run_rows(memory, a, b, run, old, new)
+                if old == new:
+                    out.copy_(rows)
+                else:
+                    _demote(rows, out, old, new)
 
 
-def _shrink_table(from_bits: int, to_bits: int) -> Tensor:
-    return shrink(torch.arange(2**from_bits, dtype=torch.int32), from_bits, to_bits).to(torch.uint8)
+def _demote(rows: Tensor, out: Tensor, old: UniformSide, new: UniformSide) -> None:
+    """Shapes:  rows [n, old.nbytes], out [n, new.nbytes] uint8"""
+    narrow(packed_codes(rows, old), old.bits, new.bits, old.side, packed_codes(out, new))
+    tile = meta_tile(out, new)
+    tile.copy_(read_meta(rows, old).view(tile.shape))
+    tops(out, new).copy_(tops(rows, old))
