@@ -159,7 +159,7 @@ class BlockTables:
         if num_tokens <= held and (table.sink is not None or not self.ladder.sink):
             return num_tokens
         sinks = int(bool(self.ladder.sink) and table.sink is None)
-        if not self._has_room(0, sinks):
+        if sinks and not self._has_room(0, sinks):
             return 0
         room = self.arena.room(self._sizes[0])
         while sinks and room and not self._has_room(room, sinks):
@@ -212,9 +212,11 @@ class BlockTables:
         wave, done = list[Move](), 0
         for block, rung in steps:
             slot = self.arena.allocate(self._sizes[rung], urgent=True)
-            while slot is None:
+            if slot is None:
                 self._end_wave(wave)
                 wave = []
+                slot = self.arena.allocate(self._sizes[rung], urgent=True)
+            while slot is None:
                 if not self._evacuate():
                     return done
                 slot = self.arena.allocate(self._sizes[rung], urgent=True)
