@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OPEN_END_BLOCKS = 8  # what admission counts for a request without max_tokens, in blocks, as with blocks of 128
+OPEN_END_BLOCKS = 1  # what admission counts for a request without max_tokens, in blocks: little, so that it is wrong
 
 MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",

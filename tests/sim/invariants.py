@@ -31,8 +31,9 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         if table.sink is not None:
             require(table.sink.rung == SINK, "a sink stepped down")
             owners.setdefault(table.sink, []).append(table.floor)
-        for block in table.blocks:
+        for index, block in enumerate(table.blocks):
             require(block.rung != SINK, "a sink stands among the blocks")
+            require(index >= table.num_settled or block.rung >= block.floor, "a block is forgotten as settled")
             owners.setdefault(block, []).append(table.floor)
     cached: dict[Any, int] = {}
     if space.prefix is not None:
@@ -52,6 +53,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(rung == SINK or block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
         require(rung <= floor, f"rung {rung} below the floor {floor}")
         before = seen.get(block)
+        require(before is not None or slot in tables._fresh, "a new slot will not be cleared")
         require(before is None or before <= rung, "a block widened")
         now[block] = rung
         offset = slot.address % slab_nbytes
@@ -108,6 +110,9 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
         previous[tenant] = request.arrival
         require(scheduler.requests.get(request.request_id) is request, "the registry disagrees")
         require(request.num_computed_tokens <= request.num_tokens, "more is computed than known")
+    if space.prefix is not None:
+        published = space.prefix._published
+        require(all(name in space.tables for name in published), "the prefix cache remembers who is gone")
     options, names = space.options, space.tables._tables
     require(len(names) == len(running), "someone owns blocks who does not run")
     for request in running:

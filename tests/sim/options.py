@@ -38,6 +38,7 @@ class Options:
     faults: float
     bad_blocks: float
     recoveries: float
+    evacuations: float
     pinned: float
     floored: float
     open_ended: float
@@ -69,14 +70,14 @@ def draw(seed: int) -> Options:
     def rate(most: float) -> float:
         return 0.0 if rng.random() < 0.5 else most * rng.random()
 
-    block = rng.choice((4, 4, 8, 8, 16, 128))
+    block = rng.choice((4, 4, 4, 8, 8, 16, 16, 128))
     sizes = rng.choice(LADDERS)
     sink = rng.choice((0, 0, block // 4, block // 2, block, rng.randint(1, block)))
-    slab_blocks = rng.choice((1, 1, 2, 3, 4, 7, 16))
+    slab_blocks = rng.choice((1, 1, 2, 2, 3, 3, 4, 7, 16))
     least = 2 + len(sizes) + (sink > 0)
-    slabs = max(least, min(64, int(2 ** rng.uniform(1, 6.1)), 64 // slab_blocks))
+    slabs = max(least, min(64, int(2 ** rng.uniform(1, rng.choice((4, 6.1)))), 64 // slab_blocks))
     blocks = (slabs - len(sizes) + 1) * slab_blocks
-    quota = rng.choice((None, None, None, rng.uniform(0.1, 0.6)))
+    quota = rng.choice((None, None, None, rng.uniform(0.3, 0.9)))
     return Options(
         seed=seed,
         block=block,
@@ -88,20 +89,21 @@ def draw(seed: int) -> Options:
         slabs=slabs,
         slab_blocks=slab_blocks,
         budget=rng.choice((max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))),
-        max_num_seqs=rng.choice((1, 2, 4, 8, 16, 16)),
+        max_num_seqs=rng.choice((1, 2, 4, 8, 16, 16, 16, 16)),
         prefix=rng.random() < 0.6,
-        num_prompts=rng.randint(1, 4),
-        salts=rng.choice((1, 1, 2, 3)),
+        num_prompts=rng.randint(1, 3),
+        salts=rng.choice((1, 1, 2)),
         quota=quota,
         tenants=rng.choice((1, 2, 3)) if quota is None else rng.choice((2, 3)),
-        longest=max(1, blocks // rng.choice((1, 2, 2, 3, 4, 6, 10))),
-        arrivals=rng.uniform(0.05, 1.0),
-        aborts=rate(0.1),
+        longest=max(1, blocks // rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8))),
+        arrivals=rng.uniform(0.2, 1.0),
+        aborts=rate(0.3),
         forks=rate(0.5),
-        faults=rate(0.02),
-        bad_blocks=rate(0.02),
-        recoveries=rate(0.01),
+        faults=rate(0.05),
+        bad_blocks=rate(0.05),
+        recoveries=rate(0.02),
+        evacuations=rate(0.5),
         pinned=rate(0.4),
         floored=rate(0.6),
-        open_ended=rate(0.5),
+        open_ended=rate(1.0),
     )

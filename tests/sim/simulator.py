@@ -25,6 +25,10 @@ from .truth import Truth, token
 STOP_TOKEN = 0
 
 
+class OutOfEvents(Exception):
+    """A run was longer than ``limit`` events."""
+
+
 class Simulation:
     """One run."""
 
@@ -33,6 +37,7 @@ class Simulation:
         self.code: Code = load(options.block, patch)
         self.rng = random.Random(mix(options.seed, 17))
         self.num_events = 0
+        self.limit = 10**9
         self.counts: Counter[str] = Counter()
         self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
         self._log = hashlib.sha256()
@@ -82,6 +87,8 @@ class Simulation:
 
     def event(self, *what: Any) -> None:
         """Notes an event and checks everything."""
+        if self.num_events >= self.limit:
+            raise OutOfEvents
         self.num_events += 1
         self.counts[what[0]] += 1
         self._log.update(repr(what).encode())
@@ -109,11 +116,11 @@ class Simulation:
     def _prompt(self) -> list[int]:
         rng, block = self.rng, self.options.block
         most = self.options.longest * block
-        ids = list(self._prompts[rng.randrange(len(self._prompts))][: rng.choice((0, rng.randint(0, most)))])
-        return ids + [rng.randrange(50) for _ in range(rng.randint(1, max(1, rng.choice((3, block, most)))))]
+        ids = list(self._prompts[rng.randrange(len(self._prompts))][: rng.choice((0, most, rng.randint(0, most)))])
+        return ids + [rng.randrange(50) for _ in range(rng.randint(1, max(1, rng.choice((1, block, most // 2)))))]
 
     def _length(self) -> int:
-        return self.rng.randint(1, self.rng.choice((2, min(self.options.block, 32), min(3 * self.options.block, 100))))
+        return self.rng.randint(1, self.rng.choice((2, min(self.options.block, 24), min(4 * self.options.block, 40))))
 
     def _params(self) -> SamplingParams:
         options, rng = self.options, self.rng
@@ -178,12 +185,15 @@ class Simulation:
         had = set(scheduler.running)
         self.space.begin_schedule()
         batch = scheduler.schedule()
+        self.counts["hit"] += sum(item.start == item.request.num_cached_tokens > 0 for item in batch.items)
         self.event("schedule", [(i.request.request_id, i.start, i.num_tokens) for i in batch.items])
         self._check_batch(batch)
         require(oldest is None or oldest.num_preemptions == rounds, "the oldest was preempted")
         self.counts["preempted"] += sum(r not in scheduler.running for r in had)
         for request in had - set(scheduler.running):
             self.truths[request].computed = 0
+        if self.rng.random() < self.options.evacuations and self.space.tables._evacuate():
+            self.event("evacuate")
         moves = self.device.apply(self.space.tables)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
@@ -256,7 +266,7 @@ class Simulation:
     def _accept(self, item: Any) -> None:
         request = item.request
         truth, salt = self.truths[request], request.params.cache_salt
-        fold, floor = 0, self.space.floor(request)
+        fold, floor = 0, self.space.own_floor(request.params)
         for block, nbytes, start, end in self._places(item):
             record = self.device.read(block, nbytes, salt)
             require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")

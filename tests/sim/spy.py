@@ -78,6 +78,16 @@ class SpySpace:
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
         self._ask(request, num_tokens, spare)
+        table, limit = self.tables[request.request_id], self.tables.arena.num_slabs - self.options.reserve
+
+        def fits(tokens: int) -> bool:
+            blocks = max(0, self.tables.blocks_for(tokens) - len(table.blocks))
+            sinks = int(self.options.sink > 0 and table.sink is None)
+            sizes = [self.options.sizes[0]] * (blocks + spare * (blocks > 0)) + [self.tables.ladder.sink_nbytes] * sinks
+            return not tokens or not (blocks or sinks) or self.packed(sizes) <= limit
+
+        require(fits(room), f"no room for {room} tokens and {spare} spare blocks")
+        require(room == num_tokens or not fits(room + 1), f"room for more than {room} tokens")
         self.short = room < num_tokens
         return int(room)
 
@@ -93,14 +103,28 @@ class SpySpace:
         got = self._space.reserve(request, num_tokens)
         require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
         require(len(table.blocks) == had + new * got, "a reservation is not all or nothing")
+        if got and new and num_tokens > request.num_computed_tokens + 1:
+            others = [r for r in self.scheduler.running if r is not request and self._lacks_block(r)]
+            spare = [self.options.sizes[0]] * len(others)
+            require(self.packed(spare) <= limit, "a chunk takes the blocks that others need for their next token")
         self._ask(request, num_tokens, 0)
         self.short = not got
         return bool(got)
+
+    def _lacks_block(self, request: Any) -> bool:
+        held = self.options.sink + len(self.tables[request.request_id].blocks) * self.options.block
+        return bool(request.num_computed_tokens + 1 > held)
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
         self.needy = request
         blocks = max(0, self.tables.blocks_for(num_tokens) - len(self.tables[request.request_id].blocks))
         self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), blocks + spare + 1)
+
+    def own_floor(self, params: Any) -> int:
+        """The narrowest rung that a request with ``params`` allows."""
+        if params.kv_pinned:
+            return 0
+        return len(self.options.sizes) - 1 if params.kv_floor is None else int(params.kv_floor.removeprefix("rung"))
 
     def open(self, request: Any) -> int:
         found = self._space.open(request)
@@ -108,7 +132,8 @@ class SpySpace:
         table = self.tables[request.request_id]
         held = (self.options.sink if table.sink is not None else 0) + len(table.blocks) * self.options.block
         require(found == held, f"{found} tokens found, blocks hold {held}")
-        floor = self._space.floor(request)
+        floor = self.own_floor(request.params)
+        require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
         require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
         if request.params.prompt_logprobs is not None:
             require(found == 0, "prompt log-probabilities need every token computed")
@@ -116,7 +141,10 @@ class SpySpace:
 
     def evict(self) -> bool:
         idle = self._idle()
-        used = self.tables.arena.used_nbytes
+        used, needed = self.tables.arena.used_nbytes, self.short
+        if self.needy is None:
+            needed = self.room(self.options.sizes[0]) < len(self.scheduler.running)
+        require(needed, "cached blocks are given up without need")
         done = self._space.evict()
         require(done == bool(idle), f"{idle} cached blocks are idle, one was given up: {done}")
         require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")

@@ -1,0 +1,153 @@
+"""An interrupt at every executed line of the books and of the scheduler: recovery always leads to the same answers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from qkv_engine.request import FinishReason, Request, SamplingParams
+
+from .code import MODULES, source_path
+from .options import Options, draw
+from .simulator import Simulation
+from .truth import Truth
+
+FILES = {str(source_path(file)) for file in MODULES}
+
+
+class Interrupted(BaseException):
+    """Like ``KeyboardInterrupt``."""
+
+
+class LineCounter:
+    """A trace function that raises at one line, or only counts them."""
+
+    def __init__(self, raise_at: int | None):
+        self.raise_at, self.count = raise_at, 0
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.raise_at:
+                raise Interrupted
+        return self
+
+
+class Scenario(Simulation):
+    """A handful of requests and an abort, done again where an interrupt left off; nothing else is random."""
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        rng = random.Random(options.seed)
+        self.to_come = [self._request(i, rng) for i in range(5)]
+        self.aborted = self.to_come[2]
+        self.interrupts = 0
+
+    def _request(self, index: int, rng: random.Random) -> Request:
+        block, same = self.options.block, random.Random(self.options.seed)
+        ids = [same.randrange(50) for _ in range(2 * block + 1)] + [rng.randrange(50) for _ in range(rng.randint(1, 3 * block))]
+        params = SamplingParams(max_tokens=1, ignore_eos=index % 2 == 0, kv_pinned=index == 3)
+        return Request(f"r{index}", ids, params, block + 2, seed=rng.randrange(2**32))
+
+    def event(self, *what: Any) -> None:
+        """Checked while nothing was interrupted and after each recovery; not traced."""
+        trace = sys.gettrace()
+        sys.settrace(None)
+        super().event(*what)
+        sys.settrace(trace)
+
+    def advance(self, step: int) -> None:
+        if self.to_come and self.to_come[0].request_id not in self.scheduler.requests:
+            self.add(self.to_come[0])
+        del self.to_come[:1]
+        if step >= 4 and not self.aborted.is_finished and self.aborted in self.truths:
+            self.abort(self.aborted)
+        self.step()
+
+    def play(self, raise_at: int | None) -> LineCounter:
+        """The whole scenario with an interrupt at the given line."""
+        counter = LineCounter(raise_at)
+        for step in range(3000):
+            if not self.to_come and not self.scheduler.has_work:
+                break
+            sys.settrace(counter)
+            try:
+                self.advance(step)
+            except Interrupted:
+                self.interrupts += 1
+                sys.settrace(None)
+                self.mend()
+            finally:
+                sys.settrace(None)
+        assert not self.scheduler.has_work and not self.truths
+        self.finish_all()
+        return counter
+
+    def mend(self) -> None:
+        """What was submitted but not noted by this side of the call is noted; then everything starts over."""
+        for request in self.scheduler.requests.values():
+            if request not in self.truths:
+                self.truths[request] = Truth(request, self.options.block, self.options.sink)
+        for request, truth in self.truths.items():
+            truth.emitted = tuple(request.output_token_ids)
+        for line in (2, 9, 30):  # the recovery is interrupted as well
+            sys.settrace(LineCounter(line))
+            with suppress(Interrupted):
+                self.scheduler.recover(self._new_space())
+            sys.settrace(None)
+        self.recover()
+
+
+def scenario(number: int) -> Options:
+    """Small and full of pressure: one to four rungs, with sinks, windows, eager, and a shared prefix."""
+    base, rng = draw(number), random.Random(number)
+    sizes = ((16, 8, 4), (16,), (16, 9), (16, 9, 5, 3))[number % 4]
+    return replace(
+        base, block=4, sizes=sizes, sink=(0, 1, 2, 4)[number // 2 % 4], recent=(0, 3)[number % 2], eager=number % 4 == 2,
+        admit_at=len(sizes) - 1, slabs=10 + rng.randint(0, 4), slab_blocks=1 + number % 3, budget=13, max_num_seqs=4, prefix=True,
+        quota=None, aborts=0.0, forks=0.0, faults=0.0, bad_blocks=0.0, recoveries=0.0,
+    )  # fmt: skip
+
+
+def sweep(number: int, stride: int) -> int:
+    """Interrupts at every ``stride``-th line of one scenario; returns how many."""
+    options = scenario(number)
+    calm = Scenario(options)
+    lines = calm.play(None).count
+    for line in range(1 + number % stride, lines, stride):
+        disturbed = Scenario(options)
+        try:
+            disturbed.play(line)
+        except Exception as error:
+            error.add_note(f"interrupted at line event {line} of scenario {number}")
+            raise
+        assert disturbed.interrupts == 1
+        for name, (tokens, reason) in calm.outputs.items():
+            found, why = disturbed.outputs[name]
+            if FinishReason.ABORT in (reason, why):
+                size = min(len(tokens), len(found))
+                assert found[:size] == tokens[:size]
+            else:
+                assert (found, why) == (tokens, reason), f"{name} answers otherwise after an interrupt"
+    return len(range(1 + number % stride, lines, stride))
+
+
+def test_an_interrupt_at_some_lines(report: list[str]):
+    points = sum(sweep(number, 199) for number in range(8))
+    report.append(f"{points:,} interrupts, each at another executed line, nothing corrupt after recovery")
+    assert points >= 200
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_every_kind_of_line(report: list[str]):
+    points = sum(sweep(number, 17) for number in range(8, 20))
+    report.append(f"{points:,} interrupts, each at another executed line, nothing corrupt after recovery")
+    assert points >= 4_000

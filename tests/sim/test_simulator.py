@@ -1,0 +1,63 @@
+"""Random loads on random configurations, every invariant after every event; the same seeds give the same events."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from .simulator import simulate
+
+CHAOS = 900  # events of a run before everybody may finish
+
+
+def swarm(seeds: range) -> tuple[Counter[str], str]:
+    """Events by kind of one run a seed, and a digest over all their logs."""
+    total: Counter[str] = Counter()
+    digest = hashlib.sha256()
+    for seed in seeds:
+        simulation = simulate(seed, CHAOS)
+        total += simulation.counts
+        total["events"] += simulation.num_events
+        digest.update(simulation.digest().encode())
+    return total, digest.hexdigest()
+
+
+def describe(seeds: range, total: Counter[str], digest: str, seconds: float) -> str:
+    return (
+        f"{total['events']:,} events, {len(seeds):,} configurations, {seconds:.0f} s: {total['add']:,} requests, "
+        f"{total['demotion']:,} demotions, {total['copy']:,} copies, {total['hit']:,} prefix hits, "
+        f"{total['preempted']:,} preemptions, {total['recover']:,} recoveries; log {digest[:16]}"
+    )
+
+
+def test_random_loads_keep_every_invariant(report: list[str]):
+    started, seeds = time.monotonic(), range(80)
+    total, digest = swarm(seeds)
+    report.append(describe(seeds, total, digest, time.monotonic() - started))
+    assert total["events"] >= 100_000
+    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
+        assert total[kind] > 20, f"the loads hardly show any {kind}"
+
+
+def test_the_same_seed_gives_the_same_events():
+    first, second = simulate(4, 600), simulate(4, 600)
+    assert first.digest() == second.digest() and first.outputs == second.outputs
+    assert simulate(5, 600).digest() != first.digest()
+
+
+@pytest.mark.slow
+def test_two_million_random_events(report: list[str]):
+    started, seeds = time.monotonic(), range(10_000, 11_400)
+    parts = [seeds[i : i + 50] for i in range(0, len(seeds), 50)]
+    total, digest = Counter[str](), hashlib.sha256()
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for counts, part in pool.map(swarm, parts):
+            total += counts
+            digest.update(part.encode())
+    report.append(describe(seeds, total, digest.hexdigest(), time.monotonic() - started))
+    assert total["events"] >= 2_000_000
