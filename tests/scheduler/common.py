@@ -51,7 +51,7 @@ def make_space(
     quota: float | None = None,
 ) -> KVSpace:
     nbytes = ladder.widest.block_nbytes
-    arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=int(len(ladder.rungs) > 1))
+    arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=len(ladder.rungs) - 1)
     tables = BlockTables(arena, ladder)
     return KVSpace(tables, PrefixCache(tables, "model") if prefix else None, quota)
 

@@ -88,7 +88,9 @@ def draw(seed: int) -> Options:
         admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)),
         slabs=slabs,
         slab_blocks=slab_blocks,
-        budget=rng.choice((max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))),
+        budget=rng.choice(
+            (max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))
+        ),
         max_num_seqs=rng.choice((1, 2, 4, 8, 16, 16, 16, 16)),
         prefix=rng.random() < 0.6,
         num_prompts=rng.randint(1, 3),

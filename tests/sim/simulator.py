@@ -41,7 +41,9 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
         self._log = hashlib.sha256()
-        self._prompts = [[self.rng.randrange(50) for _ in range(64 * options.block)] for _ in range(options.num_prompts)]
+        self._prompts = [
+            [self.rng.randrange(50) for _ in range(64 * options.block)] for _ in range(options.num_prompts)
+        ]
         self.truths: dict[Request, Truth] = {}
         self.space: SpySpace = self._new_space()
         self.scheduler: Any = self.code.Scheduler(
@@ -290,7 +292,9 @@ class Simulation:
 
     @staticmethod
     def _is_done(request: Request) -> bool:
-        stopped = request.num_output_tokens > 0 and request.token_ids[-1] == STOP_TOKEN and not request.params.ignore_eos
+        stopped = (
+            request.num_output_tokens > 0 and request.token_ids[-1] == STOP_TOKEN and not request.params.ignore_eos
+        )
         return stopped or request.num_output_tokens >= request.max_tokens
 
     # ---- ends
@@ -310,7 +314,9 @@ class Simulation:
     def _note_end(self, request: Request) -> None:
         truth = self.truths.pop(request)
         require(request.request_id not in self.outputs, "a request ended twice")
-        alone = Truth(Request("", request.prompt_token_ids, request.params, 1, seed=request.seed), truth.block, truth.sink)
+        alone = Truth(
+            Request("", request.prompt_token_ids, request.params, 1, seed=request.seed), truth.block, truth.sink
+        )
         for found in request.output_token_ids:
             require(found == alone.next_token(alone.request.num_tokens), "an answer differs from the one given alone")
             alone.request.token_ids.append(found)

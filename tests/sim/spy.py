@@ -181,9 +181,7 @@ class SpySpace:
         if not self.options.eager:
             return False
         ready = {
-            request: 0
-            for request in self.scheduler.running
-            if request.num_computed_tokens >= request.num_prompt_tokens
+            request: 0 for request in self.scheduler.running if request.num_computed_tokens >= request.num_prompt_tokens
         }
         allowed = {found.key for found in self._eligible(ready)}
         limit = self._pressure.EAGER_PER_STEP * -(-len(self.scheduler.running) // 32)

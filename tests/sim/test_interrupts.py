@@ -53,7 +53,9 @@ class Scenario(Simulation):
 
     def _request(self, index: int, rng: random.Random) -> Request:
         block, same = self.options.block, random.Random(self.options.seed)
-        ids = [same.randrange(50) for _ in range(2 * block + 1)] + [rng.randrange(50) for _ in range(rng.randint(1, 3 * block))]
+        ids = [same.randrange(50) for _ in range(2 * block + 1)] + [
+            rng.randrange(50) for _ in range(rng.randint(1, 3 * block))
+        ]
         params = SamplingParams(max_tokens=1, ignore_eos=index % 2 == 0, kv_pinned=index == 3)
         return Request(f"r{index}", ids, params, block + 2, seed=rng.randrange(2**32))
 

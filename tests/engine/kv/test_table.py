@@ -1,0 +1,245 @@
+"""Block tables on tiny arenas: exact addresses, waves, floors; then random histories against a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from qkv_engine.kv.arena import ArenaError
+from qkv_engine.kv.prefix import PrefixCache
+from qkv_engine.kv.table import SINK, BlockTables
+
+from ...scheduler.common import BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_space
+
+
+def tables_of(num_blocks: int, ladder: TinyLadder = LADDER, slab_blocks: int = 1) -> BlockTables:
+    return make_space(num_blocks, ladder, slab_blocks=slab_blocks).tables
+
+
+def grow(tables: BlockTables, name: str, num_tokens: int, floor: int = 2) -> list:
+    if name not in tables:
+        tables.open(name, floor)
+    assert tables.reserve(name, num_tokens)
+    tables.take_fresh()
+    return tables[name].blocks
+
+
+WITH_SINK = TinyLadder(LADDER.rungs, sink=32, recent=100, sink_nbytes=4)
+
+
+def test_blocks_are_counted_behind_the_sink():
+    tables = tables_of(12, WITH_SINK)
+    assert [tables.blocks_for(n) for n in (0, 1, 32, 33, 160, 161)] == [0, 0, 0, 1, 1, 2]
+    assert tables.demand(32 + 5 * BLOCK, 2) == Counter({16: 2, 4: 4})  # two dense, three narrow and the sink
+    assert tables.demand(32 + 5 * BLOCK, 0) == Counter({16: 5, 4: 1})
+    assert tables.demand(20, 2) == Counter({4: 1, 16: 0})
+
+
+def test_capacity_counts_whole_slabs_and_the_reserve():
+    tables = tables_of(6)  # the reserve is two slabs: one for each narrower size
+    assert tables.arena.reserve == 2
+    assert tables.max_tokens(0) == 4 * BLOCK
+    assert tables.max_tokens(1) == (1 + 3 * 2) * BLOCK
+    assert tables.max_tokens(2) == (1 + 3 * 4) * BLOCK
+    assert tables.max_tokens(2, 0.5) == (1 + 4) * BLOCK
+    assert tables.max_requests(5 * BLOCK, 2) == 2
+    assert tables_of(6, DENSE).max_tokens(0) == 6 * BLOCK
+
+
+def test_a_reservation_is_all_or_nothing():
+    tables = tables_of(3, DENSE)
+    tables.open("a", 0)
+    assert not tables.reserve("a", 3 * BLOCK + 1) and not tables["a"].blocks
+    assert tables.room_for("a", 9 * BLOCK) == 3 * BLOCK
+    assert tables.room_for("a", 9 * BLOCK, spare=2) == BLOCK
+    assert tables.reserve("a", 2 * BLOCK + 1) and len(tables["a"].blocks) == 3
+    assert tables.reserve("a", 3 * BLOCK) and not tables.reserve("a", 3 * BLOCK + 1)
+
+
+def test_a_sink_as_large_as_a_block_is_counted_with_the_blocks():
+    ladder = TinyLadder(DENSE.rungs, sink=BLOCK, sink_nbytes=16)
+    tables = tables_of(2, ladder)
+    tables.open("a", 0)
+    assert tables.room_for("a", 9 * BLOCK) == 2 * BLOCK
+    assert not tables.reserve("a", 2 * BLOCK + 1) and tables.reserve("a", 2 * BLOCK)
+
+
+def test_a_demotion_is_one_wave_that_overwrites_nothing_it_reads():
+    tables = tables_of(6)
+    blocks = grow(tables, "a", 3 * BLOCK)
+    assert tables.demote([(blocks[0], 1), (blocks[1], 2)]) == 2
+    ((first, second),) = tables.waves
+    assert (first.src, first.dst, first.old, first.new) == (0, 48, 0, 1)
+    assert (second.src, second.dst, second.old, second.new) == (16, 64, 0, 2)
+    assert [block.rung for block in blocks] == [1, 2, 0]
+    assert tables.arena.used_nbytes == 8 + 4 + 16
+    assert tables.num_demotions == {("dense16", "int8"): 1, ("dense16", "int4"): 1}
+    tables.check_integrity()
+
+
+def test_a_demotion_without_free_slabs_begins_a_new_wave():
+    two = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("odd", 9, 8.0)))
+    tables = tables_of(4, two)
+    blocks = grow(tables, "a", 3 * BLOCK)
+    assert tables.demote([(block, 1) for block in blocks]) == 3  # each into the slab that the one before left
+    assert [[(move.src, move.dst) for move in wave] for wave in tables.waves] == [[(0, 48)], [(16, 0)], [(32, 16)]]
+    tables.check_integrity()
+
+
+def test_sparse_slabs_are_emptied_for_a_block_and_fresh_slots_are_not_copied():
+    tables = tables_of(3, DENSE, slab_blocks=1)
+    assert not tables._evacuate()
+    tables = make_space(12, LADDER, slab_blocks=4).tables  # three slabs, two of them reserved
+    blocks = grow(tables, "a", 4 * BLOCK)
+    tables.demote([(block, 1) for block in blocks])
+    assert tables.waves and tables.arena.room(16) == 0
+    tables.release("a")
+    tables.waves.clear()
+
+    tables = make_space(16, DENSE, slab_blocks=4).tables
+    for name in "abcd":
+        grow(tables, name, 2 * BLOCK)
+    for name in "bd":
+        tables.release(name)
+    tables.open("e", 0)
+    tables.arena.release(tables.arena.allocate(16))
+    held = [block.slot.address for name in "ac" for block in tables[name].blocks]
+    assert held == [0, 16, 64, 80]
+    assert tables._evacuate()
+    assert [block.slot.address for name in "ac" for block in tables[name].blocks] == [0, 16, 32, 48]
+    assert [(move.src, move.dst) for move in tables.waves[-1]] == [(64, 32), (80, 48)]
+    tables.check_integrity()
+
+
+def test_a_fresh_slot_that_moves_is_cleared_at_its_new_place():
+    tables = make_space(16, DENSE, slab_blocks=4).tables
+    for name in "ab":
+        grow(tables, name, 3 * BLOCK)
+    tables.release("a")
+    tables.open("c", 0)
+    tables.reserve("c", 3 * BLOCK)  # fills the slabs that a left
+    tables.release("b")
+    tables.waves.clear()
+    before = {block.slot.address for block in tables["c"].blocks}
+    if tables._evacuate():
+        assert not [move for wave in tables.waves for move in wave]
+    assert {slot.address for slot in tables.take_fresh()} == {block.slot.address for block in tables["c"].blocks}
+    assert len(before) == 3
+
+
+def test_ages_count_from_the_recent_window_and_settled_blocks_are_left_out():
+    tables = tables_of(12, WITH_SINK)
+    blocks = grow(tables, "a", 32 + 4 * BLOCK)
+    num_computed = 32 + 3 * BLOCK
+    assert list(tables.unsettled("a", num_computed)) == [
+        (block, 3 * BLOCK - 100 - (i + 1) * BLOCK) for i, block in enumerate(blocks)
+    ]
+    tables.demote([(blocks[0], 2)])
+    assert [block for block, _ in tables.unsettled("a", num_computed)] == blocks[1:]
+    assert tables["a"].num_settled == 1
+
+
+def test_the_floor_of_a_shared_block_is_that_of_those_who_hold_it():
+    tables = tables_of(8)
+    (block,) = grow(tables, "a", BLOCK, floor=2)
+    assert not block.is_shared
+    tables.open("pinned", 0, [block])
+    assert (block.floor, block.refs, block.is_shared) == (0, 2, True)
+    assert list(tables.unsettled("a", 4 * BLOCK)) == []
+    tables.release("pinned")
+    assert (block.floor, block.refs, block.is_shared) == (2, 1, False)
+    assert [found for found, _ in tables.unsettled("a", 4 * BLOCK)] == [block]
+
+
+def test_a_block_dropped_once_too_often_is_refused():
+    tables = tables_of(4)
+    (block,) = grow(tables, "a", BLOCK)
+    tables.release("a")
+    with pytest.raises(ArenaError, match="more often"):
+        tables.drop(block)
+    tables.release("a")  # releasing twice is harmless
+
+
+class TablesMachine(RuleBasedStateMachine):
+    """Requests that grow, share through a prefix cache, step down and go, against lists of what each should hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((16, 0), (9, 1), (5, 2))
+        ladder = TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for size, i in sizes), sink=32, sink_nbytes=4)
+        space = make_space(20, ladder, slab_blocks=2, prefix=True)
+        self.tables: BlockTables = space.tables
+        self.prefix: PrefixCache = space.prefix
+        self.tokens: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.serial = 0
+
+    @rule(family=st.integers(0, 1), floor=st.integers(0, 2))
+    def open(self, family: int, floor: int) -> None:
+        name = f"r{self.serial}"
+        self.serial += 1
+        tokens = [family] * (32 + 6 * BLOCK)
+        shared = self.prefix.lookup(tokens, "salt", floor, len(tokens) - 1)
+        assert all(block.rung <= floor for block in shared)
+        self.tables.open(name, floor, shared)
+        self.tokens[name] = tokens
+        self.computed[name] = 32 + (len(shared) - 1) * BLOCK if shared else 0
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), num_tokens=st.integers(1, 300))
+    def grow(self, data: st.DataObject, num_tokens: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        target = min(len(self.tokens[name]), self.computed[name] + num_tokens)
+        room = self.tables.room_for(name, target)
+        assert self.tables.reserve(name, target) == (room >= target)
+        if room >= target:
+            self.computed[name] = target
+            self.prefix.publish(name, self.tokens[name], "salt", target)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def demote(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        found = [b for b, age in self.tables.unsettled(name, self.computed[name]) if age >= 0]
+        used = self.tables.arena.used_nbytes
+        won = sum({0: 7, 1: 4}[block.rung] for block in found)
+        assert self.tables.demote([(block, block.rung + 1) for block in found]) == len(found)
+        assert self.tables.arena.used_nbytes == used - won
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.tables.release(name)
+        self.prefix.forget(name)
+        del self.tokens[name], self.computed[name]
+
+    @rule()
+    def evict(self) -> None:
+        idle = self.prefix.idle_nbytes
+        assert self.prefix.evict() == bool(idle)
+        assert (self.prefix.idle_nbytes < idle) or not idle
+
+    @rule()
+    def evacuate(self) -> None:
+        used = self.tables.arena.used_nbytes
+        self.tables._evacuate()
+        assert self.tables.arena.used_nbytes == used
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.tables.check_integrity()
+        assert set(self.tokens) == set(self.tables._tables)
+        for name, num_computed in self.computed.items():
+            table = self.tables[name]
+            assert len(table.blocks) >= self.tables.blocks_for(num_computed)
+            assert all(0 <= block.rung <= table.floor for block in table.blocks)
+            assert table.sink is None or table.sink.rung == SINK
+
+
+TestTablesMachine = TablesMachine.TestCase
+TestTablesMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
