@@ -8,7 +8,7 @@ dot wants. Codes of 3 bits are a set of the low 2 bits followed by a set of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -56,20 +56,23 @@ def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
 ROOMS = {4: 0x0001, 2: 0x0101, 1: 0x1111}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
 
 
-def narrow(packed: Tensor, from_bits: int, to_bits: int, side: SideName, out: Tensor) -> None:
+def narrow(packed: Tensor, from_bits: int, to_bits: int, side: SideName, num_tokens: int, out: Tensor) -> None:
     """``shrink`` on packed codes, by halves; neither width is 3 bits.
 
-    Shapes:  packed [..., D * 16 * from_bits], out [..., D * 16 * to_bits] uint8, of 128 tokens, in any outer strides
+    Shapes:  packed [..., T * from_bits / 8 * D], out [..., T * to_bits / 8 * D] uint8
     """
+    head_dim = packed.shape[-1] * 8 // (num_tokens * from_bits)
+    rows = 1 if side == "k" else head_dim  # within which lanes are contiguous
     bits = from_bits // 2
     while bits > to_bits:
-        packed = _halve(packed, bits, side, packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 2))
-        bits //= 2
-    _halve(packed, bits, side, out)
+        half = packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 2)
+        _halve(packed, bits, rows, half)
+        packed, bits = half, bits // 2
+    _halve(packed, bits, rows, out)
 
 
-def _halve(packed: Tensor, bits: int, side: SideName, out: Tensor) -> Tensor:
-    """From 2 * ``bits`` bits to ``bits``, four to sixteen codes at a time.
+def _halve(packed: Tensor, bits: int, rows: int, out: Tensor) -> None:
+    """From 2 * ``bits`` bits to ``bits``, on 16-bit words of two to eight codes.
 
     The codes of a pair are shrunk one after the other, each in the room of both, by
     X_b = ((2^b - 1) (X_2b + 2^(b-1) + 1)) >> 2b, which equals ``shrink`` and needs 3b bits. Then the second half
@@ -80,25 +83,26 @@ def _halve(packed: Tensor, bits: int, side: SideName, out: Tensor) -> Tensor:
     mask, summand = room * ((1 << wide) - 1), room * ((1 << bits - 1) + 1)
     small = (words & mask).add_(summand).mul_(top).bitwise_right_shift_(wide).bitwise_and_(room * top)
     small |= (words >> wide).bitwise_and_(mask).add_(summand).mul_(top).bitwise_and_(room * top << wide)
-    rows = 1 if side == "k" else packed.shape[-1] // (16 * wide)
     first, second = small.unflatten(-1, (rows, -1)).chunk(2, -1)
     torch.add(first, second, alpha=1 << bits, out=out.view(torch.int16).unflatten(-1, (rows, -1)))
-    return out
 
 
-def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Iterator[tuple[Tensor, int]]:
-    """The codes plane by plane (consecutive tokens), still in their bytes: code = (byte & mask) / (mask & -mask).
+def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor:
+    """The codes plane by plane (consecutive tokens), still in their place in a byte: 2^(bits p) times too large.
 
-    Leaving the shift to a factor that is free elsewhere, in a scale, saves a pass over the codes.
+    Leaving the shift to a factor that is free elsewhere, in a scale, saves a pass over the codes. 3 bits are one plane.
 
-    Shapes:  packed [..., T * bits / 8 * D] uint8;  yields (bytes, mask), K [..., lanes, D] or V [..., D, lanes] uint8,
-             in all T lanes
+    Shapes:  packed [..., T * bits / 8 * D];  returns K [..., planes, lanes, D] or V [..., planes, D, lanes]; all uint8
     """
     if bits == 3:
         codes = unpack(packed, bits, side, num_tokens)
-        yield (codes if side == "k" else codes.mT), 7
-        return
+        return (codes if side == "k" else codes.mT).unsqueeze(-3)
     lanes = num_tokens * bits // 8
-    tile = packed.unflatten(-1, (lanes, -1) if side == "k" else (-1, lanes))
-    for shift in range(0, 8, bits):
-        yield tile, (1 << bits) - 1 << shift
+    tile = packed.unflatten(-1, (lanes, -1) if side == "k" else (-1, lanes)).unsqueeze(-3)
+    return tile if bits == 8 else tile & _plane_masks(bits)
+
+
+@lru_cache
+def _plane_masks(bits: int) -> Tensor:
+    masks = [(1 << bits) - 1 << shift for shift in range(0, 8, bits)]
+    return torch.tensor(masks, dtype=torch.uint8)[:, None, None]

@@ -18,14 +18,7 @@ def gather(memory: Tensor, addresses: Tensor, nbytes: int) -> Tensor:
     # One overlapping row for every 16-byte position, so that a single index_select copies whole runs of bytes.
     num_rows = (memory.numel() - nbytes) // 16 + 1
     rows = words.as_strided((num_rows, nbytes // 8), (2, 1))
-    return rows.index_select(0, addresses // 16).view(torch.uint8)
-
-
-def scatter(memory: Tensor, addresses: list[int], rows: Tensor) -> None:
-    """Writes row i of ``rows`` [n, nbytes] uint8 at address i."""
-    nbytes = rows.shape[1]
-    for address, row in zip(addresses, rows, strict=True):
-        memory[address : address + nbytes] = row
+    return rows.index_select(0, addresses >> 4).view(torch.uint8)
 
 
 def even_runs(members: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

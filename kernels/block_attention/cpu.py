@@ -6,16 +6,16 @@ small, and never on the elements of a page; the codes themselves are only conver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..bits import planes
 from ..layout import BlockLayout, UniformSide
-from ..pages import gather, read_meta
+from ..pages import gather, packed_codes, read_meta
 
-PIECE_ELEMENTS = 2**19  # codes converted at a time, so that they are still in cache when they are multiplied
+PIECE_ELEMENTS = 2**20  # codes of K converted at a time: more leave the cache, fewer spend the time on calls
 
 
 def block_attention(
@@ -29,79 +29,80 @@ def block_attention(
     """
     k, v = layout.sides[2 * layer], layout.sides[2 * layer + 1]
     assert isinstance(k, UniformSide) and isinstance(v, UniformSide)
-    page = gather(memory, addresses + layout.offsets[2 * layer], k.nbytes + v.nbytes)
-    scores = _scores(q.float() * scale, page[:, : k.nbytes], k)
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    out = _values(weights, page[:, k.nbytes :], v) / total
-    return out, (top + total.log()).squeeze(-1)
+    q, memory = q.float() * scale, memory[layout.offsets[2 * layer] :]
+    piece = max(1, PIECE_ELEMENTS // (k.num_kv_heads * k.num_tokens * k.head_dim))
+    parts = [
+        _attend(some, gather(memory, where, k.nbytes + v.nbytes), k, v)
+        for some, where in zip(q.split(piece), addresses.split(piece), strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out, lse
 
 
-def _scores(q: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
-    """q [n, H, G, D] . K -> [n, H, G, T]"""
-    low, span = read_meta(rows, side).float().unsqueeze(4)
-    step = span / side.max_code
-    parts, first = [], 0
-    for codes, mask in _planes(rows, side):
-        factor = 1 / (mask & -mask)
-        if side.axis == "channel":
-            for run in codes.split(side.group, 2):
-                g = first // side.group
-                bias = (q * low[:, :, g]).sum(-1, keepdim=True)
-                parts.append(torch.add(bias, _dot(q * (step[:, :, g] * factor), run, mask)))
-                first += run.shape[2]
-        else:
-            tokens = slice(first, first + codes.shape[2])
-            first = tokens.stop
-            groups = zip(q.split(side.group, 3), codes.split(side.group, 3), strict=True)
-            parts.append(
-                sum(
-                    _dot(part_q, part, mask) * (step[:, :, g, :, tokens] * factor)
-                    + part_q.sum(-1, keepdim=True) * low[:, :, g, :, tokens]
-                    for g, (part_q, part) in enumerate(groups)
-                )
-            )
-    return torch.cat(parts, -1)
+def _attend(q: Tensor, page: Tensor, k: UniformSide, v: UniformSide) -> tuple[Tensor, Tensor]:
+    """The same for scaled queries and pages [n, k.nbytes + v.nbytes] uint8."""
+    scores = _product(q, page[:, : k.nbytes], k)
+    weights = scores.softmax(-1)
+    # The largest weight is 1 / sum exp(score - largest score).
+    lse = scores.amax(-1).sub_(weights.amax(-1).log_())
+    return _product(weights, page[:, k.nbytes :], v), lse
 
 
-def _values(p: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
-    """p [n, H, G, T] . V -> [n, H, G, D]"""
-    low, span = read_meta(rows, side).float().unsqueeze(4)
-    step = span / side.max_code
-    out = p.new_zeros(*p.shape[:3], side.head_dim)
-    first = 0
-    for codes, mask in _planes(rows, side):
-        factor = 1 / (mask & -mask)
-        if side.axis == "channel":
-            for run in codes.split(side.group, 3):
-                g = first // side.group
-                part_p = p[..., first : first + run.shape[3]]
-                out += _dot(part_p * factor, run, mask) * step[:, :, g]
-                out += part_p.sum(-1, keepdim=True) * low[:, :, g]
-                first += run.shape[3]
-        else:
-            tokens = slice(first, first + codes.shape[3])
-            first = tokens.stop
-            groups = zip(out.split(side.group, 3), codes.split(side.group, 2), strict=True)
-            for g, (part_out, part) in enumerate(groups):
-                part_p = p[..., tokens]
-                part_out += _dot(part_p * (step[:, :, g, :, tokens] * factor), part, mask)
-                part_out += (part_p * low[:, :, g, :, tokens]).sum(-1, keepdim=True)
-    return out
+def _product(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
+    """Queries times K, or probabilities times V: x [n, H, G, I] . side [n, H, J, I] -> [n, H, G, J].
+
+    (min, range) either vary along I, for groups of J, and scale the inputs; or along J, for groups of I, and scale
+    the outputs. The inputs of all groups [n, H, groups, G, I] are multiplied at once.
+    """
+    is_k = side.side == "k"
+    low, span = read_meta(rows, side).float()
+    factors = _factors(side.bits, side.num_tokens)
+    inputs = (x if is_k else x * factors).unsqueeze(2)
+    if (side.axis == "channel") == is_k:
+        bias = x @ low.mT
+        if side.num_groups > 1:
+            bias = bias.repeat_interleave(side.group, -1)[..., : side.num_tokens if is_k else side.head_dim]
+        out = _diagonal(_dot(inputs * span.unsqueeze(3), rows, side), side.group)
+    else:
+        member = _members(x.shape[-1], side.group)
+        bias = x @ member.mT @ low
+        out = (_dot(inputs * member.unsqueeze(1), rows, side) * span.unsqueeze(3)).sum(2)
+    return torch.addcmul(bias, out, factors) if is_k else out.add_(bias)
 
 
-def _planes(rows: Tensor, side: UniformSide) -> Iterator[tuple[Tensor, int]]:
-    packed = rows[:, : side.meta_offset].unflatten(1, (side.num_kv_heads, -1))
-    return planes(packed, side.bits, side.side, side.num_tokens)
+def _dot(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
+    """x [n, H, groups, G, I] . masked codes [n, H, J, I] -> [n, H, groups, G, J]"""
+    codes = planes(packed_codes(rows, side), side.bits, side.side, side.num_tokens).float()
+    inputs = x.flatten(2, 3)
+    if side.side == "k":
+        out = inputs @ codes.flatten(2, 3).mT
+    else:
+        # A product a plane: joining the planes of V would cost more than adding up their outputs.
+        inputs = inputs.unflatten(3, (codes.shape[2], -1)).transpose(2, 3)
+        out = inputs @ codes.mT
+        out = out.sum(2) if out.shape[2] > 1 else out.squeeze(2)
+    return out.unflatten(2, x.shape[2:4])
 
 
-def _dot(x: Tensor, codes: Tensor, mask: int) -> Tensor:
-    """x [n, H, G, I] . (codes & mask) [n, H, J, I] uint8 -> [n, H, G, J]"""
-    piece = max(1, PIECE_ELEMENTS // codes[0].numel())
-    scratch = torch.empty(min(piece, len(codes)), *codes.shape[1:])
-    parts = []
-    for part, tile in zip(x.split(piece), codes.split(piece), strict=True):
-        held = scratch[: len(tile)].copy_(tile if mask == 255 else tile & mask)
-        parts.append(part @ held.mT)
-    return torch.cat(parts)
+def _diagonal(products: Tensor, group: int) -> Tensor:
+    """Of products [n, H, groups, G, J] those of each group's inputs with its own outputs, [n, H, G, J]."""
+    if products.shape[2] == 1:
+        return products.squeeze(2)
+    return torch.cat([run[:, :, g] for g, run in enumerate(products.split(group, -1))], -1)
+
+
+@lru_cache
+def _factors(bits: int, num_tokens: int) -> Tensor:
+    """1 / (2^bits - 1) for each token, times 2^(-bits p) in plane p: [T] float32."""
+    num_planes = 1 if bits == 3 else 8 // bits
+    shifts = torch.arange(num_planes).repeat_interleave(num_tokens // num_planes) * bits
+    return 1 / ((2**bits - 1) * 2.0**shifts)
+
+
+@lru_cache
+def _members(size: int, group: int) -> Tensor:
+    """1 where an input is in a group, else 0: [groups, I] float32."""
+    groups = torch.arange(-(-size // group))
+    return (torch.arange(size) // group == groups[:, None]).float()

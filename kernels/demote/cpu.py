@@ -26,7 +26,7 @@ def demote_cpu(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, ta
 
 def _demote(rows: Tensor, out: Tensor, old: UniformSide, new: UniformSide) -> None:
     """Shapes:  rows [n, old.nbytes], out [n, new.nbytes] uint8"""
-    narrow(packed_codes(rows, old), old.bits, new.bits, old.side, packed_codes(out, new))
+    narrow(packed_codes(rows, old), old.bits, new.bits, old.side, old.num_tokens, packed_codes(out, new))
     tile = meta_tile(out, new)
     tile.copy_(read_meta(rows, old).view(tile.shape))
     tops(out, new).copy_(tops(rows, old))

@@ -1,4 +1,4 @@
-"""Sealing in vectorised torch: a block at a time, so that it stays in cache, with the sides of all its layers at once."""
+"""Sealing in vectorised torch: a block at a time, which stays in cache, with the sides of all its layers at once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _store_codes(codes: Tensor, out: Tensor, side: UniformSide) -> None:
     elif side.bits == 3:
         out.copy_(pack(codes, 3, side.side))
     else:
-        narrow(tile.flatten(-2), 8, side.bits, side.side, out)
+        narrow(tile.flatten(-2), 8, side.bits, side.side, side.num_tokens, out)
 
 
 def _store_meta(meta: Tensor, out: Tensor, side: UniformSide) -> None:
