@@ -192,6 +192,10 @@ class EngineCore:
         self.runner.cache.tables.num_demotions.clear()
         self.runner.cache.note_peak()
 
+    def free(self) -> None:
+        """Lets go of the model and the KV memory; the core can do nothing after that."""
+        del self.runner, self.scheduler, self.make_space
+
     def step(self) -> None:
         """One iteration: every scheduled request advances by its tokens, or ends."""
         batch = self._without_failed(self.scheduler.schedule())

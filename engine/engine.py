@@ -9,6 +9,8 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
 from .core import Submission
 from .errors import CapacityError, EngineDeadError, RequestError
@@ -175,6 +177,8 @@ class Engine:
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
+        if self._started is not None and self._started.device.type == "cuda":
+            torch.cuda.empty_cache()
         self._started = None
 
     def __enter__(self) -> Self:

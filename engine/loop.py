@@ -108,6 +108,7 @@ class EngineLoop:
         with self._changed:
             self._dead = error
             self._core.fail_all(error)
+            self._core.free()
 
     def _take_commands(self) -> bool:
         """Runs what callers posted, waiting for some if there is nothing else to do; ``False`` when closing."""

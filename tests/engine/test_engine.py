@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -385,3 +386,12 @@ def test_statistics_count_what_happened():
         assert stats.kv_bytes_total == 16 * 2**20 and stats.kv_bytes_peak == 2 * 2**20
         engine.reset_stats()
         assert engine.stats().num_finished == 0 and engine.stats().kv_bytes_peak == 0
+
+
+def test_a_closed_engine_gives_its_memory_back():
+    engine = Engine(kv_memory="16MiB")
+    memory = weakref.ref(engine._started.core.runner.cache.memory)
+    engine.generate([[5, 6]], SamplingParams(max_tokens=2))
+    engine.close()
+    gc.collect()
+    assert memory() is None
