@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING
+
+from qkv_engine.errors import QKVError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -35,8 +37,9 @@ class Bar:
         ended = Event()
 
         def poll() -> None:
-            while not ended.wait(POLL_SECONDS):
-                self._progress.update(self._task, completed=self._done + min(count(), steps))
+            with suppress(QKVError):  # the work itself reports what broke
+                while not ended.wait(POLL_SECONDS):
+                    self._progress.update(self._task, completed=self._done + min(count(), steps))
 
         thread = Thread(target=poll, daemon=True)
         self.begin(description)
