@@ -39,7 +39,8 @@ class _Slab:
 class Arena:
     """Slots in ``nbytes`` bytes, in slabs of ``slab_nbytes``. Owned by the KV cache for the engine's life.
 
-    ``reserve`` slabs are kept out of ordinary allocations, so that what makes room always finds a place to write.
+    ``reserve`` slabs are kept out of ordinary allocations, so that what makes room always finds a place to write: one
+    for each size that blocks may shrink to is enough, whatever is free in the slabs they begin.
     """
 
     def __init__(self, nbytes: int, slab_nbytes: int, reserve: int = 0):

@@ -27,8 +27,8 @@ class KVCache:
 
     def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
         block_nbytes = ladder.widest.block_nbytes
-        has_steps = len(ladder.rungs) > 1
-        least = (1 + 2 * has_steps + bool(ladder.sink)) * block_nbytes
+        # The reserve is a slab for each narrower rung, so that every one of them can always be begun.
+        least = (len(ladder.rungs) + (len(ladder.rungs) > 1) + bool(ladder.sink)) * block_nbytes
         if nbytes < least:
             raise CapacityError(
                 f"no room for one block of {BLOCK_TOKENS} tokens, its sink and the reserve",
@@ -116,7 +116,7 @@ def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
     """The arena whose slab size wastes least: small slabs leave rests beside narrow slots, large ones a dear reserve."""
     best, most = None, -1.0
     for slab_blocks in range(1, MAX_SLAB_BLOCKS + 1):
-        arena = Arena(nbytes, slab_blocks * ladder.widest.block_nbytes, reserve=int(len(ladder.rungs) > 1))
+        arena = Arena(nbytes, slab_blocks * ladder.widest.block_nbytes, reserve=len(ladder.rungs) - 1)
         if not arena.num_slabs:
             break
         tables = BlockTables(arena, ladder)

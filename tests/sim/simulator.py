@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from qkv_engine.errors import CapacityError, QKVError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
 
@@ -108,6 +110,9 @@ class Simulation:
         if not self.scheduler.has_work or (not crowded and rng.random() < options.arrivals):
             copies = rng.randint(2, 4) if rng.random() < options.forks else 1
             name, ids, params, length = f"r{self.counts['add']}", self._prompt(), self._params(), self._length()
+            if self.scheduler.running and rng.random() < options.forks:  # goes on from where another one stands
+                parent = rng.choice(list(self.scheduler.running))
+                ids, params = list(parent.token_ids), replace(params, cache_salt=parent.params.cache_salt)
             for index in range(copies):
                 self.add(Request(f"{name}/{index}", ids, params, length, seed=rng.randrange(2**32)))
         if self.scheduler.requests and rng.random() < options.aborts:
@@ -194,8 +199,9 @@ class Simulation:
         self.counts["preempted"] += sum(r not in scheduler.running for r in had)
         for request in had - set(scheduler.running):
             self.truths[request].computed = 0
-        if self.rng.random() < self.options.evacuations and self.space.tables._evacuate():
-            self.event("evacuate")
+        if self.rng.random() < self.options.evacuations:
+            while self.space.tables._evacuate():
+                self.event("evacuate")
         moves = self.device.apply(self.space.tables)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
