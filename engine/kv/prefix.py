@@ -77,7 +77,7 @@ class PrefixCache:
         self._published.pop(request_id, None)
 
     def evict(self) -> bool:
-        """Gives up the least recently used block that nobody else holds, if possible one that no cached block follows."""
+        """Gives up the least recently used block that nobody else holds, preferably one no cached block follows."""
         inner: bytes | None = None
         for key, entry in self._entries.items():
             if entry.block.refs == 1:

@@ -153,7 +153,7 @@ class BlockTables:
         return True
 
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
-        """How many of the first ``num_tokens`` tokens of a request could be reserved now, ``spare`` blocks left over."""
+        """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
         held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
         if num_tokens <= held and (table.sink is not None or not self.ladder.sink):

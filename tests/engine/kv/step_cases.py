@@ -9,14 +9,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.kernels.interpreted import report
-
 from qkv_engine.config import KVConfig, RungConfig, uniform_rung
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import build_ladder
 from qkv_engine.kv.step_triton import plan_triton
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+from tests.kernels.interpreted import report
 
 LAYERS, KV_HEADS, GROUP = 2, 2, 2
 DENSE32 = RungConfig("dense32", "dense32", "dense32")

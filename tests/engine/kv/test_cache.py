@@ -1,4 +1,4 @@
-"""The cache with its tensor: mixed rungs, sinks, moves and recycled slots against an oracle that keeps plain K and V."""
+"""The cache with its tensor: mixed rungs, sinks, moves and recycled slots against an oracle of plain K and V."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ class Bench:
     """A cache, its oracle and requests that grow by any number of tokens a step."""
 
     def __init__(self, config: KVConfig, num_blocks: int = 24):
-        ladder = build_ladder(
-            config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32
-        )
+        ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
         self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
         self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
         self.oracle = Oracle(ladder.sink)
