@@ -56,7 +56,9 @@ def make_space(
     return KVSpace(tables, PrefixCache(tables, "model") if prefix else None, quota)
 
 
-def make_scheduler(num_blocks: int, ladder: TinyLadder = DENSE, *, seqs: int = 8, budget: int = 512, **options) -> Scheduler:
+def make_scheduler(
+    num_blocks: int, ladder: TinyLadder = DENSE, *, seqs: int = 8, budget: int = 512, **options
+) -> Scheduler:
     space = make_space(num_blocks, ladder, **options)
     return Scheduler(space, max_num_seqs=seqs, max_num_batched_tokens=budget)
 

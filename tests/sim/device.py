@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 MASK = (1 << 61) - 1
@@ -60,7 +61,7 @@ class Device:
             spans.append((move.src, move.src + tables._sizes[move.old]))
             spans.append((move.dst, move.dst + tables._sizes[move.new]))
         spans.sort()
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise DeviceError("a wave both reads and writes a byte, or does one of them twice")
         found = [self._at(move.src, tables._sizes[move.old]) for move in wave]

@@ -2,13 +2,14 @@
 
 Arena: I1 bytes add up, I2 no byte has two owners, I3 slots lie on their grid, I4 no slot is lost and ``room`` is exact,
 I5 references equal owners, I6 tables name live blocks and enough of them, I7 a block never widens and its slot is as
-large as its rung, I8 floors of all holders hold, I14 and I15 (spy) bytes won and counters equal the replayed log. I10 to
-I13 live on the device: what is read is what was written, fresh slots are cleared, nothing is read that another wrote.
-I9 and I11 concern metadata and epochs, which these books do not have: a block is one object, and whoever shares it sees
-it change (its bytes are tested with the formats).
+large as its rung, I8 floors of all holders hold, I14 and I15 (spy) bytes won and counters equal the replayed log. I10,
+I12 and I13 live on the device: what is read is what was written, fresh slots are cleared, nothing is read that another
+wrote. I9 concerns metadata, which is tested with the formats; I11 epochs, which are not needed: a block is one object,
+and whoever shares it sees it change.
 
-Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S5 and S6 tokens, S8 order
-of arrival, S13 nothing is left at the end. S7, S9, S10 are in the simulator and the spy.
+Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S8 order of arrival.
+The simulator has S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission sees all that requests
+may need nobody is preempted at all; elsewhere only the youngest. S17 needs real numbers and is tested with the engine.
 """
 
 from __future__ import annotations

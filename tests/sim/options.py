@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from ..scheduler.common import TinyLadder, TinyRung
 
 # Slot sizes of the rungs, widest first: halves, odd ones that divide no slab, metadata that stays, near neighbours.
-LADDERS = ((16,), (16, 8), (16, 9), (16, 5), (16, 8, 4), (16, 9, 5), (16, 10, 6), (16, 9, 5, 3), (16, 8, 4, 3), (20, 11, 7, 6))  # fmt: skip
+LADDERS = (
+    (16,), (16, 8), (16, 9), (16, 5), (16, 8, 4), (16, 9, 5), (16, 10, 6), (16, 9, 5, 3), (16, 8, 4, 3), (20, 11, 7, 6),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Options:
     quota: float | None
     tenants: int
     longest: int  # blocks of a typical long request
+    crowd: int  # how many wait before no more arrive
     arrivals: float
     aborts: float
     forks: float
@@ -92,20 +95,21 @@ def draw(seed: int) -> Options:
             (max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))
         ),
         max_num_seqs=rng.choice((1, 2, 4, 8, 16, 16, 16, 16)),
-        prefix=rng.random() < 0.6,
+        prefix=rng.random() < 0.7,
         num_prompts=rng.randint(1, 3),
         salts=rng.choice((1, 1, 2)),
         quota=quota,
         tenants=rng.choice((1, 2, 3)) if quota is None else rng.choice((2, 3)),
         longest=max(1, blocks // rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8))),
+        crowd=rng.choice((1, 1, 3, 8)),
         arrivals=rng.uniform(0.2, 1.0),
         aborts=rate(0.3),
-        forks=rate(0.5),
+        forks=rate(1.0),
         faults=rate(0.05),
         bad_blocks=rate(0.05),
         recoveries=rate(0.02),
         evacuations=rate(0.5),
-        pinned=rate(0.4),
+        pinned=rate(0.6),
         floored=rate(0.6),
         open_ended=rate(1.0),
     )

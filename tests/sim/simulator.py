@@ -106,13 +106,15 @@ class Simulation:
 
     def _chaos(self) -> None:
         options, rng = self.options, self.rng
-        crowded = len(self.scheduler.waiting) > 8
+        crowded = len(self.scheduler.waiting) >= options.crowd
         if not self.scheduler.has_work or (not crowded and rng.random() < options.arrivals):
             copies = rng.randint(2, 4) if rng.random() < options.forks else 1
             name, ids, params, length = f"r{self.counts['add']}", self._prompt(), self._params(), self._length()
             if self.scheduler.running and rng.random() < options.forks:  # goes on from where another one stands
                 parent = rng.choice(list(self.scheduler.running))
                 ids, params = list(parent.token_ids), replace(params, cache_salt=parent.params.cache_salt)
+            if rng.random() < 0.8:  # mostly what fits
+                ids = ids[: max(1, self.space.capacity_of(params) - length)]
             for index in range(copies):
                 self.add(Request(f"{name}/{index}", ids, params, length, seed=rng.randrange(2**32)))
         if self.scheduler.requests and rng.random() < options.aborts:

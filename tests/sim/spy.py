@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .options import Options
@@ -243,7 +244,7 @@ class SpySpace:
         sizes = self.options.sizes
         if len(sizes) == 1:
             return
-        least = min(a - b for a, b in zip(sizes, sizes[1:], strict=False))
+        least = min(a - b for a, b in pairwise(sizes))
         slab = self.tables.arena.slab_nbytes
         running = len(self.scheduler.running)
         bound = self._pressure.AHEAD_PER_STEP * -(-running // 64) + self._pressure.EAGER_PER_STEP * -(-running // 32)

@@ -12,8 +12,8 @@ def restless(seed: int) -> Options:
     """Many short requests, most of which are aborted while they wait, read their prompt or write."""
     options = draw(seed)
     return replace(
-        options, block=4, sink=min(options.sink, 4), longest=min(options.longest, 6), budget=max(8, options.budget), arrivals=1.0, forks=0.7, aborts=1.0,
-        open_ended=0.0,
+        options, block=4, sink=min(options.sink, 4), longest=min(options.longest, 6), budget=max(8, options.budget),
+        arrivals=1.0, forks=0.7, aborts=1.0, open_ended=0.0,
     )  # fmt: skip
 
 

@@ -7,23 +7,23 @@ import pytest
 from .mutants import MUTANTS, QUICK, hunt
 
 
-def check(index: int, report: list[str]) -> None:
-    mutant = MUTANTS[index]
+def check(name: str, report: list[str]) -> None:
+    mutant = MUTANTS[name]
     found = hunt(mutant)
-    assert found is not None, f"{mutant.name!r} lives"
-    report.append(f"mutant {mutant.file:9} {mutant.name:66} {found[0]:6,} events  {found[1][:80]}")
+    assert found is not None, f"{name!r} lives"
+    report.append(f"mutant {mutant.file:9} {name:62} {found[0]:6,} events  {found[1].splitlines()[0][:80]}")
 
 
-@pytest.mark.parametrize("index", QUICK)
-def test_a_seeded_bug_is_found(index: int, report: list[str]):
-    check(index, report)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_seeded_bug_is_found(name: str, report: list[str]):
+    check(name, report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [i for i in range(len(MUTANTS)) if i not in QUICK])
-def test_every_seeded_bug_is_found(index: int, report: list[str]):
-    check(index, report)
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in QUICK])
+def test_every_seeded_bug_is_found(name: str, report: list[str]):
+    check(name, report)
 
 
-def test_the_list_is_long_and_names_are_unique():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 40
+def test_the_list_is_long():
+    assert len(MUTANTS) >= 40

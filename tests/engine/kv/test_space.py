@@ -1,0 +1,107 @@
+"""KV memory as the scheduler sees it: capacity and admission in numbers, floors by name, usage."""
+
+from __future__ import annotations
+
+import pytest
+
+from qkv_engine.errors import RequestError
+from qkv_engine.kv.space import OPEN_END_TOKENS
+from qkv_engine.request import KVUsage, SamplingParams
+
+from ...scheduler.common import BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_request, make_space
+
+
+def test_floors_by_name():
+    space = make_space(8, LADDER)
+    floors = [space.floor_of(SamplingParams(kv_floor=name)) for name in (None, "dense16", "int8", "int4")]
+    assert floors == [2, 0, 1, 2]
+    assert space.floor_of(SamplingParams(kv_pinned=True, kv_floor="int4")) == 0
+    with pytest.raises(RequestError, match="dense16, int8, int4"):
+        space.capacity_of(SamplingParams(kv_floor="int3"))
+
+
+def test_capacity_is_that_of_the_floor():
+    space = make_space(8, LADDER)  # six slabs without the reserve
+    tokens = {
+        floor: space.capacity_of(SamplingParams(kv_floor=floor)) // BLOCK for floor in ("dense16", "int8", "int4")
+    }
+    assert tokens == {"dense16": 6, "int8": 1 + 5 * 2, "int4": 1 + 5 * 4}
+    odd = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("odd", 9, 8.0)))
+    # Slabs of 48 bytes hold three dense blocks or five odd ones.
+    assert make_space(12, odd, slab_blocks=3).capacity_of(SamplingParams()) == (3 + 2 * 5) * BLOCK - 2 * BLOCK
+
+
+def test_admission_counts_everybody_on_their_floors_with_what_they_may_still_write():
+    space = make_space(6, LADDER)  # four slabs
+    running = [make_request("a", BLOCK, max_tokens=1)]
+    assert space.admits(make_request("b", BLOCK, max_tokens=2 * BLOCK + 1), running)  # 2 open, 2 at four bits
+    assert space.admits(make_request("b", BLOCK, max_tokens=4 * BLOCK + 1), running)
+    assert not space.admits(make_request("b", BLOCK, max_tokens=8 * BLOCK + 2), running)
+    assert not space.admits(make_request("b", BLOCK, max_tokens=3 * BLOCK, kv_pinned=True), running)
+    assert space.admits(make_request("b", BLOCK, max_tokens=99 * BLOCK), [])  # alone: refused at submit or it fits
+
+
+def test_an_open_end_is_counted_as_a_usual_answer():
+    space = make_space(12, DENSE)
+    request = make_request("a", BLOCK)
+    request.params, request.max_tokens = SamplingParams(max_tokens=None), 10_000
+    usual = (BLOCK + OPEN_END_TOKENS) // BLOCK
+    assert space._demand([request]) == {16: usual}
+
+
+def test_a_hit_leaves_a_token_to_compute_and_prompt_logprobs_need_them_all():
+    space = make_space(12, DENSE, prefix=True)
+    first = make_request("a", [1] * 2 * BLOCK)
+    assert space.open(first) == 0 and space.reserve(first, 2 * BLOCK)
+    first.num_computed_tokens = 2 * BLOCK
+    space.computed(first)
+    assert space.open(make_request("b", [1] * 2 * BLOCK)) == BLOCK
+    assert space.open(make_request("c", [1] * (2 * BLOCK + 1))) == 2 * BLOCK
+    assert space.open(make_request("d", [1] * (2 * BLOCK + 1), prompt_logprobs=1)) == 0
+
+
+def test_what_a_failed_request_filed_is_not_offered():
+    space = make_space(12, DENSE, prefix=True)
+    for name, end in (("good", space.release), ("bad", space.discard)):
+        request = make_request(name, [len(name)] * BLOCK)
+        assert space.open(request) == 0 and space.reserve(request, BLOCK)
+        request.num_computed_tokens = BLOCK
+        space.computed(request)
+        end(request)
+    assert space.open(make_request("x", [4] * 300)) == BLOCK
+    assert space.open(make_request("y", [3] * 300)) == 0
+
+
+def test_usage_names_rungs_and_the_fewest_bits():
+    space = make_space(12, TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4))
+    request = make_request("a", 32 + 3 * BLOCK)
+    assert space.usage(request) == KVUsage()
+    space.open(request)
+    assert space.reserve(request, 10) and space.usage(request) == KVUsage({}, 16.0)  # a sink alone
+    assert space.reserve(request, 32 + 3 * BLOCK)
+    blocks = space.tables["a"].blocks
+    space.demote([(blocks[0], 2), (blocks[1], 1)])
+    assert space.usage(request) == KVUsage({"dense16": 1, "int8": 1, "int4": 1}, 4.0)
+    assert space.nbytes(request) == 4 + 4 + 8 + 16
+
+
+def test_bytes_of_shared_blocks_are_divided_among_requests_not_with_the_cache():
+    space = make_space(12, DENSE, prefix=True)
+    for name in "ab":
+        request = make_request(name, [1] * (BLOCK + 1))
+        space.open(request)
+        assert space.reserve(request, BLOCK + 1)
+        request.num_computed_tokens = BLOCK + 1
+        space.computed(request)
+    assert space.nbytes(request) == 16 // 2 + 16
+
+
+def test_quotas_bound_a_tenant_but_never_its_only_request():
+    space = make_space(10, DENSE, quota=0.5)
+    assert space.capacity_of(SamplingParams()) == 5 * BLOCK
+    one, two = (make_request(name, 3 * BLOCK, max_tokens=1, tenant="t") for name in "ab")
+    assert space.within_quota(one, []) and not space.within_quota(two, [one])
+    assert space.within_quota(make_request("c", 2 * BLOCK, max_tokens=1, tenant="t"), [one])
+    assert space.within_quota(make_request("d", 3 * BLOCK, max_tokens=1, tenant="other"), [one])
+    assert space.over_quota(81) and not space.over_quota(80)
+    assert not make_space(10, DENSE).over_quota(2**62)

@@ -1,0 +1,252 @@
+"""Bugs put into arena, tables, prefix cache and space on purpose."""
+
+from __future__ import annotations
+
+from .code import Patch
+
+BOOKS = (
+    Patch(
+        "a slot is handed out twice",
+        "arena",
+        "slot = Slot(heapq.heappop(slab.free), nbytes)",
+        "slot = Slot(slab.free[0], nbytes)",
+    ),
+    Patch(
+        "the grid of a slab begins one byte late",
+        "arena",
+        "slab.free = [slab.base + i * nbytes",
+        "slab.free = [slab.base + 1 + i * nbytes",
+    ),
+    Patch(
+        "a slab is carved into one slot too many",
+        "arena",
+        "for i in range(self.per_slab(nbytes))]\n",
+        "for i in range(self.per_slab(nbytes) + 1)]\n",
+    ),
+    Patch(
+        "a freed slot is forgotten",
+        "arena",
+        "            heapq.heappush(slab.free, slot.address)\n            self._partial",
+        "            self._partial",
+    ),
+    Patch(
+        "an empty slab does not return to the pool",
+        "arena",
+        "            heapq.heappush(self._pool, number)\n",
+        "            pass\n",
+    ),
+    Patch("used bytes are not counted down", "arena", "        self.used_nbytes -= slot.nbytes\n", ""),
+    Patch("live slots are not counted down", "arena", "        self.live[slot.nbytes] -= 1\n", ""),
+    Patch(
+        "room forgets the reserve",
+        "arena",
+        "return max(0, (self.num_slabs - self.reserve - others)",
+        "return max(0, (self.num_slabs - others)",
+    ),
+    Patch(
+        "has_room forgets the reserve",
+        "arena",
+        "return self.slabs_for(wanted) <= self.num_slabs - self.reserve",
+        "return self.slabs_for(wanted) <= self.num_slabs",
+    ),
+    Patch(
+        "packed slabs are rounded down",
+        "arena",
+        "return sum(-(-number // self.per_slab(nbytes))",
+        "return sum((number // self.per_slab(nbytes))",
+    ),
+    Patch(
+        "the reserve is for nobody",
+        "arena",
+        "if len(self._pool) <= (0 if urgent else self.reserve):",
+        "if len(self._pool) <= self.reserve:",
+    ),
+    Patch(
+        "evacuation takes the sparsest slab whether or not it fits",
+        "arena",
+        "if needed <= room and (best is None",
+        "if needed and (best is None",
+    ),
+    Patch(
+        "evacuation is not tried", "arena", "            if len(partial) < 2:\n", "            if len(partial) < 9:\n"
+    ),
+    Patch(
+        "a full slab stays filed as partial",
+        "arena",
+        "            self._partial[nbytes].discard(number)\n        self.live[nbytes] += 1",
+        "            pass\n        self.live[nbytes] += 1",
+    ),
+    Patch(
+        "a shared block is not counted",
+        "table",
+        "            block.refs += 1\n            block.holders.append(floor)",
+        "            block.holders.append(floor)",
+    ),
+    Patch(
+        "a request's blocks are not taken back",
+        "table",
+        "            self._lift_floor(block)\n            self.drop(block)\n",
+        "            self._lift_floor(block)\n",
+    ),
+    Patch(
+        "the floor of a new holder is ignored",
+        "table",
+        "                block.floor = min(block.holders)\n                table.blocks",
+        "                table.blocks",
+    ),
+    Patch(
+        "a floor outlives who asked for it",
+        "table",
+        "        block.floor = floor\n        for table in",
+        "        for table in",
+    ),
+    Patch(
+        "settled blocks are not looked at again when a floor is lifted",
+        "table",
+        "            table.num_settled = 0\n",
+        "            pass\n",
+    ),
+    Patch(
+        "an old slot is freed within its wave",
+        "table",
+        "            self._retiring.append(block.slot)\n            self._owner[slot] = block",
+        "            self.arena.release(block.slot)\n            self._owner[slot] = block",
+    ),
+    Patch(
+        "retired slots are never freed",
+        "table",
+        "            self.arena.release(slot)\n        self._retiring.clear()",
+        "            pass\n        self._retiring.clear()",
+    ),
+    Patch("a wave is lost", "table", "            self.waves.append(wave)\n", "            pass\n"),
+    Patch(
+        "a move starts from the new address",
+        "table",
+        "wave.append(Move(block, block.slot.address, slot.address, block.rung, rung))",
+        "wave.append(Move(block, slot.address, slot.address, block.rung, rung))",
+    ),
+    Patch("a copy does not change the table", "table", "            block.slot = new\n", "            pass\n"),
+    Patch(
+        "a fresh slot is not cleared after a copy",
+        "table",
+        "                self._fresh[new] = None\n",
+        "                pass\n",
+    ),
+    Patch("a fresh slot is not noted", "table", "        self._fresh[slot] = None\n", ""),
+    Patch(
+        "the recent window is ignored",
+        "table",
+        "newest = num_computed - self.ladder.recent - self.ladder.sink",
+        "newest = num_computed - self.ladder.sink",
+    ),
+    Patch(
+        "the sink is forgotten when ages are counted",
+        "table",
+        "newest = num_computed - self.ladder.recent - self.ladder.sink",
+        "newest = num_computed - self.ladder.recent",
+    ),
+    Patch(
+        "a block is old one block too early",
+        "table",
+        "newest - (index + 1) * BLOCK_TOKENS",
+        "newest - index * BLOCK_TOKENS",
+    ),
+    Patch(
+        "a new rung is not noted in the block", "table", "block.slot, block.rung = slot, rung\n", "block.slot = slot\n"
+    ),
+    Patch(
+        "blocks by rung are not counted",
+        "table",
+        "            self.num_blocks[rung] += 1\n            # The old",
+        "            # The old",
+    ),
+    Patch(
+        "a demotion gives up before it frees its wave",
+        "table",
+        "                slot = self.arena.allocate(self._sizes[rung], urgent=True)\n            while",
+        "            while",
+    ),
+    Patch(
+        "a sink as large as a block is not counted",
+        "table",
+        "        extra[self._sizes[SINK]] += sinks  # may be the same size\n",
+        "        extra[self._sizes[SINK]] = max(sinks, extra[self._sizes[SINK]])\n",
+    ),
+    Patch(
+        "room for a sink is not looked for",
+        "table",
+        "        if sinks and not self._has_room(0, sinks):\n            return 0\n",
+        "",
+    ),
+    Patch(
+        "the spare blocks are promised away",
+        "table",
+        "max(0, room - spare) * BLOCK_TOKENS",
+        "max(0, room) * BLOCK_TOKENS",
+    ),
+    Patch("salts are ignored", "prefix", "repr((salt, self._model,", "repr((self._model,"),
+    Patch(
+        "only the newest block decides a hit",
+        "prefix",
+        'hashlib.sha256(key + array("q", tokens).tobytes())',
+        'hashlib.sha256(array("q", tokens).tobytes())',
+    ),
+    Patch(
+        "a block is filed before it is full",
+        "prefix",
+        "range(sink + BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS)",
+        "range(sink + BLOCK_TOKENS, num_tokens + 2, BLOCK_TOKENS)",
+    ),
+    Patch("the cache holds no reference", "prefix", "                blocks[index].refs += 1\n", ""),
+    Patch(
+        "a hit may be narrower than the floor", "prefix", "or entry.block.rung > floor:", "or entry.block.rung > 99:"
+    ),
+    Patch(
+        "blocks in use are given up",
+        "prefix",
+        "            if entry.block.refs == 1:\n                if not",
+        "            if entry.block.refs >= 1:\n                if not",
+    ),
+    Patch(
+        "idle blocks before one in use are kept", "prefix", "        if inner is not None:  #", "        if False:  #"
+    ),
+    Patch(
+        "bad values stay on offer",
+        "prefix",
+        "        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful]:",
+        "        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful][1:]:",
+    ),
+    Patch(
+        "every token may come from the cache", "space", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
+    ),
+    Patch(
+        "pinned requests are as others",
+        "space",
+        "        if params.kv_pinned:\n            return 0",
+        "        if params.kv_pinned:\n            return self.num_rungs - 1",
+    ),
+    Patch(
+        "admission looks at the newcomer alone",
+        "space",
+        "fits(self._demand([*running, request]))",
+        "fits(self._demand([request]))",
+    ),
+    Patch(
+        "admission forgets what may still be written",
+        "space",
+        "        return request.max_num_tokens\n",
+        "        return request.num_tokens\n",
+    ),
+    Patch(
+        "what a failed request shared is still offered",
+        "space",
+        "            self.prefix.purge(self.tables[request.request_id])\n",
+        "            pass\n",
+    ),
+    Patch(
+        "an ended request's place in the cache is kept",
+        "space",
+        "            self.prefix.forget(request.request_id)\n",
+        "            pass\n",
+    ),
+)

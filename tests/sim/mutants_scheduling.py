@@ -1,0 +1,133 @@
+"""Bugs put into pressure and scheduler on purpose."""
+
+from __future__ import annotations
+
+from .code import Patch
+
+SCHEDULING = (
+    Patch(
+        "the hottest block steps down first",
+        "pressure",
+        "newness = 1 if payer is None else -age",
+        "newness = 1 if payer is None else min(1, age - 10**9) if age >= 0 else 1",
+    ),
+    Patch(
+        "blocks in the recent window step down",
+        "pressure",
+        "if candidate.newness <= 0]",
+        "if candidate.newness <= 10**9]",
+    ),
+    Patch(
+        "a shared block is named twice",
+        "pressure",
+        "        return [candidate for candidate in found.values() if candidate.newness <= 0]",
+        "        both = [candidate for candidate in found.values() if candidate.newness <= 0]\n"
+        "        return both + [c for c in both if c.shared][:1]",
+    ),
+    Patch(
+        "cached blocks are given up last",
+        "pressure",
+        "        if self.space.evict():\n"
+        "            return True\n"
+        "        return self.space.num_rungs > 1 and self._step_down(request.params.tenant, RELIEF_BLOCKS) > 0",
+        "        return self.space.num_rungs > 1 and self._step_down(request.params.tenant, 8) or self.space.evict()",
+    ),
+    Patch(
+        "there is no relief",
+        "pressure",
+        "        return self.space.num_rungs > 1 and self._step_down(request",
+        "        return self.space.num_rungs > 9 and self._step_down(request",
+    ),
+    Patch(
+        "it looks ahead without need",
+        "pressure",
+        "        if self.space.free_blocks() < len(self.running):\n            while",
+        "        if True:\n            while",
+    ),
+    Patch(
+        "what was found for one step serves the next",
+        "pressure",
+        '"""Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""\n'
+        "        self.forget()",
+        '"""Forgets nothing."""',
+    ),
+    Patch("all of memory steps down at once", "pressure", "RELIEF_BLOCKS = 8", "RELIEF_BLOCKS = 800"),
+    Patch(
+        "eager blocks step down during the prompt",
+        "pressure",
+        "ready = [r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens]",
+        "ready = list(self.running)",
+    ),
+    Patch(
+        "quotas protect nobody",
+        "pressure",
+        "            if name == tenant or name in over:\n",
+        "            if True:\n",
+    ),
+    Patch("the oldest gives way", "pressure", "    return running.youngest", "    return running.oldest"),
+    Patch(
+        "what can never fit is taken",
+        "scheduler",
+        "        if request.max_num_tokens > capacity:",
+        "        if request.max_num_tokens > 2 * capacity:",
+    ),
+    Patch(
+        "the budget is not counted down",
+        "scheduler",
+        "                items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))\n"
+        "                budget -= num_tokens",
+        "                items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))",
+    ),
+    Patch(
+        "a preempted request keeps its blocks",
+        "scheduler",
+        "        free = self.space.free_blocks()\n"
+        "        self.running.remove(request)\n"
+        "        self.space.release(request)",
+        "        free = self.space.free_blocks()\n        self.running.remove(request)",
+    ),
+    Patch(
+        "a preempted request is lost",
+        "scheduler",
+        "        self.num_preemptions += 1\n        self.waiting.add(request)",
+        "        self.num_preemptions += 1",
+    ),
+    Patch(
+        "a preempted request is thought computed",
+        "scheduler",
+        "        request.num_computed_tokens = 0\n        request.num_preemptions += 1",
+        "        request.num_preemptions += 1",
+    ),
+    Patch(
+        "an abort leaks the blocks",
+        "scheduler",
+        "        if error is None:\n            self.space.release(request)",
+        "        if reason is FinishReason.ABORT:\n            pass\n"
+        "        elif error is None:\n            self.space.release(request)",
+    ),
+    Patch(
+        "a failed request is released as a good one",
+        "scheduler",
+        "            self.space.discard(request)",
+        "            self.space.release(request)",
+    ),
+    Patch(
+        "recovery forgets who ran",
+        "scheduler",
+        "                request.status, request.num_computed_tokens = RequestStatus.WAITING, 0\n"
+        "                self.waiting.add(request)",
+        "                self.waiting.add(request)",
+    ),
+    Patch(
+        "the number of running requests is not bounded",
+        "scheduler",
+        "            if not budget or len(self.running) == self.max_num_seqs:",
+        "            if not budget:",
+    ),
+    Patch(
+        "one token too many is computed",
+        "scheduler",
+        "        item.request.num_computed_tokens = item.end\n",
+        "        item.request.num_computed_tokens = min(item.end + 1, item.request.num_tokens)\n",
+    ),
+)
