@@ -30,6 +30,7 @@ from .request import SamplingParams
 from .runner import CausalLM, Runner
 from .tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
+from .warm_up import warm_up
 
 logger = logging.getLogger("qkv_engine")
 
@@ -95,6 +96,8 @@ def start(config: EngineConfig) -> Started:
     )
     eos_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
     runner = Runner(cast(CausalLM, loaded.model), cache, device)
+    if device.type == "cuda":
+        warm_up(runner)
     core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space)
     summary = _summarize(name, device, dtype, cache, max_model_len)
     applied = describe_defaults(generation)

@@ -1,0 +1,46 @@
+"""One made-up request through every kernel of a ladder, so that no real one waits for a GPU kernel to be compiled."""
+
+from __future__ import annotations
+
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+
+from .config import BLOCK_TOKENS
+from .request import Request, SamplingParams
+from .runner import Runner
+from .sampler import SampleRow
+
+REQUEST_ID = "warm-up"
+
+
+def warm_up(runner: Runner) -> None:
+    """Writes, seals, demotes, prefills over and decodes over blocks on every rung, then gives all of them back.
+
+    Does nothing where KV memory is too small for a block on each rung.
+    """
+    tables, ladder = runner.cache.tables, runner.cache.ladder
+    last = len(ladder.rungs) - 1
+    num_tokens = ladder.sink + (last + 1) * BLOCK_TOKENS + 3
+    if num_tokens > tables.max_tokens(0):
+        return
+    request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1)
+    rows = {request: SampleRow(request.params, 0, request.token_ids, num_tokens)}
+    tables.open(REQUEST_ID, last)
+    tables.reserve(REQUEST_ID, num_tokens)
+    _run(runner, request, rows, 0, num_tokens - 3)
+    for rung in range(1, last + 1):
+        # The same steps as in earnest: one rung down at a time, and straight to the last one for an eager ladder.
+        target = last if ladder.eager else rung
+        tables.demote([(block, target) for block in tables[REQUEST_ID].blocks[rung : last + 1] if block.rung < target])
+        _run(runner, request, rows, num_tokens - 3, 2)
+        _run(runner, request, rows, num_tokens - 1, 1)
+    _run(runner, request, rows, num_tokens - 3, 2)
+    _run(runner, request, rows, num_tokens - 1, 1)
+    tables.release(REQUEST_ID)
+    tables.num_demotions.clear()
+    runner.cache.peak.clear()
+    runner.cache.fullest.clear()
+
+
+def _run(runner: Runner, request: Request, rows: dict[Request, SampleRow], start: int, num_tokens: int) -> None:
+    runner.cache.apply_moves()
+    runner.run(ScheduledBatch([ScheduledRequest(request, start, num_tokens)]), rows)
