@@ -35,22 +35,33 @@ def pack(codes: Tensor, bits: int, side: SideName) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor:
-    """The inverse of ``pack``.
+    """The inverse of ``pack``; codes of 8 bits are a view.
 
     Shapes:  packed [..., T * bits / 8 * D] uint8;  returns codes [..., T, D] uint8
     """
-    batch, first, codes = packed.shape[:-1], 0, None
-    head_dim = packed.shape[-1] * 8 // (num_tokens * bits)
+    first, codes = 0, None
     for width, low in plane_sets(bits):
-        lanes = num_tokens * width // 8
-        part = packed[..., first : first + lanes * head_dim]
-        first += lanes * head_dim
-        part = part.view(*batch, lanes, head_dim) if side == "k" else part.view(*batch, head_dim, lanes).mT
-        planes = torch.stack([part >> p * width & (1 << width) - 1 for p in range(8 // width)], -3)
-        planes = planes.flatten(-3, -2) << low
-        codes = planes if codes is None else codes | planes
+        nbytes = packed.shape[-1] * width // bits
+        tile = _tile(packed[..., first : first + nbytes], width, side, num_tokens)
+        first += nbytes
+        if width < 8:
+            tile = tile >> _shifts(width) & (1 << width) - 1
+        planes = (tile if side == "k" else tile.mT).flatten(-3, -2)
+        codes = planes if codes is None else codes | planes << low
     assert codes is not None
     return codes
+
+
+def _tile(packed: Tensor, width: int, side: SideName, num_tokens: int) -> Tensor:
+    """The bytes of a plane set: K [..., 1, lanes, D] or V [..., 1, D, lanes], a view."""
+    lanes = num_tokens * width // 8
+    return packed.view(*packed.shape[:-1], 1, *((lanes, -1) if side == "k" else (-1, lanes)))
+
+
+@lru_cache
+def _shifts(width: int) -> Tensor:
+    """Where the planes begin in a byte, [planes, 1, 1] uint8."""
+    return torch.arange(0, 8, width, dtype=torch.uint8)[:, None, None]
 
 
 ROOMS = {4: 0x0001, 2: 0x0101, 1: 0x1111}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
@@ -97,12 +108,5 @@ def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
     if bits == 3:
         codes = unpack(packed, bits, side, num_tokens)
         return (codes if side == "k" else codes.mT).unsqueeze(-3)
-    lanes = num_tokens * bits // 8
-    tile = packed.unflatten(-1, (lanes, -1) if side == "k" else (-1, lanes)).unsqueeze(-3)
-    return tile if bits == 8 else tile & _plane_masks(bits)
-
-
-@lru_cache
-def _plane_masks(bits: int) -> Tensor:
-    masks = [(1 << bits) - 1 << shift for shift in range(0, 8, bits)]
-    return torch.tensor(masks, dtype=torch.uint8)[:, None, None]
+    tile = _tile(packed, bits, side, num_tokens)
+    return tile if bits == 8 else tile & ((1 << bits) - 1 << _shifts(bits))

@@ -56,7 +56,7 @@ def read_dense(rows: Tensor, side: DenseSide) -> Tensor:
 
 def packed_codes(rows: Tensor, side: UniformSide) -> Tensor:
     """Shapes:  rows [n, nbytes] uint8;  returns [n, H, T * bits / 8 * D] uint8, a view"""
-    return rows[:, : side.meta_offset].unflatten(1, (side.num_kv_heads, -1))
+    return rows[:, : side.meta_offset].view(len(rows), side.num_kv_heads, -1)
 
 
 def read_codes(rows: Tensor, side: UniformSide) -> Tensor:
@@ -70,12 +70,14 @@ def meta_tile(rows: Tensor, side: UniformSide) -> Tensor:
     Shapes:  rows [n, nbytes] uint8;  returns fp16, by axis, channel [2, n, H, num_groups, D] or
              token [2, n, H, num_groups, meta_planes, meta_lanes]
     """
-    across = side.head_dim if side.axis == "channel" else side.num_tokens
-    meta = rows[:, side.meta_offset : side.top_offset].unflatten(1, (side.num_kv_heads, -1))
-    pairs = meta[..., : 4 * side.num_groups * across].view(torch.float16)
+    words, across = rows.view(torch.float16), side.head_dim if side.axis == "channel" else side.num_tokens
+    heads, strides = (len(rows), side.num_kv_heads), (words.stride(0), side.head_meta_nbytes // 2)
     if side.axis == "channel":
-        return pairs.unflatten(-1, (2, side.num_groups, across)).movedim(2, 0)
-    return pairs.unflatten(-1, (side.num_groups, side.meta_lanes, side.meta_planes, 2)).permute(5, 0, 1, 2, 4, 3)
+        shape, inner = (2, *heads, side.num_groups, across), (side.num_groups * across, *strides, across, 1)
+    else:
+        shape = (2, *heads, side.num_groups, side.meta_planes, side.meta_lanes)
+        inner = (1, *strides, 2 * across, 2, 2 * side.meta_planes)
+    return words.as_strided(shape, inner, words.storage_offset() + side.meta_offset // 2)
 
 
 def read_meta(rows: Tensor, side: UniformSide) -> Tensor:

@@ -29,14 +29,14 @@ def block_attention(
     """
     k, v = layout.sides[2 * layer], layout.sides[2 * layer + 1]
     assert isinstance(k, UniformSide) and isinstance(v, UniformSide)
-    q, memory = q.float() * scale, memory[layout.offsets[2 * layer] :]
+    q, memory = q.float().contiguous() * scale, memory[layout.offsets[2 * layer] :]
     piece = max(1, PIECE_ELEMENTS // (k.num_kv_heads * k.num_tokens * k.head_dim))
+    if len(q) <= piece:
+        return _attend(q, gather(memory, addresses, k.nbytes + v.nbytes), k, v)
     parts = [
         _attend(some, gather(memory, where, k.nbytes + v.nbytes), k, v)
         for some, where in zip(q.split(piece), addresses.split(piece), strict=True)
     ]
-    if len(parts) == 1:
-        return parts[0]
     out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
     return out, lse
 
@@ -57,7 +57,7 @@ def _product(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
     the outputs. The inputs of all groups [n, H, groups, G, I] are multiplied at once.
     """
     is_k = side.side == "k"
-    low, span = read_meta(rows, side).float()
+    low, span = read_meta(rows, side).float().unbind()
     factors = _factors(side.bits, side.num_tokens)
     inputs = (x if is_k else x * factors).unsqueeze(2)
     if (side.axis == "channel") == is_k:
@@ -74,16 +74,16 @@ def _product(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
 
 def _dot(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
     """x [n, H, groups, G, I] . masked codes [n, H, J, I] -> [n, H, groups, G, J]"""
+    n, heads, groups, queries, size = x.shape
     codes = planes(packed_codes(rows, side), side.bits, side.side, side.num_tokens).float()
-    inputs = x.flatten(2, 3)
-    if side.side == "k":
-        out = inputs @ codes.flatten(2, 3).mT
+    num_planes, inputs = codes.shape[2], x.view(n * heads, groups * queries, size)
+    if side.side == "k" or num_planes == 1:
+        out = torch.bmm(inputs, codes.view(n * heads, -1, size).mT)
     else:
         # A product a plane: joining the planes of V would cost more than adding up their outputs.
-        inputs = inputs.unflatten(3, (codes.shape[2], -1)).transpose(2, 3)
-        out = inputs @ codes.mT
-        out = out.sum(2) if out.shape[2] > 1 else out.squeeze(2)
-    return out.unflatten(2, x.shape[2:4])
+        inputs = inputs.view(n * heads, groups * queries, num_planes, -1).transpose(1, 2)
+        out = torch.matmul(inputs, codes.flatten(0, 1).mT).sum(1)
+    return out.view(n, heads, groups, queries, -1)
 
 
 def _diagonal(products: Tensor, group: int) -> Tensor:

@@ -15,7 +15,8 @@ def dequant_cpu(memory: Tensor, addresses: Tensor, side: Side, dtype: torch.dtyp
     if isinstance(side, DenseSide):
         return read_dense(rows, side).to(dtype)
     low, span = read_meta(rows, side).float()
-    out = read_codes(rows, side).float()
+    # Attention wants channels to be contiguous, and bytes are cheaper to transpose than floats.
+    out = read_codes(rows, side).contiguous().float()
     out *= spread(span / side.max_code, side)
     out += spread(low, side)
     return out.to(dtype)

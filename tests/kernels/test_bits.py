@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv_engine.kernels.bits import pack, plane_sets, planes, unpack
+from qkv_engine.kernels.bits import narrow, pack, plane_sets, planes, unpack
+from qkv_engine.kernels.demote import shrink
 
 BITS = (8, 4, 3, 2, 1)
 
@@ -60,3 +61,22 @@ def test_masked_planes_are_shifted_codes(bits: int, side: str) -> None:
     found = torch.stack([plane >> bits * p for p, plane in enumerate(found.unbind(2))], 2)
     out = found if side == "k" else found.mT
     assert torch.equal(out.flatten(2, 3), codes)
+
+
+@pytest.mark.parametrize("bits", [4, 2, 1])
+def test_the_short_shift_equals_the_reference_for_every_code(bits: int) -> None:
+    codes = torch.arange(1 << 2 * bits)
+    short = ((1 << bits) - 1) * (codes + (1 << bits - 1) + 1) >> 2 * bits
+    assert torch.equal(short, shrink(codes, 2 * bits, bits))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize(("wide", "few"), [(8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)])
+def test_narrowing_words_is_shrinking_codes(wide: int, few: int, side: str) -> None:
+    """The output is a view with other bytes between its rows."""
+    codes = torch.randint(0, 2**wide, (2, 3, 128, 640), generator=torch.Generator().manual_seed(wide))
+    expected = pack(shrink(codes, wide, few).byte(), few, side)
+    space = torch.full((2, 3, expected.shape[-1] + 32), 77, dtype=torch.uint8)
+    narrow(pack(codes.byte(), wide, side), wide, few, side, 128, space[..., 16:-16])
+    assert torch.equal(space[..., 16:-16], expected)
+    assert (space[..., :16] == 77).all() and (space[..., -16:] == 77).all()

@@ -29,7 +29,7 @@ def test_cpu_equals_reference(head_dim: int, dtype: torch.dtype) -> None:
         for i, side in enumerate(blocks.target.sides):
             out = dequant(blocks.memory, blocks.dst, blocks.target, i // 2, "kv"[i % 2], dtype)
             expected = dequant_reference(blocks.memory, blocks.dst + blocks.target.offsets[i], side, dtype)
-            assert out.dtype == dtype and out.shape == (2, 2, 128, head_dim)
+            assert out.dtype == dtype and out.shape == (2, 2, 128, head_dim) and out.is_contiguous()
             assert relative_error(out, expected) <= {torch.float32: 1e-6}.get(dtype, 4e-3)
 
 
@@ -52,6 +52,22 @@ def test_block_attention_equals_reference(head_dim: int, group: int, k_axis: str
         seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
         q = torch.randn(3, 2, 3, head_dim, generator=torch.Generator().manual_seed(1))
         where = blocks.memory, blocks.dst, blocks.target, 0, head_dim**-0.5
+        out, lse = block_attention(q, *where)
+        expected, expected_lse = block_attention_reference(q, *where)
+        assert relative_error(out, expected) <= 2e-5
+        assert (lse - expected_lse).abs().max() <= 1e-4
+
+
+def test_block_attention_in_pieces_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkv_engine.kernels.block_attention import cpu
+
+    shape = PageShape(2, 128, 64)
+    monkeypatch.setattr(cpu, "PIECE_ELEMENTS", 2 * 2 * 128 * 64)
+    for bits in BITS:
+        blocks = make_blocks(all_sides(bits, shape)[:4], shape, num_blocks=5)
+        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+        q = torch.randn(5, 2, 3, 64, generator=torch.Generator().manual_seed(bits))
+        where = blocks.memory, blocks.dst, blocks.target, 1, 0.125
         out, lse = block_attention(q, *where)
         expected, expected_lse = block_attention_reference(q, *where)
         assert relative_error(out, expected) <= 2e-5

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.dequant import dequant_reference
 from qkv_engine.kernels.layout import BlockLayout, UniformSide
-from qkv_engine.kernels.pages import read_codes, read_meta, spread
+from qkv_engine.kernels.pages import even_runs, read_codes, read_meta, spread
 from qkv_engine.kernels.seal import quantize, seal, seal_reference
 from qkv_engine.kernels.seal.reference import LIMIT, round_down, round_up
 from qkv_engine.kv.formats import PageShape
@@ -152,6 +153,44 @@ def test_a_non_finite_value_is_reported_and_stays_in_its_block() -> None:
                 blocks.memory, blocks.dst[block : block + 1] + blocks.target.offsets[i], side, torch.float32
             )
             assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("values", [(float("nan"),), (float("inf"), -1e30), (32752.5,), (-3e38, 3e38), (-0.0, 1e-42)])
+def test_values_off_the_fast_path_are_stored_as_by_the_reference(values: tuple[float, ...]) -> None:
+    shape = PageShape(2, 128, 80)
+    for bits in BITS:
+        blocks = make_blocks(all_sides(bits, shape), shape, num_blocks=2, dtype=torch.float32)
+        page = slot(blocks.memory, blocks.src[1], blocks.source).view(torch.float32)
+        page[torch.arange(77, page.numel(), 997)] = torch.tensor(values).repeat(page.numel())[: len(page[77::997])]
+        expected = blocks.memory.clone()
+        where = blocks.src, blocks.dst, blocks.source, blocks.target
+        finite = seal(blocks.memory, *where)
+        assert torch.equal(finite, seal_reference(expected, *where))
+        assert finite.tolist() == [True, all(abs(value) < float("inf") for value in values)]
+        assert torch.equal(blocks.memory, expected)
+
+
+def test_layers_of_many_formats_in_any_order() -> None:
+    """Sides of one kind lie at uneven distances, so that they are sealed and demoted in several runs."""
+    shape = PageShape(2, 128, 64)
+    eight, four, two = (Uniform(bits, "channel", 64) for bits in (8, 4, 2))
+    formats = [eight, eight, four, eight, eight, four, four, eight]
+    blocks = make_blocks([fmt.layout(shape, "kv"[i % 2]) for i, fmt in enumerate(formats)], shape, num_blocks=2)
+    expected = blocks.memory.clone()
+    seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target)
+    assert torch.equal(blocks.memory, expected)
+    lower = {eight: four, four: two}
+    target = BlockLayout(tuple(lower[fmt].layout(shape, "kv"[i % 2]) for i, fmt in enumerate(formats)))
+    demote(blocks.memory, blocks.dst, blocks.next, blocks.target, target)
+    demote_reference(expected, blocks.dst, blocks.next, blocks.target, target)
+    assert torch.equal(blocks.memory, expected)
+
+
+def test_runs_are_even_and_lose_nobody() -> None:
+    members = [(0, 0), (10, 5), (20, 10), (35, 15), (50, 20), (51, 90)]
+    assert even_runs(members) == [members[:3], members[3:5], members[5:]]
+    assert even_runs([]) == []
 
 
 def test_dense_sides_are_copied_and_their_dtype_kept() -> None:
