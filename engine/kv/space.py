@@ -59,7 +59,13 @@ class KVSpace:
         running = list(running)
         if not running:
             return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
-        return self.tables.fits(self._demand([*running, request]))
+        together = [*running, request]
+        demand = self._demand(together)
+        if self.ladder.admit_at < self.num_rungs - 1:
+            if not self.tables.fits(demand):
+                return False
+            demand = self._demand(together, self.num_rungs - 1)
+        return self.tables.fits_whatever_stepped_down(demand, map(self.floor, together))
 
     def within_quota(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether ``request`` and what its tenant already runs stay within the tenant's share of memory."""
@@ -118,11 +124,12 @@ class KVSpace:
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)
 
-    def _demand(self, requests: Iterable[Request]) -> Counter[int]:
-        """Slots by size that requests take on their floors, with what they still may write."""
+    def _demand(self, requests: Iterable[Request], rung: int | None = None) -> Counter[int]:
+        """Slots by size that requests take on their floors or a wider ``rung``, with what they still may write."""
         demand: Counter[int] = Counter()
+        narrowest = self.ladder.admit_at if rung is None else rung
         for request in requests:
-            rung = min(self.floor(request), self.ladder.admit_at)
+            rung = min(self.floor(request), narrowest)
             demand += self.tables.demand(_expected_tokens(request), rung)
         return demand
 

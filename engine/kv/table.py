@@ -106,6 +106,18 @@ class BlockTables:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
         return self.arena.slabs_for(demand) <= int(share * (self.arena.num_slabs - self.arena.reserve))
 
+    def fits_whatever_stepped_down(self, demand: Counter[int], floors: Iterable[int]) -> bool:
+        """``fits``, also while some of the blocks counted dense have stepped down to ``floors`` already.
+
+        These may begin a slab of their own before they have emptied a dense one.
+        """
+        slabs, dense = self.arena.slabs_for(demand), demand[self._sizes[0]]
+        early = (dense - 1) % self.arena.per_slab(self._sizes[0]) if dense else 0
+        for size in {self._sizes[rung] for rung in floors if rung}:
+            per_slab = self.arena.per_slab(size)
+            slabs += -(-(demand[size] + early) // per_slab) - -(-demand[size] // per_slab)
+        return slabs <= self.arena.num_slabs - self.arena.reserve
+
     def max_tokens(self, rung: int, share: float = 1.0) -> int:
         """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena."""
         low, high = 0, self.arena.nbytes * BLOCK_TOKENS

@@ -64,6 +64,12 @@ _copies = count()
 
 
 @cache
+def _source(file: str) -> str:
+    """Read once, so that all copies are of the same text."""
+    return source_path(file).read_text("utf-8")
+
+
+@cache
 def load(block: int, patch: Patch | None = None) -> Code:
     """A copy of the modules with blocks of ``block`` tokens and, if asked, a bug."""
     package = f"_sim_copy_{next(_copies)}"
@@ -88,8 +94,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
 
 
 def _compiled(name: str, patch: Patch | None, package: str) -> Any:
-    path = source_path(name)
-    text = path.read_text("utf-8")
+    path, text = source_path(name), _source(name)
     if patch is not None:
         if text.count(patch.old) != 1:
             raise ValueError(f"mutant {patch.name!r}: its text occurs {text.count(patch.old)} times in {path.name}")

@@ -9,7 +9,7 @@ and whoever shares it sees it change.
 
 Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S8 order of arrival.
 The simulator has S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission sees all that requests
-may need nobody is preempted at all; elsewhere only the youngest. S17 needs real numbers and is tested with the engine.
+may need nobody is preempted at all; elsewhere only the youngest. S17 needs real numbers.
 """
 
 from __future__ import annotations

@@ -228,8 +228,8 @@ BOOKS = (
     Patch(
         "admission looks at the newcomer alone",
         "space",
-        "fits(self._demand([*running, request]))",
-        "fits(self._demand([request]))",
+        "together = [*running, request]",
+        "together = [request]",
     ),
     Patch(
         "admission forgets what may still be written",
