@@ -41,6 +41,16 @@ def test_admission_counts_everybody_on_their_floors_with_what_they_may_still_wri
     assert space.admits(make_request("b", BLOCK, max_tokens=99 * BLOCK), [])  # alone: refused at submit or it fits
 
 
+def test_admission_counts_the_slab_that_a_block_begins_when_it_steps_down():
+    two = TinyLadder(LADDER.rungs[:2])
+    for slab_blocks, fits in ((1, True), (2, False)):
+        # Six open blocks fill the arena. One of them full and stepped down: five dense ones and a slab for one narrow.
+        space = make_space(6 + slab_blocks, two, slab_blocks=slab_blocks)
+        running = [make_request(f"r{i}", BLOCK, max_tokens=1) for i in range(5)]
+        assert space.admits(make_request("last", BLOCK, max_tokens=1), running) == fits
+        assert space.admits(make_request("last", BLOCK, max_tokens=1), running[1:])
+
+
 def test_an_open_end_is_counted_as_a_usual_answer():
     space = make_space(12, DENSE)
     request = make_request("a", BLOCK)
