@@ -124,24 +124,32 @@ class Scheduler:
                 continue
             if not self.space.admits(request, self.running):
                 return
-            request.num_computed_tokens = self.space.open(request)
-            self.running.add(request)
-            if request.num_computed_tokens:
-                self.pressure.forget()  # the blocks it shares are its own too now
-            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_tokens = self.pressure.stretch(request, request.num_computed_tokens + wanted)
-            num_tokens -= request.num_computed_tokens
-            if num_tokens <= 0:
-                request.num_computed_tokens = 0
-                self.running.remove(request)
-                self.space.release(request)
-                self.pressure.forget()
-                return
-            self.waiting.remove(request)
-            request.status = RequestStatus.RUNNING
-            request.num_cached_tokens = max(request.num_cached_tokens, request.num_computed_tokens)
+            while not (num_tokens := self._start(request, budget)):
+                # Blocks it shares may be narrower than its own would be, and their slabs leave no room for the rest.
+                if self.running or not self.space.evict():
+                    return
             items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
+
+    def _start(self, request: Request, budget: int) -> int:
+        """Lets a waiting request run if there is room for a token of it; returns for how many, at most ``budget``."""
+        request.num_computed_tokens = self.space.open(request)
+        self.running.add(request)
+        if request.num_computed_tokens:
+            self.pressure.forget()  # the blocks it shares are its own too now
+        wanted = min(request.num_tokens - request.num_computed_tokens, budget)
+        num_tokens = self.pressure.stretch(request, request.num_computed_tokens + wanted)
+        num_tokens -= request.num_computed_tokens
+        if num_tokens <= 0:
+            request.num_computed_tokens = 0
+            self.running.remove(request)
+            self.space.release(request)
+            self.pressure.forget()
+            return 0
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        request.num_cached_tokens = max(request.num_cached_tokens, request.num_computed_tokens)
+        return num_tokens
 
     def _make_room(self, request: Request, wanted: int) -> int:
         """Room for the next tokens, at least one, preempting younger requests as needed; 0 if it had to go itself."""
