@@ -72,12 +72,12 @@ def meta_tile(rows: Tensor, side: UniformSide) -> Tensor:
     """
     words, across = rows.view(torch.float16), side.head_dim if side.axis == "channel" else side.num_tokens
     heads, strides = (len(rows), side.num_kv_heads), (words.stride(0), side.head_meta_nbytes // 2)
+    start = words.storage_offset() + side.meta_offset // 2
     if side.axis == "channel":
         shape, inner = (2, *heads, side.num_groups, across), (side.num_groups * across, *strides, across, 1)
-    else:
-        shape = (2, *heads, side.num_groups, side.meta_planes, side.meta_lanes)
-        inner = (1, *strides, 2 * across, 2, 2 * side.meta_planes)
-    return words.as_strided(shape, inner, words.storage_offset() + side.meta_offset // 2)
+        return words.as_strided(shape, inner, start)
+    tile, lanes = (2, *heads, side.num_groups, side.meta_planes, side.meta_lanes), 2 * side.meta_planes
+    return words.as_strided(tile, (1, *strides, 2 * across, 2, lanes), start)
 
 
 def read_meta(rows: Tensor, side: UniformSide) -> Tensor:

@@ -71,7 +71,7 @@ class KVCache:
         return found
 
     def note_peak(self) -> None:
-        """Remembers what is in use if it is the most so far, in bytes or in elements: memory can be full of few of them."""
+        """Remembers what is in use if it is the most so far, in bytes or in elements, which are not the same."""
         found = self.bytes_in_use()
         if _nbytes(found) > _nbytes(self.peak):
             self.peak = found
@@ -113,7 +113,7 @@ def _nbytes(found: Counter[str]) -> int:
 
 
 def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
-    """The arena whose slab size wastes least: small slabs leave rests beside narrow slots, large ones a dear reserve."""
+    """The arena whose slab size wastes least: small slabs leave rests beside narrow slots, large ones a big reserve."""
     best, most = None, -1.0
     for slab_blocks in range(1, MAX_SLAB_BLOCKS + 1):
         arena = Arena(nbytes, slab_blocks * ladder.widest.block_nbytes, reserve=len(ladder.rungs) - 1)
