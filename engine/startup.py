@@ -181,7 +181,7 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
     # One block more each: the scheduler admits a request only with one to spare for every running one.
     blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
     # Slabs that are no use to them: the reserve, and the rest of the one that sinks are in.
-    spare = MAX_SLAB_BLOCKS * ((len(ladder.rungs) > 1) + bool(ladder.sink))
+    spare = MAX_SLAB_BLOCKS * (len(ladder.rungs) - 1 + bool(ladder.sink))
     return (blocks + spare) * ladder.widest.block_nbytes + num_requests * ladder.sink_nbytes
 
 
