@@ -142,7 +142,7 @@ class SpySpace:
 
     def evict(self) -> bool:
         idle = self._idle()
-        used, needed = self.tables.arena.used_nbytes, self.short
+        used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.needy is None:
             needed = self.room(self.options.sizes[0]) < len(self.scheduler.running)
         require(needed, "cached blocks are given up without need")

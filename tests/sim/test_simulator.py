@@ -50,6 +50,12 @@ def test_the_same_seed_gives_the_same_events():
     assert simulate(5, 600).digest() != first.digest()
 
 
+@pytest.mark.parametrize("seed", [10_099, 10_377])
+def test_what_was_found_once(seed: int):
+    """Admission that forgot the slab a block begins; a lone request whose cached blocks left it no room."""
+    simulate(seed, CHAOS)
+
+
 @pytest.mark.slow
 def test_two_million_random_events(report: list[str]):
     started, seeds = time.monotonic(), range(10_000, 12_000)
