@@ -45,7 +45,7 @@ def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
         tile = _tile(packed[..., first : first + nbytes], width, side, num_tokens)
         first += nbytes
         if width < 8:
-            tile = tile >> _shifts(width) & (1 << width) - 1
+            tile = tile >> _shifts(width, packed.device) & (1 << width) - 1
         planes = (tile if side == "k" else tile.mT).flatten(-3, -2)
         codes = planes if codes is None else codes | planes << low
     assert codes is not None
@@ -59,9 +59,9 @@ def _tile(packed: Tensor, width: int, side: SideName, num_tokens: int) -> Tensor
 
 
 @lru_cache
-def _shifts(width: int) -> Tensor:
+def _shifts(width: int, device: torch.device) -> Tensor:
     """Where the planes begin in a byte, [planes, 1, 1] uint8."""
-    return torch.arange(0, 8, width, dtype=torch.uint8)[:, None, None]
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)[:, None, None]
 
 
 ROOMS = {4: 0x0001, 2: 0x0101, 1: 0x1111}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
@@ -109,4 +109,4 @@ def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
         codes = unpack(packed, bits, side, num_tokens)
         return (codes if side == "k" else codes.mT).unsqueeze(-3)
     tile = _tile(packed, bits, side, num_tokens)
-    return tile if bits == 8 else tile & ((1 << bits) - 1 << _shifts(bits))
+    return tile if bits == 8 else tile & ((1 << bits) - 1 << _shifts(bits, packed.device))

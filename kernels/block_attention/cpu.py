@@ -15,7 +15,7 @@ from ..bits import planes
 from ..layout import BlockLayout, UniformSide
 from ..pages import gather, packed_codes, read_meta
 
-PIECE_ELEMENTS = 2**19  # codes of K converted at a time: more leave the cache, fewer spend the time on calls
+PIECE_ELEMENTS = 2**20  # codes of K converted at a time: more leave the cache, fewer spend the time on calls
 
 
 def block_attention(
