@@ -38,6 +38,20 @@ class StepResult:
     prompt_logprobs: list[TokenLogprobs] | None
 
 
+class Pending:
+    """A step under way on the device."""
+
+    def __init__(self, results: list[StepResult]):
+        self._results = results
+
+    def wait(self) -> list[StepResult]:
+        """Blocks until the step's tokens are on the host; one result for each item of the batch, in order.
+
+        May be called once. An error of the device is raised here.
+        """
+        return self._results
+
+
 class Runner:
     """Owns the model and the sampler of an engine. Steps are repeatable: a failed one may simply be run again."""
 
@@ -45,11 +59,16 @@ class Runner:
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
 
-    @torch.inference_mode()
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
-        """Computes the KV of every scheduled token and samples where a request's last known token was reached.
+        """``launch`` and ``wait`` in one."""
+        return self.launch(batch, rows).wait()
 
-        ``rows`` holds the sampling state of each request.
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
+        """Enqueues a step: the KV of every scheduled token, and a token where a request's last one was reached.
+
+        ``rows`` holds the sampling state of each request; it and the block tables are read before this returns, so
+        both may change while the step is under way. On the CPU the step has been computed when this returns.
         """
         items = batch.items
         ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
@@ -62,7 +81,7 @@ class Runner:
         )[:num_tokens]
         tokens = self._sample(hidden, items, rows)
         prompt = self._prompt_logprobs(hidden, items)
-        return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)]
+        return Pending([StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)])
 
     def _sample(
         self, hidden: Tensor, items: list[ScheduledRequest], rows: Mapping[Request, SampleRow]
