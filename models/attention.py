@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .config import ModelConfig
-from .layers import HeadNorm, Linear
+from .layers import HeadNorm, Layer, Linear
 from .rope import apply_rope
 
 
@@ -26,7 +26,7 @@ class AttentionBatch(Protocol):
         ...
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Grouped-query attention of one layer, with the biases and the q/k norm that ``config`` asks for."""
 
     def __init__(self, config: ModelConfig, layer: int):

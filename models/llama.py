@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
-from .layers import Embedding, Linear, RMSNorm
+from .layers import Embedding, Layer, Linear, RMSNorm
 from .rope import RotaryEmbedding
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: ModelConfig):
@@ -29,7 +29,7 @@ class MLP(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         return out
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(Layer):
     """Embedding, decoder layers and final norm."""
 
     def __init__(self, config: ModelConfig):
@@ -64,7 +64,7 @@ class LlamaModel(nn.Module):
         return out
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(Layer):
     """A decoder with its output embedding. The loader builds, fills and packs it; it holds no KV."""
 
     def __init__(self, config: ModelConfig):

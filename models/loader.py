@@ -21,7 +21,7 @@ from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
 from .files import read_json
-from .layers import Embedding, Linear, RMSNorm, Slot
+from .layers import Embedding, Layer, Linear, RMSNorm, Slot
 from .registry import MODELS
 from .shapes import SHAPES
 
@@ -79,7 +79,7 @@ def load_model(
         assert folder is not None, "only random weights have no folder"
         net = _load_checkpoint(folder, config, weight_dtype, device)
     for module in net.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Layer):
             module.pack()
     return LoadedModel(net.eval(), config, folder, model)
 

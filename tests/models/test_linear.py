@@ -58,6 +58,7 @@ def test_packing_frees_the_original_and_keeps_a_shared_one():
 def test_norm_equals_its_definition(size, scale):
     norm = RMSNorm("norm", size, 1e-6)
     norm.weight.copy_(torch.linspace(-1, 2, size))
+    norm.pack()
     x = torch.randn(5, size, generator=torch.Generator().manual_seed(0)) * scale
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
