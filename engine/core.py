@@ -17,6 +17,7 @@ from qkv_engine.scheduler import ScheduledBatch, Scheduler
 from .detokenizer import Detokenizer
 from .errors import QKVError, RequestError
 from .kv.space import KVSpace
+from .logprobs import TokenLogprobs
 from .metrics import Counters
 from .request import (
     CompletionOutput,
@@ -30,7 +31,7 @@ from .request import (
     SamplingParams,
 )
 from .runner import Runner, StepResult
-from .sampler import SampledToken, SampleRow, TokenLogprobs
+from .sampler import SampledToken, SampleRow
 from .stream import OutputStream
 from .tokenizer import Tokenizer
 

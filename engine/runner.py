@@ -14,8 +14,9 @@ from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from .kv.cache import KVCache
+from .logprobs import TokenLogprobs, token_logprobs
 from .request import Request
-from .sampler import SampledToken, Sampler, SampleRow, TokenLogprobs, token_logprobs
+from .sampler import SampledToken, Sampler, SampleRow
 
 
 class CausalLM(Protocol):

@@ -21,24 +21,16 @@ import torch
 from torch import Tensor
 
 from .errors import RequestError
+from .host_copy import HostCopy
+from .logprobs import PendingLogprobs, TokenLogprobs
 from .request import SamplingParams
 
 WEIGHT_ONE = float(2**40)  # weight of the likeliest token; 2**40 x 2**20 tokens stay well inside int64
 DRAW_TILE = 128  # tokens summed per step of the two-level walk
 DRAW_CHUNK = {"cpu": 1 << 18}  # logits drawn from at once: what a core's cache holds; elsewhere memory's share
 TOP_CANDIDATES = 64  # tokens among which top_k and top_p look before they search the vocabulary
-LOGPROB_CHUNK = 1 << 25  # float32 values a chunk of prompt log-probabilities may hold
 MIN_TEMPERATURE = 1e-5  # below it float32 logits are greedy anyway
 _U64 = (1 << 64) - 1
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probability and rank of one token; ``top`` holds (token id, logprob, rank) of the best ones."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float, int]]
 
 
 class SampledToken(NamedTuple):
@@ -107,20 +99,56 @@ class SampleRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+class PendingTokens:
+    """Tokens that the device may still be computing: one result a row, in order.
+
+    ``token_ids`` [M] int64 lies on the device of the logits, for the next step to read. Every id is one of the
+    vocabulary's, also in a row that ends in an error.
+    """
+
+    def __init__(self, token_ids: Tensor, raw_peak: Tensor, peak: Tensor):
+        self.token_ids = token_ids
+        self._packed = HostCopy(torch.stack((token_ids.double(), raw_peak.double(), peak.double()), dim=1))
+        self._ranked: list[int] = []
+        self._logprobs: PendingLogprobs | None = None
+
+    def rank(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Enqueues the log-probabilities that ``rows`` ask for."""
+        wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
+        if not wanted:
+            return
+        self._ranked = [i for i, _ in wanted]
+        everything = len(wanted) == len(rows)
+        index = slice(None) if everything else torch.tensor(self._ranked, device=logits.device)
+        self._logprobs = PendingLogprobs(logits[index], self.token_ids[index], [k for _, k in wanted])
+
+    def wait(self) -> list[SampledToken]:
+        """Blocks until the tokens are on the host."""
+        sampled = [_judge(*values) for values in self._packed.wait().tolist()]
+        if self._logprobs is not None:
+            for i, logprobs in zip(self._ranked, self._logprobs.wait(), strict=True):
+                if sampled[i].error is None:
+                    sampled[i] = SampledToken(sampled[i].token_id, logprobs)
+        return sampled
+
+
 class Sampler:
     """Samples one token a row. Holds no state: what a request accumulates lives in its ``SampleRow``."""
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """One result per row, in order. logits [M, V], any float dtype, is left unchanged.
+        """``launch`` and ``wait`` in one."""
+        return self.launch(logits, rows).wait() if rows else []
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
+        """Enqueues one token a row, at least one. logits [M, V], any float dtype, is left unchanged.
 
         A row with NaN or +Inf, or with every token masked, gets ``error`` and ``token_id`` -1; the others go on.
+        ``rows`` are read before this returns.
         """
-        if not rows:
-            return []
         if all(row.is_plain for row in rows):
             peak, token_ids = logits.max(dim=-1)
-            return _collect(token_ids, peak, peak)
+            return PendingTokens(token_ids, peak, peak)
         raw_peak = logits.amax(dim=-1)
         edited = edit_logits(logits, rows)
         peak, token_ids = edited.max(dim=-1)
@@ -130,27 +158,23 @@ class Sampler:
             everything = len(drawn) == len(rows)
             scores = edited if everything else edited[index]
             token_ids[index] = draw(scores, peak if everything else peak[index], [rows[i] for i in drawn])
-        sampled = _collect(token_ids, raw_peak, peak)
-        return _add_logprobs(sampled, logits, rows)
+        pending = PendingTokens(token_ids, raw_peak, peak)
+        pending.rank(logits, rows)
+        return pending
 
 
-def _collect(token_ids: Tensor, raw_peak: Tensor, peak: Tensor) -> list[SampledToken]:
-    """The one device-to-host copy of a step. NaN reaches a row's peak, so the peaks tell the usable rows."""
-    packed = torch.stack((token_ids.double(), raw_peak.double(), peak.double()), dim=1).tolist()
-    sampled = []
-    for token_id, raw, edited in packed:
-        if not math.isfinite(raw):
-            error = RequestError("the model's logits are not finite", remedy="Try another dtype or KV precision")
-            sampled.append(SampledToken(-1, error=error))
-        elif not math.isfinite(edited):
-            error = RequestError(
-                "no token is left to sample",
-                remedy="Relax allowed_token_ids, bad_words or min_tokens: together they mask every token",
-            )
-            sampled.append(SampledToken(-1, error=error))
-        else:
-            sampled.append(SampledToken(int(token_id)))
-    return sampled
+def _judge(token_id: float, raw_peak: float, peak: float) -> SampledToken:
+    """NaN reaches a row's peak, so the peaks tell the usable rows."""
+    if not math.isfinite(raw_peak):
+        error = RequestError("the model's logits are not finite", remedy="Try another dtype or KV precision")
+        return SampledToken(-1, error=error)
+    if not math.isfinite(peak):
+        error = RequestError(
+            "no token is left to sample",
+            remedy="Relax allowed_token_ids, bad_words or min_tokens: together they mask every token",
+        )
+        return SampledToken(-1, error=error)
+    return SampledToken(int(token_id))
 
 
 # ---- masks, bias, penalties
@@ -337,52 +361,3 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
     inner = tiles[torch.arange(len(tiles), device=tiles.device), tile[:, 0]].cumsum(dim=-1)
     lane = torch.searchsorted(inner, target - before, right=True).clamp_(max=DRAW_TILE - 1)
     return (tile * DRAW_TILE + lane)[:, 0]
-
-
-# ---- log-probabilities
-
-
-def _add_logprobs(sampled: list[SampledToken], logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and sampled[i].error is None]
-    if not wanted:
-        return sampled
-    ks = [rows[i].params.logprobs or 0 for i in wanted]
-    ids = [sampled[i].token_id for i in wanted]
-    asked = logits if len(wanted) == len(rows) else logits[wanted]
-    for i, logprobs in zip(wanted, _rank(asked, ids, ks), strict=True):
-        sampled[i] = SampledToken(sampled[i].token_id, logprobs)
-    return sampled
-
-
-@torch.inference_mode()
-def token_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Log-probabilities of given tokens, as prompt_logprobs needs them.
-
-    logits [T, V], any float dtype; ``target_ids[t]`` is the token that follows position t. One result per
-    position, with the ``k`` likeliest tokens in ``top``. Raises RequestError where the logits are not finite.
-    """
-    chunk = max(1, LOGPROB_CHUNK // logits.shape[1])
-    results: list[TokenLogprobs] = []
-    for start in range(0, len(logits), chunk):
-        part = logits[start : start + chunk]
-        if not bool(part.amax(dim=-1).isfinite().all()):
-            raise RequestError("the model's logits are not finite", remedy="Try another dtype or KV precision")
-        results += _rank(part, target_ids[start : start + chunk], [k] * len(part))
-    return results
-
-
-def _rank(logits: Tensor, ids: Sequence[int], ks: Sequence[int]) -> list[TokenLogprobs]:
-    """logits [R, V]; log-probability and rank (1 is the best) of ``ids[r]`` and of the ``ks[r]`` best."""
-    scores = logits.float()
-    norm = scores.logsumexp(dim=-1, keepdim=True)
-    own = scores.gather(1, torch.tensor(ids, device=logits.device)[:, None])
-    own_rank = (scores > own).sum(dim=-1, keepdim=True) + 1
-    best = scores.topk(min(max(ks), scores.shape[1]), dim=-1)
-    columns = ((own - norm).double(), own_rank.double(), (best.values - norm).double(), best.indices.double())
-    results = []
-    for token_id, k, values in zip(ids, ks, torch.cat(columns, dim=1).tolist(), strict=True):
-        logprob, rank, *pairs = values
-        found = zip(pairs[len(pairs) // 2 :], pairs, range(1, k + 1), strict=False)
-        top = [(int(best_id), value, place) for best_id, value, place in found]
-        results.append(TokenLogprobs(token_id, logprob, int(rank), top))
-    return results

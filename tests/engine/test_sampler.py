@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.errors import RequestError
+from qkv_engine.logprobs import TokenLogprobs, token_logprobs
 from qkv_engine.request import SamplingParams
-from qkv_engine.sampler import Sampler, SampleRow, TokenLogprobs, _pick, draw, token_logprobs, uniform
+from qkv_engine.sampler import Sampler, SampleRow, _pick, draw, uniform
 
 SAMPLER = Sampler()
 
@@ -367,7 +368,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv_engine.sampler.LOGPROB_CHUNK", 7 * 50)
+    monkeypatch.setattr("qkv_engine.logprobs.LOGPROB_CHUNK", 7 * 50)
     logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
     targets = [i % 50 for i in range(30)]
     found = token_logprobs(logits, targets, 4)

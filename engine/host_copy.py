@@ -1,0 +1,24 @@
+"""Copies between host and device that make neither wait for the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A tensor on its way to the host. On the CPU it is the tensor itself."""
+
+    def __init__(self, source: Tensor):
+        self._tensor, self._done = source, None
+        if source.is_cuda:
+            self._tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._tensor.copy_(source, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def wait(self) -> Tensor:
+        """Blocks until the copy is complete."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tensor
