@@ -7,6 +7,7 @@ waits for the one before only at its end, so a kernel that waits at its start ma
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +19,15 @@ def can_overlap(device: torch.device) -> bool:
     """Whether the device has programmatic dependent launch."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0) and not triton.knobs.runtime.interpret
+
+
+@cache
+def overlap_options(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that begins before the one before it in the stream has ended, where that is possible.
+
+    What it reads before ``end_overlap`` must not be written by that kernel.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 
 @triton.jit

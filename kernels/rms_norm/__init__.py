@@ -1,0 +1,35 @@
+"""RMSNorm over the last dimension, alone or after the residual add that stands before it in a decoder."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import cpu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * weight``: float32 inside, cast back before the weight, like Hugging Face.
+
+    Shapes:  x [N, E], contiguous on a GPU;  weight [E];  returns [N, E]; one dtype
+    On a GPU ``weight`` is read while the kernel before may still run: that kernel must not be the one that writes it.
+    """
+    if x.is_cuda:
+        from .triton import rms_norm_triton
+
+        return rms_norm_triton(x, None, weight, eps)
+    return cpu.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual += x``, rounded to the dtype, and then ``rms_norm`` of the sum.
+
+    Shapes:  x, residual [N, E], contiguous on a GPU;  weight [E];  returns [N, E]; one dtype
+    """
+    if x.is_cuda:
+        from .triton import rms_norm_triton
+
+        return rms_norm_triton(x, residual, weight, eps)
+    return cpu.rms_norm(residual.add_(x), weight, eps)
+
+
+__all__ = ["add_rms_norm", "rms_norm"]
