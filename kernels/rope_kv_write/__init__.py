@@ -1,0 +1,39 @@
+"""What lies between the qkv projection and attention, in one launch: q/k norm, rotation, K and V into their pages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .reference import rope_kv_write_reference
+from .rows import token_rows
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    cos: Tensor,
+    signed_sin: Tensor,
+    rows: Tensor,
+    pages: Tensor,
+    layer: int,
+    num_kv_heads: int,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Normalises q and k head by head if there is a ``norm_weight``, rotates them, and stores k and v in dense pages.
+
+    Rounds as the separate operators do: to the model's dtype after the norm, after its weight and after the rotation.
+    On a GPU all but ``qkv`` are read while the kernel before may still run: that kernel must not write them.
+
+    Shapes:  qkv [N, HQ + 2 H, D], contiguous, its q part overwritten;  cos, signed_sin [N, 1, D] float32, from
+             ``RotaryEmbedding``: halves of cos equal, of sin opposite;  rows [N, 2] int64, from ``token_rows``;
+             pages [R, D], the whole arena as rows in the pages' dtype;  norm_weight [HQ + H, D]
+    Returns: q [N, HQ, D], a view of ``qkv``
+    """
+    if qkv.is_cuda:
+        from .triton import rope_kv_write_triton
+
+        return rope_kv_write_triton(qkv, cos, signed_sin, rows, pages, layer, num_kv_heads, norm_weight, eps)
+    return rope_kv_write_reference(qkv, cos, signed_sin, rows, pages, layer, num_kv_heads, norm_weight, eps)
+
+
+__all__ = ["rope_kv_write", "rope_kv_write_reference", "token_rows"]

@@ -1,0 +1,145 @@
+"""Cases of the small fused kernels for Triton's interpreter: the largest error in roundings of the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from interpreted import report
+from torch import Tensor
+
+from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
+from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
+from qkv_engine.kernels.rope_kv_write import rope_kv_write_reference, token_rows
+from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
+from qkv_engine.kernels.swiglu import reference as swiglu_reference
+from qkv_engine.kernels.swiglu.triton import swiglu_triton
+from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LAYERS, SINK, BLOCK = 3, 4, 16  # tokens
+NAN_BYTE = 0xFF  # every float of 0xFF bytes is a NaN
+
+
+def roundings(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    """The largest difference in units of the dtype's relative rounding of ``expected``, or of ``scale``."""
+    scale = expected if scale is None else scale
+    unit = torch.finfo(expected.dtype).eps * scale.abs().double().clamp(min=torch.finfo(expected.dtype).tiny)
+    return float(((found.double() - expected.double()).abs() / unit).max())
+
+
+def fenced(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Random rows, and the buffer of NaNs in whose middle they lie."""
+    buffer = torch.full((shape[0] + 2, *shape[1:]), float("nan"), dtype=dtype)
+    buffer[1:-1] = torch.randn(shape)
+    return buffer[1:-1], buffer
+
+
+def untouched(buffer: Tensor) -> bool:
+    return bool(buffer[[0, -1]].isnan().all())
+
+
+def rms_norm(size: int, num_rows: int, dtype: torch.dtype) -> float:
+    x, _ = fenced(num_rows, size, dtype=dtype)
+    weight = (1 + torch.randn(size) / 4).to(dtype)
+    x[0] *= 0  # eps alone
+    return roundings(rms_norm_triton(x, None, weight, 1e-5), rms_norm_reference.rms_norm(x, weight, 1e-5))
+
+
+def add_rms_norm(size: int, num_rows: int, dtype: torch.dtype) -> float:
+    x, _ = fenced(num_rows, size, dtype=dtype)
+    residual, buffer = fenced(num_rows, size, dtype=dtype)
+    weight = (1 + torch.randn(size) / 4).to(dtype)
+    expected_residual = residual.clone()
+    expected = rms_norm_reference.add_rms_norm(x, expected_residual, weight, 1e-6)
+    found = rms_norm_triton(x, residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual) and untouched(buffer)
+    return roundings(found, expected)
+
+
+def swiglu(inner: int, num_rows: int, dtype: torch.dtype) -> float:
+    gate_up, _ = fenced(num_rows, 2 * inner, dtype=dtype)
+    gate_up *= 4
+    return roundings(swiglu_triton(gate_up), swiglu_reference.swiglu(gate_up))
+
+
+def swiglu_extremes() -> float:
+    gate_up = torch.tensor([[-1e4, 1e4, float("inf"), 1.0, 1.0, 2.0, 3.0, float("nan")]])
+    found, expected = swiglu_triton(gate_up), swiglu_reference.swiglu(gate_up)
+    return float(not torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)))
+
+
+def rope_kv_write(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype, norm: bool
+) -> float:
+    """Tokens that go to a sink, to two blocks and nowhere; every page but theirs, and every padding, stays NaN."""
+    block_nbytes = LAYERS * 2 * kv_heads * BLOCK * head_dim * stored.itemsize
+    memory = torch.full((6 * block_nbytes,), NAN_BYTE, dtype=torch.uint8)
+    sink_nbytes = block_nbytes // BLOCK * SINK
+    addresses = torch.tensor([[3 * sink_nbytes, 5 * block_nbytes, 2 * block_nbytes], [0, 3 * block_nbytes, 0]])
+    requests = torch.tensor([0, 0, 0, 0, 1, 1, 0])
+    positions = torch.tensor([0, 3, 4, 35, 1, 19, -1])
+    rows = token_rows(
+        addresses,
+        requests,
+        positions,
+        sink_tokens=SINK,
+        block_tokens=BLOCK,
+        row_nbytes=head_dim * stored.itemsize,
+    )
+    cos, signed_sin = RotaryEmbedding(RopeConfig(attention_factor=1.25), head_dim)(positions + 1000)
+    qkv, buffer = fenced(len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    weight = (1 + torch.randn(heads + kv_heads, head_dim) / 4).to(dtype) if norm else None
+    expected_qkv, expected_memory = qkv.clone(), memory.clone()
+    worst = 0.0
+    for layer in range(LAYERS):
+        pages, expected_pages = (m.view(stored).view(-1, head_dim) for m in (memory, expected_memory))
+        arguments = (layer, kv_heads, weight, 1e-6)
+        before = qkv[:, heads:].clone()
+        q = rope_kv_write_triton(qkv, cos, signed_sin, rows, pages, *arguments)
+        expected_q = rope_kv_write_reference(expected_qkv, cos, signed_sin, rows, expected_pages, *arguments)
+        assert torch.equal(qkv[:, heads:], before) and untouched(buffer)
+        worst = max(worst, roundings(q, expected_q, pair_norm(expected_q)))
+        qkv.copy_(expected_qkv)
+    num_written = 6 * LAYERS * 2 * kv_heads
+    written = ~expected_pages.isnan().all(1)
+    assert int(written.sum()) == num_written and torch.equal(written, ~pages.isnan().any(1))
+    nan_bytes = memory.view(stored).view(-1, head_dim)[~written].view(torch.uint8)
+    assert bool((nan_bytes == NAN_BYTE).all())
+    coarse = dtype if dtype.itemsize < stored.itemsize else stored
+    found, expected = (p[written].to(coarse) for p in (pages, expected_pages))
+    error = roundings(found, expected, pair_norm(expected))
+    assert coarse is torch.float32 or error <= 1
+    return max(worst, error)
+
+
+def pair_norm(x: Tensor) -> Tensor:
+    """The length of each rotated pair, which a rotation keeps: its components may cancel."""
+    first, second = x.double().chunk(2, dim=-1)
+    norm = torch.hypot(first, second)
+    return torch.cat((norm, norm), -1)
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    torch.manual_seed(0)
+    found: dict[str, Callable[[], float]] = {"swiglu extremes": swiglu_extremes}
+    for name, dtype in DTYPES.items():
+        for size, num_rows in ((1, 3), (7, 5), (96, 11), (1000, 3), (2050, 2)):
+            found[f"rms_norm {name} {num_rows} x {size}"] = lambda s=size, n=num_rows, d=dtype: rms_norm(s, n, d)
+            found[f"add_rms_norm {name} {num_rows} x {size}"] = lambda s=size, n=num_rows, d=dtype: add_rms_norm(
+                s, n, d
+            )
+        for inner, num_rows in ((1, 2), (5, 3), (1025, 2)):
+            found[f"swiglu {name} {num_rows} x {inner}"] = lambda i=inner, n=num_rows, d=dtype: swiglu(i, n, d)
+        for norm in (False, True):
+            for heads, kv_heads, head_dim in ((7, 1, 6), (6, 3, 10), (4, 2, 80)):
+                shape = (heads, kv_heads, head_dim)
+                found[f"rope {name} {shape} norm {norm}"] = lambda s=shape, d=dtype, m=norm: rope_kv_write(*s, d, d, m)
+    for model, stored in (("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")):
+        types = DTYPES[model], DTYPES[stored]
+        found[f"rope {model}, pages {stored}"] = lambda t=types: rope_kv_write(4, 2, 16, *t, True)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases())
