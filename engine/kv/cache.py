@@ -86,10 +86,14 @@ class KVCache:
             for (old, new), moves in _by_rungs(wave):
                 finite = self._move(list(moves), old, new)
                 bad.update(move.block for move, ok in finite if not ok)
-        for slot in self.tables.take_fresh():
+        fresh = self.tables.take_fresh()
+        for slot in fresh:
             # Attention masks unwritten tokens by adding -inf, which does not hide a NaN left by an earlier owner.
             self.memory[slot.address : slot.address + slot.nbytes].zero_()
-        self.note_peak()
+        if waves:
+            self._planner.forget()
+        if waves or fresh:
+            self.note_peak()
         return bad
 
     def begin_step(self, batch: ScheduledBatch) -> AttentionBatch:

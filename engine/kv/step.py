@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from ..config import BLOCK_TOKENS
 from .formats.dense import Dense
 from .ladder import Ladder
-from .table import BlockTables
+from .table import BlockTable, BlockTables
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,37 @@ class Chunk:
     past: Located
 
 
+class Extent(NamedTuple):
+    """The first tokens of a request: of its sink, full blocks, and tokens of the block after them."""
+
+    table: BlockTable
+    num_sink: int
+    num_full: int
+    num_open: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sink + self.num_full * BLOCK_TOKENS + self.num_open
+
+    def is_like(self, other: Extent) -> bool:
+        """Whether both end in the same block, and at most there differ."""
+        same = self.table is other.table and self.num_full == other.num_full and self.num_sink == other.num_sink
+        return same and bool(self.num_open) == bool(other.num_open)
+
+
 class StepPlanner:
     """Turns a scheduled batch and the block tables into what the layers call."""
 
     def __init__(self, memory: Tensor, ladder: Ladder):
         self.memory, self.ladder = memory, ladder
         self._layers = _layer_views(memory, ladder)
+        heads = torch.arange(ladder.widest.shape.num_kv_heads)
+        self._head_rows = {True: heads * ladder.sink, False: heads * BLOCK_TOKENS}
+        self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step
+
+    def forget(self) -> None:
+        """To be called when blocks have moved: what was planned for them is no longer true."""
+        self._decodes = None
 
     def plan(self, batch: ScheduledBatch, tables: BlockTables) -> AttentionBatch:
         """Single tokens come first in the batch."""
@@ -65,32 +91,41 @@ class StepPlanner:
             from .step_triton import plan_triton
 
             return plan_triton(batch, tables, self.memory, writes, self._layers, num_decodes)
-        plan = None
-        if num_decodes:
-            located = [self._locate(item, item.end, tables) for item in batch.items[:num_decodes]]
-            plan = DecodePlan.build(located, self.memory.device)
+        plan = self._plan_decodes(batch.items[:num_decodes], tables) if num_decodes else None
         chunks, first = [], num_decodes
         for item in batch.items[num_decodes:]:
-            chunks.append(Chunk(first, first + item.num_tokens, self._locate(item, item.start, tables)))
+            extent = self._extent(tables[item.request.request_id], item.start)
+            chunks.append(Chunk(first, first + item.num_tokens, self._locate(extent)))
             first += item.num_tokens
         return TorchStep(self._layers, writes, batch.num_tokens, num_decodes, plan, chunks)
 
-    def _locate(self, item: ScheduledRequest, length: int, tables: BlockTables) -> Located:
-        """Where the first ``length`` tokens of a request lie."""
-        table, sink, dense = tables[item.request.request_id], self.ladder.sink, self.ladder.widest.block_nbytes
-        found = Located(length)
-        if not length:
-            return found
-        if table.sink is not None:
-            found.sink = table.sink.slot.address // self.ladder.sink_nbytes, min(length, sink)
-        num_full, rest = divmod(max(0, length - sink), BLOCK_TOKENS)
-        for block in table.blocks[:num_full]:
+    def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
+        """The plan of the last step with other lengths, unless a request came or went, or a block was filled."""
+        extents = [self._extent(tables[item.request.request_id], item.end) for item in items]
+        if self._decodes is None or not _are_alike(extents, self._decodes[0]):
+            plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS, self.memory.device)
+            self._decodes = extents, plan
+            return plan
+        return self._decodes[1].with_lengths([e.num_open for e in extents if e.num_open], self.memory.device)
+
+    def _extent(self, table: BlockTable, length: int) -> Extent:
+        num_sink = min(length, self.ladder.sink)
+        return Extent(table, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
+
+    def _locate(self, extent: Extent) -> Located:
+        """Where tokens of a request lie."""
+        table, dense = extent.table, self.ladder.widest.block_nbytes
+        found = Located(extent.num_tokens)
+        if extent.num_sink:
+            assert table.sink is not None
+            found.sink = table.sink.slot.address // self.ladder.sink_nbytes, extent.num_sink
+        for block in table.blocks[: extent.num_full]:
             if block.rung:
                 found.sealed.setdefault(block.rung, []).append(block.slot.address)
             else:
                 found.full.append(block.slot.address // dense)
-        if rest:
-            found.open = table.blocks[num_full].slot.address // dense, rest
+        if extent.num_open:
+            found.open = table.blocks[extent.num_full].slot.address // dense, extent.num_open
         return found
 
     def _writes(self, batch: ScheduledBatch, tables: BlockTables) -> list[Write]:
@@ -101,25 +136,23 @@ class StepPlanner:
         tokens: dict[bool, list[int]] = {True: [], False: []}
         first = 0
         for item in batch.items:
-            table = tables[item.request.request_id]
-            for p in range(item.start, item.end):
-                if p < sink:
-                    assert table.sink is not None
-                    row = table.sink.slot.address // row_nbytes + p
-                else:
-                    block, offset = divmod(p - sink, BLOCK_TOKENS)
-                    row = table.blocks[block].slot.address // row_nbytes + offset
-                rows[p < sink].append(row)
-                tokens[p < sink].append(first + p - item.start)
-            first += item.num_tokens
+            table, start = tables[item.request.request_id], item.start
+            while start < item.end:
+                is_sink = start < sink
+                index, offset = (0, start) if is_sink else divmod(start - sink, BLOCK_TOKENS)
+                block = table.sink if is_sink else table.blocks[index]
+                assert block is not None
+                num_tokens = min(item.end - start, (sink if is_sink else BLOCK_TOKENS) - offset)
+                row = block.slot.address // row_nbytes + offset
+                rows[is_sink].extend(range(row, row + num_tokens))
+                tokens[is_sink].extend(range(first, first + num_tokens))
+                first, start = first + num_tokens, start + num_tokens
+        device = self.memory.device
         writes = []
-        for is_sink, num_tokens in ((False, BLOCK_TOKENS), (True, self.ladder.sink)):
+        for is_sink, heads in self._head_rows.items():
             if rows[is_sink]:
-                heads = torch.arange(shape.num_kv_heads) * num_tokens
-                where = (torch.tensor(rows[is_sink])[:, None] + heads).flatten().to(self.memory.device)
-                some = None
-                if len(tokens[is_sink]) < first:
-                    some = torch.tensor(tokens[is_sink], device=self.memory.device)
+                where = (torch.tensor(rows[is_sink])[:, None] + heads).flatten().to(device)
+                some = torch.tensor(tokens[is_sink], device=device) if len(tokens[is_sink]) < first else None
                 writes.append(Write(where, some, is_sink))
         return writes
 
@@ -159,6 +192,10 @@ class TorchStep:
             a, b = chunk.first, chunk.last
             out[a:b] = paged_prefill(q[a:b], k[a:b], v[a:b], view.pages, chunk.past, scale)
         return out
+
+
+def _are_alike(extents: list[Extent], others: list[Extent]) -> bool:
+    return len(extents) == len(others) and all(map(Extent.is_like, extents, others))
 
 
 def store(view: LayerView, writes: list[Write], k: Tensor, v: Tensor) -> None:

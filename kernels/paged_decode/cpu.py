@@ -8,7 +8,7 @@ blocks are attended on their bare codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,7 @@ from ..located import LayerPages, Located
 from ..partial import merge_parts, partial_attention
 
 MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading it in place: a gather is two more passes
+FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
@@ -31,8 +32,9 @@ class DenseGroup:
     """Dense slots attended in one call, cut to their first ``num_tokens`` tokens.
 
     ``slots`` is a slice of slot numbers when they are read in place, else an index tensor. ``queries`` names each
-    slot's request, ``None`` where every request has one slot, in order; ``mask`` hides the unwritten tokens of open
-    blocks; ``num_outputs`` counts the slots.
+    slot's request, ``None`` where every request has one slot, in order, or the only request has them all; ``mask``
+    hides the unwritten tokens of open blocks; ``num_outputs`` counts the slots. ``open_places`` says which outputs
+    belong to blocks (or sinks) that may not be full, ``all_open`` whether no other slot is wanted.
     """
 
     slots: slice | Tensor
@@ -41,22 +43,29 @@ class DenseGroup:
     mask: Tensor | None
     num_outputs: int
     is_sink: bool
+    open_places: tuple[int, ...]
+    all_open: bool
+
+    def with_lengths(self, lengths: Sequence[int], device: torch.device) -> DenseGroup:
+        """The same slots when so many tokens of each open block are written."""
+        num_tokens = max(lengths) if self.all_open else self.num_tokens
+        mask = _mask(self.open_places, lengths, num_tokens, self.num_outputs, device)
+        return replace(self, num_tokens=num_tokens, mask=mask)
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         """Parts of the group's slots, in pieces of bounded scratch; q [B, H, G, D]."""
         kv = pages.sinks if self.is_sink else pages.blocks
         assert kv is not None
-        kv = kv[:, :, :, : self.num_tokens]
-        queries = _select(q.to(kv.dtype), self.queries)
+        queries = _select(q.to(kv.dtype), self.queries, self.num_outputs)
         if isinstance(self.slots, slice):
-            kv = kv[self.slots]
-            return [partial_attention(queries, kv[:, 0], kv[:, 1], scale=scale, mask=self.mask)]
-        parts = []
+            k, v = kv[self.slots, :, :, : self.num_tokens].unbind(1)
+            return [partial_attention(queries, k, v, scale=scale, mask=self.mask)]
+        parts, kv = [], kv[:, :, :, : self.num_tokens]
         for start in range(0, self.num_outputs, GATHER_BLOCKS):
             piece = slice(start, start + GATHER_BLOCKS)
-            some = kv.index_select(0, self.slots[piece])
+            k, v = kv.index_select(0, self.slots[piece]).unbind(1)
             mask = None if self.mask is None else self.mask[piece]
-            parts.append(partial_attention(queries[piece], some[:, 0], some[:, 1], scale=scale, mask=mask))
+            parts.append(partial_attention(queries[piece], k, v, scale=scale, mask=mask))
         return parts
 
 
@@ -70,7 +79,7 @@ class SealedGroup:
     num_outputs: int
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        layout, layer, queries = pages.layouts[self.rung], pages.layer, _select(q, self.queries)
+        layout, layer, queries = pages.layouts[self.rung], pages.layer, _select(q, self.queries, self.num_outputs)
         if all(isinstance(side, UniformSide) for side in layout.sides[2 * layer : 2 * layer + 2]):
             return [block_attention(queries, pages.memory, self.addresses, layout, layer, scale)]
         k, v = (dequant(pages.memory, self.addresses, layout, layer, side, torch.float32) for side in "kv")
@@ -91,22 +100,34 @@ class DecodePlan:
     missing: Tensor | None
 
     @classmethod
-    def build(cls, requests: list[Located], device: torch.device) -> DecodePlan:
-        builder = _Builder(len(requests), device)
-        sinks = [(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink]
-        builder.add_dense(sinks, is_sink=True)
+    def build(cls, requests: list[Located], block_tokens: int, device: torch.device) -> DecodePlan:
+        builder = _Builder(len(requests), block_tokens, device)
+        builder.add_dense([(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink], is_sink=True)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             builder.add_sealed(rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())])
-        builder.add_dense([(slot, b, None) for b, r in enumerate(requests) for slot in r.full], is_sink=False)
-        builder.add_dense([(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open], is_sink=False)
+        full = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
+        opened = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
+        if len(full) + len(opened) <= FEW_BLOCKS:
+            builder.add_dense(full + opened, is_sink=False)
+        else:
+            builder.add_dense(full, is_sink=False)
+            builder.add_dense(opened, is_sink=False)
         return cls(tuple(builder.groups), *builder.order())
+
+    def with_lengths(self, lengths: Sequence[int], device: torch.device) -> DecodePlan:
+        """The plan of a later step in which nothing has changed but the tokens written to each open block."""
+        if not lengths:
+            return self
+        *groups, last = self.groups
+        assert isinstance(last, DenseGroup), "open blocks come last"
+        return replace(self, groups=(*groups, last.with_lengths(lengths, device)))
 
 
 class _Builder:
     """Collects groups and where each request's parts come out."""
 
-    def __init__(self, num_requests: int, device: torch.device):
-        self.device = device
+    def __init__(self, num_requests: int, block_tokens: int, device: torch.device):
+        self.block_tokens, self.device = block_tokens, device
         self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
@@ -121,9 +142,11 @@ class _Builder:
             owner[p] = request
             self._parts[request].append(self._num_outputs + p)
         valid = [n for _, _, n in members if n is not None]
-        num_tokens = max(valid) if valid else 2**31
-        mask = _mask(place, valid, num_tokens, self.device) if valid else None
-        self.groups.append(DenseGroup(where, self._queries(owner), num_tokens, mask, len(owner), is_sink))
+        open_places = tuple(p for p, (_, _, n) in zip(place, members, strict=True) if n is not None)
+        queries = self._queries(owner)
+        all_open = len(valid) == len(members)
+        group = DenseGroup(where, queries, self.block_tokens, None, len(owner), is_sink, open_places, all_open)
+        self.groups.append(group.with_lengths(valid, self.device) if valid else group)
         self._num_outputs += len(owner)
 
     def add_sealed(self, rung: int, members: list[tuple[int, int]]) -> None:
@@ -148,7 +171,7 @@ class _Builder:
         return most, torch.tensor(rows, device=self.device), missing
 
     def _queries(self, owner: list[int]) -> Tensor | None:
-        if owner == list(range(len(self._parts))):
+        if len(self._parts) == 1 or owner == list(range(len(self._parts))):
             return None
         return torch.tensor(owner, device=self.device)
 
@@ -163,14 +186,16 @@ def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tenso
     return slice(low, high + 1, step), [(slot - low) // step for slot in slots]
 
 
-def _mask(place: list[int], valid: list[int], num_tokens: int, device: torch.device) -> Tensor | None:
-    """0 or -inf for each token [n, 1, 1, num_tokens]; ``None`` if all are valid."""
-    if min(valid) == num_tokens:
+def _mask(
+    places: Sequence[int], lengths: Sequence[int], num_tokens: int, num_outputs: int, device: torch.device
+) -> Tensor | None:
+    """0 or -inf for each token [n, 1, 1, num_tokens], by how many are written; ``None`` if all are."""
+    if min(lengths) == num_tokens:
         return None
-    length = [num_tokens] * (max(place) + 1)
-    for p, n in zip(place, valid, strict=True):
-        length[p] = n
-    hidden = torch.arange(num_tokens, device=device) >= torch.tensor(length, device=device)[:, None]
+    valid = [num_tokens] * num_outputs
+    for place, length in zip(places, lengths, strict=True):
+        valid[place] = length
+    hidden = torch.arange(num_tokens, device=device) >= torch.tensor(valid, device=device)[:, None]
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))[:, None, None, :]
 
 
@@ -191,8 +216,8 @@ def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -
     return out.reshape(q.shape).to(q.dtype)
 
 
-def _select(q: Tensor, queries: Tensor | None) -> Tensor:
-    return q if queries is None else q[queries]
+def _select(q: Tensor, queries: Tensor | None, num_outputs: int) -> Tensor:
+    return q.expand(num_outputs, -1, -1, -1) if queries is None else q[queries]
 
 
 def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:

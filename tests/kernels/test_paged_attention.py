@@ -34,7 +34,7 @@ def test_decode_equals_the_reference(lengths: list[int], order: str, heads: tupl
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim)
     expected = paged_decode_reference(q, pages, locate(tables, lengths), SCALE)
     poison_unused(pages.blocks, tables, float("nan"))
-    plan = DecodePlan.build(locate(tables, lengths), q.device)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device)
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
@@ -43,7 +43,7 @@ def test_decode_in_16_bit_pages(dtype: torch.dtype):
     lengths = [70, 256, 300]
     pages, tables = dense_pages(9, 2, 64, dtype), block_tables(lengths, 9, order="shuffled")
     q = torch.randn(3, 8, 64)
-    plan = DecodePlan.build(locate(tables, lengths), q.device)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device)
     out = paged_decode(q, pages, plan, SCALE)
     assert out.dtype == torch.float32
     assert relative_error(out, paged_decode_reference(q, pages, locate(tables, lengths), SCALE)) < 1e-2
@@ -52,7 +52,7 @@ def test_decode_in_16_bit_pages(dtype: torch.dtype):
 def test_tokens_beyond_the_length_never_matter():
     pages, tables = dense_pages(4, 2, 64, torch.float32), [[2, 0], [1]]
     q, lengths = torch.randn(2, 4, 64), [130, 5]
-    plan = DecodePlan.build(locate(tables, lengths), q.device)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device)
     before = paged_decode(q, pages, plan, SCALE)
     pages.blocks[0][:, :, 2:] = 3e4
     pages.blocks[1][:, :, 5:] = -3e4
@@ -63,18 +63,18 @@ def test_a_request_is_answered_alike_alone_and_in_a_crowd():
     lengths = [300, 1, 129, 512, 77, 256]
     pages, tables = dense_pages(20, 2, 64, torch.float32), block_tables(lengths, 20, order="shuffled")
     q = torch.randn(len(lengths), 4, 64)
-    crowd = paged_decode(q, pages, DecodePlan.build(locate(tables, lengths), q.device), SCALE)
+    crowd = paged_decode(q, pages, DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device), SCALE)
     for b in range(len(lengths)):
-        plan = DecodePlan.build(locate(tables[b : b + 1], lengths[b : b + 1]), q.device)
+        plan = DecodePlan.build(locate(tables[b : b + 1], lengths[b : b + 1]), BLOCK_TOKENS, q.device)
         assert relative_error(paged_decode(q[b : b + 1], pages, plan, SCALE), crowd[b : b + 1]) < 1e-6
 
 
 def test_blocks_in_a_row_are_read_in_place():
-    plan = DecodePlan.build(locate([[3, 4], [5, 6]], [256, 256]), CPU)
+    plan = DecodePlan.build(locate([[3, 4], [5, 6]], [256, 256]), BLOCK_TOKENS, CPU)
     assert [group.slots for group in plan.groups] == [slice(3, 7, 1)]
-    strided = DecodePlan.build(locate([[0], [5], [10]], [128] * 3), CPU)
+    strided = DecodePlan.build(locate([[0], [5], [10]], [128] * 3), BLOCK_TOKENS, CPU)
     assert strided.groups[0].slots == slice(0, 11, 5)
-    scattered = DecodePlan.build(locate([[0], [9], [11]], [128] * 3), CPU)
+    scattered = DecodePlan.build(locate([[0], [9], [11]], [128] * 3), BLOCK_TOKENS, CPU)
     assert isinstance(scattered.groups[0].slots, torch.Tensor)
 
 
