@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qkv_engine.config import PRESETS
+from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.errors import CapacityError
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import Ladder, build_ladder
+from qkv_engine.kv.space import KVSpace
+from qkv_engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -21,15 +24,38 @@ def planned_cache(ladder: Ladder, nbytes: int) -> KVCache:
 
 def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     """The least bytes in which ``num_requests`` of ``num_tokens`` tokens each run together at 16 bits."""
-    ladder = build_ladder(
-        PRESETS["bf16"],
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=torch.bfloat16,
-    )
+    ladder = make_ladder(PRESETS["bf16"], config, torch.bfloat16)
     block = ladder.widest.block_nbytes
     blocks = num_requests * planned_cache(ladder, block).tables.blocks_for(num_tokens)
     while planned_cache(ladder, blocks * block).tables.max_requests(num_tokens, 0) < num_requests:
         blocks += 1
     return blocks * block
+
+
+def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype) -> Ladder:
+    """The ladder of ``kv`` for a model of ``config`` that computes in ``dtype``."""
+    return build_ladder(
+        kv,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
+    """The most requests of ``num_tokens`` tokens each that an engine with ``nbytes`` of KV memory runs at once."""
+    try:
+        space = KVSpace(planned_cache(ladder, nbytes).tables, None)
+    except CapacityError:
+        return 0
+    request = Request("", [0], SamplingParams(max_tokens=num_tokens), num_tokens)
+    if space.capacity(request) < num_tokens:
+        return 0
+    low, high = 1, 2
+    while space.admits(request, [request] * (high - 1)):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if space.admits(request, [request] * (middle - 1)) else (low, middle)
+    return low

@@ -1,0 +1,193 @@
+"""Requests that decode at a context nobody computed: their prompts' KV is put into memory, the rest is the engine.
+
+The scheduler, its pressure, the block tables, seals and demotions, the runner and the sampler are the engine's own;
+only the prompts' K and V are random numbers. A prompt is found where a cached prefix would be found, when its request
+is admitted, and its blocks stand on the rungs on which the ladder's policy puts them at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.core import Submission
+from qkv_engine.errors import QKVError
+from qkv_engine.kv.formats.dense import Dense
+from qkv_engine.kv.space import KVSpace
+
+from .sweep import greedy
+
+if TYPE_CHECKING:
+    from qkv_engine.core import EngineCore
+    from qkv_engine.kv.arena import Slot
+    from qkv_engine.kv.cache import KVCache
+    from qkv_engine.request import Request
+    from qkv_engine.startup import Started
+
+PIECE_TOKENS = 32 * BLOCK_TOKENS  # of a prompt filled at once, on the widest rung
+NUM_PATTERNS = 8  # different blocks of random numbers
+MAX_SETTLING = 4096  # rounds of pressure; one steps a few blocks down
+PROMPT_TOKEN = 5  # nobody reads it
+
+
+class FilledSpace(KVSpace):
+    """KV memory in which every prompt is found, all but its last token, as if the prefix cache held it.
+
+    Prompts take room and step down exactly as if they were computed: widest rung first, under the pressure of the
+    scheduler; with an eager ladder, what is older than the recent window goes to its floor.
+    """
+
+    def __init__(self, core: EngineCore, patterns: torch.Tensor):
+        super().__init__(core.runner.cache.tables, None)
+        self._core, self._patterns = core, patterns
+
+    def admits(self, request: Request, running: Iterable[Request]) -> bool:
+        """Always: the batch was sized by this question, and a thousand requests would ask it for seconds."""
+        return True
+
+    def open(self, request: Request) -> int:
+        super().open(request)
+        scheduler, wanted = self._core.scheduler, request.num_tokens - 1
+        scheduler.running.add(request)  # so that its own older blocks may give way to its newer ones
+        try:
+            filled = 0
+            while filled < wanted:
+                scheduler.pressure.forget()
+                end = scheduler.pressure.stretch(request, min(wanted, filled + PIECE_TOKENS))
+                if end <= filled:
+                    break
+                self._fill(request, filled, end)
+                request.num_computed_tokens = filled = end
+            if self.is_eager:
+                self.demote([(block, block.floor) for block, age in self.unsettled(request) if age >= 0])
+        finally:
+            scheduler.running.remove(request)
+        return filled
+
+    def _fill(self, request: Request, start: int, end: int) -> None:
+        """Random K and V for the blocks that begin at tokens ``start .. end``, and for the sink."""
+        apply_moves(self._core.runner.cache)
+        table = self.tables[request.request_id]
+        if not start and table.sink is not None:
+            self._write(table.sink.slot)
+        for block in table.blocks[self.tables.blocks_for(start) : self.tables.blocks_for(end)]:
+            self._write(block.slot)
+
+    def _write(self, slot: Slot) -> None:
+        pattern = self._patterns[slot.address // slot.nbytes % len(self._patterns)]
+        memory = self._core.runner.cache.memory
+        memory[slot.address : slot.address + slot.nbytes] = pattern[: slot.nbytes]
+
+
+class FilledCore:
+    """The core of an engine, stepped by hand; with ``fill`` its prompts are filled, otherwise it computes them."""
+
+    def __init__(self, started: Started, *, fill: bool = True):
+        self.core, self._device = started.core, started.device
+        self._submissions: list[Submission] = []
+        if fill:
+            patterns = random_blocks(self.cache, started.device)
+            self.core.make_space = lambda: FilledSpace(self.core, patterns)
+            self.core.recover()
+
+    @property
+    def cache(self) -> KVCache:
+        return self.core.runner.cache
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self.core.scheduler.running)
+
+    def begin(self, prompt_lens: Sequence[int], num_tokens: int) -> None:
+        """Submits greedy requests of ``num_tokens`` tokens each, prompt and output together."""
+        for index, length in enumerate(prompt_lens):
+            max_tokens = num_tokens - length + 1  # the last token sampled is never stored
+            params = greedy(max_tokens)
+            submission = Submission(f"bench-{index}", None, [PROMPT_TOKEN] * length, params, max_tokens, 0, [], False)
+            self._submissions.append(submission)
+            self.core.live[submission.request_id] = submission
+            self.core.add(submission)
+
+    def start(self, prompt_lens: Sequence[int], num_tokens: int) -> None:
+        """Begins and steps until every request decodes. Raises ``QKVError`` if not all of them ever do at once."""
+        self.begin(prompt_lens, num_tokens)
+        while True:
+            self.core.step()
+            self._check()
+            if not self.core.scheduler.waiting and all(r.num_output_tokens for r in self.core.scheduler.running):
+                break
+            if self.core.scheduler.num_preemptions:
+                raise QKVError("requests were preempted: the batch does not fit at once")
+        self._settle()
+
+    def end(self) -> None:
+        """Ends all requests and gives their blocks back."""
+        for submission in self._submissions:
+            self.core.abort(submission.request_id)
+        self._submissions.clear()
+        self.core.reset_counters()
+
+    def seconds_per_step(self, number: int) -> float:
+        """The mean over ``number`` steps, from an idle device to an idle device."""
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(number):
+            self.core.step()
+        self._wait()
+        seconds = time.perf_counter() - start
+        self._check()
+        return seconds / number
+
+    def kv_nbytes_read(self) -> int:
+        """Bytes of KV that the next step's attention reads: all blocks as far as they are written."""
+        tables, widest = self.cache.tables, self.cache.ladder.widest
+        total = 0
+        for request in self.core.scheduler.running:
+            table = tables[request.request_id]
+            held = tables.ladder.sink + len(table.blocks) * BLOCK_TOKENS
+            unwritten = (held - request.num_computed_tokens) * widest.block_nbytes // BLOCK_TOKENS
+            total += sum(block.slot.nbytes for block in table) - unwritten
+        return total
+
+    def _check(self) -> None:
+        """Raises ``QKVError`` if a request has ended, with its error if it failed."""
+        for submission in self._submissions:
+            if submission.request_id not in self.core.live:
+                raise QKVError(f"a request ended early: {submission.error or 'it has all its tokens'}")
+
+    def _settle(self) -> None:
+        """Lets pressure keep as much room ahead as it wants, so that the steps timed do not pay for the prompts."""
+        for _ in range(MAX_SETTLING):
+            self.core.scheduler.pressure.begin_step()
+            if not self.cache.tables.waves:
+                return
+            apply_moves(self.cache)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def apply_moves(cache: KVCache) -> None:
+    """Carries the moves of blocks out. Raises ``QKVError`` for values that are not finite."""
+    if cache.apply_moves():
+        raise QKVError("a block that steps down holds values that are not finite")
+
+
+def random_blocks(cache: KVCache, device: torch.device) -> torch.Tensor:
+    """[n, bytes of a block] uint8: standard normal K and V in the dtype of the widest rung."""
+    fmt = cache.ladder.widest.layers[0][0]
+    assert isinstance(fmt, Dense), "ladders begin dense"
+    shape = (NUM_PATTERNS, cache.ladder.widest.block_nbytes // fmt.dtype.itemsize)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(fmt.dtype).view(torch.uint8)
+
+
+def spread_prompts(batch: int, context: int, longest: int) -> list[int]:
+    """Prompt lengths near ``context``, spread evenly over one block, so that a few steps see their share of seals."""
+    offsets = [index * BLOCK_TOKENS // batch - BLOCK_TOKENS // 2 for index in range(batch)]
+    return [max(1, min(context + offset, longest)) for offset in offsets]
