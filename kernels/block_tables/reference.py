@@ -1,0 +1,36 @@
+"""Block tables on the device, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import HEADER, RUNG_BITS, BlockWords, Placed
+
+
+def update_reference(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
+    """Takes the updates of a step's input over into ``tables.words``."""
+    first = HEADER + 3 * num_tokens
+    pairs = step_input[first : first + 2 * int(step_input[0])].view(-1, 2)
+    tables.words[pairs[:, 0]] = pairs[:, 1]
+
+
+def place_reference(
+    tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: Tensor, row_nbytes: int
+) -> Placed:
+    """Where each token of a step's input lies. ``row_nbytes``: bytes of D elements in the dense pages' dtype."""
+    ids, positions, rows = step_input[HEADER : HEADER + 3 * num_tokens].view(3, -1)
+    sink = tables.sink_tokens
+    in_sink = positions < sink
+    index = torch.where(in_sink, 0, (sink > 0) + (positions - sink) // tables.block_tokens)
+    offset = torch.where(in_sink, positions, (positions - sink) % tables.block_tokens)
+    entry = tables.num_numbers + rows * tables.width + index.clamp(min=0)
+    address = tables.words[tables.words[entry]] >> RUNG_BITS
+    row = torch.where(positions < 0, -1, address // row_nbytes + offset)
+    return Placed(
+        torch.where(ids < 0, last_tokens[rows], ids),
+        positions.clamp(min=0),
+        rows,
+        (positions + 1).int(),
+        torch.stack((row, torch.where(in_sink, sink, tables.block_tokens)), 1),
+    )

@@ -1,0 +1,122 @@
+"""Run by test_block_tables.py under Triton's interpreter: device tables, the plan made from them, and KV writes.
+
+Figures are numbers of differences from the references.
+"""
+
+from __future__ import annotations
+
+import torch
+from interpreted import report
+
+from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input
+from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
+from qkv_engine.kernels.block_tables.triton import place, update
+from qkv_engine.kernels.kv_write.triton import kv_write_triton
+from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
+from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
+from qkv_engine.kernels.rope_kv_write import token_rows
+
+T, ROW_NBYTES = 128, 32
+
+
+def make_tables(sink: int, num_rows: int, width: int, num_rungs: int) -> BlockWords:
+    """Tables whose every entry names another block, on random rungs."""
+    numbers = torch.randperm(num_rows * width)
+    rungs = torch.randint(num_rungs, (num_rows * width,))
+    words = torch.randperm(num_rows * width) * 4096 << RUNG_BITS | rungs
+    if sink:
+        words[numbers.view(num_rows, width)[:, 0]] &= -1 << RUNG_BITS
+    return BlockWords(torch.cat((words, numbers)), num_rows * width, width, sink, T)
+
+
+def updates(count: int) -> float:
+    tables, others = make_tables(0, 3, 5, 2), make_tables(0, 3, 5, 2)
+    others.words.copy_(tables.words)
+    pairs = list(zip(torch.randperm(30)[:count].tolist(), torch.randint(1 << 60, (count,)).tolist(), strict=True))
+    step_input = torch.full((input_nwords(2),), -(1 << 62))
+    step_input[: input_nwords(2, count)] = pack_input([1, 2], [3, 4], [0, 1], pairs)
+    update(tables, step_input, 2)
+    update_reference(others, step_input, 2)
+    return float((tables.words != others.words).sum())
+
+
+def places(sink: int, num_tokens: int) -> float:
+    tables = make_tables(sink, 7, 9, 3)
+    positions = torch.randint(-1, 8 * T, (num_tokens,)).tolist()
+    ids = torch.randint(-1, 50, (num_tokens,)).tolist()
+    rows = torch.randint(7, (num_tokens,)).tolist()
+    step_input, last_tokens = pack_input(ids, positions, rows, []), torch.arange(7) + 1000
+    found = place(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
+    want = place_reference(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
+    addresses = tables.words[tables.words[63:].view(7, 9)] >> RUNG_BITS
+    rows_of = token_rows(
+        addresses, want.rows, torch.tensor(positions), sink_tokens=sink, block_tokens=T, row_nbytes=ROW_NBYTES
+    )
+    known = want.token_rows[:, 0] >= 0
+    wrong = (want.token_rows != rows_of)[known].sum() + (known != (rows_of[:, 0] >= 0)).sum()
+    for name in ("input_ids", "positions", "rows", "lengths"):
+        wrong += (getattr(found, name) != getattr(want, name)).sum()
+    wrong += (found.token_rows[:, 0] != want.token_rows[:, 0]).sum()
+    return float(wrong + (found.token_rows != want.token_rows)[known].sum())
+
+
+def plan(sink: int, batch: int, num_rungs: int, split: int) -> float:
+    """Items, parts and sorted blocks against ``DecodeWork.build``, with empty requests among the others."""
+    width = 40
+    tables = make_tables(sink, batch + 1, width, num_rungs)
+    rows = torch.randperm(batch + 1)[:batch]
+    lengths = torch.randint((width - 1) * T, (batch,)) * (torch.rand(batch) > 0.3)
+    blocks = -(-(lengths - sink).clamp(min=0) // T) + (lengths > 0) * (sink > 0)
+    words = tables.words[tables.words[tables.num_numbers :].view(-1, width)[rows]]
+    exists = torch.arange(width) < blocks[:, None]
+    rungs = torch.where(exists, words & (1 << RUNG_BITS) - 1, ABSENT)
+    want = DecodeWork.build(
+        words >> RUNG_BITS, rungs, lengths, split_blocks=[split] * num_rungs, sink_tokens=sink, block_tokens=T
+    )
+    grids = [n + 70 for n in want.num_items]
+    found = plan_decode(tables, rows, lengths.int(), split_blocks=split, max_items=grids)
+    wrong = (found.part_first != want.part_first).sum() + (found.lengths != want.lengths).sum()
+    for rung, count in enumerate(want.num_items):
+        wrong += (found.items[rung, :count] != want.items[rung, :count]).sum()
+        wrong += (found.items[rung, count : grids[rung], 2] != 0).sum()
+    for name in ("addresses", "positions"):
+        mine, theirs = (getattr(work, name).view(batch, width) for work in (found, want))
+        wrong += (mine != theirs)[exists].sum()  # sorted, so that what exists comes first
+    return float(wrong)
+
+
+def writes(heads: int, head_dim: int, dtype: torch.dtype) -> float:
+    """K and V of layer 1, from views whose rows are not adjacent, one token of padding."""
+    qkv = torch.randn(4, 3 * heads, head_dim).to(dtype)
+    k, v = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+    rows = torch.tensor([[3, 5], [-1, 5], [90, 2], [41, 5]])
+    pages = torch.zeros(200, head_dim, dtype=dtype)
+    want = pages.clone()
+    for i in (0, 2, 3):
+        row, stride = rows[i].tolist()
+        for h in range(heads):
+            want[row + (2 * heads + h) * stride] = k[i, h]
+            want[row + (3 * heads + h) * stride] = v[i, h]
+    kv_write_triton(k, v, rows, pages, 1)
+    return float((pages != want).sum())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    report(
+        {
+            "no update": lambda: updates(0),
+            "every word updated": lambda: updates(30),
+            "one token": lambda: places(0, 1),
+            "tokens of several programs": lambda: places(0, 300),
+            "tokens with a sink": lambda: places(32, 200),
+            "tokens in a sink of one": lambda: places(1, 60),
+            "plan of one rung": lambda: plan(0, 5, 1, 4),
+            "plan of three rungs": lambda: plan(0, 6, 3, 2),
+            "plan with a sink": lambda: plan(32, 3, 3, 16),
+            "plan of one request": lambda: plan(0, 1, 2, 16),
+            "plan of many requests": lambda: plan(16, 150, 2, 16),
+            "writes of 2 heads of 16": lambda: writes(2, 16, torch.float32),
+            "writes of 3 heads of 20": lambda: writes(3, 20, torch.float16),
+        }
+    )
