@@ -44,27 +44,27 @@ class PrefixCache:
     def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> list[Block]:
         """The longest cached prefix of ``tokens`` within its first ``limit``: its sink, if there is one, and blocks."""
         self.num_queried_tokens += limit
-        key, found, end = self._root(salt), [], 0
-        for stop in self._ends(limit):
-            key = _extend(key, tokens[end:stop])
+        key, found = self._root(salt), []
+        for index in range(self._num_pieces(limit)):
+            piece = tokens[self._piece(index)]
+            key = _extend(key, piece)
             entry = self._entries.get(key)
-            if entry is None or entry.tokens != array("q", tokens[end:stop]) or entry.block.rung > floor:
+            if entry is None or entry.tokens != array("q", piece) or entry.block.rung > floor:
                 break
             self._entries.move_to_end(key)
             found.append(entry.block)
-            end = stop
-        self.num_hit_tokens += end
+            self.num_hit_tokens += len(piece)
         return found
 
     def publish(self, request_id: str, tokens: list[int], salt: str, num_computed: int) -> None:
         """Files the blocks of a request that are full and computed and not filed yet."""
-        table = self._tables[request_id]
-        blocks = list(table)
-        filed, key = self._published.get(request_id, (0, self._root(salt)))
-        ends = self._ends(num_computed)
-        for index in range(filed, len(ends)):
-            start = ends[index - 1] if index else 0
-            piece = tokens[start : ends[index]]
+        filed, key = self._published.get(request_id, (0, b""))
+        num_pieces = self._num_pieces(num_computed)
+        if filed >= num_pieces:
+            return
+        blocks, key = list(self._tables[request_id]), key or self._root(salt)
+        for index in range(filed, num_pieces):
+            piece = tokens[self._piece(index)]
             parent, key = key, _extend(key, piece)
             if key not in self._entries:
                 blocks[index].refs += 1
@@ -119,12 +119,16 @@ class PrefixCache:
         ladder = self._tables.ladder
         return hashlib.sha256(repr((salt, self._model, ladder.name, ladder.sink)).encode()).digest()
 
-    def _ends(self, num_tokens: int) -> list[int]:
-        """Where the sink and each block that lies within ``num_tokens`` end."""
+    def _num_pieces(self, num_tokens: int) -> int:
+        """How many of a sink and the blocks after it lie within ``num_tokens``."""
         sink = self._tables.ladder.sink
-        if num_tokens < sink:
-            return []
-        return ([sink] if sink else []) + list(range(sink + BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS))
+        return bool(sink) + (num_tokens - sink) // BLOCK_TOKENS if num_tokens >= sink else 0
+
+    def _piece(self, index: int) -> slice:
+        """The tokens of the sink or block ``index``."""
+        sink = self._tables.ladder.sink
+        stop = sink + (index + (not sink)) * BLOCK_TOKENS
+        return slice(0 if index == 0 else stop - BLOCK_TOKENS, stop)
 
 
 def _extend(key: bytes, tokens: list[int]) -> bytes:
