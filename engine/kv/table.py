@@ -22,12 +22,13 @@ class Block:
     """128 tokens of KV, or a sink, in one slot on one rung, shared by ``refs`` owners: requests and the prefix cache.
 
     ``floor`` is the narrowest rung that all of these requests allow; ``holders`` has one floor for each of them. One
-    object a block: whoever shares it sees it step down.
+    object a block: whoever shares it sees it step down. ``number`` is its own while it lives.
     """
 
     slot: Slot
     rung: int
     floor: int
+    number: int
     refs: int = 1
     holders: list[int] = field(default_factory=list)
 
@@ -70,11 +71,14 @@ class BlockTables:
         self.arena, self.ladder = arena, ladder
         self.waves: list[list[Move]] = []
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
+        self.num_entries: Counter[int] = Counter()  # the same, each as often as requests hold it
+        self.journal: list[Block] | None = None  # blocks since made or moved, for one who keeps a copy of the tables
         self.num_demotions: Counter[tuple[str, str]] = Counter()
         self._tables: dict[str, BlockTable] = {}
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
+        self._spare_numbers: list[int] = []
         self._sizes = {number: rung.block_nbytes for number, rung in enumerate(ladder.rungs)}
         self._sizes[SINK] = ladder.sink_nbytes
 
@@ -135,6 +139,16 @@ class BlockTables:
             number += 1
         return number
 
+    @property
+    def max_blocks(self) -> int:
+        """Live blocks and sinks there can ever be; their numbers lie below."""
+        smallest = min(size for size in self._sizes.values() if size)
+        return self.arena.num_slabs * self.arena.per_slab(smallest)
+
+    def live_blocks(self) -> list[Block]:
+        """Every block and sink that owns a slot."""
+        return list(self._owner.values())
+
     # ---- blocks of a request
 
     def open(self, request_id: str, floor: int, shared: Iterable[Block] = ()) -> None:
@@ -143,6 +157,7 @@ class BlockTables:
         for block in shared:
             block.refs += 1
             block.holders.append(floor)
+            self.num_entries[block.rung] += 1
             if block.rung == SINK:
                 table.sink = block
             else:
@@ -185,6 +200,7 @@ class BlockTables:
             return
         for block in table:
             block.holders.remove(table.floor)
+            self.num_entries[block.rung] -= 1
             self._lift_floor(block)
             self.drop(block)
 
@@ -195,6 +211,7 @@ class BlockTables:
         block.refs -= 1
         if not block.refs:
             self.num_blocks[block.rung] -= 1
+            self._spare_numbers.append(block.number)
             self._free(block.slot)
 
     def take_fresh(self) -> list[Slot]:
@@ -237,11 +254,14 @@ class BlockTables:
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
             self.num_blocks[block.rung] -= 1
             self.num_blocks[rung] += 1
+            self.num_entries[block.rung] -= len(block.holders)
+            self.num_entries[rung] += len(block.holders)
             # The old slot stays allocated until the wave ends, so that nothing in the wave is written over it.
             self._owner.pop(block.slot)
             self._retiring.append(block.slot)
             self._owner[slot] = block
             block.slot, block.rung = slot, rung
+            self._note(block)
             done += 1
         self._end_wave(wave)
         return done
@@ -261,6 +281,10 @@ class BlockTables:
             raise ArenaError("a live slot belongs to no block")
         if +self.num_blocks != Counter(block.rung for block in self._owner.values()):
             raise ArenaError("blocks by rung are miscounted")
+        if +self.num_entries != +Counter(block.rung for table in self._tables.values() for block in table):
+            raise ArenaError("entries by rung are miscounted")
+        if {block.number for block in self._owner.values()} & set(self._spare_numbers):
+            raise ArenaError("a live block's number is spare")
 
     def _new_block(self, rung: int, floor: int) -> Block:
         size = self._sizes[rung]
@@ -269,10 +293,18 @@ class BlockTables:
             if not self._evacuate():
                 raise ArenaError("the arena has less room than it says")
             slot = self.arena.allocate(size)
-        block = self._owner[slot] = Block(slot, rung, SINK if rung == SINK else floor, holders=[floor])
+        # Numbers in use are as many as live blocks: with none spare, the next one is their count.
+        number = self._spare_numbers.pop() if self._spare_numbers else len(self._owner)
+        block = self._owner[slot] = Block(slot, rung, SINK if rung == SINK else floor, number, holders=[floor])
         self._fresh[slot] = None
         self.num_blocks[rung] += 1
+        self.num_entries[rung] += 1
+        self._note(block)
         return block
+
+    def _note(self, block: Block) -> None:
+        if self.journal is not None:
+            self.journal.append(block)
 
     def _has_room(self, blocks: int, sinks: int) -> bool:
         extra = Counter({self._sizes[0]: blocks})
@@ -295,6 +327,7 @@ class BlockTables:
             block = self._owner.pop(old)
             self._owner[new] = block
             block.slot = new
+            self._note(block)
             if old in self._fresh:
                 del self._fresh[old]
                 self._fresh[new] = None
