@@ -1,4 +1,4 @@
-"""What Triton makes of the attention kernels on Hopper, without a GPU: registers, spills, layout changes, instructions.
+"""What Triton makes of the kernels on Hopper, without a GPU: registers, spills, layout changes, instructions.
 
 python -m qkv_engine.bench.kernels.compiled [--only SUBSTRING] [--mix]
 """
@@ -23,6 +23,9 @@ from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
 from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
+from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
+from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
+from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 from qkv_engine.kernels.tiles import DenseSide, PageFormat
 
 from .inputs import dense_page, uniform_page
@@ -33,7 +36,10 @@ POINTERS |= {
     "scale_log2": "fp32",
     "staged_ptr": "*fp16",
     "staged_addresses_ptr": "*i64",
-}  # the rest are int32 or pointers to it
+}
+BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages")
+POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
+POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}  # the rest are int32 or pointers to it
 
 
 def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> Any:
@@ -84,6 +90,21 @@ def variants() -> dict[str, tuple[PageFormat, int, int, int]]:
     return found
 
 
+def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """The small kernels beside attention, for the shapes of Llama 3.1 8B and Qwen3 8B."""
+    variants = {
+        "rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=False)),
+        "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
+        "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
+        "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
+        "rope_kv_write 32/8 D128": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=False)),
+        "rope_kv_write 32/8 D128 norm": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=True)),
+        "rope_kv_write 32/8 D80": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 80, 1e-6, norm=False)),
+    }
+    for name, (kernel, (constexprs, num_warps)) in variants.items():
+        yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
+
+
 def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
     for name, (page, heads, group, head_dim) in variants().items():
@@ -95,6 +116,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:
             yield f"stage {name}", stage_kernel, stage_constexprs(page), Tuning(4, 1)
+    yield from fused_kernels()
 
 
 def main() -> None:

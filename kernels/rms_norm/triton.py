@@ -26,7 +26,7 @@ def rms_norm_kernel(
     begin_overlap(OVERLAP)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
-    b_weight = tl.load(weight_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)  # not of the kernel before
+    b_weight = tl.load(weight_ptr + o_e, mask=m_e, other=0.0)  # not of the kernel before
     end_overlap(OVERLAP)
     o_n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_x = (o_n < N)[:, None] & m_e[None, :]
@@ -38,7 +38,7 @@ def rms_norm_kernel(
         tl.store(residual_ptr + o_x, b_x, mask=m_x)
     b_wide = b_x.to(tl.float32)
     b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, 1) / E + EPS)
-    b_out = (b_wide * b_scale[:, None]).to(b_x.dtype).to(tl.float32) * b_weight[None, :]
+    b_out = (b_wide * b_scale[:, None]).to(b_x.dtype).to(tl.float32) * b_weight.to(tl.float32)[None, :]
     tl.store(out_ptr + o_x, b_out.to(b_x.dtype), mask=m_x)
 
 

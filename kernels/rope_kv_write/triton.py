@@ -41,8 +41,8 @@ def rope_kv_write_kernel(
     stride = tl.load(rows_ptr + i_n * 2 + 1)
     if NORM:
         p_weight = weight_ptr + o_h[:, None] * D + o_d[None, :]
-        b_weight1 = tl.load(p_weight, mask=m_rotated & m_d[None, :], other=0.0).to(tl.float32)
-        b_weight2 = tl.load(p_weight + HALF, mask=m_rotated & m_d[None, :], other=0.0).to(tl.float32)
+        b_weight1 = tl.load(p_weight, mask=m_rotated & m_d[None, :], other=0.0)
+        b_weight2 = tl.load(p_weight + HALF, mask=m_rotated & m_d[None, :], other=0.0)
     end_overlap(OVERLAP)
 
     p_x = qkv_ptr + i_n * (HEADS * D) + o_h[:, None] * D + o_d[None, :]
@@ -52,10 +52,10 @@ def rope_kv_write_kernel(
     DTYPE: tl.constexpr = b_raw1.dtype
     if NORM:
         b_scale = tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, 1) / D + EPS)[:, None]
-        b_x1 = ((b_x1 * b_scale).to(DTYPE).to(tl.float32) * b_weight1).to(DTYPE).to(tl.float32)
-        b_x2 = ((b_x2 * b_scale).to(DTYPE).to(tl.float32) * b_weight2).to(DTYPE).to(tl.float32)
-    b_out1 = tl.where(m_rotated, (b_x1 * b_cos - b_x2 * b_sin).to(DTYPE), b_raw1)
-    b_out2 = tl.where(m_rotated, (b_x2 * b_cos + b_x1 * b_sin).to(DTYPE), b_raw2)
+        b_x1 = ((b_x1 * b_scale).to(DTYPE).to(tl.float32) * b_weight1.to(tl.float32)).to(DTYPE).to(tl.float32)
+        b_x2 = ((b_x2 * b_scale).to(DTYPE).to(tl.float32) * b_weight2.to(tl.float32)).to(DTYPE).to(tl.float32)
+    b_out1 = tl.where(m_rotated, b_x1 * b_cos - b_x2 * b_sin, b_raw1.to(tl.float32)).to(DTYPE)
+    b_out2 = tl.where(m_rotated, b_x2 * b_cos + b_x1 * b_sin, b_raw2.to(tl.float32)).to(DTYPE)
 
     m_q = (o_h < HQ)[:, None] & m_d[None, :]
     tl.store(p_x, b_out1, mask=m_q)
