@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, uniform_rung
@@ -12,9 +13,8 @@ from qkv_engine.kernels.rope_kv_write import rope_kv_write, token_rows
 from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import build_ladder
-from qkv_engine.kv.step import StepPlanner
-from qkv_engine.models.layers import HeadNorm
-from qkv_engine.models.rope import RopeConfig, RotaryEmbedding, apply_rope
+from qkv_engine.kv.table import BlockTable
+from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
@@ -53,10 +53,9 @@ def test_rope_kv_write_equals_the_separate_operators(dtype: torch.dtype, norm: b
     qk, v = qkv.split((HEADS + KV_HEADS, KV_HEADS), dim=1)
     weight = (1 + torch.randn(HEADS + KV_HEADS, HEAD_DIM) / 4).to(dtype) if norm else None
     if weight is not None:
-        head_norm = HeadNorm(HEAD_DIM, 1e-6, {"q_norm": HEADS, "k_norm": KV_HEADS})
-        head_norm.weight = torch.nn.Parameter(weight, requires_grad=False)
-        qk = head_norm(qk)
-    q, k = apply_rope(qk, cos, signed_sin).split((HEADS, KV_HEADS), dim=1)
+        qk = F.rms_norm(qk, (HEAD_DIM,), None, 1e-6).mul_(weight)
+    rotated = (qk * cos).addcmul_(qk.roll(HEAD_DIM // 2, -1), signed_sin).to(dtype)
+    q, k = rotated.split((HEADS, KV_HEADS), dim=1)
     v = v.clone()
     found = rope_kv_write(qkv, cos, signed_sin, rows, pages, 1, KV_HEADS, weight, 1e-6)
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
@@ -70,8 +69,8 @@ def test_rope_kv_write_equals_the_separate_operators(dtype: torch.dtype, norm: b
 
 
 @pytest.mark.parametrize("sink", [0, 4, 32])
-def test_rows_are_those_that_a_step_writes(sink: int) -> None:
-    """Prompts, chunks and single tokens, in sinks, blocks and behind sealed ones: the bytes that a step writes."""
+def test_tokens_are_where_attention_reads_them(sink: int) -> None:
+    """Prompts, chunks and single tokens, in sinks, blocks and behind sealed ones."""
     rungs = (RungConfig("dense32", "dense32", "dense32"), uniform_rung(8))
     config = KVConfig(name="x", rungs=rungs, sink=sink)
     ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
@@ -82,37 +81,55 @@ def test_rows_are_those_that_a_step_writes(sink: int) -> None:
     for growth in ({"a": 300, "b": 2}, {"b": 1, "a": 130}, {"b": 40}, {"a": 1, "b": 1, "c": 40}):
         for name, number in growth.items():
             assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
-        items = [ScheduledRequest(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
-        batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
         cache.apply_moves()
-        _compare_writes(cache, batch, sink)
+        items = [ScheduledRequest(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
+        _write_and_read(cache, ScheduledBatch(items))
         for item in items:
             item.request.num_computed_tokens = item.end
         if requests["a"].num_computed_tokens == 300:
             cache.tables.demote([(block, 1) for block in cache.tables["a"].blocks[:2]])
 
 
-def _compare_writes(cache: KVCache, batch: ScheduledBatch, sink: int) -> None:
-    cos, sin = torch.ones(batch.num_tokens, 1, HEAD_DIM), torch.zeros(batch.num_tokens, 1, HEAD_DIM)
-    planned, found = cache.memory.clone(), cache.memory.clone()
-    step = StepPlanner(planned, cache.tables.ladder).plan(batch, cache.tables)
-    rows = _rows(cache, batch, sink)
+def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
+    """Writes a step's tokens unrotated; each is in its slot, and nothing else has changed."""
+    elements, num_tokens = cache.memory.view(torch.float32), batch.num_tokens
+    elements.fill_(float("nan"))
+    cos, sin = torch.ones(num_tokens, 1, HEAD_DIM), torch.zeros(num_tokens, 1, HEAD_DIM)
+    qkv = torch.randn(LAYERS, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     for layer in range(LAYERS):
-        qkv = torch.randn(batch.num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
-        step.attend(layer, *qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1))
-        rope_kv_write(qkv, cos, sin, rows, found.view(torch.float32).view(-1, HEAD_DIM), layer, KV_HEADS)
-    assert not torch.equal(found, cache.memory) and torch.equal(found, planned)
-    cache.memory.copy_(found)
+        rows = _rows(cache, batch)
+        rope_kv_write(qkv[layer], cos, sin, rows, elements.view(-1, HEAD_DIM), layer, KV_HEADS)
+    kv = qkv[:, :, HEADS:].unflatten(2, (2, KV_HEADS)).movedim(1, 0)
+    tokens = iter(kv)  # [layers, K and V, heads, D] each
+    for item in batch.items:
+        table = cache.tables[item.request.request_id]
+        for position in range(item.start, item.end):
+            place = _place(cache, table, position)
+            assert torch.equal(place, next(tokens))
+            place.fill_(float("nan"))
+    assert elements.isnan().all()
 
 
-def _rows(cache: KVCache, batch: ScheduledBatch, sink: int) -> Tensor:
+def _place(cache: KVCache, table: BlockTable, position: int) -> Tensor:
+    """Where attention reads the token at ``position``: a view [layers, 2, H, D] of its slot."""
+    sink = cache.tables.ladder.sink
+    block, num_tokens, offset = table.sink, sink, position
+    if position >= sink:
+        number, offset = divmod(position - sink, BLOCK_TOKENS)
+        block, num_tokens = table.blocks[number], BLOCK_TOKENS
+    assert block is not None
+    slots = cache.memory.view(torch.float32).view(-1, LAYERS, 2, KV_HEADS, num_tokens, HEAD_DIM)
+    return slots[block.slot.address // block.slot.nbytes, :, :, :, offset]
+
+
+def _rows(cache: KVCache, batch: ScheduledBatch) -> Tensor:
     tables = [[block.slot.address for block in cache.tables[item.request.request_id]] for item in batch.items]
     width = max(map(len, tables))
     return token_rows(
         torch.tensor([table + [0] * (width - len(table)) for table in tables]),
         torch.tensor([i for i, item in enumerate(batch.items) for _ in range(item.num_tokens)]),
         torch.tensor([p for item in batch.items for p in range(item.start, item.end)]),
-        sink_tokens=sink,
+        sink_tokens=cache.tables.ladder.sink,
         block_tokens=BLOCK_TOKENS,
         row_nbytes=4 * HEAD_DIM,
     )
