@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .copies import to_device
 from .demote import demote
 from .layout import BlockLayout, DenseSide, UniformSide
 from .seal import seal
@@ -19,7 +20,7 @@ def transfer(memory: Tensor, src: list[int], dst: list[int], source: BlockLayout
     if source == target:
         copy(memory, src, dst, source.nbytes)
         return None
-    from_, to = (torch.tensor(addresses, dtype=torch.int64, device=memory.device) for addresses in (src, dst))
+    from_, to = (to_device(torch.tensor(addresses, dtype=torch.int64), memory.device) for addresses in (src, dst))
     finite = None
     if any(isinstance(side, DenseSide) for side in source.sides):
         finite = seal(memory, from_, to, source, target)

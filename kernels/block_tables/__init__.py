@@ -5,64 +5,43 @@ A step's input is one tensor of int64 words, so that it comes to the device in o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-RUNG_BITS = 8  # low bits of a block's word, which hold its rung; its slot's address is above them
-MAX_UPDATES = 1024  # words of the tables that one step's input may change
-HEADER = 1  # words before a step's tokens: the number of updates
+from .reference import place_reference, update_reference
+from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed, input_nwords, pack_input
 
 
-@dataclass(frozen=True)
-class BlockWords:
-    """Block tables of many requests, one a row.
+def update(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
+    """Takes the updates of a step's input, which has ``num_tokens`` tokens, over into ``tables.words``."""
+    if step_input.is_cuda:
+        from .triton import update_triton
 
-    Shapes:  words [M + N * P] int64: for each of M block numbers ``address << RUNG_BITS | rung``, then the block
-             numbers of each of N rows, P a row, the sink first
-    Units:   addresses in bytes; a sink's rung is 0
+        update_triton(tables, step_input, num_tokens)
+    else:
+        update_reference(tables, step_input, num_tokens)
+
+
+def place(tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: Tensor, row_nbytes: int) -> Placed:
+    """Where each token of a step's input lies.
+
+    Shapes:  step_input as ``pack_input`` makes it;  last_tokens [N] int64, of each row of the tables
+    ``row_nbytes``: bytes of D elements in the dense pages' dtype.
     """
+    if step_input.is_cuda:
+        from .triton import place_triton
 
-    words: Tensor
-    num_numbers: int
-    width: int
-    sink_tokens: int
-    block_tokens: int
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A step's tokens, those of padding included.
-
-    Shapes:  input_ids, positions [N] int64;  rows [N] int64, the row of the tables each belongs to;
-             lengths [N] int32, tokens of its request up to and with it, 0 for padding;
-             token_rows [N, 2] int64, where its K and V go, as ``rope_kv_write`` wants it: row -1 for padding
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    rows: Tensor
-    lengths: Tensor
-    token_rows: Tensor
+        return place_triton(tables, step_input, num_tokens, last_tokens, row_nbytes)
+    return place_reference(tables, step_input, num_tokens, last_tokens, row_nbytes)
 
 
-def pack_input(
-    ids: Sequence[int], positions: Sequence[int], rows: Sequence[int], updates: Sequence[tuple[int, int]]
-) -> Tensor:
-    """A step's input on the host, [1 + 3 N + 2 U] int64.
-
-    An id of -1 stands for the token sampled last for that row, which may be on the device alone. Padding has position
-    -1. ``updates`` are (index, value) pairs of ``BlockWords.words``, at most ``MAX_UPDATES``.
-    """
-    changes = [word for pair in updates for word in pair]
-    return torch.tensor([len(updates), *ids, *positions, *rows, *changes], dtype=torch.int64)
-
-
-def input_nwords(num_tokens: int, num_updates: int = MAX_UPDATES) -> int:
-    """Words of a step's input."""
-    return HEADER + 3 * num_tokens + 2 * num_updates
-
-
-__all__ = ["HEADER", "MAX_UPDATES", "RUNG_BITS", "BlockWords", "Placed", "input_nwords", "pack_input"]
+__all__ = [
+    "HEADER",
+    "MAX_UPDATES",
+    "RUNG_BITS",
+    "BlockWords",
+    "Placed",
+    "input_nwords",
+    "pack_input",
+    "place",
+    "update",
+]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import HEADER, RUNG_BITS, BlockWords, Placed
+from .words import HEADER, RUNG_BITS, BlockWords, Placed
 
 
 def update_reference(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
-    """Takes the updates of a step's input over into ``tables.words``."""
+    """Same contract as ``qkv_engine.kernels.block_tables.update``."""
     first = HEADER + 3 * num_tokens
     pairs = step_input[first : first + 2 * int(step_input[0])].view(-1, 2)
     tables.words[pairs[:, 0]] = pairs[:, 1]
@@ -18,7 +18,7 @@ def update_reference(tables: BlockWords, step_input: Tensor, num_tokens: int) ->
 def place_reference(
     tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: Tensor, row_nbytes: int
 ) -> Placed:
-    """Where each token of a step's input lies. ``row_nbytes``: bytes of D elements in the dense pages' dtype."""
+    """Same contract as ``qkv_engine.kernels.block_tables.place``."""
     ids, positions, rows = step_input[HEADER : HEADER + 3 * num_tokens].view(3, -1)
     sink = tables.sink_tokens
     in_sink = positions < sink

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed
+from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed
 
 BLOCK = 128
 
@@ -69,14 +69,16 @@ def place_kernel(
     tl.store(token_rows_ptr + 2 * o_t + 1, page_tokens, mask=b_t)
 
 
-def update(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
-    """Takes the updates of a step's input over into ``tables.words``."""
+def update_triton(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
+    """Same contract as ``qkv_engine.kernels.block_tables.update``."""
     first = HEADER + 3 * num_tokens
     update_kernel[(MAX_UPDATES // BLOCK,)](step_input, tables.words, first, BLOCK=BLOCK, num_warps=4)
 
 
-def place(tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: Tensor, row_nbytes: int) -> Placed:
-    """Where each token of a step's input lies. ``row_nbytes``: bytes of D elements in the dense pages' dtype."""
+def place_triton(
+    tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: Tensor, row_nbytes: int
+) -> Placed:
+    """Same contract as ``qkv_engine.kernels.block_tables.place``."""
 
     def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=step_input.device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..copies import to_device
 from ..paged_decode.plan import ABSENT, block_positions
 
 
@@ -87,5 +88,5 @@ class PrefillWork:
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
         names = ("addresses", "positions", "tiles", "runs")
-        moved = {n: getattr(self, n).to(device, non_blocking=True) for n in names}
-        return replace(self, **moved, blocks=tuple(b.to(device, non_blocking=True) for b in self.blocks))
+        moved = {n: to_device(getattr(self, n), device) for n in names}
+        return replace(self, **moved, blocks=tuple(to_device(b, device) for b in self.blocks))

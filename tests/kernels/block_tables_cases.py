@@ -1,4 +1,4 @@
-"""Run by test_block_tables.py under Triton's interpreter: device tables, the plan made from them, and KV writes.
+"""Run by test_block_tables.py under Triton's interpreter: device tables and the plan made from them.
 
 Figures are numbers of differences from the references.
 """
@@ -10,8 +10,7 @@ from interpreted import report
 
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input
 from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
-from qkv_engine.kernels.block_tables.triton import place, update
-from qkv_engine.kernels.kv_write.triton import kv_write_triton
+from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.rope_kv_write import token_rows
@@ -35,7 +34,7 @@ def updates(count: int) -> float:
     pairs = list(zip(torch.randperm(30)[:count].tolist(), torch.randint(1 << 60, (count,)).tolist(), strict=True))
     step_input = torch.full((input_nwords(2),), -(1 << 62))
     step_input[: input_nwords(2, count)] = pack_input([1, 2], [3, 4], [0, 1], pairs)
-    update(tables, step_input, 2)
+    update_triton(tables, step_input, 2)
     update_reference(others, step_input, 2)
     return float((tables.words != others.words).sum())
 
@@ -46,7 +45,7 @@ def places(sink: int, num_tokens: int) -> float:
     ids = torch.randint(-1, 50, (num_tokens,)).tolist()
     rows = torch.randint(7, (num_tokens,)).tolist()
     step_input, last_tokens = pack_input(ids, positions, rows, []), torch.arange(7) + 1000
-    found = place(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
+    found = place_triton(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
     want = place_reference(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
     addresses = tables.words[tables.words[63:].view(7, 9)] >> RUNG_BITS
     rows_of = token_rows(
@@ -85,22 +84,6 @@ def plan(sink: int, batch: int, num_rungs: int, split: int) -> float:
     return float(wrong)
 
 
-def writes(heads: int, head_dim: int, dtype: torch.dtype) -> float:
-    """K and V of layer 1, from views whose rows are not adjacent, one token of padding."""
-    qkv = torch.randn(4, 3 * heads, head_dim).to(dtype)
-    k, v = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
-    rows = torch.tensor([[3, 5], [-1, 5], [90, 2], [41, 5]])
-    pages = torch.zeros(200, head_dim, dtype=dtype)
-    want = pages.clone()
-    for i in (0, 2, 3):
-        row, stride = rows[i].tolist()
-        for h in range(heads):
-            want[row + (2 * heads + h) * stride] = k[i, h]
-            want[row + (3 * heads + h) * stride] = v[i, h]
-    kv_write_triton(k, v, rows, pages, 1)
-    return float((pages != want).sum())
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
     report(
@@ -116,7 +99,5 @@ if __name__ == "__main__":
             "plan with a sink": lambda: plan(32, 3, 3, 16),
             "plan of one request": lambda: plan(0, 1, 2, 16),
             "plan of many requests": lambda: plan(16, 150, 2, 16),
-            "writes of 2 heads of 16": lambda: writes(2, 16, torch.float32),
-            "writes of 3 heads of 20": lambda: writes(3, 20, torch.float16),
         }
     )

@@ -1,0 +1,151 @@
+"""The block tables' copy on the device: what changed since the last step goes there with the step's input.
+
+Each request has a row of block numbers, and each number a word that says where the block lies and on which rung. So a
+block that moves changes one word, whoever holds it, and one that is begun changes its own word and its row's end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, update
+from qkv_engine.kernels.copies import to_device
+
+from ..config import BLOCK_TOKENS
+from .table import SINK, Block, BlockTable, BlockTables
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request's row: the table it copies and how many of its entries it has."""
+
+    index: int
+    table: BlockTable
+    num_entries: int = 0
+
+
+class DeviceTables:
+    """Mirrors the tables of up to ``num_rows`` requests of up to ``max_tokens`` tokens. Owned by the runner.
+
+    ``block_words`` is what kernels read; ``last_tokens`` [rows + 1] int64 holds the token sampled last for each row,
+    and row ``spare_row``, which no request has, is for padding. ``mirror`` is the host's copy of the words.
+    """
+
+    def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int, device: torch.device):
+        ladder = tables.ladder
+        # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
+        width = bool(ladder.sink) + 1 + max(tables.blocks_for(max_tokens), len(ladder.rungs) + 2)
+        num_words = tables.max_blocks + (num_rows + 1) * width
+        self.ladder, self.device = ladder, device
+        self._words = array("q", bytes(8 * num_words))
+        self.mirror = torch.frombuffer(self._words, dtype=torch.int64)
+        words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self.block_words = BlockWords(words, tables.max_blocks, width, ladder.sink, BLOCK_TOKENS)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.spare_row = num_rows
+        self._tables: BlockTables | None = None
+        self._rows: dict[str, Row] = {}
+        self._free: list[int] = []
+        self._changed: list[int] = []  # indices of words that the device has not got yet
+
+    def follow(self, tables: BlockTables, request_ids: Iterable[str]) -> list[int]:
+        """Takes over what changed in ``tables`` and returns the rows of requests, which have tables there.
+
+        Work is done for what changed alone. Other tables than last time are taken over from nothing.
+        """
+        if tables is not self._tables:
+            self._begin(tables)
+        assert tables.journal is not None
+        for block in tables.journal:
+            self._set(block.number, _word(block))
+        tables.journal.clear()
+        rows = []
+        for request_id in request_ids:
+            table = tables[request_id]
+            row = self._rows.get(request_id)
+            if row is None or row.table is not table:
+                row = self._open(request_id, table)
+            if row.num_entries < len(table.blocks) + (table.sink is not None):
+                self._extend(row, table)
+            rows.append(row.index)
+        return rows
+
+    def step_input(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """A step's input on the host, with as many updates as it may carry; see ``pack_input``.
+
+        Where there are more, they go to the device at once, on their own.
+        """
+        while len(self._changed) > MAX_UPDATES:
+            self._flush()
+        updates = [word for index in self._changed for word in (index, self._words[index])]
+        num_updates = len(self._changed)
+        self._changed.clear()
+        return torch.frombuffer(array("q", [num_updates, *ids, *positions, *rows, *updates]), dtype=torch.int64)
+
+    def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
+        """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows, on the host.
+
+        What lies behind a row's last entry is of no meaning.
+        """
+        words = self.block_words
+        numbers = self.mirror[words.num_numbers :].view(-1, words.width)[list(rows), :num_entries]
+        found = self.mirror[numbers]
+        return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
+
+    def max_items(self, num_requests: int, split_blocks: int) -> list[int]:
+        """Bounds of the work items of ``num_requests`` on each rung, from the blocks that all requests hold there."""
+        assert self._tables is not None
+        held = self._tables.num_entries
+        counts = [held[rung] + (held[SINK] if rung == 0 else 0) for rung in range(len(self.ladder.rungs))]
+        return [count // split_blocks + min(num_requests, count) for count in counts]
+
+    def _begin(self, tables: BlockTables) -> None:
+        self._tables, self._rows, self._changed = tables, {}, []
+        self._free = list(range(self.spare_row))
+        tables.journal = tables.live_blocks()
+
+    def _open(self, request_id: str, table: BlockTable) -> Row:
+        old = self._rows.pop(request_id, None)
+        if old is not None:
+            self._free.append(old.index)
+        if not self._free:
+            self._sweep()
+        row = self._rows[request_id] = Row(self._free.pop(), table)
+        return row
+
+    def _sweep(self) -> None:
+        """Frees the rows of requests that are gone."""
+        assert self._tables is not None
+        for request_id, row in list(self._rows.items()):
+            if request_id not in self._tables or self._tables[request_id] is not row.table:
+                del self._rows[request_id]
+                self._free.append(row.index)
+
+    def _extend(self, row: Row, table: BlockTable) -> None:
+        first = self.block_words.num_numbers + row.index * self.block_words.width
+        missing = table.blocks[max(0, row.num_entries - (table.sink is not None)) :]
+        if table.sink is not None and not row.num_entries:
+            missing.insert(0, table.sink)
+        for block in missing:
+            self._set(first + row.num_entries, block.number)
+            row.num_entries += 1
+
+    def _set(self, index: int, word: int) -> None:
+        self._words[index] = word
+        self._changed.append(index)
+
+    def _flush(self) -> None:
+        """Sends the first ``MAX_UPDATES`` updates."""
+        later = self._changed[MAX_UPDATES:]
+        del self._changed[MAX_UPDATES:]
+        update(self.block_words, to_device(self.step_input((), (), ()), self.device), 0)
+        self._changed = later
+
+
+def _word(block: Block) -> int:
+    return block.slot.address << RUNG_BITS | max(0, block.rung)
