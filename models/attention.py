@@ -10,18 +10,17 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .layers import HeadNorm, Layer, Linear
-from .rope import apply_rope
+from .rope import Rotation
 
 
 class AttentionBatch(Protocol):
     """The KV cache's view of one step. The runner makes it; every layer calls it once."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v of the step's tokens, then attend to everything each token may see.
+    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        """Normalise and rotate q and k, write k and v of the step's tokens, attend to all that each token may see.
 
-        Shapes: q [N, HQ, D]; k, v [N, H, D], after q/k norm and rotation; result [N, HQ, D]. All in the
-        model's dtype. q, k and v are views whose rows need not be adjacent: only the last dimension is
-        contiguous.
+        Shapes: qkv [N, HQ + 2 H, D], contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
+        result [N, HQ, D]. All in the model's dtype.
         """
         ...
 
@@ -40,17 +39,10 @@ class Attention(Layer):
         norm_shards = {"q_norm": heads, "k_norm": kv_heads}
         self.qk_norm = HeadNorm(head_dim, config.rms_norm_eps, norm_shards) if config.qk_norm else None
 
-    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, signed_sin: Tensor, batch: AttentionBatch) -> Tensor:
-        """x, residual and result [N, E]; cos and signed_sin [N, 1, D] float32."""
+    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+        """x and result [N, E]."""
         num_tokens = x.shape[0]
-        num_rotated = self.num_heads + self.num_kv_heads
-        qkv = self.qkv_proj(x).view(num_tokens, num_rotated + self.num_kv_heads, self.head_dim)
-        # q and k are normalised and rotated as one tensor: half as many operators.
-        qk, v = qkv.split_with_sizes((num_rotated, self.num_kv_heads), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        qk = apply_rope(qk, cos, signed_sin)
-        q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
-        attended = batch.attend(self.layer, q, k, v)
-        out: Tensor = self.o_proj(attended.reshape(num_tokens, self.num_heads * self.head_dim), residual)
+        qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        attended = batch.attend(self.layer, qkv, rotation, self.qk_norm)
+        out: Tensor = self.o_proj(attended.reshape(num_tokens, self.num_heads * self.head_dim))
         return out

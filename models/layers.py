@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv_engine.kernels.linear import linear, pack_weight
+from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
 
 
 class Layer(nn.Module):
@@ -41,8 +42,7 @@ class Slot(NamedTuple):
 
 
 class Linear(Layer):
-    """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias +
-    residual``.
+    """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
     ``shards`` maps each projection's name to its rows. ``pack`` ends loading; from then on the weight is
     opaque.
@@ -55,9 +55,9 @@ class Linear(Layer):
         self.weight: Tensor = _empty(out_features, in_features)
         self.bias = _empty(out_features) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [M, I] -> [M, O]; residual [M, O]."""
-        return linear(x, self.weight, self.bias, residual)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M, I] -> [M, O]."""
+        return linear(x, self.weight, self.bias)
 
     def slots(self) -> Iterator[Slot]:
         start = 0
@@ -86,18 +86,19 @@ class RMSNorm(Layer):
         super().__init__()
         self.name, self.size, self.eps = name, size, eps
         self.weight = _empty(size)
-        self._scaled_weight: Tensor | None = None  # of the CPU path
-        self._floor = torch.full((), math.sqrt(size * eps), device="cpu")  # real in a model built on the meta device
+        self._scaled_weight: Tensor | None = None  # of the CPU's shorter way
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Norm of x + residual and that sum, which takes the residual's place; all [N, E]."""
         if self._scaled_weight is not None:
-            # rms * sqrt(size) = hypot(|x|, sqrt(size * eps)): 4 operators where rms_norm runs 11 on the CPU.
-            norm = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)
-            return torch.mul(x, self._scaled_weight).div_(norm)
-        return F.rms_norm(x, (self.size,), None, self.eps).mul_(self.weight)
+            summed = x if residual is None else residual.add_(x)
+            return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps), residual
 
     def pack(self) -> None:
-        """Ends loading: float32 on the CPU takes the square root of ``size`` into the weight."""
+        """float32 on the CPU takes the square root of ``size`` into the weight."""
         if self.weight.is_cpu and self.weight.dtype is torch.float32:
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
@@ -114,6 +115,10 @@ class HeadNorm(RMSNorm):
         super().__init__("", size, eps)
         self.shards = shards
         self.weight = _empty(sum(shards.values()), size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x and result [N, heads, D]; on the CPU. A GPU's kernel of attention takes ``weight`` and ``eps``."""
+        return self.forward(x, None)[0]
 
     def slots(self) -> Iterator[Slot]:
         start = 0

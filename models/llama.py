@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qkv_engine.kernels.swiglu import swiglu
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
 from .layers import Embedding, Layer, Linear, RMSNorm
-from .rope import RotaryEmbedding
+from .rope import RotaryEmbedding, Rotation
 
 
 class MLP(Layer):
@@ -22,10 +23,9 @@ class MLP(Layer):
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": hidden}, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual and result [N, E]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate).mul_(up), residual)
+    def forward(self, x: Tensor) -> Tensor:
+        """x and result [N, E]."""
+        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
         return out
 
 
@@ -39,10 +39,17 @@ class DecoderLayer(Layer):
         self.post_attention_layernorm = RMSNorm("post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, cos: Tensor, signed_sin: Tensor, batch: AttentionBatch) -> Tensor:
-        hidden = self.self_attn(self.input_layernorm(hidden), hidden, cos, signed_sin, batch)
-        out: Tensor = self.mlp(self.post_attention_layernorm(hidden), hidden)
-        return out
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, E], what the layer before adds to ``residual`` (``None``: x is the embedding) -> the same for the next.
+
+        The residual is added right before the norm that reads it, which is one kernel on a GPU.
+        """
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
 
 
 class LlamaModel(Layer):
@@ -56,11 +63,11 @@ class LlamaModel(Layer):
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        cos, signed_sin = self.rotary_emb(positions)
-        hidden = self.embed_tokens(input_ids)
+        rotation = self.rotary_emb(positions)
+        x, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
-            hidden = layer(hidden, cos, signed_sin, batch)
-        out: Tensor = self.norm(hidden)
+            x, residual = layer(x, residual, rotation, batch)
+        out: Tensor = self.norm(x, residual)[0]
         return out
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .fields import Fields
+from .layers import Layer
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -128,7 +130,14 @@ class RopeConfig:
         return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
 
-class RotaryEmbedding(nn.Module):
+class Rotation(NamedTuple):
+    """How the heads of a step's tokens are rotated: both [N, 1, D] float32, the first half of the sines negated."""
+
+    cos: Tensor
+    signed_sin: Tensor
+
+
+class RotaryEmbedding(Layer):
     """Cosines and sines of one step, computed once and shared by all layers."""
 
     def __init__(self, rope: RopeConfig, head_dim: int):
@@ -138,28 +147,15 @@ class RotaryEmbedding(nn.Module):
         self._frequencies = rope.inverse_frequencies(head_dim)
         self._scale = rope.attention_factor
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions ``[N]`` int -> cos and signed sin, both ``[N, 1, D]`` float32, as ``apply_rope`` wants
-        them.
-        """
+    def forward(self, positions: Tensor) -> Rotation:
+        """positions ``[N]`` int -> the rotation of each."""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
         angles = positions[:, None, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate channel ``i`` with channel ``i + D/2`` (Hugging Face's convention), in float32.
-
-    Shapes: x and result [N, heads, D]; cos, signed_sin [N, 1, D] float32, the first half of the sines
-    negated, which turns ``cat(-x2, x1) * sin`` into a roll.
-    """
-    rotated = x * cos
-    rotated.addcmul_(x.roll(x.shape[-1] // 2, -1), signed_sin)
-    return rotated.to(x.dtype)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def _rope_type(rope: Fields) -> str:

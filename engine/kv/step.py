@@ -8,38 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.kv_write import kv_write
 from qkv_engine.kernels.located import LayerPages, Located
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode
 from qkv_engine.kernels.paged_prefill import paged_prefill
+from qkv_engine.kernels.rope_kv_write.cpu import head_rows, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
+from qkv_engine.models.layers import HeadNorm
+from qkv_engine.models.rope import Rotation
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..config import BLOCK_TOKENS
 from .formats.dense import Dense
 from .ladder import Ladder
 from .table import BlockTable, BlockTables
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """One layer's part of the arena: what attention reads, and the token rows [R, D] of K and of V to write."""
-
-    pages: LayerPages
-    block_rows: tuple[Tensor, Tensor]
-    sink_rows: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Write:
-    """Tokens of a step that go to blocks, or to sinks: ``rows`` [n * H] int64 and which of the step's tokens they are.
-
-    ``tokens`` is ``None`` for all of them.
-    """
-
-    rows: Tensor
-    tokens: Tensor | None
-    is_sink: bool
 
 
 @dataclass(frozen=True)
@@ -74,9 +55,8 @@ class StepPlanner:
 
     def __init__(self, memory: Tensor, ladder: Ladder):
         self.memory, self.ladder = memory, ladder
-        self._layers = _layer_views(memory, ladder)
-        heads = torch.arange(ladder.widest.shape.num_kv_heads)
-        self._head_rows = {True: heads * ladder.sink, False: heads * BLOCK_TOKENS}
+        self._pages = _layer_pages(memory, ladder)
+        self._rows = memory.view(self._pages[0].blocks.dtype).view(-1, ladder.widest.shape.head_dim)
         self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step
 
     def forget(self) -> None:
@@ -85,19 +65,16 @@ class StepPlanner:
 
     def plan(self, batch: ScheduledBatch, tables: BlockTables) -> AttentionBatch:
         """Single tokens come first in the batch."""
-        writes = self._writes(batch, tables)
+        rows = torch.tensor(self._token_rows(batch, tables))
         num_decodes = sum(1 for item in batch.items if item.num_tokens == 1)
-        if self.memory.is_cuda:
-            from .step_triton import plan_triton
-
-            return plan_triton(batch, tables, self.memory, writes, self._layers, num_decodes)
         plan = self._plan_decodes(batch.items[:num_decodes], tables) if num_decodes else None
         chunks, first = [], num_decodes
         for item in batch.items[num_decodes:]:
             extent = self._extent(tables[item.request.request_id], item.start)
             chunks.append(Chunk(first, first + item.num_tokens, self._locate(extent)))
             first += item.num_tokens
-        return TorchStep(self._layers, writes, batch.num_tokens, num_decodes, plan, chunks)
+        heads = self.ladder.widest.shape.num_kv_heads
+        return TorchStep(self._pages, self._rows, head_rows(rows, len(self._pages), heads), num_decodes, plan, chunks)
 
     def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
         """The plan of the last step with other lengths, unless a request came or went, or a block was filled."""
@@ -128,33 +105,22 @@ class StepPlanner:
             found.open = table.blocks[extent.num_full].slot.address // dense, extent.num_open
         return found
 
-    def _writes(self, batch: ScheduledBatch, tables: BlockTables) -> list[Write]:
-        """Where the K and V of the step's tokens go."""
+    def _token_rows(self, batch: ScheduledBatch, tables: BlockTables) -> list[tuple[int, int]]:
+        """Where the K and V of the step's tokens go; see ``kernels/rope_kv_write/rows.py``."""
         shape, sink = self.ladder.widest.shape, self.ladder.sink
         row_nbytes = self.ladder.widest.layout.sides[0].nbytes // (shape.num_kv_heads * shape.num_tokens)
-        rows: dict[bool, list[int]] = {True: [], False: []}
-        tokens: dict[bool, list[int]] = {True: [], False: []}
-        first = 0
+        rows: list[tuple[int, int]] = []
         for item in batch.items:
             table, start = tables[item.request.request_id], item.start
             while start < item.end:
                 is_sink = start < sink
                 index, offset = (0, start) if is_sink else divmod(start - sink, BLOCK_TOKENS)
-                block = table.sink if is_sink else table.blocks[index]
+                block, stride = (table.sink, sink) if is_sink else (table.blocks[index], BLOCK_TOKENS)
                 assert block is not None
-                num_tokens = min(item.end - start, (sink if is_sink else BLOCK_TOKENS) - offset)
-                row = block.slot.address // row_nbytes + offset
-                rows[is_sink].extend(range(row, row + num_tokens))
-                tokens[is_sink].extend(range(first, first + num_tokens))
-                first, start = first + num_tokens, start + num_tokens
-        device = self.memory.device
-        writes = []
-        for is_sink, heads in self._head_rows.items():
-            if rows[is_sink]:
-                where = (torch.tensor(rows[is_sink])[:, None] + heads).flatten().to(device)
-                some = torch.tensor(tokens[is_sink], device=device) if len(tokens[is_sink]) < first else None
-                writes.append(Write(where, some, is_sink))
-        return writes
+                row, num_tokens = block.slot.address // row_nbytes + offset, min(item.end - start, stride - offset)
+                rows.extend((row + i, stride) for i in range(num_tokens))
+                start += num_tokens
+        return rows
 
 
 class TorchStep:
@@ -162,35 +128,36 @@ class TorchStep:
 
     def __init__(
         self,
-        layers: list[LayerView],
-        writes: list[Write],
-        num_tokens: int,
+        pages: list[LayerPages],
+        page_rows: Tensor,
+        rows: Tensor,
         num_decodes: int,
         plan: DecodePlan | None,
         chunks: list[Chunk],
     ):
-        self._layers, self._writes, self._num_tokens = layers, writes, num_tokens
+        self._pages, self._page_rows, self._rows = pages, page_rows, rows
+        self._num_kv_heads = pages[0].blocks.shape[2]
+        self._num_tokens = rows.shape[1] // (2 * self._num_kv_heads)
         self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores ``k`` and ``v``, then attends: q [N, HQ, D], k and v [N, H, D] after rope -> [N, HQ, D].
-
-        Rows beyond the step's tokens are padding; they come out as zeros.
-        """
-        if len(q) > self._num_tokens:
-            out, n = torch.zeros_like(q), self._num_tokens
-            out[:n] = self.attend(layer, q[:n], k[:n], v[:n])
+    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        """See ``AttentionBatch``. Rows beyond the step's tokens are padding; they come out as zeros."""
+        if len(qkv) > self._num_tokens:
+            n = self._num_tokens
+            out = qkv.new_zeros(len(qkv), qkv.shape[1] - 2 * self._num_kv_heads, qkv.shape[2])
+            out[:n] = self.attend(layer, qkv[:n], Rotation(*(x[:n] for x in rotation)), norm)
             return out
-        view, n, scale = self._layers[layer], self._num_decodes, q.shape[-1] ** -0.5
-        store(view, self._writes, k, v)
+        pages, n, scale = self._pages[layer], self._num_decodes, qkv.shape[-1] ** -0.5
+        q, kv = rope_kv_write(qkv, *rotation, self._rows[layer], self._page_rows, self._num_kv_heads, norm)
         if not self._chunks and self._plan is not None:
-            return paged_decode(q, view.pages, self._plan, scale)
+            return paged_decode(q, pages, self._plan, scale)
         out = torch.empty_like(q)
         if self._plan is not None:
-            out[:n] = paged_decode(q[:n], view.pages, self._plan, scale)
+            out[:n] = paged_decode(q[:n], pages, self._plan, scale)
+        k, v = kv.chunk(2, dim=1)
         for chunk in self._chunks:
             a, b = chunk.first, chunk.last
-            out[a:b] = paged_prefill(q[a:b], k[a:b], v[a:b], view.pages, chunk.past, scale)
+            out[a:b] = paged_prefill(q[a:b], k[a:b], v[a:b], pages, chunk.past, scale)
         return out
 
 
@@ -198,36 +165,16 @@ def _are_alike(extents: list[Extent], others: list[Extent]) -> bool:
     return len(extents) == len(others) and all(map(Extent.is_like, extents, others))
 
 
-def store(view: LayerView, writes: list[Write], k: Tensor, v: Tensor) -> None:
-    """Writes a layer's new K and V [N, H, D] where they belong."""
-    for write in writes:
-        k_rows, v_rows = view.sink_rows if write.is_sink else view.block_rows
-        kv_write(write.rows, k if write.tokens is None else k[write.tokens], k_rows)
-        kv_write(write.rows, v if write.tokens is None else v[write.tokens], v_rows)
-
-
-def _layer_views(memory: Tensor, ladder: Ladder) -> list[LayerView]:
+def _layer_pages(memory: Tensor, ladder: Ladder) -> list[LayerPages]:
     rung, shape = ladder.widest, ladder.widest.shape
     fmt = rung.layers[0][0]
     assert isinstance(fmt, Dense), "ladders begin dense"
-    elements = memory.view(fmt.dtype)
-    rows = elements.view(-1, shape.head_dim)
-    num_layers, heads = len(rung.layers), shape.num_kv_heads
-    blocks = elements.view(-1, num_layers, 2, heads, BLOCK_TOKENS, shape.head_dim)
+    elements, num_layers = memory.view(fmt.dtype), len(rung.layers)
+    blocks = elements.view(-1, num_layers, 2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim)
     sinks = None
     if ladder.sink:
-        sinks = elements.view(-1, num_layers, 2, heads, ladder.sink, shape.head_dim)
+        sinks = elements.view(-1, num_layers, 2, shape.num_kv_heads, ladder.sink, shape.head_dim)
     layouts = tuple(rung.layout for rung in ladder.rungs)
-
-    def side_rows(layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        side = heads * num_tokens
-        return rows[2 * layer * side :], rows[(2 * layer + 1) * side :]
-
     return [
-        LayerView(
-            LayerPages(i, memory, blocks[:, i], None if sinks is None else sinks[:, i], layouts),
-            side_rows(i, BLOCK_TOKENS),
-            side_rows(i, ladder.sink),
-        )
-        for i in range(num_layers)
+        LayerPages(i, memory, blocks[:, i], None if sinks is None else sinks[:, i], layouts) for i in range(num_layers)
     ]

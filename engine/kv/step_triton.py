@@ -1,23 +1,83 @@
-"""One step's attention on a GPU: block tables become the work plans of the Triton kernels."""
+"""One step's attention on a GPU: device tables become the work plans of the Triton kernels."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
+from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
-from qkv_engine.kernels.tiles import PageFormat
-from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+from qkv_engine.kernels.rope_kv_write import rope_kv_write
+from qkv_engine.kernels.tiles import DenseSide, PageFormat
+from qkv_engine.models.layers import HeadNorm
+from qkv_engine.models.rope import Rotation
 
 from ..config import BLOCK_TOKENS
+from .device_tables import DeviceTables
 from .ladder import Ladder
-from .step import LayerView, Write, store
-from .table import SINK, BlockTables
 
 SPLIT_BLOCKS = 16  # blocks one program attends to; fixed, so that a request's result never depends on its neighbours
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of prompts that a step computes after its single tokens, on the host.
+
+    Shapes:  addresses, rungs [C, P] int64, the requests' block tables;  starts, counts [C] int64, tokens
+    """
+
+    addresses: Tensor
+    rungs: Tensor
+    starts: Tensor
+    counts: Tensor
+
+
+class TritonPlanner:
+    """Turns a step's input on the device into what the layers call. Nothing here waits for the device."""
+
+    def __init__(self, memory: Tensor, tables: DeviceTables):
+        self.memory, self.tables = memory, tables
+        self.pages = page_formats(tables.ladder)
+        side = tables.ladder.widest.layout.sides[0]
+        assert isinstance(side, DenseSide), "ladders begin dense"
+        self.kv_rows = memory.view(side.dtype).view(-1, side.head_dim)  # dense pages are rows of one token and head
+        self._row_nbytes = side.head_dim * side.dtype.itemsize
+
+    def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
+        """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""
+        first, number = torch.tensor(starts), torch.tensor(counts)
+        sink = self.tables.ladder.sink
+        entries = -((sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(sink)
+        addresses, rungs = self.tables.entries(rows, int(entries.max()))
+        rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
+        return Chunks(addresses, rungs, first, number)
+
+    def begin(
+        self,
+        step_input: Tensor,
+        num_tokens: int,
+        num_decodes: int,
+        max_items: tuple[int, ...],
+        chunks: Chunks | None = None,
+    ) -> tuple[Placed, TritonStep]:
+        """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
+
+        ``max_items`` bounds the work items of the single tokens on each rung. Without chunks a graph can capture it.
+        """
+        tables = self.tables
+        update(tables.block_words, step_input, num_tokens)
+        placed = place(tables.block_words, step_input, num_tokens, tables.last_tokens, self._row_nbytes)
+        decode = None
+        if num_decodes:
+            rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
+            decode = plan_decode(tables.block_words, rows, lengths, split_blocks=SPLIT_BLOCKS, max_items=max_items)
+        return placed, TritonStep(self, placed.token_rows, num_decodes, decode, chunks)
 
 
 class TritonStep:
@@ -25,24 +85,24 @@ class TritonStep:
 
     def __init__(
         self,
-        memory: Tensor,
-        ladder: Ladder,
-        layers: list[LayerView],
-        writes: list[Write],
+        planner: TritonPlanner,
+        token_rows: Tensor,
         num_decodes: int,
         decode: DecodeWork | None,
-        chunks: tuple[Tensor, ...] | None,
+        chunks: Chunks | None,
     ):
-        self._memory, self._layers, self._writes = memory, layers, writes
+        self._token_rows, self._kv_rows = token_rows, planner.kv_rows
+        self._memory, self._pages = planner.memory, planner.pages
+        ladder = planner.tables.ladder
         self._num_kv_heads, self._sink = ladder.widest.shape.num_kv_heads, ladder.sink
-        self._pages = page_formats(ladder)
         self._num_decodes, self._decode, self._chunks = num_decodes, decode, chunks
         self._prefill: PrefillWork | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores ``k`` and ``v``, then attends: q [N, HQ, D], k and v [N, H, D] after rope -> [N, HQ, D]."""
-        store(self._layers[layer], self._writes, k, v)
-        n, heads, scale, pages = self._num_decodes, self._num_kv_heads, q.shape[-1] ** -0.5, self._pages[layer]
+    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        """See ``AttentionBatch``. Rows of padding come out as zeros."""
+        n, heads, scale, pages = self._num_decodes, self._num_kv_heads, qkv.shape[-1] ** -0.5, self._pages[layer]
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decode is not None:
             paged_decode(q[:n], self._memory, self._decode, pages, heads, scale, out[:n])
@@ -53,45 +113,19 @@ class TritonStep:
     def _prefill_work(self, num_heads: int) -> PrefillWork:
         """Made by the first layer, which knows how many query heads share a tile."""
         if self._prefill is None:
-            assert self._chunks is not None
-            addresses, rungs, starts, counts = self._chunks
+            chunks = self._chunks
+            assert chunks is not None
             self._prefill = PrefillWork.build(
-                addresses,
-                rungs,
-                starts,
-                counts,
+                chunks.addresses,
+                chunks.rungs,
+                chunks.starts,
+                chunks.counts,
                 num_rungs=len(self._pages[0]),
                 tile_tokens=tile_tokens(num_heads, self._num_kv_heads),
                 sink_tokens=self._sink,
                 block_tokens=BLOCK_TOKENS,
             ).to(self._memory.device)
         return self._prefill
-
-
-def plan_triton(
-    batch: ScheduledBatch,
-    tables: BlockTables,
-    memory: Tensor,
-    writes: list[Write],
-    layers: list[LayerView],
-    num_decodes: int,
-) -> TritonStep:
-    """The step's plans, built on the host and copied over; single tokens come first in the batch."""
-    ladder, decode, chunks = tables.ladder, None, None
-    if num_decodes:
-        items = batch.items[:num_decodes]
-        addresses, rungs = _block_tables(items, tables)
-        lengths = torch.tensor([item.end for item in items])
-        splits = [SPLIT_BLOCKS] * len(ladder.rungs)
-        decode = DecodeWork.build(
-            addresses, rungs, lengths, split_blocks=splits, sink_tokens=ladder.sink, block_tokens=BLOCK_TOKENS
-        ).to(memory.device)
-    if num_decodes < len(batch.items):
-        items = batch.items[num_decodes:]
-        starts = torch.tensor([item.start for item in items])
-        counts = torch.tensor([item.num_tokens for item in items])
-        chunks = (*_block_tables(items, tables), starts, counts)
-    return TritonStep(memory, ladder, layers, writes, num_decodes, decode, chunks)
 
 
 def page_formats(ladder: Ladder) -> list[list[PageFormat]]:
@@ -108,12 +142,3 @@ def page_formats(ladder: Ladder) -> list[list[PageFormat]]:
         ]
         for layer in range(len(ladder.widest.layers))
     ]
-
-
-def _block_tables(items: list[ScheduledRequest], tables: BlockTables) -> tuple[Tensor, Tensor]:
-    """Addresses and rungs [B, P] of the requests' blocks, the sink first; ``ABSENT`` where a request has none."""
-    rows = [list(tables[item.request.request_id]) for item in items]
-    width = max(len(row) for row in rows)
-    addresses = [[block.slot.address for block in row] + [0] * (width - len(row)) for row in rows]
-    rungs = [[0 if block.rung == SINK else block.rung for block in row] + [ABSENT] * (width - len(row)) for row in rows]
-    return torch.tensor(addresses, dtype=torch.int64), torch.tensor(rungs, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Matrix product of a linear layer, with the residual add fused where the back end can.
+"""Matrix product of a linear layer.
 
 ``pack_weight`` is called once per layer after loading; ``linear`` then picks the back end by the weight's
 layout, so that a packed weight and a plain one are used in the same way.
@@ -7,9 +7,10 @@ layout, so that a packed weight and a plain one are used in the same way.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -21,15 +22,12 @@ def pack_weight(weight: Tensor) -> Tensor:
     return cpu.pack_weight(weight) if cpu.can_pack(weight) else weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias + residual``.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``.
 
-    Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; residual and result [M, O]; one
-    dtype.
+    Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; result [M, O]; one dtype.
     """
-    if weight.is_mkldnn:
-        return cpu.linear(x, weight, bias, residual)
-    return reference.linear(x, weight, bias, residual)
+    return cpu.linear(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
 
 
 def padded_rows(num_rows: int, device: torch.device) -> int:

@@ -25,13 +25,9 @@ def pack_weight(weight: Tensor) -> Tensor:
     return packed
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Same contract as ``qkv_engine.kernels.linear.linear`` for a packed weight."""
-    out: Tensor
-    if residual is None:
-        out = _product(x, weight, bias, "none", [], "")
-    else:
-        out = _product_add(x, residual, weight, bias, "add")
+    out: Tensor = _product(x, weight, bias, "none", [], "")
     return out
 
 
@@ -51,4 +47,3 @@ _PACKED_DTYPES = _packed_dtypes()
 if _PACKED_DTYPES:
     _reorder = torch.ops.mkldnn._reorder_linear_weight.default
     _product = torch.ops.mkldnn._linear_pointwise.default
-    _product_add = torch.ops.mkldnn._linear_pointwise.binary

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import cpu
+from .cpu import scaled_rms_norm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,4 +33,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return cpu.rms_norm(residual.add_(x), weight, eps)
 
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm", "scaled_rms_norm"]

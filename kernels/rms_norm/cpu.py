@@ -12,15 +12,18 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x`` [..., E]; ``weight`` broadcasts with it."""
-    size = x.shape[-1]
-    if x.is_cpu and x.dtype is torch.float32:
-        # rms * sqrt(size) = hypot(|x|, sqrt(size * eps)): 4 operators where rms_norm runs 11 on the CPU.
-        zero, floor = _constants(size, eps)
-        norm = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), floor)
-        return torch.addcdiv(zero, x, norm, value=math.sqrt(size)).mul_(weight)
-    return F.rms_norm(x, (size,), None, eps).mul_(weight)
+    return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+
+
+def scaled_rms_norm(x: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` in float32 with a weight that holds the factor sqrt(E): 4 operators where torch's runs 11.
+
+    rms * sqrt(E) = hypot(|x|, sqrt(E * eps))
+    """
+    norm = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_floor(x.shape[-1], eps))
+    return torch.mul(x, scaled_weight).div_(norm)
 
 
 @cache
-def _constants(size: int, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.zeros((), device="cpu"), torch.full((), math.sqrt(size * eps), device="cpu")
+def _floor(size: int, eps: float) -> Tensor:
+    return torch.full((), math.sqrt(size * eps), device="cpu")

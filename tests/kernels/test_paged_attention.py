@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv_engine.kernels.kv_write import kv_write
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode, paged_decode_reference
 from qkv_engine.kernels.paged_prefill import paged_prefill, paged_prefill_reference
 
@@ -102,11 +101,3 @@ def test_prefill_history_in_pieces_equals_the_reference(monkeypatch: pytest.Monk
     q, k, v = torch.randn(9, 4, 64), torch.randn(9, 2, 64), torch.randn(9, 2, 64)
     out = paged_prefill(q, k, v, pages, past, SCALE)
     assert relative_error(out, paged_prefill_reference(q, k, v, pages, past, SCALE)) < 1e-5
-
-
-def test_write_touches_its_rows_alone():
-    out = torch.full((12, 8), 5.0, dtype=torch.bfloat16)
-    x = torch.randn(2, 2, 8)
-    kv_write(torch.tensor([3, 7, 4, 0]), x, out)
-    assert torch.equal(out[[3, 7, 4, 0]], x.reshape(4, 8).bfloat16())
-    assert (out[[1, 2, 5, 6, 8, 9, 10, 11]] == 5.0).all()

@@ -11,7 +11,10 @@ import transformers
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
+from qkv_engine.kernels.rope_kv_write.cpu import rotate
 from qkv_engine.models import LoadedModel, load_model
+from qkv_engine.models.layers import HeadNorm
+from qkv_engine.models.rope import Rotation
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).resolve().parents[2] / "engine" / "assets" / "demo"
@@ -32,11 +35,16 @@ TINY = {
 class DenseBatch:
     """Causal grouped-query attention over one request, which grows by any number of tokens a step: the oracle."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kv_heads: int) -> None:
+        self.num_kv_heads = num_kv_heads
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
+        qk, v = qkv.split((num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        rotate(qk if norm is None else norm(qk), *rotation, out=qk)
+        q, k = qk.split((num_heads, self.num_kv_heads), dim=1)
         k = torch.cat((self.keys[layer], k)) if layer in self.keys else k.clone()
         v = torch.cat((self.values[layer], v)) if layer in self.values else v.clone()
         self.keys[layer], self.values[layer] = k, v
@@ -62,7 +70,7 @@ def logits_of() -> Callable[..., Tensor]:
     """Logits ``[N, V]`` of a loaded model over one sequence, fed in steps of the given sizes (all at once without)."""
 
     def run(loaded: LoadedModel, ids: Tensor, steps: tuple[int, ...] = ()) -> Tensor:
-        batch, logits, start = DenseBatch(), [], 0
+        batch, logits, start = DenseBatch(loaded.config.num_kv_heads), [], 0
         with torch.inference_mode():
             for size in steps or (len(ids),):
                 positions = torch.arange(start, start + size)

@@ -117,8 +117,8 @@ def test_tokens_of_a_batch_do_not_mix(demo_folder, load):
     """With attention cut out every token is on its own: rows, order and neighbours do not matter."""
 
     class NoAttention:
-        def attend(self, layer, q, k, v):
-            return q
+        def attend(self, layer, qkv, rotation, norm):
+            return qkv[:, :4]
 
     loaded = load(demo_folder)
     ids, positions = torch.tensor([5, 9, 5, 700]), torch.tensor([0, 3, 0, 4000])
@@ -144,17 +144,23 @@ def test_registry_and_config_know_the_same_architectures():
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])
 def test_gpu_equals_cpu(dtype, bound, demo_folder, load, dense_batch):
     """Same model, same dense attention on the CPU; only the model's own arithmetic moves to the GPU."""
+    from qkv_engine.kernels.rms_norm import rms_norm
     from qkv_engine.models import load_model
+    from qkv_engine.models.rope import Rotation
 
     class ThroughCPU:
         def __init__(self, batch):
             self.batch = batch
 
-        def attend(self, layer, q, k, v):
-            return self.batch.attend(layer, q.cpu(), k.cpu(), v.cpu()).to(q.device)
+        def attend(self, layer, qkv, rotation, norm):
+            def norm_there(x):
+                return rms_norm(x, norm.weight.cpu(), norm.eps)
+
+            rotation = Rotation(*(x.cpu() for x in rotation))
+            return self.batch.attend(layer, qkv.cpu(), rotation, norm and norm_there).to(qkv.device)
 
     ids = torch.arange(60)
-    cpu_batch, gpu_batch = dense_batch(), ThroughCPU(dense_batch())
+    cpu_batch, gpu_batch = dense_batch(2), ThroughCPU(dense_batch(2))
     device = torch.device("cuda")
     gpu = load_model(str(demo_folder), device=device, dtype=dtype).model
     cpu = load(demo_folder).model

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from qkv_engine.kernels.rope_kv_write.cpu import rotate
 from qkv_engine.models import SHAPES, ModelConfig
-from qkv_engine.models.rope import RopeConfig, RotaryEmbedding, apply_rope
+from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = SHAPES["llama-3.1-8b"]["rope_scaling"] | {"rope_theta": 5e5}
@@ -42,7 +43,8 @@ def test_rotation_turns_pairs_by_position_times_frequency(dtype):
     config = RopeConfig(theta=100.0)
     cos, signed_sin = RotaryEmbedding(config, 8)(torch.tensor([0, 5, 100_000]))
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    out = apply_rope(x, cos, signed_sin)
+    out = torch.empty_like(x)
+    rotate(x, cos, signed_sin, out=out)
     assert out.dtype == dtype and torch.equal(out[0], x[0])
     for n, position in enumerate([0, 5, 100_000]):
         for i in range(4):
@@ -52,3 +54,5 @@ def test_rotation_turns_pairs_by_position_times_frequency(dtype):
             close = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 or n == 2 else {"atol": 1e-5}
             assert torch.allclose(out[n, :, i].float(), turned.real, **close)
             assert torch.allclose(out[n, :, i + 4].float(), turned.imag, **close)
+    rotate(x, cos, signed_sin, out=x)
+    assert torch.equal(x, out)

@@ -11,8 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from qkv_engine.config import KVConfig, RungConfig, uniform_rung
 from qkv_engine.kv.cache import KVCache
+from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import build_ladder
-from qkv_engine.kv.step_triton import plan_triton
+from qkv_engine.kv.step_triton import SPLIT_BLOCKS, TritonPlanner, TritonStep
+from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from tests.kernels.interpreted import report
@@ -29,6 +31,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
+    triton = TritonPlanner(cache.memory, DeviceTables(cache.tables, 3, 1000, torch.device("cpu")))
     for name in requests:
         cache.tables.open(name, len(rungs))
     worst = 0.0
@@ -38,7 +41,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
         items = [ScheduledRequest(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
         cache.apply_moves()
-        worst = max(worst, step(cache, batch, head_dim))
+        worst = max(worst, step(cache, triton, batch, head_dim))
         for item in items:
             item.request.num_computed_tokens = item.end
         if rungs and requests["a"].num_computed_tokens == 300:
@@ -47,20 +50,35 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     return worst
 
 
-def step(cache: KVCache, batch: ScheduledBatch, head_dim: int) -> float:
+def step(cache: KVCache, triton: TritonPlanner, batch: ScheduledBatch, head_dim: int) -> float:
     planner, total = cache._planner, batch.num_tokens
-    q = torch.randn(LAYERS, total, KV_HEADS * GROUP, head_dim)
-    kv = torch.randn(LAYERS, 2, total, KV_HEADS, head_dim)
+    qkv = torch.randn(LAYERS, total, KV_HEADS * (GROUP + 2), head_dim)
+    angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
+    rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2))
     num_decodes = sum(item.num_tokens == 1 for item in batch.items)
-    writes = planner._writes(batch, cache.tables)
-    gpu = plan_triton(batch, cache.tables, cache.memory, writes, planner._layers, num_decodes)
+    gpu = triton_step(triton, batch, cache, num_decodes)
     cpu = planner.plan(batch, cache.tables)
     worst = 0.0
     for layer in range(LAYERS):
-        found = gpu.attend(layer, q[layer], kv[layer, 0], kv[layer, 1])
-        expected = cpu.attend(layer, q[layer], kv[layer, 0], kv[layer, 1])
+        found = gpu.attend(layer, qkv[layer].clone(), rotation, None)
+        expected = cpu.attend(layer, qkv[layer].clone(), rotation, None)
         worst = max(worst, ((found - expected).norm() / expected.norm()).item())
     return worst
+
+
+def triton_step(planner: TritonPlanner, batch: ScheduledBatch, cache: KVCache, num_decodes: int) -> TritonStep:
+    """The step as the GPU's runner begins it, from the tables' copy."""
+    items, tables = batch.items, planner.tables
+    rows = tables.follow(cache.tables, [item.request.request_id for item in items])
+    positions = [p for item in items for p in range(item.start, item.end)]
+    token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
+    step_input = tables.step_input([0] * len(positions), positions, token_rows)
+    max_items = tuple(tables.max_items(num_decodes, SPLIT_BLOCKS))
+    late = items[num_decodes:]
+    chunks = None
+    if late:
+        chunks = planner.chunks(rows[num_decodes:], [item.start for item in late], [item.num_tokens for item in late])
+    return planner.begin(step_input, len(positions), num_decodes, max_items, chunks)[1]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from qkv_engine.kernels.layout import UniformSide
 from qkv_engine.kernels.seal import quantize
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import Rung, build_ladder
+from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
@@ -91,7 +92,9 @@ class Bench:
         total = sum(item.num_tokens for item in items)
         q = torch.randn(LAYERS, total, KV_HEADS * GROUP, HEAD_DIM)
         kv = torch.randn(LAYERS, 2, total, KV_HEADS, HEAD_DIM)
-        outs = [step.attend(layer, q[layer], kv[layer, 0], kv[layer, 1]) for layer in range(LAYERS)]
+        still = Rotation(torch.ones(total, 1, HEAD_DIM), torch.zeros(total, 1, HEAD_DIM))
+        qkv = torch.cat((q, kv[:, 0], kv[:, 1]), dim=2)
+        outs = [step.attend(layer, qkv[layer].clone(), still, None) for layer in range(LAYERS)]
         first = 0
         for item in items:
             rows = slice(first, first + item.num_tokens)

@@ -1,0 +1,49 @@
+"""q/k norm, rotation and KV write in few torch operators, for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    cos: Tensor,
+    signed_sin: Tensor,
+    rows: Tensor,
+    pages: Tensor,
+    num_kv_heads: int,
+    norm: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Normalises and rotates q and k in place, and stores k and v.
+
+    Shapes:  qkv [N, HQ + 2 H, D];  cos, signed_sin [N, 1, D] float32;  rows [N * 2 H] int64, the row of ``pages`` of
+             each token's K heads, then V heads, from ``head_rows``;  pages [R, D];  ``norm`` maps [N, HQ + H, D]
+    Returns: q [N, HQ, D] and kv [N, 2 H, D], views of ``qkv``
+    """
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qk, kv = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads:]
+    rotate(qk if norm is None else norm(qk), cos, signed_sin, out=qk)
+    pages.index_copy_(0, rows, kv.reshape(-1, kv.shape[-1]).to(pages.dtype))
+    return qkv[:, :num_heads], kv
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, out: Tensor) -> None:
+    """Rotates channel ``i`` with channel ``i + D/2`` (Hugging Face's convention), in float32; ``out`` may be ``x``.
+
+    Shapes: x and out [N, heads, D]; cos, signed_sin [N, 1, D] float32, the first half of the sines negated, which
+            turns ``cat(-x2, x1) * sin`` into a roll.
+    """
+    rolled = x.roll(x.shape[-1] // 2, -1)
+    if out.dtype is torch.float32:
+        torch.mul(x, cos, out=out).addcmul_(rolled, signed_sin)
+    else:
+        out.copy_((x * cos).addcmul_(rolled, signed_sin))
+
+
+def head_rows(rows: Tensor, num_layers: int, num_kv_heads: int) -> Tensor:
+    """Rows of all heads of a step's tokens in each layer, [L, N * 2 H], from those of ``token_rows`` [N, 2]."""
+    sides = torch.arange(num_layers * 2 * num_kv_heads).view(num_layers, 1, 2 * num_kv_heads)
+    return (rows[:, :1] + sides * rows[:, 1:]).flatten(1)
