@@ -22,7 +22,13 @@ NAN_BYTE = 0xFF  # every float of 0xFF bytes is a NaN
 
 
 def roundings(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
-    """The largest difference in units of the dtype's relative rounding of ``expected``, or of ``scale``."""
+    """The largest difference in units of the dtype's relative rounding of ``expected``, or of ``scale``.
+
+    Of 16 bits all but a few must be equal: sums that differ in their last float32 bit rarely round differently, a
+    missing rounding in between often shows.
+    """
+    if expected.dtype.itemsize == 2 and int((found != expected).sum()) > max(1, expected.numel() // 50):
+        return float("inf")
     scale = expected if scale is None else scale
     unit = torch.finfo(expected.dtype).eps * scale.abs().double().clamp(min=torch.finfo(expected.dtype).tiny)
     return float(((found.double() - expected.double()).abs() / unit).max())
