@@ -31,7 +31,7 @@ from .request import (
     SamplingParams,
 )
 from .runner import Runner, StepResult
-from .sampler import SampledToken, SampleRow
+from .sampler import SampleRow
 from .stream import OutputStream
 from .tokenizer import Tokenizer
 
@@ -44,21 +44,20 @@ class Completion:
 
     index: int
     request: Request
-    detokenizer: Detokenizer | None
+    logprobs: list[dict[int, Logprob]] | None
+    # What follows from the request's tokens, and is made anew from them after an interrupt.
+    detokenizer: Detokenizer | None = None
+    num_read: int = 0  # output tokens that became text and were checked for stops
     text: str = ""
-    delta: str = ""
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
     kv: KVUsage = field(default_factory=KVUsage)
 
     def output(self) -> CompletionOutput:
-        delta, self.delta = self.delta, ""
         reason = self.request.finish_reason
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=self.request.output_token_ids,
-            delta=delta,
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=None if reason is None else str(reason),
@@ -86,7 +85,9 @@ class Submission:
 
     @property
     def finished(self) -> bool:
-        return all(c.request.is_finished for c in self.completions)
+        if self.error is not None:
+            return True
+        return bool(self.completions) and all(c.request.is_finished for c in self.completions)
 
     def output(self) -> RequestOutput:
         kvs = [c.kv for c in self.completions]
@@ -142,31 +143,18 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add(self, submission: Submission) -> None:
-        """Queues a submission that is already in ``live``; an error goes to its stream and nowhere else."""
-        self.counters.num_requests += 1
-        params = submission.params
-        for index in range(params.n):
-            suffix = f"/{index}" if params.n > 1 else ""
-            request = Request(
-                submission.request_id + suffix,
-                submission.prompt_token_ids,
-                params,
-                submission.max_tokens,
-                seed=submission.seed + index,
-            )
-            completion = Completion(index, request, self._detokenizer(submission))
-            completion.logprobs = None if params.logprobs is None else []
-            submission.completions.append(completion)
-            self._owners[request] = (submission, completion)
-            self._rows[request] = self._sample_row(submission, request)
-        if params.prompt_logprobs is not None:
-            submission.prompt_logprobs = [None]
+        """Queues a submission that is already in ``live``; an error goes to its stream and nowhere else.
+
+        May be called again after an interrupt.
+        """
+        if self.live.get(submission.request_id) is not submission:
+            return
+        self.counters.num_requests += not submission.completions
         try:
-            for completion in submission.completions:
-                self.scheduler.add(completion.request)
-        except QKVError as error:
+            self._begin(submission)
+        except Exception as error:
             self.counters.num_refused += 1
-            self._fail_submission(submission, error)
+            self._fail_submission(submission, _as_request_error(error))
 
     def abort(self, request_id: str) -> None:
         """Ends a submission wherever it stands; an id that is not live is ignored."""
@@ -175,7 +163,7 @@ class EngineCore:
             return
         for completion in submission.completions:
             if not completion.request.is_finished:
-                self._finish(submission, completion, FinishReason.ABORT)
+                self._finish(completion, FinishReason.ABORT)
         self._report(submission)
 
     def fail_all(self, error: QKVError) -> None:
@@ -219,12 +207,35 @@ class EngineCore:
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
     def recover(self) -> None:
-        """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed."""
+        """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
+
+        Needs nothing but the live requests and their tokens, and may itself be interrupted and called again.
+        """
+        for submission in self.live.values():
+            for completion in submission.completions:
+                self._note_usage(completion)
         self.runner.cache.reset()
         self.scheduler.recover(self.make_space())
         for submission in list(self.live.values()):
-            if submission.completions and submission.finished:
-                self._report(submission)
+            try:
+                self._restore(submission)
+            except Exception as error:
+                self._fail_submission(submission, _as_request_error(error))
+
+    def _restore(self, submission: Submission) -> None:
+        """Makes anew what follows from a submission's tokens; one that was about to end does so."""
+        times = submission.metrics.token_times
+        for completion in submission.completions:
+            self._enter(submission, completion)
+            self._read(submission, completion)
+            if completion.request.is_finished:
+                self._close(completion)
+            if completion.index == 0:
+                del times[completion.request.num_output_tokens :]
+        if submission.error is not None:
+            self._fail_submission(submission, submission.error)
+        elif submission.finished:
+            self._report(submission)
 
     def _without_failed(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Carries out what the scheduler decided about blocks; requests whose values turn out not finite fail."""
@@ -273,70 +284,122 @@ class EngineCore:
         token = result.token
         if token is None:
             return
+        if completion.logprobs is not None:
+            assert token.logprobs is not None
+            completion.logprobs.append(self._logprob_dict(token.logprobs))
+        self._note_time(submission, completion, now)
+        # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(request, token.token_id)
         self.counters.generation_tokens += 1
-        if completion.logprobs is not None:
-            self._add_logprobs(completion, token)
-        if completion.index == 0:
-            submission.metrics.token_times.append(now)
-        if submission.metrics.first_token_time is None:
-            submission.metrics.first_token_time = now
-        submission.metrics.last_token_time = now
-        self._stop_if_done(submission, completion, token.token_id)
+        self._read(submission, completion)
 
-    def _stop_if_done(self, submission: Submission, completion: Completion, token_id: int) -> None:
+    def _note_time(self, submission: Submission, completion: Completion, now: float) -> None:
+        metrics = submission.metrics
+        if completion.index == 0:
+            metrics.token_times.append(now)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
+
+    def _read(self, submission: Submission, completion: Completion) -> None:
+        """Turns tokens that were not read yet into text, and ends the request at one that stops it."""
+        request = completion.request
+        while completion.num_read < request.num_output_tokens:
+            reason = self._read_token(completion)
+            if reason is not None and not request.is_finished:
+                self._finish(completion, reason)
+
+    def _read_token(self, completion: Completion) -> FinishReason | None:
+        """Reads the next token; returns why the request ends with it, if it does."""
         request, params = completion.request, completion.request.params
-        may_stop = request.num_output_tokens >= params.min_tokens
+        token_id = request.token_ids[request.num_prompt_tokens + completion.num_read]
+        if completion.logprobs is not None:
+            logprob = completion.logprobs[completion.num_read][token_id].logprob
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + logprob
+        completion.num_read += 1
         is_eos = token_id in self.eos_ids and not params.ignore_eos
         is_stop = token_id in (params.stop_token_ids or ())
-        is_end = may_stop and (is_eos or is_stop)
+        is_end = completion.num_read >= params.min_tokens and (is_eos or is_stop)
         detokenizer = completion.detokenizer
         if detokenizer is not None and (params.include_stop_str_in_output or not is_end):
-            _extend(completion, detokenizer.push(token_id))
+            completion.text += detokenizer.push(token_id)
         if is_end:
             request.stop_reason = None if is_eos else token_id
-            self._finish(submission, completion, FinishReason.STOP)
-        elif detokenizer is not None and detokenizer.stopped is not None:
+            return FinishReason.STOP
+        if detokenizer is not None and detokenizer.stopped is not None:
             request.stop_reason = detokenizer.stopped
-            self._finish(submission, completion, FinishReason.STOP)
-        elif request.num_output_tokens >= request.max_tokens:
-            self._finish(submission, completion, FinishReason.LENGTH)
+            return FinishReason.STOP
+        return FinishReason.LENGTH if completion.num_read >= request.max_tokens else None
 
-    def _finish(
-        self,
-        submission: Submission,
-        completion: Completion,
-        reason: FinishReason,
-        error: QKVError | None = None,
-    ) -> None:
-        request = completion.request
-        completion.kv = self.space.usage(request)
-        self.scheduler.finish(request, reason, error=error)
-        del self._owners[request], self._rows[request]
-        if completion.detokenizer is not None and error is None:
-            _extend(completion, completion.detokenizer.finish())
-        if submission.finished:
-            submission.metrics.finished_time = time.monotonic()
-            self.counters.num_finished += error is None
-            self.counters.num_failed += error is not None
+    def _finish(self, completion: Completion, reason: FinishReason, error: QKVError | None = None) -> None:
+        self._note_usage(completion)
+        self.scheduler.finish(completion.request, reason, error=error)
+        self._close(completion)
+
+    def _note_usage(self, completion: Completion) -> None:
+        """Remembers where the blocks of a request stand, while it has some."""
+        if completion.request.request_id in self.space.tables:
+            completion.kv = self.space.usage(completion.request)
+
+    def _close(self, completion: Completion) -> None:
+        """The request ended: what its last token held back is text now."""
+        self._owners.pop(completion.request, None)
+        self._rows.pop(completion.request, None)
+        if completion.detokenizer is not None and completion.request.error is None:
+            completion.text += completion.detokenizer.finish()
 
     def _fail_submission(self, submission: Submission, error: QKVError) -> None:
         submission.error = error
+        began = False
         for completion in submission.completions:
             request = completion.request
             if self.scheduler.requests.get(request.request_id) is request:
-                self._finish(submission, completion, FinishReason.ERROR, error)
+                began = True
+                self._finish(completion, FinishReason.ERROR, error)
             elif not request.is_finished:  # never came as far as the scheduler
-                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
-        self.live.pop(submission.request_id, None)
-        submission.stream.put(submission.output())
+                request.error, request.finish_reason = error, FinishReason.ERROR
+                request.status = RequestStatus.FINISHED
+                self._close(completion)
+        self.counters.num_failed += began
+        self._report(submission)
 
     def _report(self, submission: Submission) -> None:
-        if submission.request_id not in self.live:
+        """Hands the newest state to the reader. Done twice it does no harm; not done, the reader waits for ever."""
+        if self.live.get(submission.request_id) is not submission:
             return
         if submission.finished:
-            del self.live[submission.request_id]
+            submission.metrics.finished_time = time.monotonic()
         submission.stream.put(submission.output())
+        if submission.finished:
+            del self.live[submission.request_id]
+            self.counters.num_finished += submission.error is None
+
+    def _begin(self, submission: Submission) -> None:
+        """Makes the requests of a submission and hands those to the scheduler that it does not have."""
+        params, completions = submission.params, submission.completions
+        while len(completions) < params.n:
+            index = len(completions)
+            name = f"{submission.request_id}/{index}" if params.n > 1 else submission.request_id
+            prompt, seed = submission.prompt_token_ids, submission.seed + index
+            request = Request(name, prompt, params, submission.max_tokens, seed=seed)
+            completions.append(Completion(index, request, None if params.logprobs is None else []))
+        if params.prompt_logprobs is not None and submission.prompt_logprobs is None:
+            submission.prompt_logprobs = [None]
+        for completion in completions:
+            request = completion.request
+            if self.scheduler.requests.get(request.request_id) is not request and not request.is_finished:
+                self._enter(submission, completion)
+                self.scheduler.add(request)
+
+    def _enter(self, submission: Submission, completion: Completion) -> None:
+        """Files a completion, with nothing of its tokens read."""
+        request = completion.request
+        completion.detokenizer = self._detokenizer(submission)
+        completion.num_read, completion.text, completion.cumulative_logprob = 0, "", None
+        if completion.logprobs is not None:
+            del completion.logprobs[request.num_output_tokens :]
+        self._owners[request] = (submission, completion)
+        self._rows[request] = self._sample_row(submission, request)
 
     def _sample_row(self, submission: Submission, request: Request) -> SampleRow:
         stop_ids = [*self.eos_ids, *(request.params.stop_token_ids or ())]
@@ -362,11 +425,6 @@ class EngineCore:
             prompt_ids=submission.prompt_token_ids,
         )
 
-    def _add_logprobs(self, completion: Completion, token: SampledToken) -> None:
-        assert completion.logprobs is not None and token.logprobs is not None
-        completion.logprobs.append(self._logprob_dict(token.logprobs))
-        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprobs.logprob
-
     def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
         """Files what a chunk gave; after a preemption the same positions come again and are not filed twice."""
         assert submission.prompt_logprobs is not None
@@ -380,11 +438,6 @@ class EngineCore:
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
-
-
-def _extend(completion: Completion, delta: str) -> None:
-    completion.text += delta
-    completion.delta += delta
 
 
 def _as_request_error(error: Exception) -> QKVError:

@@ -54,6 +54,8 @@ class EngineLoop:
         done: Future[T] = Future()
 
         def run() -> None:
+            if done.done():
+                return
             try:
                 done.set_result(function())
             except BaseException as error:
@@ -90,8 +92,9 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             failures = 0
-            while self._take_commands():
+            while self._wait_for_work():
                 try:
+                    self._run_commands()
                     if self._core.has_work:
                         self._core.step()
                     failures = 0
@@ -110,17 +113,17 @@ class EngineLoop:
             self._core.fail_all(error)
             self._core.free()
 
-    def _take_commands(self) -> bool:
-        """Runs what callers posted, waiting for some if there is nothing else to do; ``False`` when closing."""
+    def _wait_for_work(self) -> bool:
+        """Sleeps while nothing is posted and nothing runs; ``False`` when closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._closing or self._core.has_work)
-            if self._closing:
-                return False
-            commands = list(self._inbox)
-            self._inbox.clear()
-        for command in commands:
-            command()
-        return True
+            return not self._closing
+
+    def _run_commands(self) -> None:
+        """Does what callers posted. A command is taken out once done: one that breaks off is done again."""
+        for _ in range(len(self._inbox)):
+            self._inbox[0]()
+            self._inbox.popleft()
 
 
 _LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()

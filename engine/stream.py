@@ -6,28 +6,28 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-import msgspec
-
 from .errors import QKVError
 from .request import RequestOutput
 
 
 class OutputStream:
-    """Holds the newest output of one request until it is read; what is not read in time is merged, never queued.
+    """Holds the newest output of one request until it is read; one that is not read in time is replaced, never queued.
 
-    So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop.
+    So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop; ``delta`` is the
+    text that is new to it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pending: RequestOutput | None = None
+        self._num_read: list[int] = []  # characters of each completion that were read
         self._error: QKVError | None = None
         self._wake: Callable[[], None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Offers the newest state; its ``delta``s are joined to those not read yet."""
+        """Offers the newest state."""
         with self._changed:
-            self._pending = output if self._pending is None else _merge(self._pending, output)
+            self._pending = output
             self._notify()
 
     def fail(self, error: QKVError) -> None:
@@ -61,6 +61,11 @@ class OutputStream:
         output, self._pending = self._pending, None
         if output is None and self._error is not None:
             raise self._error
+        if output is not None:
+            starts = self._num_read or [0] * len(output.outputs)
+            for completion, start in zip(output.outputs, starts, strict=True):
+                completion.delta = completion.text[start:]
+            self._num_read = [len(completion.text) for completion in output.outputs]
         return output
 
     def _notify(self) -> None:
@@ -68,13 +73,6 @@ class OutputStream:
         if self._wake is not None:
             self._wake()
             self._wake = None
-
-
-def _merge(old: RequestOutput, new: RequestOutput) -> RequestOutput:
-    outputs = [
-        msgspec.structs.replace(b, delta=a.delta + b.delta) for a, b in zip(old.outputs, new.outputs, strict=True)
-    ]
-    return msgspec.structs.replace(new, outputs=outputs)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

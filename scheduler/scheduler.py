@@ -87,7 +87,7 @@ class Scheduler:
         """Ends a live request and takes its blocks back."""
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         request.finish_reason, request.error = reason, error
-        request.status = RequestStatus.FINISHED
+        request.status = RequestStatus.FINISHED  # from here on it has ended, whatever happens
         queue.remove(request)
         if error is None:
             self.space.release(request)
@@ -104,13 +104,11 @@ class Scheduler:
         self.waiting, self.running = ArrivalQueue(), ArrivalQueue()
         self.pressure = Pressure(space, self.running)
         for request in list(self.requests.values()):
-            if request.num_output_tokens >= request.max_tokens and not request.is_finished:
-                # Interrupted between its last token and its end.
-                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.LENGTH
             if request.is_finished:
                 del self.requests[request.request_id]
             else:
                 request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
+                request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
 
     def _admit(self, items: list[ScheduledRequest], budget: int) -> None:

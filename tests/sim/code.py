@@ -27,6 +27,7 @@ MODULES = {  # in order of their imports
     "output": "qkv_engine.scheduler.output",
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
+    "core": "qkv_engine.core",
 }
 
 
@@ -50,6 +51,8 @@ class Code:
     PrefixCache: Any
     KVSpace: Any
     Scheduler: Any
+    EngineCore: Any
+    Submission: Any
     pressure: ModuleType
     table: ModuleType
 
@@ -88,6 +91,8 @@ def load(block: int, patch: Patch | None = None) -> Code:
         modules["prefix"].PrefixCache,
         modules["space"].KVSpace,
         modules["scheduler"].Scheduler,
+        modules["core"].EngineCore,
+        modules["core"].Submission,
         modules["pressure"],
         modules["table"],
     )
@@ -102,8 +107,8 @@ def _compiled(name: str, patch: Patch | None, package: str) -> Any:
     home = MODULES[name].rpartition(".")[0]
     parent = home.rpartition(".")[0]
     # Relative imports become absolute; those of another module under test go to its copy.
-    text = re.sub(r"^from \.\.(\w+) import", rf"from {parent}.\1 import", text, flags=re.M)
-    text = re.sub(r"^from \.(\w+) import", rf"from {home}.\1 import", text, flags=re.M)
+    text = re.sub(r"^from \.\.([\w.]+) import", rf"from {parent}.\1 import", text, flags=re.M)
+    text = re.sub(r"^from \.([\w.]+) import", rf"from {home}.\1 import", text, flags=re.M)
     for other, full in MODULES.items():
         text = text.replace(f"from {full} import", f"from {package}.{other} import")
     return compile(text, str(path), "exec", dont_inherit=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from .spy import Broken
+
 MASK = (1 << 61) - 1
 SINK = -1
 
@@ -34,7 +36,7 @@ class Record:
     spoilt: bool = False
 
 
-class DeviceError(AssertionError):
+class DeviceError(Broken):
     """The books asked for something that would mix up or lose bytes."""
 
 
@@ -74,6 +76,8 @@ class Device:
     def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
         """Tokens ``start:end`` of a block, the last of which is ``value``."""
         record = self._at(block.slot.address, nbytes)
+        if (record.count, record.value) == (end, value):
+            return  # a step that is run again
         if record.count == 0 and record.path:
             raise DeviceError("a block was not cleared of its earlier owner's bytes")
         if record.count != start or (record.path and record.path != (block.rung,)):

@@ -9,11 +9,13 @@ from itertools import count
 
 from .code import Patch
 from .mutants_books import BOOKS
+from .mutants_core import CORE
 from .mutants_scheduling import SCHEDULING
 from .options import draw
 from .simulator import OutOfEvents, Simulation
+from .spy import Broken
 
-MUTANTS = {patch.name: patch for patch in (*BOOKS, *SCHEDULING)}
+MUTANTS = {patch.name: patch for patch in (*BOOKS, *SCHEDULING, *CORE)}
 
 QUICK = (  # what make test tries: bugs of every module, found soon
     "a slot is handed out twice",
@@ -26,6 +28,7 @@ QUICK = (  # what make test tries: bugs of every module, found soon
     "the hottest block steps down first",
     "cached blocks are given up last",
     "a failed request is released as a good one",
+    "recovery does not look for stops",
 )
 
 
@@ -39,7 +42,7 @@ def hunt(patch: Patch, limit: int = 50_000) -> tuple[int, str] | None:
             simulation.run(400)
         except OutOfEvents:
             return None
-        except Exception as error:
+        except (Exception, Broken) as error:
             return spent + simulation.num_events, f"{type(error).__name__}: {error}"
         spent += simulation.num_events
     return None

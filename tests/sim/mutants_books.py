@@ -194,8 +194,8 @@ BOOKS = (
     Patch(
         "a block is filed before it is full",
         "prefix",
-        "range(sink + BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS)",
-        "range(sink + BLOCK_TOKENS, num_tokens + 2, BLOCK_TOKENS)",
+        "(num_tokens - sink) // BLOCK_TOKENS if",
+        "(num_tokens - sink + 1) // BLOCK_TOKENS if",
     ),
     Patch("the cache holds no reference", "prefix", "                blocks[index].refs += 1\n", ""),
     Patch(

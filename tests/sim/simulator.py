@@ -1,4 +1,4 @@
-"""The real scheduler, pressure, tables, prefix cache and arena on a fake device, one seed a run.
+"""The real engine core, scheduler, pressure, tables, prefix cache and arena on a fake device, one seed a run.
 
 First arrivals, aborts, forks and faults at random; then none any more, and everybody has to finish within as many steps
 as there are tokens left. After every event everything is checked: see ``invariants``, ``spy`` and ``device``.
@@ -14,21 +14,31 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from qkv_engine.errors import CapacityError, QKVError, RequestError
+from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
+from qkv_engine.sampler import SampledToken
 
 from .code import Code, Patch, load
-from .device import Device, mix
+from .device import SINK, Device, mix
 from .invariants import check_books, check_queues, check_room
 from .options import Options, draw
-from .spy import SpySpace, require
+from .spy import Broken, SpySpace, require
+from .stand_ins import SimulatedRunner, spy_scheduler
 from .truth import Truth, token
 
 STOP_TOKEN = 0
 
 
-class OutOfEvents(Exception):
+class OutOfEvents(BaseException):
     """A run was longer than ``limit`` events."""
+
+
+class Fault(Exception):
+    """The device cannot compute a step."""
+
+
+class BrokenOff(BaseException):
+    """A step is interrupted, as by ``KeyboardInterrupt``."""
 
 
 class Simulation:
@@ -42,16 +52,23 @@ class Simulation:
         self.limit = 10**9
         self.counts: Counter[str] = Counter()
         self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
+        self.usage: dict[str, dict[str, int]] = {}  # where their blocks stood
+        self.submissions: dict[str, Any] = {}
+        self.doomed: set[Request] = set()  # steps with one of these break off
+        self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
         self._prompts = [
             [self.rng.randrange(50) for _ in range(64 * options.block)] for _ in range(options.num_prompts)
         ]
         self.truths: dict[Request, Truth] = {}
         self.space: SpySpace = self._new_space()
-        self.scheduler: Any = self.code.Scheduler(
+        self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
             self.space, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.budget
         )
         self.space.scheduler = self.scheduler
+        self.core: Any = self.code.EngineCore(
+            self.scheduler, SimulatedRunner(self), None, frozenset({STOP_TOKEN}), self._renew_space
+        )
 
     def _new_space(self) -> SpySpace:
         options, code = self.options, self.code
@@ -63,6 +80,14 @@ class Simulation:
         self.seen: dict[Any, Any] = {}
         return SpySpace(code.KVSpace(tables, prefix, options.quota), options, code.pressure)
 
+    def _renew_space(self) -> SpySpace:
+        """New books over the old bytes."""
+        device = self.device
+        self.space = self._new_space()
+        self.device._starts, self.device._records = device._starts, device._records
+        self.space.scheduler = self.scheduler
+        return self.space
+
     # ---- running
 
     def run(self, num_events: int) -> None:
@@ -73,7 +98,8 @@ class Simulation:
         self.finish_all()
 
     def finish_all(self) -> None:
-        """Nothing new, no faults: all finish within as many steps as they have tokens left; nothing is left over."""
+        """Nothing new: all finish within as many steps as they have tokens left, and nothing is left over."""
+        self.is_calm = True
         bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
         while self.scheduler.has_work:
             require(bound > 0, "requests do not finish")
@@ -84,7 +110,18 @@ class Simulation:
         self.event("end")
         require(self.space.tables.arena.used_nbytes == 0, "bytes are left when nobody is")
         require(len(self.space.tables.arena._pool) == self.options.slabs, "slabs are left when nobody is")
-        require(not self.truths, "a request never ended")
+        require(not self.truths and not self.core.live, "a request never ended")
+        for name, submission in self.submissions.items():
+            self._check_answer(name, submission.stream.get(0))
+
+    def _check_answer(self, name: str, answer: Any) -> None:
+        """What the reader of a request gets at last."""
+        require(answer is not None and answer.finished, "a reader waits for ever")
+        tokens, reason = self.outputs[name]
+        completion = answer.outputs[0]
+        require((completion.token_ids, completion.finish_reason) == (tokens, reason), "the answer is another one")
+        require(answer.kv.blocks == self.usage.get(name, answer.kv.blocks), "the answer's blocks stood elsewhere")
+        require(len(answer.metrics.token_times) == len(tokens), "tokens are timed twice, or not at all")
 
     def digest(self) -> str:
         return self._log.hexdigest()
@@ -101,6 +138,11 @@ class Simulation:
         check_queues(self.scheduler, self.space)
         if self.options.promises_no_preemption:
             require(self.scheduler.num_preemptions == 0, "an admitted request was preempted")
+        self.may_break_off()
+
+    def may_break_off(self) -> None:
+        if self.in_step and self.rng.random() < self.options.recoveries:
+            raise BrokenOff
 
     # ---- chaos
 
@@ -116,7 +158,7 @@ class Simulation:
             if rng.random() < 0.8:  # mostly what fits
                 ids = ids[: max(1, self.space.capacity_of(params) - length)]
             for index in range(copies):
-                self.add(Request(f"{name}/{index}", ids, params, length, seed=rng.randrange(2**32)))
+                self.submit(f"{name}/{index}", ids, params, length, rng.randrange(2**32))
         if self.scheduler.requests and rng.random() < options.aborts:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
@@ -144,18 +186,26 @@ class Simulation:
             prompt_logprobs=1 if rng.random() < 0.05 else None,
         )
 
-    def add(self, request: Request) -> None:
+    def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
         """Submits a request; one without ``max_tokens`` may go on as long as it fits."""
-        fits = self.space.capacity(request)
-        if request.params.max_tokens is None:
-            request.max_tokens = max(1, fits - request.num_prompt_tokens + 1)
-        try:
-            self.scheduler.add(request)
-        except CapacityError:
+        fits = self.space.capacity_of(params)
+        if params.max_tokens is None:
+            length = max(1, fits - len(ids) + 1)
+        submission = self.code.Submission(name, None, ids, params, length, seed, [], bool(seed % 2))
+        self.core.live[name] = submission
+        self.core.add(submission)
+        self._note_submission(submission)
+
+    def _note_submission(self, submission: Any) -> None:
+        request = submission.completions[0].request
+        fits = self.space.capacity_of(request.params)
+        if submission.error is not None:
+            require(isinstance(submission.error, CapacityError), "a request was refused for nothing")
             require(request.max_num_tokens > fits, "a request that fits was refused")
             self.event("refused", request.request_id)
             return
         require(request.max_num_tokens <= fits, "a request that cannot fit was taken")
+        self.submissions[request.request_id] = submission
         self.truths[request] = Truth(request, self.options.block, self.options.sink)
         self.event("add", request.request_id, request.num_prompt_tokens, request.max_tokens)
         try:
@@ -165,42 +215,61 @@ class Simulation:
         require(False, "a live id was taken twice")
 
     def abort(self, request: Request) -> None:
-        self._end(request, FinishReason.ABORT)
+        self.core.abort(request.request_id)
+        require(request.finish_reason is FinishReason.ABORT, "an aborted request goes on")
 
     def recover(self) -> None:
         """As after an interrupt: new books, the old bytes and requests."""
-        device = self.device
-        self.space = self._new_space()
-        self.device._starts, self.device._records = device._starts, device._records
-        self.scheduler.recover(self.space)
-        self.space.scheduler = self.scheduler
-        for request, truth in list(self.truths.items()):
-            truth.computed = 0
-            if request.is_finished:
-                self._note_end(request)
-            elif self._is_done(request):
-                self._end(request, FinishReason.STOP)
+        self.in_step = False
+        held = [r for r in self.truths if any(block.rung != SINK for block in self.blocks_of(r))]
+        self.core.recover()
+        for request in [request for request in self.truths if request.is_finished]:
+            self._note_end(request)
+        for request in held:
+            require(not request.is_finished or bool(self._kv(request)), "it is unknown where a request's blocks stood")
+        self._check_core()
         self.event("recover")
+
+    def _kv(self, request: Request) -> dict[str, int]:
+        return self.submissions[request.request_id].completions[0].kv.blocks
 
     # ---- a step
 
     def step(self) -> None:
-        """What ``EngineCore.step`` does."""
-        scheduler = self.scheduler
-        if not scheduler.has_work:
-            return
-        oldest = scheduler.running.oldest if scheduler.running else None
-        rounds = 0 if oldest is None else oldest.num_preemptions
-        had = set(scheduler.running)
+        if self.core.has_work:
+            self.in_step = not self.is_calm
+            try:
+                self.core.step()
+            except BrokenOff:
+                self.recover()
+            finally:
+                self.in_step = False
+            self._check_core()
+            if self.space.prefix is not None:
+                self._check_cached()
+
+    def _check_core(self) -> None:
+        """The core knows the live requests, and no others."""
+        live = set(self.scheduler.requests.values())
+        require(set(self.core._owners) == set(self.core._rows) == live, "the core remembers who is gone")
+        require(set(self.core.live) == set(self.scheduler.requests), "a submission is lost")
+
+    def before_schedule(self) -> None:
+        running = self.scheduler.running
+        self._had = set(running)
+        self._oldest = (running.oldest, running.oldest.num_preemptions) if running else None
         self.space.begin_schedule()
-        batch = scheduler.schedule()
+
+    def scheduled(self, batch: Any) -> None:
         self.counts["hit"] += sum(item.start == item.request.num_cached_tokens > 0 for item in batch.items)
         self.event("schedule", [(i.request.request_id, i.start, i.num_tokens) for i in batch.items])
         self._check_batch(batch)
+        oldest, rounds = self._oldest or (None, 0)
         require(oldest is None or oldest.num_preemptions == rounds, "the oldest was preempted")
-        self.counts["preempted"] += sum(r not in scheduler.running for r in had)
-        for request in had - set(scheduler.running):
-            self.truths[request].computed = 0
+        self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
+
+    def apply_moves(self) -> set[Any]:
+        """What the cache does before a step; returns blocks whose values turned out bad."""
         if self.rng.random() < self.options.evacuations:
             while self.space.tables._evacuate():
                 self.event("evacuate")
@@ -208,15 +277,49 @@ class Simulation:
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
-        self._spoil(batch)
+        bad = set()
+        if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
+            request = self.rng.choice(list(self.scheduler.running))
+            blocks = [b for b in self.space.tables[request.request_id].blocks if self.device.path(b)]
+            if blocks:
+                bad.add(self.rng.choice(blocks))
+                self.device.spoil(*bad)
+        return bad
+
+    def compute(self, batch: Any) -> list[tuple[Any, SampledToken | None]]:
+        """A step on the device; now and then it breaks off, before or after it wrote."""
+        rng, faults = self.rng, self.options.faults
+        self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
+        broken, late = any(item.request in self.doomed for item in batch.items), rng.random() < 0.5
+        if broken and not late:
+            raise Fault("on purpose")
         for item in batch.items:
-            if not item.request.is_finished:
-                self._write(item)
-        for item in batch.items:
-            if not item.request.is_finished:
-                self._accept(item)
-        if self.space.prefix is not None:
-            self._check_cached()
+            self._write(item)
+        if broken:
+            raise Fault("on purpose")
+        return [(item, self._sample(item, rng.random() < faults / 2)) for item in batch.items]
+
+    def _sample(self, item: Any, is_bad: bool) -> SampledToken | None:
+        """Reads what the step sees of the cache; returns the next token of a request that is at its end."""
+        truth, floor = self.truths[item.request], self.space.own_floor(item.request.params)
+        fold = 0
+        for block, nbytes, start, end in self._places(item):
+            record = self.device.read(block, nbytes, item.request.params.cache_salt)
+            require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
+            require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
+            fold = mix(fold, record.count, record.value)
+        require(fold == truth.fold(item.end), f"{item.request.request_id} sees other KV than alone")
+        if not item.samples:
+            return None
+        if is_bad:
+            for block in self.space.tables[item.request.request_id]:
+                if not block.is_shared:
+                    self.device.spoil(block)
+            return SampledToken(-1, error=RequestError("on purpose"))
+        found = token(item.request.seed, item.end, fold)
+        if item.end == len(truth.tokens):
+            truth.tokens.append(found)
+        return SampledToken(found)
 
     def _check_batch(self, batch: Any) -> None:
         scheduler = self.scheduler
@@ -230,32 +333,11 @@ class Simulation:
             request = item.request
             require(request in scheduler.running, "someone is computed who does not run")
             require(item.start == request.num_computed_tokens < item.end <= request.num_tokens, "not the next tokens")
-            require(item.start <= self.truths[request].computed or item.start == request.num_cached_tokens or
-                    item.start < request.num_tokens, "tokens are skipped")  # fmt: skip
             table = self.space.tables[request.request_id]
             require(table.sink is not None or not self.options.sink, "no sink")
             blocks = -(-max(0, item.end - self.options.sink) // self.options.block)
             require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
         self.space.check_work(len(batch))
-
-    def _spoil(self, batch: Any) -> None:
-        """Now and then values turn out bad: a block's, which all its holders pay for, or one request's."""
-        rng, options = self.rng, self.options
-        if rng.random() < options.bad_blocks:
-            request = rng.choice(list(self.scheduler.running))
-            blocks = [b for b in self.space.tables[request.request_id].blocks if self.device.path(b)]
-            if blocks:
-                bad = rng.choice(blocks)
-                self.device.spoil(bad)
-                for other in list(self.scheduler.running):
-                    if bad in self.space.tables[other.request_id].blocks:
-                        self._end(other, FinishReason.ERROR)
-        for item in batch.items:
-            if not item.request.is_finished and rng.random() < options.faults:
-                for block in self.space.tables[item.request.request_id]:
-                    if not block.is_shared and self.device.path(block):
-                        self.device.spoil(block)
-                self._end(item.request, FinishReason.ERROR)
 
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
@@ -273,49 +355,27 @@ class Simulation:
                 first = max(start, item.start)
                 self.device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
 
-    def _accept(self, item: Any) -> None:
-        request = item.request
-        truth, salt = self.truths[request], request.params.cache_salt
-        fold, floor = 0, self.space.own_floor(request.params)
-        for block, nbytes, start, end in self._places(item):
-            record = self.device.read(block, nbytes, salt)
-            require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
-            require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
-            fold = mix(fold, record.count, record.value)
-        require(fold == truth.fold(item.end), f"{request.request_id} sees other KV than alone")
-        samples = item.samples
-        self.scheduler.computed(item)
-        truth.computed = item.end
-        require(request.num_computed_tokens == item.end, "computed tokens are miscounted")
-        self.event("computed", request.request_id, item.end)
-        if not samples:
-            return
-        found = token(request.seed, item.end, fold)
-        self.scheduler.append_token(request, found)
-        truth.emitted = (*truth.emitted, found)
-        self.event("token", request.request_id, found)
-        if self._is_done(request):
-            length = request.num_output_tokens >= request.max_tokens
-            self._end(request, FinishReason.LENGTH if length else FinishReason.STOP)
-
-    @staticmethod
-    def _is_done(request: Request) -> bool:
-        stopped = (
-            request.num_output_tokens > 0 and request.token_ids[-1] == STOP_TOKEN and not request.params.ignore_eos
-        )
-        return stopped or request.num_output_tokens >= request.max_tokens
+    def emitted(self, request: Request, token_id: int) -> None:
+        truth = self.truths[request]
+        truth.emitted = (*truth.emitted, token_id)
+        self.event("token", request.request_id, token_id)
 
     # ---- ends
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        error = QKVError("on purpose") if reason is FinishReason.ERROR else None
-        blocks = list(self.space.tables[request.request_id]) if request.request_id in self.space.tables else []
-        self.scheduler.finish(request, reason, error=error)
+    def blocks_of(self, request: Request) -> list[Any]:
+        return list(self.space.tables[request.request_id]) if request.request_id in self.space.tables else []
+
+    def ended(self, request: Request, reason: FinishReason, blocks: list[Any]) -> None:
         require(request.is_finished and request.finish_reason is reason, "a request did not end as told")
-        require(request.request_id not in self.space.tables, "an ended request owns blocks")
-        if error is not None and self.space.prefix is not None:
+        require(not self.blocks_of(request), "an ended request owns blocks")
+        purpose = ("on purpose", "not finite")
+        require(request.error is None or any(word in str(request.error) for word in purpose), repr(request.error))
+        if request.error is not None and self.space.prefix is not None:
             offered = {id(entry.block) for entry in self.space.prefix._entries.values()}
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
+        if blocks:
+            rungs = Counter(f"rung{block.rung}" for block in blocks if block.rung != SINK)
+            self.usage[request.request_id] = dict(rungs)
         self._note_end(request)
         self.event("end of", request.request_id, str(reason))
 
@@ -326,10 +386,12 @@ class Simulation:
             Request("", request.prompt_token_ids, request.params, 1, seed=request.seed), truth.block, truth.sink
         )
         for found in request.output_token_ids:
-            require(found == alone.next_token(alone.request.num_tokens), "an answer differs from the one given alone")
-            alone.request.token_ids.append(found)
+            require(found == alone.next_token(len(alone.tokens)), "an answer differs from the one given alone")
+            alone.tokens.append(found)
         require(request.num_output_tokens <= request.max_tokens, "more tokens than asked for")
         require(request.token_ids == [*request.prompt_token_ids, *truth.emitted], "tokens are lost or doubled")
+        if not request.params.ignore_eos:
+            require(STOP_TOKEN not in request.output_token_ids[:-1], "a request went on after its stop")
         self.outputs[request.request_id] = (request.output_token_ids, str(request.finish_reason))
 
     def _check_cached(self) -> None:
@@ -346,7 +408,7 @@ def simulate(seed: int, num_events: int, change: Callable[[Options], Options] | 
     simulation = Simulation(options)
     try:
         simulation.run(num_events)
-    except Exception as error:
+    except (Exception, Broken) as error:
         error.add_note(f"after {simulation.num_events} events of {options}")
         raise
     return simulation

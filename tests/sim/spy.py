@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from .options import Options
 
 
-class Broken(AssertionError):
-    """An invariant does not hold."""
+class Broken(BaseException):
+    """An invariant does not hold. No ``Exception``: the core takes those for the failure of one request."""
 
 
 def require(truth: bool, message: str) -> None:

@@ -1,4 +1,4 @@
-"""An interrupt at every executed line of the books and of the scheduler: recovery always leads to the same answers."""
+"""An interrupt at every executed line of core, scheduler and books: recovery always leads to the same answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from qkv_engine.request import FinishReason, Request, SamplingParams
+from qkv_engine.request import FinishReason, SamplingParams
 
 from .code import MODULES, source_path
 from .options import Options, draw
 from .simulator import Simulation
+from .spy import Broken
 from .truth import Truth
 
 FILES = {str(source_path(file)) for file in MODULES}
@@ -50,17 +51,18 @@ class Scenario(Simulation):
     def __init__(self, options: Options):
         super().__init__(options)
         rng = random.Random(options.seed)
-        self.to_come = [self._request(i, rng) for i in range(5)]
+        self.to_come = [self._submission(i, rng) for i in range(5)]
         self.aborted = self.to_come[2]
         self.interrupts = 0
 
-    def _request(self, index: int, rng: random.Random) -> Request:
+    def _submission(self, index: int, rng: random.Random) -> Any:
         block, same = self.options.block, random.Random(self.options.seed)
         ids = [same.randrange(50) for _ in range(2 * block + 1)] + [
             rng.randrange(50) for _ in range(rng.randint(1, 3 * block))
         ]
         params = SamplingParams(max_tokens=1, ignore_eos=index % 2 == 0, kv_pinned=index == 3)
-        return Request(f"r{index}", ids, params, block + 2, seed=rng.randrange(2**32))
+        seed = rng.randrange(2**32)
+        return self.code.Submission(f"r{index}", None, ids, params, block + 2, seed, [], index % 2 == 1)
 
     def event(self, *what: Any) -> None:
         """Checked while nothing was interrupted and after each recovery; not traced."""
@@ -70,11 +72,16 @@ class Scenario(Simulation):
         sys.settrace(trace)
 
     def advance(self, step: int) -> None:
-        if self.to_come and self.to_come[0].request_id not in self.scheduler.requests:
-            self.add(self.to_come[0])
-        del self.to_come[:1]
-        if step >= 4 and not self.aborted.is_finished and self.aborted in self.truths:
-            self.abort(self.aborted)
+        """What the loop does: commands, each taken out once done, and a step."""
+        if self.to_come:
+            submission = self.to_come[0]
+            self.core.live[submission.request_id] = submission
+            self.core.add(submission)
+            if submission.request_id not in self.submissions:
+                self._note_submission(submission)
+            del self.to_come[0]
+        if step >= 4:
+            self.core.abort(self.aborted.request_id)
         self.step()
 
     def play(self, raise_at: int | None) -> LineCounter:
@@ -98,17 +105,25 @@ class Scenario(Simulation):
 
     def mend(self) -> None:
         """What was submitted but not noted by this side of the call is noted; then everything starts over."""
-        for request in self.scheduler.requests.values():
-            if request not in self.truths:
-                self.truths[request] = Truth(request, self.options.block, self.options.sink)
-        for request, truth in self.truths.items():
-            truth.emitted = tuple(request.output_token_ids)
-        for line in (2, 9, 30):  # the recovery is interrupted as well
+        self._note_all()
+        for line in (2, 9, 30, 80, None):  # the recovery is interrupted as well
             sys.settrace(LineCounter(line))
             with suppress(Interrupted):
-                self.scheduler.recover(self._new_space())
+                self.core.recover()
             sys.settrace(None)
+        for submission in list(self.core.live.values()):
+            self.core.add(submission)  # as the loop does with a command that broke off
+        self._note_all()
         self.recover()
+
+    def _note_all(self) -> None:
+        for submission in self.core.live.values():
+            for request in [c.request for c in submission.completions]:
+                if request.request_id not in self.submissions:
+                    self.submissions[request.request_id] = submission
+                    self.truths[request] = Truth(request, self.options.block, self.options.sink)
+        for request, truth in self.truths.items():
+            truth.emitted = tuple(request.output_token_ids)
 
 
 def scenario(number: int) -> Options:
@@ -137,7 +152,7 @@ def sweep(number: int, times: int) -> tuple[int, set[tuple[str, int]]]:
         disturbed = Scenario(options)
         try:
             disturbed.play(at)
-        except Exception as error:
+        except (Exception, Broken) as error:
             error.add_note(f"interrupted at line event {at} of scenario {number}")
             raise
         assert disturbed.interrupts == 1

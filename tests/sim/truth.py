@@ -17,14 +17,16 @@ class Truth:
     block: int
     sink: int
     values: list[int] = field(default_factory=list)  # by position
+    tokens: list[int] = field(default_factory=list)  # prompt, and what the device gave
     _folds: list[int] = field(default_factory=list)  # over all full blocks, by their number
-    rounds: int = 0  # preemptions seen
-    computed: int = 0
-    emitted: tuple[int, ...] = ()
+    emitted: tuple[int, ...] = ()  # what reached the request
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.token_ids)
 
     def value(self, position: int) -> int:
         """The KV of the token at ``position``; stands for all tokens up to it."""
-        values, tokens = self.values, self.request.token_ids
+        values, tokens = self.values, self.tokens
         while len(values) <= position:
             values.append(mix(values[-1] if values else 1, tokens[len(values)]))
         return values[position]

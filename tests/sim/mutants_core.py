@@ -1,0 +1,68 @@
+"""Bugs put into the engine's core on purpose."""
+
+from __future__ import annotations
+
+from .code import Patch
+
+CORE = (
+    Patch(
+        "recovery does not look for stops",
+        "core",
+        "            self._read(submission, completion)\n            if",
+        "            completion.num_read = completion.request.num_output_tokens\n            if",
+    ),
+    Patch(
+        "recovery forgets where blocks stood",
+        "core",
+        "            for completion in submission.completions:\n                self._note_usage(completion)\n",
+        "            pass\n",
+    ),
+    Patch(
+        "recovery keeps the times of lost tokens",
+        "core",
+        "                del times[completion.request.num_output_tokens :]\n",
+        "                pass\n",
+    ),
+    Patch(
+        "recovery reports no end",
+        "core",
+        "        elif submission.finished:\n            self._report(submission)\n",
+        "",
+    ),
+    Patch(
+        "an ended request is remembered",
+        "core",
+        "        self._rows.pop(completion.request, None)\n",
+        "",
+    ),
+    Patch(
+        "a refused request is remembered",
+        "core",
+        "                request.status = RequestStatus.FINISHED\n                self._close(completion)\n",
+        "                request.status = RequestStatus.FINISHED\n",
+    ),
+    Patch(
+        "one failure takes the batch along",
+        "core",
+        "            if len(batch) > 1:\n",
+        "            if False:\n",
+    ),
+    Patch(
+        "holders of bad values go on",
+        "core",
+        "            if not bad.isdisjoint(self.space.tables[request.request_id]):\n",
+        "            if False:\n",
+    ),
+    Patch(
+        "a request stops a token late",
+        "core",
+        "if completion.num_read >= request.max_tokens else None",
+        "if completion.num_read > request.max_tokens else None",
+    ),
+    Patch(
+        "ends of sequence are ignored",
+        "core",
+        "        is_eos = token_id in self.eos_ids and not params.ignore_eos\n",
+        "        is_eos = False\n",
+    ),
+)
