@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_CAPACITY = 0, 1, 2, 3
 EXIT_TERMINATED, EXIT_INTERRUPTED = 128 + signal.SIGTERM, 130
 
-_ENGINE_OPTIONS = ("model", "kv", "kv_memory", "dtype", "device", "max_model_len", "revision")
+_ENGINE_OPTIONS = ("model", "kv", "kv_memory", "dtype", "device", "max_model_len", "cuda_graphs", "revision")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
+    group.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured decode steps on a GPU (default)"
+    )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
 
 

@@ -144,6 +144,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    cuda_graphs: bool = True
     load_format: str = "auto"
     revision: str | None = None
     token: str | None = None
@@ -160,5 +161,7 @@ class EngineConfig:
             _check_int("max_model_len", self.max_model_len, 2, 2**24)
         if self.kv_quota is not None and not (isinstance(self.kv_quota, float) and 0.0 < self.kv_quota <= 1.0):
             raise ConfigError("out of range", field="kv_quota", value=self.kv_quota, remedy="Give a share in (0, 1]")
+        if not isinstance(self.cuda_graphs, bool):
+            raise ConfigError("not a bool", field="cuda_graphs", value=self.cuda_graphs, remedy="Give True or False")
         if self.load_format not in ("auto", "random"):
             raise ConfigError("unknown", field="load_format", value=self.load_format, remedy='Use "auto" or "random"')

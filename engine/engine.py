@@ -30,7 +30,8 @@ class Engine:
 
     ``model`` is a local folder, a Hub id, or with ``load_format="random"`` a named shape; ``None`` is the demo model
     inside the package. ``kv`` is a preset name or a ``KVConfig``; ``kv_memory`` is bytes, "20GiB", or a share of
-    free memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
+    free memory. ``cuda_graphs=False`` saves a GPU the memory of captured steps and makes small ones slower.
+    Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Engine:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        cuda_graphs: bool = True,
         load_format: str = "auto",
         revision: str | None = None,
         token: str | None = None,
@@ -62,6 +64,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            cuda_graphs=cuda_graphs,
             load_format=load_format,
             revision=revision,
             token=token,

@@ -9,10 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
-GPU_SHARE, GPU_WORKSPACE = (
-    0.95,
-    2 * 2**30,
-)  # of a GPU's total; activations, graphs and libraries take the rest
+GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations and libraries take the rest
+GRAPHS_NBYTES = 2**30  # captured steps
 
 
 def free_memory(device: torch.device) -> int:
@@ -24,14 +22,18 @@ def free_memory(device: torch.device) -> int:
     return min(_available_ram(), _cgroup_headroom())
 
 
-def default_kv_memory(device: torch.device, most: int) -> int:
-    """Bytes for the KV cache when the caller gave none; ``most`` is what all requests together could ever use."""
+def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> int:
+    """Bytes for the KV cache when the caller gave none; ``most`` is what all requests together could ever use.
+
+    ``graphs``: whether a GPU's steps are captured, which takes memory, too.
+    """
     free = free_memory(device)
     if device.type == "cuda":
         import torch
 
         total = torch.cuda.mem_get_info(device)[1]
-        return max(1, min(most, free - int((1 - GPU_SHARE) * total) - GPU_WORKSPACE))
+        others = int((1 - GPU_SHARE) * total) + GPU_WORKSPACE + graphs * GRAPHS_NBYTES
+        return max(1, min(most, free - others))
     return max(1, min(most, int(CPU_SHARE * free), CPU_LIMIT))
 
 

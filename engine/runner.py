@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.copies import to_device
 from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -16,7 +18,10 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from .kv.cache import KVCache
 from .logprobs import TokenLogprobs, token_logprobs
 from .request import Request
-from .sampler import SampledToken, Sampler, SampleRow
+from .sampler import PendingTokens, SampledToken, Sampler, SampleRow
+
+if TYPE_CHECKING:
+    from .gpu_steps import GpuSteps
 
 
 class CausalLM(Protocol):
@@ -42,23 +47,46 @@ class StepResult:
 class Pending:
     """A step under way on the device."""
 
-    def __init__(self, results: list[StepResult]):
-        self._results = results
+    def __init__(
+        self,
+        items: Sequence[ScheduledRequest],
+        tokens: PendingTokens | None,
+        places: Mapping[int, int],
+        prompt_logprobs: Mapping[int, list[TokenLogprobs]],
+    ):
+        """``places`` has, by item that samples, which of ``tokens`` is its."""
+        self._items, self._tokens, self._places, self._prompt_logprobs = items, tokens, places, prompt_logprobs
 
     def wait(self) -> list[StepResult]:
         """Blocks until the step's tokens are on the host; one result for each item of the batch, in order.
 
         May be called once. An error of the device is raised here.
         """
-        return self._results
+        found = [] if self._tokens is None else self._tokens.wait()
+        tokens, prompt = {i: found[place] for i, place in self._places.items()}, self._prompt_logprobs
+        return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(self._items)]
 
 
 class Runner:
     """Owns the model and the sampler of an engine. Steps are repeatable: a failed one may simply be run again."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device):
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        device: torch.device,
+        *,
+        max_num_seqs: int = 1,
+        max_model_len: int = 1,
+        cuda_graphs: bool = True,
+    ):
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
+        self._gpu: GpuSteps | None = None
+        if device.type == "cuda":
+            from .gpu_steps import GpuSteps  # needs Triton
+
+            self._gpu = GpuSteps(model, cache, max_num_seqs, max_model_len, cuda_graphs)
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
         """``launch`` and ``wait`` in one."""
@@ -70,50 +98,90 @@ class Runner:
 
         ``rows`` holds the sampling state of each request; it and the block tables are read before this returns, so
         both may change while the step is under way. On the CPU the step has been computed when this returns.
+
+        On a GPU a step may be launched before the one before it was waited for: an item may begin just behind the
+        tokens that the host knows of its request, and reads there what that step samples. The batch must say itself
+        that such an item samples; ``rows`` know nothing of the missing token. After an error all tokens must be known.
         """
+        try:
+            return self._launch(batch, rows)
+        except BaseException:
+            if self._gpu is not None:
+                self._gpu.tables.forget()
+            raise
+
+    def _launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
+        items = batch.items
+        sampling = [i for i, item in enumerate(items) if item.samples]
+        states = [rows[items[i].request] for i in sampling]
+        if self._gpu is not None and all(map(_is_single, items)):
+            return self._launch_decode(self._gpu, items, sampling, states)
+        hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
+        tokens = self._sample(hidden, items, sampling, states)
+        if self._gpu is not None and tokens is not None:
+            self._gpu.keep_tokens([items[i] for i in sampling], tokens.token_ids)
+        places = {i: place for place, i in enumerate(sampling)}
+        return Pending(items, tokens, places, self._prompt_logprobs(hidden, items))
+
+    def _forward(self, batch: ScheduledBatch) -> Tensor:
+        """Hidden states [N, E] of the batch's tokens, on the CPU."""
         items = batch.items
         ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
         positions = [p for item in items for p in range(item.start, item.end)]
         num_tokens = len(ids)
         padding = [0] * (padded_rows(num_tokens, self.device) - num_tokens)
         step = self.cache.begin_step(batch)
-        hidden = self.model(
-            torch.tensor(ids + padding, device=self.device), torch.tensor(positions + padding, device=self.device), step
-        )[:num_tokens]
-        tokens = self._sample(hidden, items, rows)
-        prompt = self._prompt_logprobs(hidden, items)
-        return Pending([StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(items)])
+        return self.model(torch.tensor(ids + padding), torch.tensor(positions + padding), step)[:num_tokens]
+
+    def _launch_decode(
+        self, gpu: GpuSteps, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
+    ) -> Pending:
+        """A step of single tokens alone, of which the device takes the likeliest itself."""
+        is_plain = all(state.is_plain for state in states)
+        decoded = gpu.decode(items, keep_logits=not is_plain)
+        if is_plain:
+            return Pending(items, PendingTokens(decoded.sampled), {i: i for i in sampling}, {})
+        logits = decoded.logits
+        assert logits is not None
+        if len(sampling) < len(items):
+            logits = logits[to_device(torch.tensor(sampling), self.device)]
+        tokens = self.sampler.launch(logits, states)
+        gpu.keep_tokens([items[i] for i in sampling], tokens.token_ids)
+        return Pending(items, tokens, {i: place for place, i in enumerate(sampling)}, {})
 
     def _sample(
-        self, hidden: Tensor, items: list[ScheduledRequest], rows: Mapping[Request, SampleRow]
-    ) -> dict[int, SampledToken]:
-        last, sampling = -1, []
-        for i, item in enumerate(items):
-            last += item.num_tokens
-            if item.samples:
-                sampling.append((i, last))
+        self, hidden: Tensor, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
+    ) -> PendingTokens | None:
         if not sampling:
-            return {}
-        states = [rows[items[i].request] for i, _ in sampling]
-        sampled = self.sampler.sample(self._logits(hidden, [row for _, row in sampling]), states)
-        return {i: token for (i, _), token in zip(sampling, sampled, strict=True)}
+            return None
+        ends = list(accumulate(item.num_tokens for item in items))
+        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in sampling]), states)
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Logits of some rows of ``hidden`` [N, E]."""
         num_rows = padded_rows(len(rows), self.device)
         if rows != list(range(len(hidden))) or num_rows > len(rows):
             padding = rows[:1] * (num_rows - len(rows))
-            hidden = hidden[torch.tensor(rows + padding, device=self.device)]
+            hidden = hidden[to_device(torch.tensor(rows + padding), self.device)]
         return self.model.compute_logits(hidden)[: len(rows)]
 
     def _prompt_logprobs(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
         found, first = {}, 0
         for i, item in enumerate(items):
-            wanted, request = item.request.params.prompt_logprobs, item.request
-            targets = request.prompt_token_ids[item.start + 1 : item.end + 1]
+            wanted, targets = item.request.params.prompt_logprobs, _targets(item)
             if wanted is not None and targets:
                 logits = self._logits(hidden, list(range(first, first + len(targets))))
                 found[i] = token_logprobs(logits, targets, wanted)
             first += item.num_tokens
         return found
+
+
+def _targets(item: ScheduledRequest) -> list[int]:
+    """The prompt tokens that follow an item's."""
+    return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
+
+
+def _is_single(item: ScheduledRequest) -> bool:
+    """Whether an item is one token of which nothing but the next one is wanted."""
+    return item.num_tokens == 1 and (item.request.params.prompt_logprobs is None or not _targets(item))

@@ -95,7 +95,14 @@ def start(config: EngineConfig) -> Started:
         make_space(), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     eos_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
-    runner = Runner(cast(CausalLM, loaded.model), cache, device)
+    runner = Runner(
+        cast(CausalLM, loaded.model),
+        cache,
+        device,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        cuda_graphs=config.cuda_graphs,
+    )
     if device.type == "cuda":
         warm_up(runner)
     core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space)
@@ -188,7 +195,7 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
     free = free_memory(device)
     if config.kv_memory is None:
-        return default_kv_memory(device, most_nbytes(ladder, config.max_num_seqs, limit))
+        return default_kv_memory(device, most_nbytes(ladder, config.max_num_seqs, limit), graphs=config.cuda_graphs)
     nbytes = parse_size(config.kv_memory, field="kv_memory", free=free)
     if nbytes > free:
         raise CapacityError(

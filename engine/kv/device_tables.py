@@ -85,7 +85,7 @@ class DeviceTables:
         updates = [word for index in self._changed for word in (index, self._words[index])]
         num_updates = len(self._changed)
         self._changed.clear()
-        return torch.frombuffer(array("q", [num_updates, *ids, *positions, *rows, *updates]), dtype=torch.int64)
+        return torch.frombuffer(array("q", [num_updates, 0, *ids, *positions, *rows, *updates]), dtype=torch.int64)
 
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows, on the host.
@@ -103,6 +103,10 @@ class DeviceTables:
         held = self._tables.num_entries
         counts = [held[rung] + (held[SINK] if rung == 0 else 0) for rung in range(len(self.ladder.rungs))]
         return [count // split_blocks + min(num_requests, count) for count in counts]
+
+    def forget(self) -> None:
+        """To be called when a step's input may not have reached the device: the next one brings everything."""
+        self._tables = None
 
     def _begin(self, tables: BlockTables) -> None:
         self._tables, self._rows, self._changed = tables, {}, []

@@ -1,6 +1,6 @@
 """Block tables on the device in two launches of fixed shape, as a captured graph needs them.
 
-Shapes:  step_input [1 + 3 N + 2 U] int64 as ``pack_input`` makes it;  words as in ``BlockWords``;
+Shapes:  step_input [HEADER + 3 N + 2 U] int64 as ``pack_input`` makes it;  words as in ``BlockWords``;
          last_tokens [rows] int64;  outputs as in ``Placed``
 Grid:    update: (MAX_UPDATES / BLOCK,);  place: (ceil(N / BLOCK),)
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 RUNG_BITS = 8  # low bits of a block's word, which hold its rung; its slot's address is above them
 MAX_UPDATES = 1024  # words of the tables that one step's input may change
-HEADER = 1  # words before a step's tokens: the number of updates
+HEADER = 2  # words before a step's tokens: the number of updates, and one that keeps rows aligned to 16 bytes
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Placed:
 def pack_input(
     ids: Sequence[int], positions: Sequence[int], rows: Sequence[int], updates: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """A step's input on the host, [1 + 3 N + 2 U] int64.
+    """A step's input on the host, [HEADER + 3 N + 2 U] int64.
 
     An id of -1 stands for the token sampled last for that row, which may be on the device alone. Padding has position
     -1. ``updates`` are (index, value) pairs of ``BlockWords.words``, at most ``MAX_UPDATES``.
     """
     changes = [word for pair in updates for word in pair]
-    return torch.tensor([len(updates), *ids, *positions, *rows, *changes], dtype=torch.int64)
+    return torch.tensor([len(updates), 0, *ids, *positions, *rows, *changes], dtype=torch.int64)
 
 
 def input_nwords(num_tokens: int, num_updates: int = MAX_UPDATES) -> int:

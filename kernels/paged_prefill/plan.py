@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,5 +89,5 @@ class PrefillWork:
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
         names = ("addresses", "positions", "tiles", "runs")
-        moved = {n: to_device(getattr(self, n), device) for n in names}
+        moved: dict[str, Any] = {n: to_device(getattr(self, n), device) for n in names}
         return replace(self, **moved, blocks=tuple(to_device(b, device) for b in self.blocks))

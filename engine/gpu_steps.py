@@ -1,0 +1,147 @@
+"""Steps on a GPU. Nothing here waits for the device.
+
+A step that consists of single tokens alone is padded to one of few sizes and replayed as a CUDA graph, from its input
+to the tokens it samples. Any other step is run operator by operator, over the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.block_tables import input_nwords
+from qkv_engine.kernels.copies import pinned, to_device
+from qkv_engine.kernels.sample import sample
+from qkv_engine.scheduler import ScheduledRequest
+
+from .graphs import Graphs
+from .kv.cache import KVCache
+from .kv.device_tables import DeviceTables
+from .kv.step_triton import SPLIT_BLOCKS, TritonPlanner
+
+if TYPE_CHECKING:
+    from .runner import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What a captured step depends on: rows, a bound of the work items on each rung, and whether logits are kept."""
+
+    batch: int
+    max_items: tuple[int, ...]
+    keeps_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a step of single tokens leaves on the device until the next one.
+
+    Shapes:  sampled [2, B] int64, likeliest tokens and faults as ``kernels.sample`` gives them, padding behind;
+             logits [N, V] of the step's requests, ``None`` unless they were asked for
+    """
+
+    sampled: Tensor
+    logits: Tensor | None
+
+
+class GpuSteps:
+    """Owns what steps on a GPU share: the tables' copy, their input and output, and the graphs."""
+
+    def __init__(self, model: CausalLM, cache: KVCache, max_num_seqs: int, max_model_len: int, cuda_graphs: bool):
+        device = cache.memory.device
+        self.model, self.cache, self.device = model, cache, device
+        self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
+        self._planner = TritonPlanner(cache.memory, self.tables)
+        self._graphs = Graphs(device) if cuda_graphs else None
+        most = padded_batch(max_num_seqs)
+        self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
+        self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None  # [most, V], made when first asked for
+        self._most = most
+
+    def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
+        """Hidden states [N, E] of a step's tokens, single tokens first."""
+        rows = self._rows(items)
+        ids = [t for item in items for t in _token_ids(item)]
+        positions = [p for item in items for p in range(item.start, item.end)]
+        token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
+        num_decodes = sum(item.num_tokens == 1 for item in items)
+        late, chunks = items[num_decodes:], None
+        if late:
+            starts, counts = [item.start for item in late], [item.num_tokens for item in late]
+            chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
+        step_input = to_device(self.tables.step_input(ids, positions, token_rows), self.device)
+        max_items = tuple(self.tables.max_items(num_decodes, SPLIT_BLOCKS))
+        placed, step = self._planner.begin(step_input, len(ids), num_decodes, max_items, chunks)
+        return self.model(placed.input_ids, placed.positions, step)
+
+    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool) -> Decoded:
+        """A step of single tokens alone. The likeliest token of each row becomes its last one."""
+        batch = padded_batch(len(items))
+        padding = batch - len(items)
+        ids = [_token_id(item) for item in items]
+        positions = [item.start for item in items]
+        rows = self._rows(items)
+        if padding:
+            ids += [0] * padding
+            positions += [-1] * padding
+            rows += [self.tables.spare_row] * padding
+        step_input = self.tables.step_input(ids, positions, rows)
+        self._input[: len(step_input)].copy_(pinned(step_input, self.device), non_blocking=True)
+        max_items = tuple(padded_items(n) for n in self.tables.max_items(len(items), SPLIT_BLOCKS))
+        shape = DecodeShape(batch, max_items, keep_logits)
+        if self._graphs is None:
+            self._decode(shape)
+        else:
+            self._graphs.run(shape, lambda: self._decode(shape))
+        logits = self._logits[: len(items)] if keep_logits and self._logits is not None else None
+        return Decoded(self._sampled[: 2 * batch].view(2, batch), logits)
+
+    def keep_tokens(self, items: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
+        """``token_ids`` [N] on the device become the last tokens of requests of the step just enqueued."""
+        rows = to_device(torch.tensor(self._rows(items)), self.device)
+        self.tables.last_tokens.index_copy_(0, rows, token_ids)
+
+    def _decode(self, shape: DecodeShape) -> None:
+        """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""
+        batch = shape.batch
+        placed, step = self._planner.begin(self._input, batch, batch, shape.max_items)
+        logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
+        if shape.keeps_logits:
+            if self._logits is None:
+                self._logits = torch.empty(self._most, logits.shape[1], dtype=logits.dtype, device=self.device)
+            self._logits[:batch].copy_(logits)
+        sampled = sample(logits)
+        self._sampled[: 2 * batch].view(2, batch).copy_(sampled)
+        self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])
+
+    def _rows(self, items: Sequence[ScheduledRequest]) -> list[int]:
+        return self.tables.follow(self.cache.tables, [item.request.request_id for item in items])
+
+
+def padded_batch(num_rows: int) -> int:
+    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 24, ..., at least eight sizes an octave from 64 on."""
+    if num_rows <= 4:
+        return 1 << (num_rows - 1).bit_length()
+    step = max(8, 1 << (num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
+
+
+def padded_items(num_items: int) -> int:
+    """Programs to launch for up to ``num_items`` work items: a power of two. An idle one ends at its first load."""
+    return 1 << (num_items - 1).bit_length() if num_items else 0
+
+
+def _token_ids(item: ScheduledRequest) -> list[int]:
+    """A request's tokens in a step; one that the host does not know yet is -1, its last token on the device."""
+    ids = item.request.token_ids[item.start : item.end]
+    return ids + [-1] * (item.num_tokens - len(ids))
+
+
+def _token_id(item: ScheduledRequest) -> int:
+    token_ids = item.request.token_ids
+    return token_ids[item.start] if item.start < len(token_ids) else -1
