@@ -2,11 +2,13 @@
 
 Both read the same prompts and decode greedily to exactly the same length; prompts that they answer
 differently are counted. ``PEERS`` is the table of what can be compared; a further peer is one function.
+``python -m qkv_engine.bench.peers attention`` compares attention kernels alone (``peer_attention.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 import statistics
 import sys
@@ -33,7 +35,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Setup(NamedTuple):
-    """What every engine is to load. ``model`` is a folder or a Hub name, None the demo model."""
+    """What every engine is to load: a folder, a Hub name, a shape (random weights, each its own), None: demo model."""
 
     model: str | None
     dtype: str
@@ -94,50 +96,81 @@ class PeerRow:
 
 def load_hf(setup: Setup) -> Loaded:
     """Hugging Face ``generate`` with its dynamic and its static cache, each with both portable attentions."""
+    ways: dict[str, Generate] = {}
+    for attention in ("sdpa", "eager"):
+        model = _hf_model(setup, attention)
+        ways[f"dynamic, {attention}"] = partial(_hf_generate, model, {})
+        ways[f"static, {attention}"] = partial(_hf_generate, model, {"cache_implementation": "static"})
+    return Loaded(ways, list(range(model.config.vocab_size)))
+
+
+def load_hf_quanto(setup: Setup) -> Loaded:
+    """Hugging Face ``generate`` with its quantized cache, which dequantizes all of it in every step."""
+    importlib.import_module("optimum.quanto")
+    model = _hf_model(setup, "sdpa")
+    ways: dict[str, Generate] = {}
+    for bits in (4, 2):
+        config = {"backend": "quanto", "nbits": bits}
+        cache = {"cache_implementation": "quantized", "cache_config": config}
+        ways[f"quanto {bits} bits, sdpa"] = partial(_hf_generate, model, cache)
+    return Loaded(ways, list(range(model.config.vocab_size)))
+
+
+def _hf_model(setup: Setup, attention: str) -> Any:
+    """The model in Hugging Face's library; random weights for the name of a shape."""
     import torch
     import transformers
 
+    from qkv_engine.models.shapes import SHAPES
     from qkv_engine.startup import demo_folder, resolve_device
-
-    class Stopwatch(transformers.StoppingCriteria):
-        """Called by ``generate`` after every token; stops nothing."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-            if input_ids.is_cuda:
-                torch.cuda.synchronize()  # ``generate`` waits for the token right after this anyway
-            self.times.append(time.monotonic())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def generate(model: Any, cache: str | None, prompts: list[list[int]], output_len: int) -> Generation:
-        sent, stopwatch = time.monotonic(), Stopwatch()
-        input_ids = torch.tensor(prompts, device=model.device)
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=output_len,
-                cache_implementation=cache,
-                stopping_criteria=[stopwatch],
-            )
-        tokens = output[:, input_ids.shape[1] :].tolist()
-        return Generation(tokens, [_timeline(sent, stopwatch.times)] * len(tokens))
 
     library: Any = transformers  # typed in part only
     library.utils.logging.disable_progress_bar()
-    device, folder = resolve_device(setup.device), str(demo_folder()) if setup.model is None else setup.model
-    ways: dict[str, Generate] = {}
-    for attention in ("sdpa", "eager"):
-        model = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, setup.dtype), attn_implementation=attention
+    device, options = resolve_device(setup.device), {"dtype": getattr(torch, setup.dtype)}
+    options["attn_implementation"] = attention
+    if setup.model in SHAPES:
+        shape = dict(SHAPES[setup.model])
+        config = library.AutoConfig.for_model(shape.pop("model_type"), **shape)
+        with device:
+            model = library.AutoModelForCausalLM.from_config(config, **options)
+    else:
+        folder = str(demo_folder()) if setup.model is None else setup.model
+        model = library.AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = model.to(device).eval()
+    model.generation_config = library.GenerationConfig(pad_token_id=0)  # greedy, and no token ends a sequence
+    return model
+
+
+def _hf_generate(model: Any, cache: dict[str, Any], prompts: list[list[int]], output_len: int) -> Generation:
+    import torch
+
+    sent, stopwatch = time.monotonic(), _Stopwatch()
+    input_ids = torch.tensor(prompts, device=model.device)
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=output_len,
+            stopping_criteria=[stopwatch],
+            **cache,
         )
-        model = model.to(device).eval()
-        model.generation_config = library.GenerationConfig(pad_token_id=0)  # greedy, and no token ends a sequence
-        ways[f"dynamic, {attention}"] = partial(generate, model, None)
-        ways[f"static, {attention}"] = partial(generate, model, "static")
-    return Loaded(ways, list(range(model.config.vocab_size)))
+    tokens = output[:, input_ids.shape[1] :].tolist()
+    return Generation(tokens, [_timeline(sent, stopwatch.times)] * len(tokens))
+
+
+class _Stopwatch:
+    """A stopping criterion: called by ``generate`` after every token, stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()  # ``generate`` waits for the token right after this anyway
+        self.times.append(time.monotonic())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _timeline(sent: float, times: list[float]) -> Timeline:
@@ -154,9 +187,11 @@ def _timeline(sent: float, times: list[float]) -> Timeline:
 def load_ours(setup: Setup, kv: str, max_model_len: int, max_num_seqs: int) -> Loaded:
     """Our engine with the KV preset ``kv``."""
     from qkv_engine import Engine
+    from qkv_engine.models.shapes import SHAPES
 
     engine = Engine(
         setup.model,
+        load_format="random" if setup.model in SHAPES else "auto",
         kv=kv,
         dtype=setup.dtype,
         device=setup.device,
@@ -172,7 +207,7 @@ def load_ours(setup: Setup, kv: str, max_model_len: int, max_num_seqs: int) -> L
     return Loaded({"": generate}, ordinary_tokens(engine))
 
 
-PEERS = {"hf": Peer("transformers", load_hf)}
+PEERS = {"hf": Peer("transformers", load_hf), "hf-quanto": Peer("optimum-quanto", load_hf_quanto)}
 
 
 def _load_peer(name: str, setup: Setup) -> Loaded:
@@ -284,7 +319,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m qkv_engine.bench.peers", description=__doc__)
     add = parser.add_argument
     add("peer", choices=PEERS, help="the engine to compare with")
-    add("--model", default="demo", metavar="NAME", help="folder or Hugging Face name (default: %(default)s)")
+    add("--model", default="demo", metavar="NAME", help="folder, Hugging Face name or shape (default: %(default)s)")
     add("--kv", default=DEFAULT_KV, metavar="LIST", help="our KV presets (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
@@ -316,6 +351,11 @@ def run(args: argparse.Namespace) -> Iterator[PeerRow]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the comparison and returns the exit code; Ctrl-C prints the rows there are."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["attention"]:
+        from .peer_attention import main as compare_attention
+
+        return compare_attention(argv[1:])
     args = parse_args(argv)
     rows: list[PeerRow] = []
     code = 0

@@ -160,3 +160,23 @@ def test_hugging_face_gives_the_same_greedy_tokens(capsys: pytest.CaptureFixture
     rows = json.loads(capsys.readouterr().out)
     assert [(row["batch"], row["differing"]) for row in rows] == [(1, 0), (3, 0)]
     assert all(row["decode_ratio"] > 0 and row["output_ratio"] > 0 for row in rows)
+
+
+def test_a_shape_is_random_weights_in_their_library_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkv_engine.models.shapes import SHAPES
+
+    tiny = SHAPES["demo"] | {"num_hidden_layers": 1, "vocab_size": 64}
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
+    model = peers._hf_model(peers.Setup("tiny", "float32", "cpu"), "sdpa")
+    assert (model.config.num_hidden_layers, model.config.head_dim, model.config.vocab_size) == (1, 128, 64)
+    generation = peers._hf_generate(model, {}, [[1, 2, 3]] * 2, 5)
+    assert [len(tokens) for tokens in generation.tokens] == [5, 5]
+    assert generation.timelines[0].num_tokens == 5
+
+
+def test_the_quantized_cache_needs_its_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optimum.quanto", None)
+    with pytest.raises(ImportError):
+        peers.load_hf_quanto(peers.Setup(None, "float32", "cpu"))
