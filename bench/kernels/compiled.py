@@ -25,6 +25,7 @@ from qkv_engine.kernels.paged_prefill.stage import stage_kernel
 from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
+from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 from qkv_engine.kernels.tiles import DenseSide, PageFormat
 
@@ -37,23 +38,28 @@ POINTERS |= {
     "staged_ptr": "*fp16",
     "staged_addresses_ptr": "*i64",
 }
-BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages")
+BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
-POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}  # the rest are int32 or pointers to it
+POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
+FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited")
+POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
+POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 
 
-def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> Any:
-    """Compiles for sm_90, pointers, strides and offsets known to be multiples of 16."""
+def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, **options: Any) -> Any:
+    """Compiles for sm_90, pointers, strides, offsets and V known to be multiples of 16."""
     names = [n for n in kernel.arg_names if n not in constexprs]
     types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
-    aligned = [n for n in names if n.endswith(("_ptr", "_offset")) or n.startswith("stride")]
+    if "rows" in types:
+        types["rows"] = "tensordesc<{DTYPE}[{TILE}, {BLOCK_D}]>".format(**constexprs)
+    aligned = [n for n in names if n.endswith(("_ptr", "_offset")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,
         signature={n: types.get(n, "constexpr") for n in kernel.arg_names},
         attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
         constexprs={(kernel.arg_names.index(n),): v for n, v in constexprs.items()},
     )
-    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    options |= {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -105,6 +111,12 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
 
 
+def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Sampling, for the vocabulary of Qwen3."""
+    for kernel, constexprs, num_warps in sample_variants(151_936):
+        yield kernel.__name__.removesuffix("_kernel"), kernel, constexprs, Tuning(num_warps, 3)
+
+
 def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
     for name, (page, heads, group, head_dim) in variants().items():
@@ -112,11 +124,12 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, {**constexprs, "OVERLAP": True}, tuning
         if group == 4 and isinstance(page.k, DenseSide):
             constexprs, tuning = prefill_variant(page, heads, group, head_dim, 128, 32)
-            place = {"IS_FIRST": True, "IS_LAST": True, "IS_PIECE": False}
+            place = {"IS_STAGED": False, "IS_LAST": True}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:
             yield f"stage {name}", stage_kernel, stage_constexprs(page), Tuning(4, 1)
     yield from fused_kernels()
+    yield from sample_kernels()
 
 
 def main() -> None:

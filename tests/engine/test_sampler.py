@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.errors import RequestError
+from qkv_engine.kernels.sample import Settings, pack_settings, sample, uniform
+from qkv_engine.kernels.sample.reference import pick, weigh
 from qkv_engine.logprobs import TokenLogprobs, token_logprobs
 from qkv_engine.request import SamplingParams
-from qkv_engine.sampler import Sampler, SampleRow, _pick, draw, uniform
+from qkv_engine.sampler import Sampler, SampleRow
 
 SAMPLER = Sampler()
 
@@ -81,12 +83,12 @@ def reference_sample(logits: torch.Tensor, row: SampleRow) -> int:
     x = torch.tensor(reference_edit(logits.float().tolist(), row))
     if params.temperature == 0:
         return max(range(len(x)), key=lambda i: (x[i].item(), -i))
-    exact = (x - x.max()) / torch.tensor(params.temperature).float()
-    weights, scores = (exact.exp() * 2.0**40).long().tolist(), exact.tolist()
+    exact = (x - x.max()) * as_float32(1 / (math.log(2) * params.temperature))
+    weights, scores = weigh(exact).tolist(), exact.tolist()
     kept = set(range(len(x)))
     order = sorted(range(len(x)), key=lambda i: -scores[i])
     if params.min_p > 0:
-        kept = {i for i in kept if scores[i] >= as_float32(math.log(params.min_p))}
+        kept = {i for i in kept if scores[i] >= as_float32(math.log2(params.min_p))}
     if params.top_k > 0:
         kept &= {i for i in kept if scores[i] >= scores[order[min(params.top_k, len(order)) - 1]]}
     if params.top_p < 1:
@@ -301,12 +303,24 @@ def test_extreme_temperatures() -> None:
     assert len({sample_ids(logits, [make_row(SamplingParams(temperature=100.0), seed=s)])[0] for s in range(60)}) > 20
 
 
+def test_weights_are_powers_of_two() -> None:
+    """Within 2e-7 relative and one for rounding down, from the peak to where nothing is left."""
+    scores = torch.cat(
+        (-torch.rand(100_000) * 45, -(2.0 ** torch.arange(-40, 7)), torch.tensor([0.0, -0.0, -math.inf]))
+    )
+    exact = torch.exp2(40 + scores.double())
+    weights = weigh(scores)
+    assert bool(((weights - exact).abs() <= 2e-7 * exact + 1).all())
+    assert weights[-3:].tolist() == [2**40, 2**40, 0]
+    assert not weights[scores < -40.01].any()
+
+
 def test_walk_is_exact_at_the_edges() -> None:
     """Token i has the half-open share [before, before + weight) of the total."""
     weights = torch.zeros(6, 300, dtype=torch.int64)
     weights[:, 3], weights[:, 130], weights[:, 299] = 1, 1, 2
     u = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, 1 - 2.0**-53], dtype=torch.float64)[:, None]
-    assert _pick(weights, u).tolist() == [3, 3, 130, 130, 299, 299]
+    assert pick(weights, u).tolist() == [3, 3, 130, 130, 299, 299]
 
 
 @given(st.integers(1, 700), st.integers(0, 2**32), st.floats(0, 1, exclude_max=True, allow_subnormal=False))
@@ -315,7 +329,9 @@ def test_only_tokens_with_weight_are_drawn(vocab_size: int, seed: int, share: fl
     generator = torch.Generator().manual_seed(seed)
     logits = torch.where(torch.rand(4, vocab_size, generator=generator) < share, -math.inf, 0.0)
     logits[:, seed % vocab_size] = 0
-    drawn = draw(logits, logits.amax(-1), [make_row(SamplingParams(), seed=seed + i) for i in range(4)])
+    rows = b"".join(pack_settings(1.0, 0, 1.0, 0.0, seed + i) for i in range(4))
+    rows = torch.frombuffer(bytearray(rows), dtype=torch.int64).view(4, -1)
+    drawn = sample(logits, Settings(rows, torch.zeros(4, dtype=torch.int64), False))[0]
     assert bool((logits.gather(1, drawn[:, None]) == 0).all())
 
 

@@ -1,0 +1,92 @@
+"""What the sampler knows of one request: its settings, packed once, and the edits that its tokens so far call for."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from qkv_engine.kernels.sample import pack_settings
+
+from .request import SamplingParams
+
+
+class TokenCounts:
+    """Distinct token ids of one request and how often each was generated; only grows, like the request."""
+
+    __slots__ = ("_num_seen", "_slot_of", "counts", "ids")
+
+    def __init__(self) -> None:
+        self.ids, self.counts = array("i"), array("i")
+        self._num_seen = 0
+        self._slot_of: dict[int, int] = {}
+
+    def update(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+        for position in range(self._num_seen, len(token_ids)):
+            token_id = token_ids[position]
+            slot = self._slot_of.get(token_id)
+            if slot is None:
+                slot = self._slot_of[token_id] = len(self.ids)
+                self.ids.append(token_id)
+                self.counts.append(0)
+            if position >= num_prompt_tokens:
+                self.counts[slot] += 1
+        self._num_seen = len(token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class SampleRow:
+    """Made once when the request starts, it lives and dies with it.
+
+    ``token_ids`` is the request's own list (prompt, then output) and is read, never copied. ``stop_ids``
+    (end of sequence and stop_token_ids) are suppressed until ``min_tokens`` are out. ``bad_word_ids`` are
+    the tokenized ``bad_words``.
+    """
+
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    stop_ids: Sequence[int] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    settings: bytes = field(init=False)
+    penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
+    fixed_ids: array[int] = field(init=False)  # tokens edited alike in every step, and their biases
+    fixed_biases: array[float] = field(init=False)
+    counts: TokenCounts | None = field(init=False)  # where there are penalties
+    is_edited: bool = field(init=False)
+    is_plain: bool = field(init=False)  # greedy with nothing else to do
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.settings = pack_settings(params.temperature, params.top_k, params.top_p, params.min_p, self.seed)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.penalties = struct.pack("<4f", *penalties, bool(params.allowed_token_ids))
+        self.counts = TokenCounts() if penalties != (1.0, 0.0, 0.0) else None
+        biases = params.logit_bias or {}
+        if params.allowed_token_ids:
+            biases = {token_id: biases.get(token_id, 0.0) for token_id in params.allowed_token_ids}
+        self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
+        self.is_edited = bool(self.counts or biases or params.min_tokens or self.bad_word_ids)
+        self.is_plain = params.is_greedy and not self.is_edited and params.logprobs is None
+
+    @property
+    def position(self) -> int:
+        """Index in the output of the token to be sampled."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def banned_ids(self) -> Iterator[int]:
+        """Tokens that may not come next, some perhaps twice."""
+        if self.position < self.params.min_tokens:
+            yield from self.stop_ids
+        for word in self.bad_word_ids:
+            if self._is_due(word):
+                yield word[-1]
+
+    def _is_due(self, word: Sequence[int]) -> bool:
+        """Whether the output ends in all but the last token of ``word``."""
+        prefix_len = len(word) - 1
+        if prefix_len > self.position:
+            return False
+        return prefix_len == 0 or self.token_ids[-prefix_len:] == list(word[:-1])

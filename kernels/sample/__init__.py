@@ -1,0 +1,45 @@
+"""Sampling: logits and settings -> token ids. Masks, bias and penalties come first, by ``edit``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .edits import UNSEEN, Edits, edit, edit_reference
+from .reference import ALL_MASKED, NOT_FINITE, OK, sample_reference
+from .settings import Settings, pack_settings, uniform
+
+
+def sample(logits: Tensor, settings: Settings | None = None, raw_peak: Tensor | None = None) -> Tensor:
+    """One token a row: the likeliest, or drawn as ``settings`` say.
+
+    A token's weight is 2^40 x 2^score, rounded down; of the tokens at or above the row's floor, which min_p, top_k and
+    top_p raise in this order, the first one is drawn whose cumulative weight exceeds a number in [0, 1) of their total.
+    Of equal logits the lowest id is the likeliest, and at a boundary all are kept. A row's result depends on nothing
+    but the row, and is the same on every device.
+
+    Shapes:  logits [M, V] bf16, fp16 or fp32, unchanged;  raw_peak [M] float32, maxima before edits, if there were any
+    Returns: [2, M] int64: token ids, always below V, and faults: OK, NOT_FINITE (NaN, +inf, or nothing but -inf in
+             the raw row), ALL_MASKED (edits left nothing)
+    Source:  top_p arXiv 1904.09751, min_p arXiv 2407.01082; SplitMix64 for the number
+    """
+    if logits.is_cuda:
+        from .triton import sample_triton
+
+        return sample_triton(logits, settings, raw_peak)
+    return sample_reference(logits, settings, raw_peak)
+
+
+__all__ = [
+    "ALL_MASKED",
+    "NOT_FINITE",
+    "OK",
+    "UNSEEN",
+    "Edits",
+    "Settings",
+    "edit",
+    "edit_reference",
+    "pack_settings",
+    "sample",
+    "sample_reference",
+    "uniform",
+]

@@ -1,0 +1,147 @@
+"""Sampling kernels under Triton's interpreter: how many rows differ from the reference, which must be none."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Callable
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import report
+from torch import Tensor
+
+from qkv_engine.kernels.sample import UNSEEN, Edits, Settings, edit_reference, pack_settings, sample_reference
+from qkv_engine.kernels.sample import triton as kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 7, 130, 1000]
+POISONS = [math.nan, math.inf, -math.inf]
+
+
+def pack(rng: random.Random, num_rows: int, vocab_size: int) -> Settings:
+    """Settings at and beyond the edges of what users may ask, some rows greedy."""
+    k = [0, 0, 1, 2, 50, vocab_size - 1, vocab_size, vocab_size + 1, 2**31 - 1]
+    rows = b"".join(
+        pack_settings(
+            rng.choice([0.0, 1e-8, 0.05, 1.0, 1.0, 3.0, 100.0]),
+            rng.choice(k),
+            rng.choice([1.0, 1.0, 1e-9, 0.3, 0.9, 0.999, 1 - 2.0**-53]),
+            rng.choice([0.0, 0.0, 1e-5, 0.1, 1.0]),
+            rng.randrange(-(2**63), 2**63),
+        )
+        for _ in range(num_rows)
+    )
+    table = torch.frombuffer(bytearray(rows), dtype=torch.int64).view(num_rows, -1)
+    positions = torch.tensor([rng.choice([0, 1, rng.randrange(2**31)]) for _ in range(num_rows)])
+    limited = bool(((table[:, 3] > 0) | (table[:, 2].contiguous().view(torch.float64) < 1)).any())
+    return Settings(table, positions, limited or rng.random() < 0.5)
+
+
+def make_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
+    """Sharp and flat rows, ties, masked tokens, and rows that are no use; they lie in a buffer of NaN."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    x = torch.randn(num_rows, vocab_size, generator=generator) * rng.choice([0.0, 1e-3, 0.5, 3.0, 40.0])
+    if rng.random() < 0.4:
+        x = x.round()
+    x[torch.rand(x.shape, generator=generator) < rng.choice([0.0, 0.0, 0.2, 0.95])] = -math.inf
+    buffer = torch.full((num_rows + 2, vocab_size + rng.randrange(3)), math.nan, dtype=rng.choice(DTYPES))
+    logits = buffer[1:-1, :vocab_size].copy_(x)
+    for row in range(num_rows):
+        if rng.random() < 0.1:
+            logits[row, rng.randrange(vocab_size)] = rng.choice(POISONS)
+        if rng.random() < 0.05:
+            logits[row] = -math.inf
+    return logits
+
+
+def differing(logits: Tensor, table: Settings | None, raw_peak: Tensor | None = None) -> int:
+    """Rows whose fault, or whose token if there is none, differs; an id beyond the vocabulary raises."""
+    before = logits.clone()
+    found, expected = (f(logits, table, raw_peak) for f in (kernels.sample_triton, sample_reference))
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert found.shape == expected.shape and 0 <= int(found[0].min()) <= int(found[0].max()) < logits.shape[1]
+    usable = expected[1] == 0
+    return int(((found[1] != expected[1]) | usable & (found[0] != expected[0])).sum())
+
+
+def fuzz(sizes: list[int], keys: int, num_rows: int, programs: int, examples: int) -> Callable[[], float]:
+    """Random rows; few ``keys`` and ``programs`` make small rows take the paths of large ones."""
+
+    def run() -> float:
+        kernels.KEYS, kernels.PROGRAMS = keys, programs
+        wrong: list[int] = []
+
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        )
+        @given(st.integers(0, 2**32), st.sampled_from(sizes), st.integers(1, num_rows))
+        def check(seed: int, vocab_size: int, rows: int) -> None:
+            rng = random.Random(seed)
+            logits = make_logits(rng, rows, vocab_size)
+            raw_peak = None
+            if rng.random() < 0.3:
+                raw_peak = torch.tensor([rng.choice([1.0, 1.0, *POISONS]) for _ in range(rows)])
+            wrong.append(differing(logits, pack(rng, rows, vocab_size) if rng.random() < 0.9 else None, raw_peak))
+            assert not wrong[-1], seed
+
+        check()
+        assert len(wrong) >= examples
+        return float(sum(wrong))
+
+    return run
+
+
+def flat() -> float:
+    """All tokens alike: a nucleus is all of them, whatever its share, and no tile says more than another."""
+    kernels.KEYS, kernels.PROGRAMS = 2048, 8
+    table = pack(random.Random(0), 6, 5000)
+    rows = b"".join(pack_settings(1.0, k, p, 0.0, 7) for k, p in [(0, 0.5), (10, 1.0), (10, 0.5), (4999, 0.9)])
+    table = Settings(torch.frombuffer(bytearray(rows), dtype=torch.int64).view(4, -1), table.positions[:4], True)
+    return float(differing(torch.zeros(4, 5000), table))
+
+
+def make_edits(rng: random.Random, num_rows: int, vocab_size: int) -> Edits:
+    """Fixed entries, penalties and bans of random tokens; a kind may be missing."""
+    rows, tokens, counts, biases, ends = array("i"), array("i"), array("i"), array("f"), []
+    for kind in range(3):
+        for row in range(num_rows) if rng.random() < 0.8 else ():
+            for token in rng.sample(range(vocab_size), rng.randrange(min(vocab_size, 300))):
+                rows.append(row)
+                tokens.append(token)
+                counts.append(rng.randrange(4) if kind == 1 else UNSEEN)
+                biases.append((rng.uniform(-9, 9), 0.0, -math.inf)[kind])
+        ends.append(len(rows))
+    pick = lambda *values: rng.choice(values)  # noqa: E731
+    penalties = [(pick(1.0, 1.3, 0.7), pick(0.0, 0.3), pick(0.0, -1.1), pick(0, 0, 1)) for _ in range(num_rows)]
+    columns = (torch.tensor(column.tolist(), dtype=torch.int32) for column in (rows, tokens, counts))
+    return Edits(torch.tensor(penalties).float(), *columns, torch.tensor(biases.tolist()).float(), tuple(ends))
+
+
+def edits(seed: int) -> float:
+    rng = random.Random(seed)
+    num_rows, vocab_size = rng.randrange(1, 6), rng.choice([7, 130, 3000])
+    kernels.PROGRAMS = rng.choice([1, 16])
+    logits, table = make_logits(rng, num_rows, vocab_size), make_edits(rng, num_rows, vocab_size)
+    (found, peak), (expected, raw_peak) = kernels.edit_triton(logits, table), edit_reference(logits, table)
+    finite = raw_peak.isfinite()
+    assert torch.equal(peak.isfinite(), finite) and torch.equal(peak[finite], raw_peak[finite])
+    return float((~((found == expected) | found.isnan() & expected.isnan())).sum())
+
+
+cases = {
+    "small": fuzz(SIZES, 2048, 5, 16, 150),
+    "narrow lists": fuzz([130, 1000], 16, 4, 16, 80),
+    "many shares": fuzz([4999, 12345], 64, 2, 64, 25),
+    "one share": fuzz([4999], 512, 3, 1, 15),
+    "flat": flat,
+    "edits": lambda: sum(map(edits, range(25))),
+}
+
+if __name__ == "__main__":
+    report(cases)
