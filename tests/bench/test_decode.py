@@ -6,16 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkv_engine.bench.decode import (
-    FULL,
-    SAMPLED,
-    decode_table,
-    main,
-    make_plan,
-    parse_args,
-    sample_contexts,
-    with_ratios,
-)
+from qkv_engine.bench.decode import decode_table, main, make_plan, parse_args, with_ratios
+from qkv_engine.bench.decode_run import FULL, SAMPLED, DecodeRow, sample_contexts
 from qkv_engine.bench.roofline import bytes_seconds, count_weights, limit_seconds
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
@@ -107,8 +99,6 @@ def test_mistakes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ratios_are_to_the_first_presets_best_row(capsys: pytest.CaptureFixture[str]) -> None:
-    from qkv_engine.bench.decode import DecodeRow
-
     def row(kv: str, batch: int, rate: float | None) -> DecodeRow:
         sizes = {"input_len": 1, "output_len": 1, "context": 2}
         return DecodeRow(model="m", kv=kv, batch=batch, output_tok_s=rate, status="ok", method=SAMPLED, **sizes)
