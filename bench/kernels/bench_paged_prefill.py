@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from qkv_engine.kernels.paged_decode.triton import Tuning
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
-from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
+from qkv_engine.kernels.paged_prefill.triton import BLOCK_M, paged_prefill, tile_tokens
 
 from .inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
 from .timing import time_calls
@@ -29,11 +29,12 @@ BF16 = torch.bfloat16
 VARIANTS = [  # launch parameters and rows of a query tile
     (Tuning(4, 5, tile=64), 64),
     (Tuning(8, 5, tile=64), 128),
-    (Tuning(4, 5, tile=32), 64),
 ]
 
 
-def build(bits: int, history: int, chunk: int = CHUNK, block_m: int = 128) -> tuple[Case, torch.Tensor, PrefillWork]:
+def build(
+    bits: int, history: int, chunk: int = CHUNK, block_m: int = BLOCK_M
+) -> tuple[Case, torch.Tensor, PrefillWork]:
     """One request with ``history`` tokens at ``bits`` bits (the blocks that are full), and its chunk's queries."""
     dense = dense_page(BF16, HEADS, HEAD_DIM)
     pages = [dense] if bits == 16 else [dense, uniform_page(bits, HEADS, HEAD_DIM)]

@@ -130,7 +130,8 @@ def make_case(
     width = max(map(len, spans))
     addresses = torch.zeros(len(lengths), width, dtype=torch.int64)
     rungs = torch.full((len(lengths), width), -1)
-    slot = max(num_layers * (p.k.nbytes + p.v.nbytes) for p in pages) + ALIGN
+    unit = ALIGN * head_dim  # dense slots lie at whole rows of D elements
+    slot = (max(num_layers * (p.k.nbytes + p.v.nbytes) for p in pages) // unit + 1) * unit
     supply = iter(torch.randperm(sum(map(len, spans)) + 1, generator=generator).tolist())
     arena = torch.full((base + slot * (sum(map(len, spans)) + 1),), POISON, dtype=torch.uint8, device=device)
     placed = [_in_layer(p, num_layers - 1) for p in pages]

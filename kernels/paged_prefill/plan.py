@@ -14,17 +14,17 @@ from ..paged_decode.plan import ABSENT, block_positions
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Query tiles of several chunks, each of one request.
+    """Query tiles of several chunks, each of one request, the ones that see most first.
 
-    Shapes:  addresses [C * P] int64, bytes;  positions [C * P] int32, a block's first token;
+    Shapes:  addresses [C * P] int64, bytes;
              tiles [N, 3] int32 (first row of q, tokens, position of the first token);
-             runs [R, N, 4] int32 (first block, sinks, blocks all of whose tokens every query sees, other blocks)
+             runs [R, N, 4] int32 (first block, sinks, other blocks, position of the first other block)
              blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending
-    ``rungs`` lists the rungs that any tile sees.
+    ``rungs`` lists the rungs that any tile sees; rung 0 has the chunks themselves. A run's position is what it would be
+    if its blocks followed one another up to the first one that a query of the tile does not see entirely.
     """
 
     addresses: Tensor
-    positions: Tensor
     tiles: Tensor
     runs: Tensor
     blocks: tuple[Tensor, ...]
@@ -49,38 +49,30 @@ class PrefillWork:
         """Plan for chunks of ``counts`` tokens from positions ``starts`` [C], whose rows of q follow one another.
 
         ``addresses`` [C, P] and ``rungs`` [C, P] (``ABSENT``: no block) are the requests' block tables, with the
-        chunk's own tokens written; with ``sink_tokens`` > 0 the first entry is the sink.
+        chunk's own tokens written, on rung 0; with ``sink_tokens`` > 0 the first entry is the sink.
         """
-        device, width = addresses.device, addresses.shape[1]
+        width = addresses.shape[1]
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
         positions = block_positions(order, sink_tokens, block_tokens)
-        ends = ((counts + tile_tokens - 1) // tile_tokens).cumsum(0)
-        # Later tiles see more: they start first, so that the short ones fill the end of the launch.
-        index = torch.arange(int(ends[-1]), device=device).flip(0)
-        chunk = torch.searchsorted(ends, index, right=True)
-        tiles_before = torch.where(chunk > 0, ends[chunk - 1], 0)
-        offset = (index - tiles_before) * tile_tokens
-        tokens = (counts[chunk] - offset).clamp(max=tile_tokens)
-        row = (counts.cumsum(0) - counts)[chunk] + offset
-        first = starts[chunk] + offset
+        row, tokens, first, chunk = _tiles(starts, counts, tile_tokens)
         seen = positions[chunk] < (first + tokens)[:, None]
         sink = (order[chunk] == 0) & (sink_tokens > 0)
-        full = (positions[chunk] + block_tokens - 1 <= first[:, None]) & ~sink
+        full = seen & ~sink & (positions[chunk] + block_tokens - 1 <= first[:, None])
+        tail = sink_tokens + (first + 1 - sink_tokens).clamp(min=0) // block_tokens * block_tokens
         runs = []
         for rung in range(num_rungs):
-            mine = seen & (keys[chunk] == rung)
+            mine = keys[chunk] == rung
             start = chunk * width + (keys[chunk] < rung).sum(1)
-            parts = (mine & sink, mine & full, mine & ~sink & ~full)
-            runs.append(torch.stack((start, *(p.sum(1) for p in parts)), 1))
-        every = torch.stack(runs)
+            sinks, others = ((seen & mine & part).sum(1) for part in (sink, ~sink))
+            runs.append(torch.stack((start, sinks, others, tail - (mine & full).sum(1) * block_tokens), 1))
         used = torch.where(positions < (starts + counts)[:, None], keys, num_rungs).flatten()
+        blocks = tuple(torch.nonzero(used == rung).flatten().int() for rung in range(num_rungs))
         return cls(
             addresses.gather(1, order).flatten(),
-            positions.flatten().int(),
             torch.stack((row, tokens, first), 1).int(),
-            every.int(),
-            tuple(torch.nonzero(used == rung).flatten().int() for rung in range(num_rungs)),
-            tuple(r for r, n in enumerate(every[:, :, 1:].sum((1, 2)).tolist()) if n),
+            torch.stack(runs).int(),
+            blocks,
+            tuple(rung for rung, some in enumerate(blocks) if len(some)),
             tile_tokens,
             sink_tokens,
             block_tokens,
@@ -88,6 +80,18 @@ class PrefillWork:
 
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
-        names = ("addresses", "positions", "tiles", "runs")
-        moved: dict[str, Any] = {n: to_device(getattr(self, n), device) for n in names}
+        moved: dict[str, Any] = {n: to_device(getattr(self, n), device) for n in ("addresses", "tiles", "runs")}
         return replace(self, **moved, blocks=tuple(to_device(b, device) for b in self.blocks))
+
+
+def _tiles(starts: Tensor, counts: Tensor, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """First row of q, tokens, position and chunk of each tile [N]: the heaviest first, light ones fill the end."""
+    num_tiles = (counts + tile_tokens - 1) // tile_tokens
+    ends = num_tiles.cumsum(0)
+    index = torch.arange(int(ends[-1]), device=counts.device)
+    chunk = torch.searchsorted(ends, index, right=True)
+    offset = (index - (ends - num_tiles)[chunk]) * tile_tokens
+    heaviest = (starts[chunk] + offset).argsort(descending=True, stable=True)
+    chunk, offset = chunk[heaviest], offset[heaviest]
+    tokens = (counts[chunk] - offset).clamp(max=tile_tokens)
+    return (counts.cumsum(0) - counts)[chunk] + offset, tokens, starts[chunk] + offset, chunk

@@ -1,4 +1,4 @@
-"""Blocks of codes, dequantized once to dense pages that all query tiles then share.
+"""Blocks on other rungs than 0, written out once as dense pages that all query tiles then share.
 
 A chunk of 2048 tokens has 64 query tiles a KV head: dequantizing in each would cost more than the attention itself.
 

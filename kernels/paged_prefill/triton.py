@@ -1,6 +1,8 @@
-"""Prefill attention on the GPU: one launch a rung present, each continuing the softmax of the one before.
+"""Prefill attention on the GPU: one launch for rung 0, and one for each other rung present or each piece of it.
 
-Blocks of codes are first dequantized to dense pages, ``STAGED_NBYTES`` of them at a time.
+Each launch continues the softmax of the one before. Pages of rung 0 are dense and lie at whole rows of the arena, so
+that tiles are fetched by the copy engine. Blocks on other rungs are first written out as such pages, ``STAGED_NBYTES``
+of them at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..paged_decode.triton import Tuning
 from ..tiles import DenseSide, PageFormat
@@ -24,6 +27,7 @@ from .stage import stage_kernel
 LOG2_E = math.log2(math.e)
 BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
 TUNING = Tuning(num_warps=4, num_stages=5, tile=64)
+TAIL_STAGES = 3  # of the loop that masks; with more, two programs no longer fit a multiprocessor's shared memory
 STAGED_NBYTES = 256 << 20
 
 
@@ -34,7 +38,7 @@ def tile_tokens(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> in
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: blocks at ``addresses`` from ``memory``; of a rung of codes, ``piece`` of its blocks."""
+    """One launch over dense pages in ``memory``: of rung 0, or a ``piece`` of the blocks of another rung."""
 
     rung: int
     page: PageFormat
@@ -56,24 +60,21 @@ def paged_prefill(
     """Attention of chunks, written to their blocks, over themselves and their requests' earlier tokens.
 
     Shapes:  q [N, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  returns [N, HQ, D] in q's dtype
-    ``pages[r]`` says how this layer's pages on rung r are read.
+    ``pages[r]`` says how this layer's pages on rung r are read. Slots and offsets of rung 0, which is dense, are
+    multiples of the bytes of D elements.
     """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
-    launches = []
-    for rung in work.rungs:
-        page = pages[rung]
-        assert page is not None
-        if isinstance(page.k, DenseSide) and isinstance(page.v, DenseSide):
-            launches.append(Launch(rung, page, arena, work.addresses))
-        else:
-            launches += _pieces(arena, work, rung, page)
+    assert pages[0] is not None and work.rungs[0] == 0
+    launches = [Launch(0, pages[0], arena, work.addresses)]
+    for rung in work.rungs[1:]:
+        launches += _pieces(arena, work, rung, pages[rung])
     state = (0,) if len(launches) == 1 else (num_rows, num_heads)
     lse = torch.empty(state, dtype=torch.float32, device=q.device)
     o = torch.empty((*state, head_dim), dtype=torch.float32, device=q.device)
     for launch in launches:
-        page, blocks = launch.page, work.blocks[launch.rung]
+        page = launch.page
         if launch.piece:
             _stage(arena, work, pages[launch.rung], launch)
         constexprs, tuned = prefill_variant(
@@ -86,18 +87,18 @@ def paged_prefill(
             tuning,
             block_m=triton.next_power_of_2(work.tile_tokens * (num_heads // num_kv_heads)),
         )
-        prefill_kernel[(len(work.tiles), num_kv_heads)](
+        prefill_kernel[(num_kv_heads, len(work.tiles))](
             q,
             q.stride(0),
             q.stride(1),
             launch.memory,
+            _rows(launch, [constexprs["TILE"], constexprs["BLOCK_D"]]),
             page.k_offset,
             page.v_offset,
             work.tiles,
             work.runs[launch.rung],
             launch.addresses,
-            work.positions,
-            blocks,
+            work.blocks[launch.rung],
             *(launch.piece or (0, 0)),
             o,
             lse,
@@ -105,19 +106,27 @@ def paged_prefill(
             out.stride(0),
             out.stride(1),
             scale * LOG2_E,
-            IS_FIRST=launch is launches[0],
+            IS_STAGED=launch.piece is not None,
             IS_LAST=launch is launches[-1],
-            IS_PIECE=launch.piece is not None,
             **constexprs,
             num_warps=tuned.num_warps,
         )
     return out
 
 
-def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageFormat) -> list[Launch]:
-    """Launches over a rung of codes, which share one piece of memory."""
+def _rows(launch: Launch, tile: list[int]) -> TensorDescriptor:
+    """The whole rows in a launch's memory [R, D], of which a kernel fetches ``tile`` at a time."""
+    k, nbytes = launch.page.k, launch.memory.numel()
+    assert isinstance(k, DenseSide)
+    whole = launch.memory[: nbytes - nbytes % (k.head_dim * k.dtype.itemsize)]
+    return TensorDescriptor.from_tensor(whole.view(k.dtype).view(-1, k.head_dim), tile)
+
+
+def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageFormat | None) -> list[Launch]:
+    """Launches over a rung that is staged, which share one piece of memory."""
+    assert page is not None
     num_blocks = len(work.blocks[rung])
-    k, dtype = page.k, torch.float16
+    k, dtype = page.k, next((side.dtype for side in (page.k, page.v) if isinstance(side, DenseSide)), torch.float16)
     nbytes = k.num_kv_heads * k.num_tokens * k.head_dim * dtype.itemsize
     side = DenseSide(dtype, k.num_kv_heads, k.num_tokens, k.head_dim, nbytes)
     step = max(1, min(num_blocks, STAGED_NBYTES // (2 * nbytes)))
@@ -129,8 +138,8 @@ def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageFormat) -> li
 
 
 def _stage(arena: Tensor, work: PrefillWork, page: PageFormat | None, launch: Launch) -> None:
-    """Dequantizes the blocks of a launch."""
-    assert page is not None and launch.piece is not None
+    """Writes the blocks of a launch out as dense pages."""
+    assert page is not None and launch.piece is not None and isinstance(launch.page.k, DenseSide)
     first, last = launch.piece
     stage_kernel[(last - first, page.k.num_kv_heads, page.k.num_tokens // 32)](
         arena,
@@ -139,7 +148,7 @@ def _stage(arena: Tensor, work: PrefillWork, page: PageFormat | None, launch: La
         work.blocks[launch.rung],
         first,
         work.addresses,
-        launch.memory.view(torch.float16),
+        launch.memory.view(launch.page.k.dtype),
         launch.addresses,
         **stage_constexprs(page),
         num_warps=4,
@@ -170,8 +179,9 @@ def prefill_variant(
     tuning = tuning or TUNING
     if block_d > 128 or page.k.dtype == torch.float32:  # shared memory and registers hold no more
         tuning = replace(tuning, num_warps=8, tile=32)
+    if page.k.dtype == torch.float32:  # computed without matrix instructions, which takes every register
+        tuning = replace(tuning, num_stages=1)
     constexprs = {
-        "STORED": TL_DTYPE[page.k.dtype],
         "DTYPE": TL_DTYPE[page.k.dtype],
         "H": num_kv_heads,
         "G": group,
@@ -182,5 +192,6 @@ def prefill_variant(
         "BLOCK_D": block_d,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
+        "TAIL_STAGES": min(TAIL_STAGES, tuning.num_stages),
     }
     return constexprs, tuning

@@ -90,6 +90,7 @@ def in_pieces() -> float:
 def cases() -> dict[str, Callable[[], float]]:
     d64, d80 = dense_page(BF16, 2, 64), dense_page(BF16, 1, 80)
     starts = [(0, n) for n in (1, 31, 127, 128, 129, 300)]
+    mixed = PageFormat(d80.k, uniform_page(4, 1, 80).v, 0, d80.k.nbytes)
     several = [d64, uniform_page(8, 2, 64), uniform_page(2, 2, 64), uniform_page(3, 2, 64, group=32)]
     return {
         "bf16 from the start group 3": against_reference([d64], starts, 3),
@@ -100,6 +101,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "int4 history": against_reference([d80, uniform_page(4, 1, 80)], [(331, 100), (467, 33)], 4, sink=20),
         "int8, 2 and 3 history": against_reference(several, [(800, 100), (667, 33)], 4, sink=20),
         "int4 K per token": against_reference([d80, uniform_page(4, 1, 80, k_axis="token")], [(300, 10)], 4),
+        "dense and mixed history": against_reference([d80, d80, mixed], [(700, 40), (467, 33)], 4, sink=20),
         "int4 history in pieces": in_pieces,
         "exact neighbours": neighbours,
     }
