@@ -124,10 +124,11 @@ class GpuSteps:
 
 
 def padded_batch(num_rows: int) -> int:
-    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 24, ..., at least eight sizes an octave from 64 on."""
-    if num_rows <= 4:
-        return 1 << (num_rows - 1).bit_length()
-    step = max(8, 1 << (num_rows - 1).bit_length() - 4)
+    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 24, ...; eight sizes an octave from 64 on."""
+    octave = 1 << (num_rows - 1).bit_length()
+    if octave <= 8:
+        return octave
+    step = max(8, octave // 16)
     return -(-num_rows // step) * step
 
 

@@ -1,0 +1,103 @@
+"""The tables' copy on the device against the books, through random histories."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, update
+from qkv_engine.kv import device_tables
+from qkv_engine.kv.device_tables import DeviceTables
+from qkv_engine.kv.table import SINK, BlockTables
+
+from ...scheduler.common import BLOCK, LADDER, TinyLadder, make_space
+from .test_table import TablesMachine
+
+SPLIT, ROWS = 2, 4
+
+
+def send(copy: DeviceTables, tables: BlockTables, names: list[str]) -> list[int]:
+    """What a step does: the changes go to the device with its input."""
+    rows = copy.follow(tables, names)
+    step_input = copy.step_input([7] * len(names), [0] * len(names), rows)
+    assert step_input[HEADER : HEADER + len(names)].tolist() == [7] * len(names)
+    update(copy.block_words, step_input, len(names))
+    return rows
+
+
+def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[int]) -> None:
+    words, numbers = copy.block_words.words, copy.block_words.words[copy.block_words.num_numbers :]
+    assert len(set(rows)) == len(rows) and all(0 <= row < copy.spare_row for row in rows)
+    counts = [0] * len(tables.ladder.rungs)
+    for name, row in zip(names, rows, strict=True):
+        blocks = list(tables[name])
+        found = words[numbers.view(-1, copy.block_words.width)[row, : len(blocks)]]
+        assert (found >> RUNG_BITS).tolist() == [block.slot.address for block in blocks]
+        rungs = [max(0, block.rung) for block in blocks]
+        assert (found & (1 << RUNG_BITS) - 1).tolist() == rungs
+        for rung in range(len(counts)):
+            counts[rung] += -(-rungs.count(rung) // SPLIT)
+        addresses, on_host = copy.entries([row], len(blocks))
+        assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
+    assert all(n <= bound for n, bound in zip(counts, copy.max_items(len(names), SPLIT), strict=True))
+
+
+class CopyMachine(TablesMachine):
+    """The history of ``TablesMachine``, of which the copy is told now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = DeviceTables(self.tables, ROWS, 32 + 6 * BLOCK, torch.device("cpu"))
+
+    @precondition(lambda self: 0 < len(self.tokens) <= ROWS)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True, min_size=1))
+        check(self.copy, self.tables, names, send(self.copy, self.tables, names))
+
+    @rule()
+    def lose_an_input(self) -> None:
+        self.copy.forget()
+
+
+TestCopyMachine = CopyMachine.TestCase
+TestCopyMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
+
+
+def test_more_updates_than_an_input_carries(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_tables, "MAX_UPDATES", 5)
+    ladder = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4)
+    tables = make_space(60, ladder).tables
+    copy = DeviceTables(tables, 3, 20 * BLOCK, torch.device("cpu"))
+    for name in "abc":
+        tables.open(name, 2)
+        assert tables.reserve(name, 17 * BLOCK)
+    check(copy, tables, list("abc"), send(copy, tables, list("abc")))
+    assert tables.demote([(block, 1) for block in tables["b"].blocks]) == len(tables["b"].blocks)
+    check(copy, tables, list("cb"), send(copy, tables, list("cb")))
+
+
+def test_only_what_changed_is_sent():
+    tables = make_space(60).tables
+    copy = DeviceTables(tables, 2, 20 * BLOCK, torch.device("cpu"))
+    tables.open("a", 2)
+    assert tables.reserve("a", 9 * BLOCK)
+    sizes = []
+    for reserved in (9, 9, 10):
+        assert tables.reserve("a", reserved * BLOCK)
+        copy.follow(tables, ["a"])
+        sizes.append(int(copy.step_input([1], [0], [0])[0]))
+    assert sizes == [18, 0, 2]  # each block's word and its entry
+
+
+def test_other_books_are_taken_over_from_nothing():
+    copies = [make_space(60).tables for _ in range(2)]
+    copy = DeviceTables(copies[0], 1, 20 * BLOCK, torch.device("cpu"))
+    for tables, length in zip(copies, (3, 5), strict=True):
+        tables.open("a", 2)
+        assert tables.reserve("a", length * BLOCK)
+        check(copy, tables, ["a"], send(copy, tables, ["a"]))
+    assert SINK not in copies[1].num_entries

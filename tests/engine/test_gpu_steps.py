@@ -1,0 +1,139 @@
+"""Steps on a GPU: captured or not, whoever joins, leaves, steps down or is preempted, the tokens are the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from qkv_engine import SamplingParams
+from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.core import EngineCore, Submission
+from qkv_engine.gpu_steps import padded_batch, padded_items
+from qkv_engine.request import Request
+from qkv_engine.runner import Runner
+from qkv_engine.sampler import SampleRow
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+from qkv_engine.startup import start
+
+gpu = pytest.mark.gpu
+LENGTHS = [5, 300, 40, 1, 129, 700, 64, 20]
+OUTPUTS = [40, 5, 200, 17, 90, 30, 1, 150]
+
+
+def test_batches_are_padded_to_few_sizes():
+    sizes = sorted({padded_batch(n) for n in range(1, 257)})
+    assert sizes == [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16)]
+    assert all(n <= padded_batch(n) for n in range(1, 5000))
+    assert all(padded_batch(n) <= 1.125 * n for n in range(64, 5000))
+    assert all(padded_batch(padded_batch(n)) == padded_batch(n) for n in range(1, 5000))
+
+
+def test_items_are_padded_to_powers_of_two():
+    assert [padded_items(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [0, 1, 2, 4, 4, 8, 1024]
+
+
+def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list[int]], EngineCore]:
+    """Tokens of a few requests, four at a time, stepped by hand so that every run schedules alike.
+
+    The youngest is preempted after thirty steps.
+    """
+    config = EngineConfig(kv=resolve_kv(kv), max_num_seqs=4, max_num_batched_tokens=256, **options)
+    core = start(config).core
+    rng = random.Random(0)
+    submissions = []
+    for index, (length, max_tokens) in enumerate(zip(LENGTHS, OUTPUTS, strict=True)):
+        prompt = [rng.randrange(5, 1000) for _ in range(length)]
+        submission = Submission(f"r{index}", None, prompt, params, max_tokens, index, [], False)
+        submissions.append(submission)
+        core.live[submission.request_id] = submission
+        core.add(submission)
+    while core.has_work:
+        core.step()
+        if core.counters.num_steps == 30:
+            core.scheduler._preempt(list(core.scheduler.running)[-1])
+    assert [s.error for s in submissions] == [None] * len(submissions)
+    return [s.completions[0].request.output_token_ids for s in submissions], core
+
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+@gpu
+@pytest.mark.parametrize("kv", ["bf16", "int4", "kivi-2", "auto"])
+@pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
+def test_graphs_do_not_change_tokens(kv: str, memory: str):
+    captured, core = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda")
+    assert len(core.runner._gpu._graphs) > 3 and core.runner._gpu._graphs._works
+    assert core.scheduler.num_preemptions
+    if memory == "9MiB":
+        assert kv == "bf16" or core.runner.cache.tables.num_demotions
+    plain, _ = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda", cuda_graphs=False)
+    assert captured == plain
+    core.runner.cache.tables.check_integrity()
+
+
+@gpu
+@pytest.mark.parametrize("kv", ["fp32", "auto"])
+def test_tokens_are_the_cpus(kv: str):
+    """In float32, where both compute the same but for the order of sums."""
+    on_gpu, _ = serve(GREEDY, kv=kv, kv_memory="256MiB", device="cuda", dtype="float32")
+    on_cpu, _ = serve(GREEDY, kv=kv, kv_memory="256MiB", device="cpu", dtype="float32")
+    same = [a == b for a, b in zip(on_gpu, on_cpu, strict=True)]
+    assert all(same) if kv == "fp32" else sum(same) >= 6  # in float16 pages a tie may fall otherwise
+
+
+@gpu
+def test_sampled_tokens_and_logprobs_come_from_kept_logits():
+    params = SamplingParams(temperature=0.9, top_p=0.9, ignore_eos=True, detokenize=False, logprobs=2)
+    captured, core = serve(params, kv="bf16", kv_memory="1GiB", device="cuda")
+    assert any(shape.keeps_logits for shape in core.runner._gpu._graphs._graphs)
+    plain, _ = serve(params, kv="bf16", kv_memory="1GiB", device="cuda", cuda_graphs=False)
+    assert captured == plain
+
+
+@gpu
+def test_a_step_reads_what_the_one_before_sampled():
+    """Steps launched before the tokens of the one before are on the host."""
+    core = start(EngineConfig(kv=resolve_kv("bf16"), kv_memory="1GiB", max_num_seqs=8, device="cuda")).core
+    prompts, number = [[7, 8, 9], [30] * 200, [5]], 12
+    assert decode(core.runner, prompts, number, ahead=False) == decode(core.runner, prompts, number, ahead=True)
+
+
+def decode(runner: Runner, prompts: list[list[int]], number: int, ahead: bool) -> list[list[int]]:
+    """``number`` tokens of each prompt; ``ahead`` launches each step before the last one is waited for."""
+    params = SamplingParams(temperature=0.0)
+    requests = [Request(f"{ahead}-{i}", list(prompt), params, number) for i, prompt in enumerate(prompts)]
+    rows = {r: SampleRow(params, i, r.token_ids, r.num_prompt_tokens) for i, r in enumerate(requests)}
+    tables = runner.cache.tables
+    for request in requests:
+        tables.open(request.request_id, 0)
+        assert tables.reserve(request.request_id, request.num_tokens + number)
+    runner.cache.apply_moves()
+    found: list[list[int]] = [[] for _ in requests]
+
+    def take(pending: Any) -> None:
+        for result in pending.wait():
+            index = requests.index(result.item.request)
+            found[index].append(result.token.token_id)
+            requests[index].token_ids.append(result.token.token_id)
+
+    def launch(starts: list[int]) -> Any:
+        items = [ScheduledRequest(r, start, r.num_tokens - start) for r, start in zip(requests, starts, strict=True)]
+        for request in requests:
+            request.num_tokens += 1  # one is in flight
+        return runner.launch(ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1)), rows)
+
+    pending = launch([0] * len(requests))
+    for _ in range(number - 1):
+        if not ahead:
+            take(pending)
+        following = launch([request.num_tokens - 1 for request in requests])
+        if ahead:
+            take(pending)
+        pending = following
+    take(pending)
+    for request in requests:
+        tables.release(request.request_id)
+    return found
