@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from qkv_engine.config import BLOCK_TOKENS
-from qkv_engine.core import Submission
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.formats.dense import Dense
 from qkv_engine.kv.space import KVSpace
+from qkv_engine.submission import Submission
 
 from .sweep import greedy
 
@@ -113,7 +113,10 @@ class FilledCore:
             self.core.add(submission)
 
     def start(self, prompt_lens: Sequence[int], num_tokens: int) -> None:
-        """Begins and steps until every request decodes. Raises ``QKVError`` if not all of them ever do at once."""
+        """Begins and steps until every request decodes; counters and the peak of KV memory begin there.
+
+        Raises ``QKVError`` if not all of them ever do at once.
+        """
         self.begin(prompt_lens, num_tokens)
         while True:
             self.core.step()
@@ -123,6 +126,7 @@ class FilledCore:
             if self.core.scheduler.num_preemptions:
                 raise QKVError("requests were preempted: the batch does not fit at once")
         self._settle()
+        self.core.reset_counters()  # what the prompts took at their widest is not the steps' peak
 
     def end(self) -> None:
         """Ends all requests and gives their blocks back."""

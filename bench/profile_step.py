@@ -1,0 +1,321 @@
+"""Where each microsecond of a decode step goes: ``python -m qkv_engine.bench.profile_step --shape qwen3-8b``.
+
+Requests decode at ``--context`` over filled KV memory (``filled.py``). The host's parts are timed in ordinary steps by
+clocks around the engine's own calls; what is inside another part counts there alone. The device's parts are the kernels
+that torch's profiler saw, summed by what they do, and the time in which none ran; on the CPU its operators. The
+profiler slows the host, so the step itself is timed without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from qkv_engine.config import parse_size, resolve_kv
+from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.memory import free_memory
+from qkv_engine.models.config import DTYPES, ModelConfig
+from qkv_engine.models.shapes import SHAPES
+from qkv_engine.runner import Pending
+from qkv_engine.startup import resolve_device, start
+
+from .decode_run import Plan, engine_config, free, size, weight_dtype
+from .filled import FilledCore, spread_prompts
+from .report import FORMATS, PLAIN_WIDTH, SUFFIXES, Table, number, render, write_file
+from .roofline import count_weights, limit_seconds
+from .sweep import parse_batches
+
+STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
+LIMIT = "limit of a step"
+WARMUP_STEPS = 6
+WAITING, WORKING = "wait for the tokens", "all but waiting"
+IDLE = "nothing runs"
+
+# What a kernel does, by its name: ours exactly, libraries' by a part of theirs; the first that matches counts.
+KERNELS = {
+    "decode_float_kernel": "attention, 16 bits",
+    "decode_int_kernel": "attention, codes",
+    "merge_kernel": "attention, merge",
+    "rms_norm_kernel": "norm",
+    "rope_kv_write_kernel": "q/k norm, rope, KV write",
+    "swiglu_kernel": "SwiGLU",
+    "update_kernel": "tables and plan",
+    "place_kernel": "tables and plan",
+    "sort_blocks_kernel": "tables and plan",
+    "cut_items_kernel": "tables and plan",
+    "seal_kernel": "seal and demote",
+    "demote_kernel": "seal and demote",
+    "copy_kernel": "sampling",
+    "edit_kernel": "sampling",
+    "limit_kernel": "sampling",
+    "peak_kernel": "sampling",
+    "weigh_kernel": "sampling",
+    "pick_kernel": "sampling",
+}
+PARTS_OF_NAMES = (
+    (("gemm", "nvjet", "cutlass", "cublas", "gemv", "splitkreduce"), "linear"),
+    (("memcpy", "memset", "copy_kernel"), "copies"),
+    (("argmax", "reduce_kernel"), "sampling"),
+    (("index", "gather", "embedding"), "lookups"),
+)
+OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRow:
+    """One part of a step at one batch size: microseconds of a step, and the share of the step's time."""
+
+    model: str
+    kv: str
+    context: int
+    batch: int
+    side: str
+    part: str
+    us: float
+    share: float
+
+
+class Interval(NamedTuple):
+    """Microseconds in which something ran."""
+
+    start: float
+    end: float
+
+
+def part_of(kernel: str) -> str:
+    """What the kernel called ``kernel`` does."""
+    if kernel in KERNELS:
+        return KERNELS[kernel]
+    name = kernel.lower()
+    return next((part for words, part in PARTS_OF_NAMES if any(word in name for word in words)), OTHER)
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Microseconds in which at least one of ``intervals`` ran."""
+    total, until = 0.0, float("-inf")
+    for start_, end in sorted(intervals):
+        total += max(0.0, end - max(start_, until))
+        until = max(until, end)
+    return total
+
+
+class Clocks:
+    """Seconds spent in named pieces of code; a piece inside another takes its time from it."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._clock, self._stack = clock, list[str]()
+        self._since = 0.0
+
+    @contextmanager
+    def around(self, owner: Any, name: str, part: str) -> Iterator[None]:
+        """Times every call of ``owner.name`` as ``part`` while the context lasts."""
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._enter(part)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._leave()
+
+        setattr(owner, name, timed)
+        try:
+            yield
+        finally:
+            if isinstance(owner, type):
+                setattr(owner, name, method)
+            else:
+                delattr(owner, name)  # what the class says holds again
+
+    def _enter(self, part: str) -> None:
+        self._lap()
+        self._stack.append(part)
+
+    def _leave(self) -> None:
+        self._lap()
+        self._stack.pop()
+
+    def _lap(self) -> None:
+        """The time since the last event belongs to what was running."""
+        now = self._clock()
+        if self._stack:
+            self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+
+def host_parts(core: FilledCore, steps: int) -> dict[str, float]:
+    """Microseconds of the host in a step, by part."""
+    clocks, engine = Clocks(), core.core
+    with ExitStack() as stack:
+        for owner, name, part in (
+            (engine, "step", "accept and report"),
+            (engine.scheduler, "schedule", "schedule"),
+            (core.cache, "apply_moves", "seal and demote"),
+            (engine.runner, "launch", "plan and launch"),
+            (Pending, "wait", WAITING),
+        ):
+            stack.enter_context(clocks.around(owner, name, part))
+        core.seconds_per_step(steps)
+    found = {part: 1e6 * seconds / steps for part, seconds in clocks.seconds.items()}
+    return found | {WORKING: sum(us for part, us in found.items() if part != WAITING)}
+
+
+def device_parts(core: FilledCore, steps: int, step_us: float) -> dict[str, float]:
+    """Microseconds of the device in a step, by part; on the CPU of torch's operators."""
+    on_gpu = core.cache.memory.is_cuda
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        core.seconds_per_step(steps)
+    found: defaultdict[str, float] = defaultdict(float)
+    if not on_gpu:
+        for entry in profiler.key_averages():
+            found[entry.key] += entry.self_cpu_time_total / steps
+        return dict(found)
+    ran = []
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            interval = Interval(event.time_range.start, event.time_range.end)
+            found[part_of(event.name)] += (interval.end - interval.start) / steps
+            ran.append(interval)
+    # Of launches that overlap each counts in full, so the parts may be more than the time in which any ran.
+    found[IDLE] = max(0.0, step_us - covered(ran) / steps)
+    return dict(found)
+
+
+def run(plan: Plan) -> Iterator[ProfileRow]:
+    """The parts of a step at each batch size of the plan, the whole step first."""
+    config, device = ModelConfig.from_hf(SHAPES[plan.shape]), resolve_device(plan.device)
+    weights = count_weights(config, weight_dtype(plan, config, device))
+    kv, context = plan.kvs[0], plan.contexts[0]
+    subject = size(plan, kv, config, weight_dtype(plan, config, device), plan.memory - weights.nbytes)
+    batches = subject.batches[context]
+    if max(batches) > subject.largest[context]:
+        remedy = "Lower --batch or --context, or raise --memory"
+        raise ConfigError(f"{subject.largest[context]} fit", field="batch", value=max(batches), remedy=remedy)
+    started = start(engine_config(plan, subject, max(batches)))
+    core = FilledCore(started)
+    for batch in batches:
+        steps = 3 * plan.steps + WARMUP_STEPS
+        core.start(spread_prompts(batch, context - steps, context - 1 - steps), context)
+        core.seconds_per_step(WARMUP_STEPS)
+        step_us = 1e6 * core.seconds_per_step(plan.steps)
+        limit = 1e6 * limit_seconds(weights, batch, core.kv_nbytes_read())
+        on_gpu = core.cache.memory.is_cuda
+        parts = [(STEP, "all", step_us)] + ([(STEP, LIMIT, limit)] if on_gpu else [])
+        for side, found in (
+            (HOST, host_parts(core, plan.steps)),
+            (DEVICE if on_gpu else OPERATORS, device_parts(core, plan.steps, step_us)),
+        ):
+            parts += [(side, part, us) for part, us in sorted(found.items(), key=lambda item: -item[1])]
+        for side, part, us in parts:
+            yield ProfileRow(
+                model=plan.shape,
+                kv=kv,
+                context=context,
+                batch=batch,
+                side=side,
+                part=part,
+                us=round(us, 2),
+                share=round(us / step_us, 4),
+            )
+        core.end()
+    free(started)
+
+
+def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
+    """A line a part, a column a batch size; parts below ``least`` of every step are left out."""
+    batches = list(dict.fromkeys(row.batch for row in rows))
+    found = {(row.side, row.part, row.batch): row for row in rows}
+    largest: dict[tuple[str, str], float] = {}
+    for row in rows:
+        largest[row.side, row.part] = max(largest.get((row.side, row.part), 0.0), row.share)
+    order = [STEP, HOST, DEVICE, OPERATORS]
+    keys = sorted(
+        (key for key, share in largest.items() if share >= least), key=lambda k: (order.index(k[0]), -largest[k])
+    )
+    cells = []
+    for side, part in keys:
+        line = [side, part]
+        for batch in batches:
+            cell = found.get((side, part, batch))
+            line += [number(cell.us, 1), f"{cell.share:.1%}"] if cell else ["", ""]
+        cells.append(line)
+    headers = ["side", "part", *(header for batch in batches for header in (f"us, batch {batch}", "share"))]
+    first = rows[0]
+    title = f"{first.model} · {first.kv} · context {first.context:,} · a decode step, torch {torch.__version__}"
+    return Table(title, headers, cells, [])
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options. Raises ``SystemExit`` 2 for a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qkv_engine.bench.profile_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shape", required=True, choices=SHAPES, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
+    add("--kv", default="int4", metavar="NAME", help="KV preset (default: %(default)s)")
+    add("--batch", default="1,32", metavar="LIST", help='sizes; "max" is the largest that fits (default: %(default)s)')
+    add("--context", type=int, default=8192, metavar="N", help="tokens of each request (default: %(default)s)")
+    add("--memory", default="80GiB", metavar="SIZE", help="weights and KV together (default: %(default)s)")
+    add("--steps", type=int, default=10, metavar="N", help="steps of each measurement (default: %(default)s)")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
+    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too")
+    args = parser.parse_args(argv)
+    if args.steps < 1 or args.context < 3 * args.steps + WARMUP_STEPS + 2:
+        parser.error("--steps must be at least 1 and few for the context")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns the exit code."""
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.ERROR)
+    try:
+        plan = Plan(
+            shape=args.shape,
+            kvs=(resolve_kv(args.kv).name,),
+            contexts=(args.context,),
+            batches=args.batch,
+            output_len=1,
+            memory=parse_size(args.memory, field="memory", free=free_memory(resolve_device(args.device))),
+            points=1,
+            steps=args.steps,
+            full=False,
+            dtype=args.dtype,
+            device=args.device,
+            seed=0,
+        )
+        parse_batches(args.batch.replace("max", "1"))
+        rows = list(run(plan))
+    except KeyboardInterrupt:
+        return 130
+    except QKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    table = profile_table(rows)
+    if args.output is not None:
+        kind = SUFFIXES.get(args.output.suffix.lower(), args.format)
+        write_file(args.output, render(kind, rows, table).encode())
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    print(render(args.format, rows, table, width=width), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
