@@ -133,6 +133,8 @@ class FilledCore:
         for submission in self._submissions:
             self.core.abort(submission.request_id)
         self._submissions.clear()
+        while self.core.has_work:  # a step may still be under way
+            self.core.step()
         self.core.reset_counters()
 
     def seconds_per_step(self, number: int) -> float:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkv_engine.bench.sweep import Row, SweepPlan
 
 DEFAULT_SWEEP = "1..32"
+DEFAULT_PLOT = Path("bench.png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_arguments(add)
     add(
         "--plot",
+        nargs="?",
+        const=DEFAULT_PLOT,
         type=Path,
         metavar="FILE.png",
-        help="draw throughput and KV memory (needs qkv-engine[bench])",
+        help=f"draw throughput and KV memory (without FILE: {DEFAULT_PLOT}; needs qkv-engine[bench])",
     )
 
 

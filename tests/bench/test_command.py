@@ -133,6 +133,14 @@ def test_plot_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     assert "out tok/s" in capsys.readouterr().out
 
 
+def test_a_plot_without_a_name_is_drawn_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    words = ["--shape", "qwen3-8b", "--batch-sweep", "--kv", "bf16,int8,int4,kivi-2,auto", "--plot"]
+    assert main(["bench", *words]) == 0
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_plot_without_matplotlib_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
