@@ -1,7 +1,4 @@
-"""What one decode step must read and compute, and the least time one H200 needs for it.
-
-The figures of the card and the model of a step are those of docs/performance.md, "The limit of a decode step".
-"""
+"""What one decode step must read and compute, and the least time one H200 needs for it."""
 
 from __future__ import annotations
 

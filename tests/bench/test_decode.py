@@ -21,7 +21,7 @@ def rows(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list
 
 
 def test_weights_of_the_shapes() -> None:
-    """The figures of docs/performance.md: bytes resident, parameters read by a step."""
+    """Bytes resident, and parameters that a step reads."""
     for name, resident, read in (("llama-3.1-8b", 16.06e9, 7.505e9), ("qwen3-8b", 16.38e9, 7.568e9)):
         weights = count_weights(ModelConfig.from_hf(SHAPES[name]), torch.bfloat16)
         assert weights.nbytes == pytest.approx(resident, rel=1e-3)
