@@ -1,8 +1,6 @@
-"""Copies between host and device that make neither wait for the other."""
+"""Copies to the host that it waits for when it needs them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,16 +22,3 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return self._tensor
-
-
-def to_device(parts: Sequence[bytes | bytearray], device: torch.device) -> list[Tensor]:
-    """Each part as a uint8 tensor on the device, aligned to 16 bytes; all of them, not empty, travel in one copy."""
-    starts, buffer = [], bytearray()
-    for part in parts:
-        starts.append(len(buffer))
-        buffer += part
-        buffer += bytes(-len(part) % 16)
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
-    return [tensor[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]

@@ -7,16 +7,17 @@ from array import array
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from qkv_engine.kernels.copies import to_device
 from qkv_engine.kernels.sample import UNSEEN, Edits, Settings
 
-from .host_copy import to_device
 from .sample_row import SampleRow
 
 
 def make_tables(rows: Sequence[SampleRow], device: torch.device) -> tuple[Settings | None, Edits | None]:
     """Settings if any row is not greedy, edits if any row has some."""
-    parts: list[bytes | bytearray] = []
+    parts: list[bytes] = []
     is_drawn = not all(row.params.is_greedy for row in rows)
     if is_drawn:
         positions = array("q", [row.position for row in rows])
@@ -28,7 +29,7 @@ def make_tables(rows: Sequence[SampleRow], device: torch.device) -> tuple[Settin
         entries = None
     if not parts:
         return None, None
-    tensors = to_device(parts, device)
+    tensors = _copy(parts, device)
     settings = edits = None
     if is_drawn:
         limited = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
@@ -69,3 +70,14 @@ class _Entries:
         self._tokens += tokens
         self._counts += counts
         self._biases += biases
+
+
+def _copy(parts: Sequence[bytes], device: torch.device) -> list[Tensor]:
+    """Each part as a uint8 tensor on the device, aligned to 16 bytes; all of them travel in one copy."""
+    starts, buffer = [], bytearray()
+    for part in parts:
+        starts.append(len(buffer))
+        buffer += part
+        buffer += bytes(-len(part) % 16)
+    tensor = to_device(torch.frombuffer(buffer, dtype=torch.uint8), device)
+    return [tensor[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]

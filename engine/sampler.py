@@ -10,17 +10,17 @@ never on its neighbours, their order, chunking or preemption. The arithmetic is 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.copies import to_device
 from qkv_engine.kernels.sample import NOT_FINITE, edit, sample
 
 from .errors import RequestError
-from .host_copy import HostCopy, to_device
+from .host_copy import HostCopy
 from .logprobs import PendingLogprobs, TokenLogprobs
 from .sample_row import SampleRow
 from .sample_tables import make_tables
@@ -54,7 +54,7 @@ class PendingTokens:
             return
         self._ranked, token_ids = [i for i, _ in wanted], self.token_ids
         if len(wanted) < len(rows):
-            index = to_device([array("q", self._ranked).tobytes()], logits.device)[0].view(torch.int64)
+            index = to_device(torch.tensor(self._ranked), logits.device)
             logits, token_ids = logits[index], token_ids[index]
         self._logprobs = PendingLogprobs(logits, token_ids, [k for _, k in wanted])
 

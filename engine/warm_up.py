@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from .config import BLOCK_TOKENS
@@ -13,7 +15,7 @@ REQUEST_ID = "warm-up"
 
 
 def warm_up(runner: Runner) -> None:
-    """Writes, seals, demotes, prefills over and decodes over blocks on every rung, then gives all of them back.
+    """Writes, seals, demotes, prefills over, decodes over blocks on every rung, samples, then gives all of them back.
 
     Does nothing where KV memory is too small for a block on each rung.
     """
@@ -35,6 +37,10 @@ def warm_up(runner: Runner) -> None:
         _run(runner, request, rows, num_tokens - 1, 1)
     _run(runner, request, rows, num_tokens - 3, 2)
     _run(runner, request, rows, num_tokens - 1, 1)
+    for temperature, top_k, repetition_penalty in product((0.0, 1.0), (0, 2), (1.0, 2.0)):
+        params = SamplingParams(temperature=temperature, top_k=top_k, repetition_penalty=repetition_penalty)
+        rows[request] = SampleRow(params, 0, request.token_ids, num_tokens)
+        _run(runner, request, rows, num_tokens - 1, 1)
     tables.release(REQUEST_ID)
     tables.num_demotions.clear()
     runner.cache.peak.clear()

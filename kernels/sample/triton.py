@@ -64,43 +64,35 @@ def sample_triton(logits: Tensor, settings: Settings | None, raw_peak: Tensor | 
     """See ``sample``."""
     num_rows, vocab_size = logits.shape
     logits, device = _rows_contiguous(logits), logits.device
-    shares, limited = split(num_rows, vocab_size), settings is not None and settings.limited
+    num_tiles, num_shares, blocks = split(num_rows, vocab_size)
+    limited = settings is not None and settings.limited
     tiles, padded = {"BLOCK_TILES": BLOCK_TILES, "TILE": TILE}, padded_sizes(vocab_size)
-    sizes, grid = (logits.stride(0), vocab_size, shares.num_tiles), (num_rows, shares.num_shares)
+    sizes, grid = (logits.stride(0), vocab_size, num_tiles), (num_rows, num_shares)
     sampled = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     peaks = torch.empty(grid, dtype=torch.float32, device=device)
     ids = torch.empty(grid, dtype=torch.int32, device=device)
     sums = floors = tile_peaks = rows = positions = sampled  # stands in for what a launch does not read
     if limited:
-        tile_peaks = torch.empty(num_rows, shares.num_tiles, dtype=torch.float32, device=device)
-    peak_kernel[grid](logits, peaks, ids, tile_peaks, *sizes, shares.blocks, HAS_TILE_PEAKS=limited, **tiles, **OPTIONS)
+        tile_peaks = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
+    peak_kernel[grid](logits, peaks, ids, tile_peaks, *sizes, blocks, HAS_TILE_PEAKS=limited, **tiles, **OPTIONS)
     if settings is not None:
         rows, positions = settings.rows, settings.positions
-        sums = torch.empty(num_rows, shares.num_tiles, dtype=torch.int64, device=device)
+        sums = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device)
         weigh_kernel[grid](
-            logits,
-            peaks,
-            rows,
-            sums,
-            *sizes,
-            shares.blocks,
-            shares.num_shares,
-            TILE_S=padded["TILE_S"],
-            **tiles,
-            **OPTIONS,
+            logits, peaks, rows, sums, *sizes, blocks, num_shares, TILE_S=padded["TILE_S"], **tiles, **OPTIONS
         )
     if limited:
         floors = torch.empty(num_rows, dtype=torch.float32, device=device)
-        live = torch.empty(num_rows, shares.num_tiles, dtype=torch.int32, device=device)
+        live = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
         keys = torch.empty(num_rows, KEYS, dtype=torch.int32, device=device)
         limit_kernel[(num_rows,)](
-            logits, peaks, tile_peaks, rows, floors, sums, live, keys, *sizes, shares.num_shares,
+            logits, peaks, tile_peaks, rows, floors, sums, live, keys, *sizes, num_shares,
             **tiles, **padded, KEYS=KEYS, num_warps=LIMIT_WARPS, **OPTIONS,
         )  # fmt: skip
     flags = {"HAS_RAW": raw_peak is not None, "HAS_DRAWS": settings is not None, "HAS_FLOORS": limited}
     raw_peaks = sampled if raw_peak is None else raw_peak
     pick_kernel[(num_rows,)](
-        logits, raw_peaks, peaks, ids, rows, positions, floors, sums, sampled, *sizes, shares.num_shares,
+        logits, raw_peaks, peaks, ids, rows, positions, floors, sums, sampled, *sizes, num_shares,
         TILE=TILE, **padded, **flags, **OPTIONS,
     )  # fmt: skip
     return sampled
@@ -112,9 +104,9 @@ def edit_triton(logits: Tensor, edits: Edits) -> tuple[Tensor, Tensor]:
     logits, device = _rows_contiguous(logits), logits.device
     edited = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
     raw_peak = torch.full((num_rows,), float("-inf"), device=device)
-    shares = split(num_rows, vocab_size)
-    copy_kernel[(num_rows, shares.num_shares)](
-        logits, edits.penalties, edited, raw_peak, logits.stride(0), vocab_size, shares.blocks, TILE=BLOCK_TILES * TILE
+    _, num_shares, blocks = split(num_rows, vocab_size)
+    copy_kernel[(num_rows, num_shares)](
+        logits, edits.penalties, edited, raw_peak, logits.stride(0), vocab_size, blocks, TILE=BLOCK_TILES * TILE
     )
     start = 0
     for end, source in zip(edits.ends, (logits, edited, edited), strict=True):

@@ -97,13 +97,31 @@ def fuzz(sizes: list[int], keys: int, num_rows: int, programs: int, examples: in
     return run
 
 
+def table_of(limits: list[tuple[int, float]]) -> Settings:
+    """Scores as the logits are, in units of log2; one seed a row."""
+    rows = b"".join(pack_settings(1 / math.log(2), k, p, 0.0, seed) for seed, (k, p) in enumerate(limits))
+    return Settings(
+        torch.frombuffer(bytearray(rows), dtype=torch.int64).view(len(limits), -1),
+        torch.arange(len(limits)),
+        True,
+    )
+
+
 def flat() -> float:
     """All tokens alike: a nucleus is all of them, whatever its share, and no tile says more than another."""
     kernels.KEYS, kernels.PROGRAMS = 2048, 8
-    table = pack(random.Random(0), 6, 5000)
-    rows = b"".join(pack_settings(1.0, k, p, 0.0, 7) for k, p in [(0, 0.5), (10, 1.0), (10, 0.5), (4999, 0.9)])
-    table = Settings(torch.frombuffer(bytearray(rows), dtype=torch.int64).view(4, -1), table.positions[:4], True)
-    return float(differing(torch.zeros(4, 5000), table))
+    return float(differing(torch.zeros(4, 5000), table_of([(0, 0.5), (10, 1.0), (10, 0.5), (4999, 0.9)])))
+
+
+def shares() -> float:
+    """Nuclei that end with a token, to the last unit of weight, or just behind it."""
+    kernels.KEYS, kernels.PROGRAMS = 2048, 8
+    one = 2.0**40
+    logits = torch.tensor([0.0, -1.0, -2.0, -30.0])
+    total = sum(float(2.0 ** (40 + int(x))) for x in logits)
+    goals = [one + d for d in (-1, -0.5, 0, 0.5, 1)] + [1.5 * one + d for d in (-0.5, 0, 0.25, 1)]
+    limits = [(k, goal / (total if k == 0 else 1.5 * one)) for goal in goals for k in (0, 2) for _ in range(8)]
+    return float(differing(logits.repeat(len(limits), 1), table_of([(k, min(p, 1.0)) for k, p in limits])))
 
 
 def make_edits(rng: random.Random, num_rows: int, vocab_size: int) -> Edits:
@@ -140,6 +158,7 @@ cases = {
     "many shares": fuzz([4999, 12345], 64, 2, 64, 25),
     "one share": fuzz([4999], 512, 3, 1, 15),
     "flat": flat,
+    "shares": shares,
     "edits": lambda: sum(map(edits, range(25))),
 }
 
