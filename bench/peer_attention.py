@@ -128,7 +128,7 @@ def prepare_flashinfer(shape: Shape, device: str) -> list[Call]:
     last = torch.full((b,), (shape.length - 1) % page + 1, device=device, dtype=torch.int32)
 
     def prepare(use_tensor_cores: bool) -> Callable[[], torch.Tensor]:
-        workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+        workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device=device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
         wrapper.plan(
             starts, table.flatten(), last, shape.num_heads, shape.num_kv_heads, d, page, q_data_type=q.dtype,
