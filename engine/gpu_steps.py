@@ -21,7 +21,7 @@ from qkv_engine.scheduler import ScheduledRequest
 from .graphs import Graphs
 from .kv.cache import KVCache
 from .kv.device_tables import DeviceTables
-from .kv.step_triton import SPLIT_BLOCKS, TritonPlanner
+from .kv.step_triton import Cut, TritonPlanner
 
 if TYPE_CHECKING:
     from .runner import CausalLM
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What a captured step depends on: rows, a bound of the work items on each rung, and whether logits are kept."""
+    """What a captured step depends on: rows, how its attention is cut, and whether logits are kept."""
 
     batch: int
-    max_items: tuple[int, ...]
+    cut: Cut
     keeps_logits: bool
 
 
@@ -75,8 +75,8 @@ class GpuSteps:
             starts, counts = [item.start for item in late], [item.num_tokens for item in late]
             chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
         step_input = to_device(self.tables.step_input(ids, positions, token_rows), self.device)
-        max_items = tuple(self.tables.max_items(num_decodes, SPLIT_BLOCKS))
-        placed, step = self._planner.begin(step_input, len(ids), num_decodes, max_items, chunks)
+        cut = self._planner.cut(num_decodes)
+        placed, step = self._planner.begin(step_input, len(ids), num_decodes, cut, chunks)
         return self.model(placed.input_ids, placed.positions, step)
 
     def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool) -> Decoded:
@@ -92,8 +92,7 @@ class GpuSteps:
             rows += [self.tables.spare_row] * padding
         step_input = self.tables.step_input(ids, positions, rows)
         self._input[: len(step_input)].copy_(pinned(step_input, self.device), non_blocking=True)
-        max_items = tuple(padded_items(n) for n in self.tables.max_items(len(items), SPLIT_BLOCKS))
-        shape = DecodeShape(batch, max_items, keep_logits)
+        shape = DecodeShape(batch, self._planner.cut(len(items)), keep_logits)
         if self._graphs is None:
             self._decode(shape)
         else:
@@ -109,7 +108,7 @@ class GpuSteps:
     def _decode(self, shape: DecodeShape) -> None:
         """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""
         batch = shape.batch
-        placed, step = self._planner.begin(self._input, batch, batch, shape.max_items)
+        placed, step = self._planner.begin(self._input, batch, batch, shape.cut)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
         if shape.keeps_logits:
             if self._logits is None:
@@ -130,11 +129,6 @@ def padded_batch(num_rows: int) -> int:
         return octave
     step = max(8, octave // 16)
     return -(-num_rows // step) * step
-
-
-def padded_items(num_items: int) -> int:
-    """Programs to launch for up to ``num_items`` work items: a power of two. An idle one ends at its first load."""
-    return 1 << (num_items - 1).bit_length() if num_items else 0
 
 
 def _token_ids(item: ScheduledRequest) -> list[int]:

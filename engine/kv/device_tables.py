@@ -97,12 +97,11 @@ class DeviceTables:
         found = self.mirror[numbers]
         return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
 
-    def max_items(self, num_requests: int, split_blocks: int) -> list[int]:
-        """Bounds of the work items of ``num_requests`` on each rung, from the blocks that all requests hold there."""
+    def num_entries(self) -> list[int]:
+        """Blocks that all requests together hold on each rung, sinks on the first, shared ones counted for each."""
         assert self._tables is not None
         held = self._tables.num_entries
-        counts = [held[rung] + (held[SINK] if rung == 0 else 0) for rung in range(len(self.ladder.rungs))]
-        return [count // split_blocks + min(num_requests, count) for count in counts]
+        return [held[rung] + (0 if rung else held[SINK]) for rung in range(len(self.ladder.rungs))]
 
     def forget(self) -> None:
         """To be called when a step's input may not have reached the device: the next one brings everything."""

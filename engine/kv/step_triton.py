@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,15 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-SPLIT_BLOCKS = 16  # blocks one program attends to; fixed, so that a request's result never depends on its neighbours
+PROGRAMS = 256  # of decode attention, about: two on each multiprocessor
+MAX_ITEM_BLOCKS = 16
+
+
+class Cut(NamedTuple):
+    """How decode attention is cut into work items: the blocks of one, and how many there are at most on each rung."""
+
+    item_blocks: int
+    max_items: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,20 @@ class TritonPlanner:
         self.kv_rows = memory.view(side.dtype).view(-1, side.head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = side.head_dim * side.dtype.itemsize
 
+    def cut(self, num_decodes: int) -> Cut:
+        """For single tokens of ``num_decodes`` of the requests: about ``PROGRAMS`` programs, if that is enough blocks.
+
+        Sizes and numbers are powers of two, or none: few graphs serve all steps, and what is idle ends at its first
+        load. Sums of a request's attention thus depend on how much its neighbours hold, as those of its matrix
+        products depend on how many they are.
+        """
+        counts = self.tables.num_entries()
+        heads = self.tables.ladder.widest.shape.num_kv_heads
+        item_blocks = min(MAX_ITEM_BLOCKS, _power_of_two_below(max(1, sum(counts) * heads // PROGRAMS)))
+        # Each request adds at most one item that is not full.
+        bounds = (count // item_blocks + min(num_decodes, count) for count in counts)
+        return Cut(item_blocks, tuple(_power_of_two_above(bound) if bound else 0 for bound in bounds))
+
     def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
         """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""
         first, number = torch.tensor(starts), torch.tensor(counts)
@@ -63,12 +86,12 @@ class TritonPlanner:
         step_input: Tensor,
         num_tokens: int,
         num_decodes: int,
-        max_items: tuple[int, ...],
+        cut: Cut,
         chunks: Chunks | None = None,
     ) -> tuple[Placed, TritonStep]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
-        ``max_items`` bounds the work items of the single tokens on each rung. Without chunks a graph can capture it.
+        ``cut`` is that of the single tokens. Without chunks a graph can capture it.
         """
         tables = self.tables
         update(tables.block_words, step_input, num_tokens)
@@ -76,7 +99,9 @@ class TritonPlanner:
         decode = None
         if num_decodes:
             rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
-            decode = plan_decode(tables.block_words, rows, lengths, split_blocks=SPLIT_BLOCKS, max_items=max_items)
+            decode = plan_decode(
+                tables.block_words, rows, lengths, item_blocks=cut.item_blocks, max_items=cut.max_items
+            )
         return placed, TritonStep(self, placed.token_rows, num_decodes, decode, chunks)
 
 
@@ -126,6 +151,14 @@ class TritonStep:
                 block_tokens=BLOCK_TOKENS,
             ).to(self._memory.device)
         return self._prefill
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << number.bit_length() - 1
+
+
+def _power_of_two_above(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def page_formats(ladder: Ladder) -> list[list[PageFormat]]:

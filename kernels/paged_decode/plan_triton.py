@@ -71,7 +71,7 @@ def sort_blocks_kernel(
         b_next += tl.sum(b_mine, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "width", "most_items", "stride_items"])
+@triton.jit(do_not_specialize=["batch", "width", "most_items", "stride_items", "item_blocks"])
 def cut_items_kernel(
     counts_ptr,
     items_ptr,
@@ -80,7 +80,7 @@ def cut_items_kernel(
     width,
     most_items,
     stride_items,
-    SPLIT: tl.constexpr,
+    item_blocks,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -93,7 +93,7 @@ def cut_items_kernel(
     for i in range(0, batch, BLOCK_B):
         o_b = i + tl.arange(0, BLOCK_B)
         p_counts = counts_ptr + o_b[:, None] * BLOCK_R + o_r[None, :]
-        b_items = (tl.load(p_counts, mask=(o_b < batch)[:, None], other=0) + SPLIT - 1) // SPLIT
+        b_items = (tl.load(p_counts, mask=(o_b < batch)[:, None], other=0) + item_blocks - 1) // item_blocks
         b_before += tl.sum(tl.where((o_b < i_b)[:, None], b_items, 0), 0)
         b_total += tl.sum(b_items, 0)
     b_mine = tl.load(counts_ptr + i_b * BLOCK_R + o_r)
@@ -105,15 +105,15 @@ def cut_items_kernel(
         count = tl.sum(tl.where(o_r == r, b_mine, 0), 0)
         first = tl.sum(tl.where(o_r == r, b_before, 0), 0)
         total = tl.sum(tl.where(o_r == r, b_total, 0), 0)
-        num_items = (count + SPLIT - 1) // SPLIT
+        num_items = (count + item_blocks - 1) // item_blocks
         p_items = items_ptr + r * stride_items
         for i in range(0, num_items, BLOCK):
             o = i + o_i
             b_o = (o < num_items) & (first + o < most_items)
             p_item = p_items + (first + o) * 4
             tl.store(p_item, tl.zeros([BLOCK], tl.int32) + i_b, mask=b_o)
-            tl.store(p_item + 1, block + o * SPLIT, mask=b_o)
-            tl.store(p_item + 2, tl.minimum(count - o * SPLIT, SPLIT), mask=b_o)
+            tl.store(p_item + 1, block + o * item_blocks, mask=b_o)
+            tl.store(p_item + 2, tl.minimum(count - o * item_blocks, item_blocks), mask=b_o)
             tl.store(p_item + 3, part + o, mask=b_o)
         for i in range(total + i_b * BLOCK, most_items, batch * BLOCK):  # a share of the unused ones
             tl.store(p_items + (i + o_i) * 4 + 2, tl.zeros([BLOCK], tl.int32), mask=i + o_i < most_items)
@@ -122,11 +122,11 @@ def cut_items_kernel(
 
 
 def plan_decode(
-    tables: BlockWords, rows: Tensor, lengths: Tensor, *, split_blocks: int, max_items: Sequence[int]
+    tables: BlockWords, rows: Tensor, lengths: Tensor, *, item_blocks: int, max_items: Sequence[int]
 ) -> DecodeWork:
     """Plan of one decode for each of ``rows`` [B] of the tables, over its first ``lengths`` [B] tokens.
 
-    ``max_items[r]`` bounds the items of rung r: the grid of its launch.
+    An item has up to ``item_blocks`` blocks; ``max_items[r]`` bounds the items of rung r: the grid of its launch.
     """
     batch, num_rungs, most = len(rows), len(max_items), max(max_items)
     block_r, device = triton.next_power_of_2(num_rungs), rows.device
@@ -160,7 +160,7 @@ def plan_decode(
         tables.width,
         most,
         most * 4,
-        SPLIT=split_blocks,
+        item_blocks,
         R=num_rungs,
         BLOCK_R=block_r,
         BLOCK_B=128,

@@ -10,7 +10,7 @@ import pytest
 from qkv_engine import SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.core import EngineCore, Submission
-from qkv_engine.gpu_steps import padded_batch, padded_items
+from qkv_engine.gpu_steps import padded_batch
 from qkv_engine.request import Request
 from qkv_engine.runner import Runner
 from qkv_engine.sampler import SampleRow
@@ -28,10 +28,6 @@ def test_batches_are_padded_to_few_sizes():
     assert all(n <= padded_batch(n) for n in range(1, 5000))
     assert all(padded_batch(n) <= 1.125 * n for n in range(64, 5000))
     assert all(padded_batch(padded_batch(n)) == padded_batch(n) for n in range(1, 5000))
-
-
-def test_items_are_padded_to_powers_of_two():
-    assert [padded_items(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [0, 1, 2, 4, 4, 8, 1024]
 
 
 def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list[int]], EngineCore]:
@@ -65,7 +61,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 @pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
 def test_graphs_do_not_change_tokens(kv: str, memory: str):
     captured, core = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda")
-    assert len(core.runner._gpu._graphs) > 3 and core.runner._gpu._graphs._works
+    assert len(core.runner._gpu._graphs) >= 3 and core.runner._gpu._graphs._works
     assert core.scheduler.num_preemptions
     if memory == "9MiB":
         assert kv == "bf16" or core.runner.cache.tables.num_demotions

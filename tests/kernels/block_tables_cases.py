@@ -73,7 +73,7 @@ def plan(sink: int, batch: int, num_rungs: int, split: int) -> float:
         words >> RUNG_BITS, rungs, lengths, split_blocks=[split] * num_rungs, sink_tokens=sink, block_tokens=T
     )
     grids = [n + 70 for n in want.num_items]
-    found = plan_decode(tables, rows, lengths.int(), split_blocks=split, max_items=grids)
+    found = plan_decode(tables, rows, lengths.int(), item_blocks=split, max_items=grids)
     wrong = (found.part_first != want.part_first).sum() + (found.lengths != want.lengths).sum()
     for rung, count in enumerate(want.num_items):
         wrong += (found.items[rung, :count] != want.items[rung, :count]).sum()

@@ -13,7 +13,7 @@ from qkv_engine.config import KVConfig, RungConfig, uniform_rung
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import build_ladder
-from qkv_engine.kv.step_triton import SPLIT_BLOCKS, TritonPlanner, TritonStep
+from qkv_engine.kv.step_triton import TritonPlanner, TritonStep
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -73,12 +73,11 @@ def triton_step(planner: TritonPlanner, batch: ScheduledBatch, cache: KVCache, n
     positions = [p for item in items for p in range(item.start, item.end)]
     token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
     step_input = tables.step_input([0] * len(positions), positions, token_rows)
-    max_items = tuple(tables.max_items(num_decodes, SPLIT_BLOCKS))
     late = items[num_decodes:]
     chunks = None
     if late:
         chunks = planner.chunks(rows[num_decodes:], [item.start for item in late], [item.num_tokens for item in late])
-    return planner.begin(step_input, len(positions), num_decodes, max_items, chunks)[1]
+    return planner.begin(step_input, len(positions), num_decodes, planner.cut(num_decodes), chunks)[1]
 
 
 if __name__ == "__main__":

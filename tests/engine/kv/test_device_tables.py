@@ -31,18 +31,19 @@ def send(copy: DeviceTables, tables: BlockTables, names: list[str]) -> list[int]
 def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[int]) -> None:
     words, numbers = copy.block_words.words, copy.block_words.words[copy.block_words.num_numbers :]
     assert len(set(rows)) == len(rows) and all(0 <= row < copy.spare_row for row in rows)
-    counts = [0] * len(tables.ladder.rungs)
+    items = [0] * len(tables.ladder.rungs)
     for name, row in zip(names, rows, strict=True):
         blocks = list(tables[name])
         found = words[numbers.view(-1, copy.block_words.width)[row, : len(blocks)]]
         assert (found >> RUNG_BITS).tolist() == [block.slot.address for block in blocks]
         rungs = [max(0, block.rung) for block in blocks]
         assert (found & (1 << RUNG_BITS) - 1).tolist() == rungs
-        for rung in range(len(counts)):
-            counts[rung] += -(-rungs.count(rung) // SPLIT)
+        for rung in range(len(items)):
+            items[rung] += -(-rungs.count(rung) // SPLIT)
         addresses, on_host = copy.entries([row], len(blocks))
         assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
-    assert all(n <= bound for n, bound in zip(counts, copy.max_items(len(names), SPLIT), strict=True))
+    bounds = [count // SPLIT + min(len(names), count) for count in copy.num_entries()]  # as ``TritonPlanner.cut``
+    assert all(n <= bound for n, bound in zip(items, bounds, strict=True))
 
 
 class CopyMachine(TablesMachine):
