@@ -24,6 +24,7 @@ MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading i
 FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
+Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
 
 
@@ -105,8 +106,8 @@ class DecodePlan:
         builder.add_dense([(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink], is_sink=True)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             builder.add_sealed(rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())])
-        full = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
-        opened = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
+        full: list[Member] = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
+        opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
         if len(full) + len(opened) <= FEW_BLOCKS:
             builder.add_dense(full + opened, is_sink=False)
         else:
@@ -132,8 +133,7 @@ class _Builder:
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
 
-    def add_dense(self, members: Sequence[tuple[int, int, int | None]], *, is_sink: bool) -> None:
-        """Slots with their request and, if they may be partly written, their valid tokens."""
+    def add_dense(self, members: Sequence[Member], *, is_sink: bool) -> None:
         if not members:
             return
         where, place = _choose_slots([slot for slot, _, _ in members], self.device)
