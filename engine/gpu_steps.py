@@ -62,6 +62,7 @@ class GpuSteps:
         self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
+        self._step_rows: list[int] = []  # of the tables, one for each item of the step enqueued last
 
     def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
         """Hidden states [N, E] of a step's tokens, single tokens first."""
@@ -83,14 +84,11 @@ class GpuSteps:
         """A step of single tokens alone. The likeliest token of each row becomes its last one."""
         batch = padded_batch(len(items))
         padding = batch - len(items)
-        ids = [_token_id(item) for item in items]
         positions = [item.start for item in items]
-        rows = self._rows(items)
-        if padding:
-            ids += [0] * padding
-            positions += [-1] * padding
-            rows += [self.tables.spare_row] * padding
-        step_input = self.tables.step_input(ids, positions, rows)
+        known = [item.request.token_ids for item in items]
+        ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in zip(known, positions, strict=True)]
+        rows = [*self._rows(items), *[self.tables.spare_row] * padding]
+        step_input = self.tables.step_input(ids + [0] * padding, positions + [-1] * padding, rows)
         self._input[: len(step_input)].copy_(pinned(step_input, self.device), non_blocking=True)
         shape = DecodeShape(batch, self._planner.cut(len(items)), keep_logits)
         if self._graphs is None:
@@ -100,9 +98,9 @@ class GpuSteps:
         logits = self._logits[: len(items)] if keep_logits and self._logits is not None else None
         return Decoded(self._sampled[: 2 * batch].view(2, batch), logits)
 
-    def keep_tokens(self, items: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
-        """``token_ids`` [N] on the device become the last tokens of requests of the step just enqueued."""
-        rows = to_device(torch.tensor(self._rows(items)), self.device)
+    def keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
+        """``token_ids`` [N] on the device become the last tokens of some items of the step enqueued last."""
+        rows = to_device(torch.tensor([self._step_rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
 
     def _decode(self, shape: DecodeShape) -> None:
@@ -119,7 +117,8 @@ class GpuSteps:
         self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])
 
     def _rows(self, items: Sequence[ScheduledRequest]) -> list[int]:
-        return self.tables.follow(self.cache.tables, [item.request.request_id for item in items])
+        self._step_rows = self.tables.follow(self.cache.tables, [item.request.request_id for item in items])
+        return self._step_rows
 
 
 def padded_batch(num_rows: int) -> int:
@@ -135,8 +134,3 @@ def _token_ids(item: ScheduledRequest) -> list[int]:
     """A request's tokens in a step; one that the host does not know yet is -1, its last token on the device."""
     ids = item.request.token_ids[item.start : item.end]
     return ids + [-1] * (item.num_tokens - len(ids))
-
-
-def _token_id(item: ScheduledRequest) -> int:
-    token_ids = item.request.token_ids
-    return token_ids[item.start] if item.start < len(token_ids) else -1

@@ -22,7 +22,6 @@ class Graphs:
 
     def __init__(self, device: torch.device):
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._works = True
 
@@ -42,6 +41,8 @@ class Graphs:
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step gave one request: a token if it reached the end of what is known, prompt log-probabilities if asked.
 
     ``prompt_logprobs`` belong to the tokens at positions ``item.start + 1 ..``.
@@ -51,10 +49,10 @@ class Pending:
         self,
         items: Sequence[ScheduledRequest],
         tokens: PendingTokens | None,
-        places: Mapping[int, int],
+        places: Sequence[int | None],
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
     ):
-        """``places`` has, by item that samples, which of ``tokens`` is its."""
+        """``places`` says of each item which of ``tokens`` is its."""
         self._items, self._tokens, self._places, self._prompt_logprobs = items, tokens, places, prompt_logprobs
 
     def wait(self) -> list[StepResult]:
@@ -63,8 +61,11 @@ class Pending:
         May be called once. An error of the device is raised here.
         """
         found = [] if self._tokens is None else self._tokens.wait()
-        tokens, prompt = {i: found[place] for i, place in self._places.items()}, self._prompt_logprobs
-        return [StepResult(item, tokens.get(i), prompt.get(i)) for i, item in enumerate(self._items)]
+        prompt = self._prompt_logprobs
+        return [
+            StepResult(item, None if place is None else found[place], prompt.get(i))
+            for i, (item, place) in enumerate(zip(self._items, self._places, strict=True))
+        ]
 
 
 class Runner:
@@ -114,14 +115,13 @@ class Runner:
         items = batch.items
         sampling = [i for i, item in enumerate(items) if item.samples]
         states = [rows[items[i].request] for i in sampling]
-        if self._gpu is not None and all(map(_is_single, items)):
+        if self._gpu is not None and _is_decode(items):
             return self._launch_decode(self._gpu, items, sampling, states)
         hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
         tokens = self._sample(hidden, items, sampling, states)
         if self._gpu is not None and tokens is not None:
-            self._gpu.keep_tokens([items[i] for i in sampling], tokens.token_ids)
-        places = {i: place for place, i in enumerate(sampling)}
-        return Pending(items, tokens, places, self._prompt_logprobs(hidden, items))
+            self._gpu.keep_tokens(sampling, tokens.token_ids)
+        return Pending(items, tokens, _places(items, sampling), self._prompt_logprobs(hidden, items))
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
         """Hidden states [N, E] of the batch's tokens, on the CPU."""
@@ -140,14 +140,15 @@ class Runner:
         is_plain = all(state.is_plain for state in states)
         decoded = gpu.decode(items, keep_logits=not is_plain)
         if is_plain:
-            return Pending(items, PendingTokens(decoded.sampled), {i: i for i in sampling}, {})
+            places = [i if item.samples else None for i, item in enumerate(items)]
+            return Pending(items, PendingTokens(decoded.sampled), places, {})
         logits = decoded.logits
         assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
         tokens = self.sampler.launch(logits, states)
-        gpu.keep_tokens([items[i] for i in sampling], tokens.token_ids)
-        return Pending(items, tokens, {i: place for place, i in enumerate(sampling)}, {})
+        gpu.keep_tokens(sampling, tokens.token_ids)
+        return Pending(items, tokens, _places(items, sampling), {})
 
     def _sample(
         self, hidden: Tensor, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
@@ -182,6 +183,16 @@ def _targets(item: ScheduledRequest) -> list[int]:
     return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
 
 
-def _is_single(item: ScheduledRequest) -> bool:
-    """Whether an item is one token of which nothing but the next one is wanted."""
-    return item.num_tokens == 1 and (item.request.params.prompt_logprobs is None or not _targets(item))
+def _is_decode(items: list[ScheduledRequest]) -> bool:
+    """Whether a step is made of single tokens, which come first, of which nothing but the next ones is wanted."""
+    if items[-1].num_tokens > 1:
+        return False
+    return not any(item.request.params.prompt_logprobs is not None and _targets(item) for item in items)
+
+
+def _places(items: list[ScheduledRequest], sampling: list[int]) -> list[int | None]:
+    """Which result is each item's, if those ``sampling`` have one each."""
+    places: list[int | None] = [None] * len(items)
+    for place, i in enumerate(sampling):
+        places[i] = place
+    return places
