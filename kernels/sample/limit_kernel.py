@@ -54,7 +54,7 @@ def limit_kernel(
         if has_k:
             limit = _find(
                 p_row, p_tiles, p_keys, num_tiles, V, NUM_TILES, peak, scale, limit, top_k,
-                False, BLOCK_TILES, TILE, KEYS,
+                (num_tiles * TILE).to(tl.int64), False, BLOCK_TILES, TILE, KEYS,
             )  # fmt: skip
         if top_p < 1:
             if has_k:
@@ -63,7 +63,7 @@ def limit_kernel(
                 )
             limit = _find(
                 p_row, p_tiles, p_keys, num_tiles, V, NUM_TILES, peak, scale, limit, _share(top_p, total),
-                True, BLOCK_TILES, TILE, KEYS,
+                total, True, BLOCK_TILES, TILE, KEYS,
             )  # fmt: skip
         _store_sums(p_row, p_sums, p_tiles, num_tiles, V, NUM_TILES, peak, scale, limit, BLOCK_TILES, TILE)
         floor = -limit.to(tl.float32, bitcast=True)
@@ -72,19 +72,26 @@ def limit_kernel(
 
 @triton.jit
 def _find(
-    p_row, p_tiles, p_keys, num_tiles, V, NUM_TILES, peak, scale, last, goal,
+    p_row, p_tiles, p_keys, num_tiles, V, NUM_TILES, peak, scale, last, goal, whole,
     WEIGHTS: tl.constexpr, BLOCK_TILES: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """The smallest key up to which the live tiles' tokens reach ``goal``; ``last`` if none up to it does.
 
-    An interval of keys that holds the answer is divided by eight until its tokens fit into KEYS.
+    An interval of keys that holds the answer is divided until its tokens fit into KEYS: first where a sample of the
+    tiles has it, then by eight. ``whole`` is about what all tokens together have of what the goal counts.
     """
     first = tl.full((), -1, tl.int32)  # the answer is above first and at most last
     left = goal
     count = tl.cdiv(num_tiles, BLOCK_TILES) * BLOCK_TILES * TILE
+    low, high = last, last
+    if count > KEYS:
+        low, high = _estimate(
+            p_row, p_tiles, num_tiles, V, NUM_TILES, peak, scale, last, goal, whole, WEIGHTS, BLOCK_TILES, TILE
+        )
     o_p = tl.arange(0, 8)
     while (count > KEYS) & (last - first > 1):
-        b_pivot = first + ((last - first).to(tl.int64) * (o_p + 1) // 8).to(tl.int32)
+        b_pivot = low + ((high - low).to(tl.int64) * o_p // 6).to(tl.int32)
+        b_pivot = tl.where(o_p == 7, last, tl.minimum(b_pivot, last))
         b_count = tl.zeros((8,), tl.int32)
         b_mass = tl.zeros((8,), tl.int64)
         for i in range(0, num_tiles, BLOCK_TILES):
@@ -103,6 +110,7 @@ def _find(
         count = tl.sum(tl.where(o_p == i_p, b_count, 0), 0) - tl.sum(tl.where(m_before, b_count, 0), 0)
         first = tl.maximum(first, tl.max(tl.where(m_before, b_pivot, -1), 0))
         last = tl.sum(tl.where(o_p == i_p, b_pivot, 0), 0)
+        low, high = first + (last - first) // 8, last - (last - first) // 8 - 1
     if last - first > 1:
         count = tl.zeros((), tl.int32)
         for i in range(0, num_tiles, BLOCK_TILES):
@@ -120,6 +128,25 @@ def _find(
         last = tl.minimum(last, _reach(b_key, b_mass, left, 0))
         tl.debug_barrier()  # the next search writes over these keys
     return last
+
+
+@triton.jit
+def _estimate(
+    p_row, p_tiles, num_tiles, V, NUM_TILES, peak, scale, last, goal, whole,
+    WEIGHTS: tl.constexpr, BLOCK_TILES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys between which the goal, of a mass of ``whole``, is probably reached, from evenly spaced live tiles."""
+    o_live = tl.arange(0, BLOCK_TILES) * num_tiles // BLOCK_TILES
+    o_v = tl.load(p_tiles + o_live)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    b_score = tl.reshape(load_scores(p_row, o_v, V, peak, scale), (BLOCK_TILES * TILE,))
+    b_key = _key(b_score)
+    b_mass = tl.where(b_key <= last, weigh(b_score) if WEIGHTS else 1, 0).to(tl.int64)
+    sample = tl.sum(b_mass, 0).to(tl.float64)
+    share = tl.minimum(goal.to(tl.float64) / whole.to(tl.float64), 1.0)
+    margin = tl.sqrt(share * (1 - share)) / 12  # almost four standard deviations for tokens of equal weight
+    low = _reach(b_key, b_mass, ((share - margin) * sample).to(tl.int64), 12)
+    high = _reach(b_key, b_mass, ((share + margin) * sample).to(tl.int64), 12)
+    return low, tl.minimum(high, last)
 
 
 @triton.jit
