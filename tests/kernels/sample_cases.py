@@ -124,6 +124,34 @@ def shares() -> float:
     return float(differing(logits.repeat(len(limits), 1), table_of([(k, min(p, 1.0)) for k, p in limits])))
 
 
+def state_of(number: float) -> int:
+    """The seed's state whose first draw is ``number``: the mixing undone."""
+    mask = 2**64 - 1
+    value = int(number * 2**53) << 11
+    value ^= value >> 31 ^ value >> 62
+    value = value * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    value ^= value >> 27 ^ value >> 54
+    value = value * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    value ^= value >> 30 ^ value >> 60
+    return value - 0x9E3779B97F4A7C15 & mask
+
+
+def edges() -> float:
+    """Numbers that fall on the border of two tokens, in other tiles and in the same one: the later token has it."""
+    kernels.KEYS, kernels.PROGRAMS = 2048, 8
+    numbers = [0.0, 0.25 - 2.0**-53, 0.25, 0.5 - 2.0**-53, 0.5, 1 - 2.0**-53]
+    logits = torch.full((6, 300), -math.inf)
+    logits[:, [3, 130]], logits[:, 299] = -1.0, 0.0
+    near = torch.full((6, 300), -math.inf)
+    near[:, [129, 131]], near[:, 140] = -1.0, 0.0
+    table = table_of([(0, 1.0)] * 6)
+    table.rows[:, 4] = torch.tensor([state - 2**64 if state >> 63 else state for state in map(state_of, numbers)])
+    table = table._replace(positions=torch.zeros(6, dtype=torch.int64))
+    assert kernels.sample_triton(logits, table, None)[0].tolist() == [3, 3, 130, 130, 299, 299]
+    assert kernels.sample_triton(near, table, None)[0].tolist() == [129, 129, 131, 131, 140, 140]
+    return float(differing(logits, table) + differing(near, table))
+
+
 def make_edits(rng: random.Random, num_rows: int, vocab_size: int) -> Edits:
     """Fixed entries, penalties and bans of random tokens; a kind may be missing."""
     rows, tokens, counts, biases, ends = array("i"), array("i"), array("i"), array("f"), []
@@ -159,6 +187,7 @@ cases = {
     "one share": fuzz([4999], 512, 3, 1, 15),
     "flat": flat,
     "shares": shares,
+    "edges": edges,
     "edits": lambda: sum(map(edits, range(25))),
 }
 
