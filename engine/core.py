@@ -8,113 +8,57 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass
+from typing import NoReturn, cast
 
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
 from .detokenizer import Detokenizer
 from .errors import QKVError, RequestError
+from .kv.cache import PendingMoves
 from .kv.space import KVSpace
+from .kv.table import Block
 from .logprobs import TokenLogprobs
 from .metrics import Counters
-from .request import (
-    CompletionOutput,
-    FinishReason,
-    KVUsage,
-    Logprob,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    RequestStatus,
-    SamplingParams,
-)
-from .runner import Runner, StepResult
+from .request import FinishReason, Logprob, Request, RequestStatus
+from .runner import Pending, Runner, StepResult
 from .sampler import SampleRow
-from .stream import OutputStream
+from .submission import Completion, Submission
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("qkv_engine")
 
 
-@dataclass(slots=True, eq=False)
-class Completion:
-    """One of the ``n`` continuations of a submission, with the text of its tokens so far."""
+@dataclass(frozen=True, slots=True)
+class NotLaunched:
+    """Stands for the results of a step that could not be launched."""
 
-    index: int
-    request: Request
-    logprobs: list[dict[int, Logprob]] | None
-    # What follows from the request's tokens, and is made anew from them after an interrupt.
-    detokenizer: Detokenizer | None = None
-    num_read: int = 0  # output tokens that became text and were checked for stops
-    text: str = ""
-    cumulative_logprob: float | None = None
-    kv: KVUsage = field(default_factory=KVUsage)
+    error: Exception
 
-    def output(self) -> CompletionOutput:
-        reason = self.request.finish_reason
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=self.request.output_token_ids,
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=None if reason is None else str(reason),
-            stop_reason=self.request.stop_reason,
-        )
+    def wait(self) -> NoReturn:
+        raise self.error
 
 
-@dataclass(slots=True, eq=False)
-class Submission:
-    """What a caller submitted: one prompt, ``n`` completions, and the stream their outputs go to."""
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way: what it computes, the moves before it, and its results to come."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    seed: int
-    bad_word_ids: list[list[int]]
-    incremental: bool  # report after every step, not only at the end
-    stream: OutputStream = field(default_factory=OutputStream)
-    completions: list[Completion] = field(default_factory=list)
-    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: QKVError | None = None
-
-    @property
-    def finished(self) -> bool:
-        if self.error is not None:
-            return True
-        return bool(self.completions) and all(c.request.is_finished for c in self.completions)
-
-    def output(self) -> RequestOutput:
-        kvs = [c.kv for c in self.completions]
-        bits = [kv.lowest_bits for kv in kvs if kv.lowest_bits is not None]
-        blocks: dict[str, int] = {}
-        for kv in kvs:
-            for rung, number in kv.blocks.items():
-                blocks[rung] = blocks.get(rung, 0) + number
-        self.metrics.num_preemptions = sum(c.request.num_preemptions for c in self.completions)
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output() for c in self.completions],
-            finished=self.finished,
-            metrics=self.metrics,
-            prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=max((c.request.num_cached_tokens for c in self.completions), default=0),
-            kv=KVUsage(blocks, min(bits, default=None)),
-            error=None if self.error is None else str(self.error),
-        )
+    batch: ScheduledBatch
+    moves: PendingMoves
+    pending: Pending | NotLaunched
 
 
 class EngineCore:
     """Runs submissions to their end. ``live`` holds every one that has not ended, by request id.
 
     ``live`` is filled by the loop's ``submit`` in the caller's thread, so that a duplicate id is refused at once.
+
+    With ``runs_ahead`` a step is scheduled and launched while the tokens of the one before are still being computed, so
+    that the host's work and the device's overlap. What a request that turns out to have ended was given in the step
+    ahead is dropped. Only a request whose next token the host must prepare from the ones before (``needs_tokens``)
+    waits for them. For devices that compute while the host goes on; elsewhere it would only waste that last step.
     """
 
     def __init__(
@@ -124,14 +68,19 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         make_space: Callable[[], KVSpace],
+        *,
+        runs_ahead: bool = False,
     ):
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.make_space = make_space  # new books over the cache, for ``recover``
         self.eos_ids = eos_ids
+        self.runs_ahead = runs_ahead
         self.live: dict[str, Submission] = {}
         self.counters = Counters()
         self._owners: dict[Request, tuple[Submission, Completion]] = {}
         self._rows: dict[Request, SampleRow] = {}
+        self._in_flight: deque[Launched] = deque()
+        self._suspects: set[Request] = set()  # were there when a step broke off
 
     @property
     def space(self) -> KVSpace:
@@ -140,7 +89,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def add(self, submission: Submission) -> None:
         """Queues a submission that is already in ``live``; an error goes to its stream and nowhere else.
@@ -186,25 +135,63 @@ class EngineCore:
         del self.runner, self.scheduler, self.make_space
 
     def step(self) -> None:
-        """One iteration: every scheduled request advances by its tokens, or ends."""
-        batch = self._without_failed(self.scheduler.schedule())
+        """Launches the next step, then waits for what is under way: all of it, or if it may run ahead, the step before.
+
+        Among suspects no step runs ahead: one that breaks off is known to be the last, and is narrowed down.
+        """
+        launched = self._launch(self.scheduler.schedule())
+        may_run_ahead = self.runs_ahead and launched and not self._suspects
+        while len(self._in_flight) > may_run_ahead:
+            self._collect()
+        self.counters.num_preemptions = self.scheduler.num_preemptions
+
+    def _launch(self, batch: ScheduledBatch) -> bool:
+        """Has the device do what the scheduler decided; ``False`` if that is nothing, or cannot be launched."""
+        if not batch.items:
+            return False
+        moves = self.runner.cache.launch_moves()
+        self._note_scheduled(batch)
+        pending: Pending | NotLaunched
+        try:
+            pending = self.runner.launch(batch, self._rows)
+        except Exception as error:
+            pending = NotLaunched(error)
+        self._in_flight.append(Launched(batch, moves, pending))
+        self.counters.num_steps += 1
+        return not isinstance(pending, NotLaunched)
+
+    def _note_scheduled(self, batch: ScheduledBatch) -> None:
         now = time.monotonic()
         for item in batch.items:
             metrics = self._owners[item.request][0].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-        results = self._run(batch)
-        now = time.monotonic()
-        changed = {}
+            row = self._rows[item.request]
+            row.num_in_flight = item.end - len(row.token_ids)
+
+    def _collect(self) -> None:
+        """Waits for the oldest step under way, and accepts what it gave."""
+        step = self._in_flight.popleft()
+        self._fail_holders(step.moves.wait())
+        try:
+            results = step.pending.wait()
+        except Exception as error:
+            if self._in_flight:
+                raise  # the step after it has gone on from its tokens and blocks: everything starts over
+            results = self._narrow_down(_still_live(step.batch), error)
+        self._accept_all(results)
+
+    def _accept_all(self, results: list[StepResult]) -> None:
+        now, changed = time.monotonic(), {}
         for result in results:
+            if result.item.request.is_finished:
+                continue  # it ended while the step ran
             submission, completion = self._owners[result.item.request]
             self._accept_safely(submission, completion, result, now)
             if submission.incremental or submission.finished:
                 changed[submission.request_id] = submission
         for submission in changed.values():
             self._report(submission)
-        self.counters.num_steps += 1
-        self.counters.num_preemptions = self.scheduler.num_preemptions
 
     def recover(self) -> None:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
@@ -214,8 +201,10 @@ class EngineCore:
         for submission in self.live.values():
             for completion in submission.completions:
                 self._note_usage(completion)
+        self._in_flight.clear()
         self.runner.cache.reset()
         self.scheduler.recover(self.make_space())
+        self._suspects = set(self.scheduler.requests.values())
         for submission in list(self.live.values()):
             try:
                 self._restore(submission)
@@ -237,35 +226,35 @@ class EngineCore:
         elif submission.finished:
             self._report(submission)
 
-    def _without_failed(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """Carries out what the scheduler decided about blocks; requests whose values turn out not finite fail."""
-        bad = self.runner.cache.apply_moves()
+    def _fail_holders(self, bad: set[Block]) -> None:
+        """Requests that hold blocks with bad values fail. Whose blocks they were may have ended while the step ran."""
         if not bad:
-            return batch
+            return
+        self.space.distrust(bad)
         error = RequestError("the KV cache holds values that are not finite", remedy="Try another dtype")
         for request in list(self.scheduler.running):
             if not bad.isdisjoint(self.space.tables[request.request_id]):
                 self._fail_submission(self._owners[request][0], error)
-        return ScheduledBatch([item for item in batch.items if not item.request.is_finished])
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
-        """Runs the batch; if that raises, halves it until the request that makes it raise stands alone, and fails."""
-        if not batch.items:
-            return []
+        batch = _still_live(batch)
         try:
-            return self.runner.run(batch, self._rows)
+            return self.runner.run(batch, self._rows) if batch.items else []
         except Exception as error:
-            if len(batch) > 1:
-                first, second = batch.halves()
-                return self._run(first) + self._run(second)
-            submission, _ = self._owners[batch.items[0].request]
+            return self._narrow_down(batch, error)
+
+    def _narrow_down(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
+        """A batch that raises is run in halves, until the request that makes it raise stands alone, and fails."""
+        if len(batch) > 1:
+            first, second = batch.halves()
+            return self._run(first) + self._run(second)
+        for item in batch.items:
+            submission, _ = self._owners[item.request]
             logger.warning("request %s failed", submission.request_id, exc_info=error)
             self._fail_submission(submission, _as_request_error(error))
-            return []
+        return []
 
     def _accept_safely(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
-        if completion.request.is_finished:
-            return  # a sibling's failure ended it during this step
         try:
             self._accept(submission, completion, result, now)
         except Exception as error:
@@ -345,6 +334,7 @@ class EngineCore:
         """The request ended: what its last token held back is text now."""
         self._owners.pop(completion.request, None)
         self._rows.pop(completion.request, None)
+        self._suspects.discard(completion.request)
         if completion.detokenizer is not None and completion.request.error is None:
             completion.text += completion.detokenizer.finish()
 
@@ -399,7 +389,8 @@ class EngineCore:
         if completion.logprobs is not None:
             del completion.logprobs[request.num_output_tokens :]
         self._owners[request] = (submission, completion)
-        self._rows[request] = self._sample_row(submission, request)
+        self._rows[request] = row = self._sample_row(submission, request)
+        request.needs_tokens = row.needs_tokens
 
     def _sample_row(self, submission: Submission, request: Request) -> SampleRow:
         stop_ids = [*self.eos_ids, *(request.params.stop_token_ids or ())]
@@ -438,6 +429,10 @@ class EngineCore:
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+
+def _still_live(batch: ScheduledBatch) -> ScheduledBatch:
+    return ScheduledBatch([item for item in batch.items if not item.request.is_finished])
 
 
 def _as_request_error(error: Exception) -> QKVError:

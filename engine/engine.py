@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
-from .core import Submission
 from .errors import CapacityError, EngineDeadError, RequestError
 from .loop import EngineLoop
 from .metrics import EngineStats
 from .request import RequestOutput, SamplingParams
 from .startup import Started, start
+from .submission import Submission
 from .tokenizer import Tokenizer
 from .validation import validate_lengths, validate_params, validate_prompt_ids
 

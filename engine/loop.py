@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
-from .core import EngineCore, Submission
+from .core import EngineCore
 from .errors import EngineDeadError, QKVError, RequestError
+from .submission import Submission
 
 logger = logging.getLogger("qkv_engine")
 

@@ -145,7 +145,8 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One sequence the engine computes: a prompt, what was generated so far, and how far the KV cache has caught up.
 
-    Owned by the scheduler from ``add`` to ``finish``. A prompt with ``n > 1`` becomes ``n`` requests.
+    Owned by the scheduler from ``add`` to ``finish``. A prompt with ``n > 1`` becomes ``n`` requests. While a step runs
+    its tokens count as computed, and the one it samples as a token, which is in flight until its value is known.
     """
 
     request_id: str
@@ -154,7 +155,8 @@ class Request:
     max_tokens: int
     arrival: int = 0  # serial number, first come first served
     seed: int = 0
-    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    token_ids: list[int] = field(default_factory=list)  # prompt, then output, as far as known
+    num_tokens: int = field(init=False)  # with those in flight
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING
@@ -162,18 +164,21 @@ class Request:
     stop_reason: int | str | None = None
     error: QKVError | None = None
     num_preemptions: int = 0
+    needs_tokens: bool = False  # none is sampled for it while one is in flight: the host looks at them first
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def num_in_flight(self) -> int:
+        """Tokens that were sampled, or will be by steps under way, and are not known yet."""
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -50,6 +50,7 @@ class SampleRow:
     num_prompt_tokens: int
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    num_in_flight: int = 0  # tokens before the next one that ``token_ids`` does not have yet; 0 with ``needs_tokens``
     settings: bytes = field(init=False)
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
     fixed_ids: array[int] = field(init=False)  # tokens edited alike in every step, and their biases
@@ -57,6 +58,7 @@ class SampleRow:
     counts: TokenCounts | None = field(init=False)  # where there are penalties
     is_edited: bool = field(init=False)
     is_plain: bool = field(init=False)  # greedy with nothing else to do
+    needs_tokens: bool = field(init=False)  # its edits depend on the values of all tokens before
 
     def __post_init__(self) -> None:
         params = self.params
@@ -70,11 +72,12 @@ class SampleRow:
         self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
         self.is_edited = bool(self.counts or biases or params.min_tokens or self.bad_word_ids)
         self.is_plain = params.is_greedy and not self.is_edited and params.logprobs is None
+        self.needs_tokens = self.counts is not None or any(len(word) > 1 for word in self.bad_word_ids)
 
     @property
     def position(self) -> int:
         """Index in the output of the token to be sampled."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens
 
     def banned_ids(self) -> Iterator[int]:
         """Tokens that may not come next, some perhaps twice."""

@@ -105,7 +105,7 @@ def start(config: EngineConfig) -> Started:
     )
     if device.type == "cuda":
         warm_up(runner)
-    core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space)
+    core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
     summary = _summarize(name, device, dtype, cache, max_model_len)
     applied = describe_defaults(generation)
     if applied:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qkv_engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """``num_tokens`` tokens of ``request``, from position ``start``, run in this step."""
+    """``num_tokens`` tokens of ``request``, from position ``start`` to before ``end``, run in this step.
+
+    ``samples`` says that the step reaches the last token, so that its logits give the next one. Only a single token,
+    and one that such a step samples, may be in flight.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    end: int = field(init=False)
+    samples: bool = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last known token, so that its logits give the next one."""
-        return self.end == self.request.num_tokens
+    def __post_init__(self) -> None:
+        self.end = self.start + self.num_tokens
+        self.samples = self.end == self.request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ class KVSpace(Protocol):
         """Like ``release`` for a request whose KV is not to be trusted."""
         ...
 
-    def computed(self, request: Request) -> None:
-        """The KV of the first ``num_computed_tokens`` tokens is in the cache."""
+    def computed(self, request: Request, num_tokens: int) -> None:
+        """The KV of the first ``num_tokens`` tokens is in the cache."""
         ...
 
     def free_blocks(self) -> int:

@@ -21,7 +21,8 @@ logger = logging.getLogger("qkv_engine")
 class Scheduler:
     """Owns every live request: waiting or running, never both. Called by one thread.
 
-    A step is ``schedule`` -> run the batch -> ``computed`` for each item -> ``append_token`` where one was sampled.
+    A step is ``schedule`` -> run the batch -> ``computed`` for each item -> ``append_token`` where one was sampled. The
+    next step may be scheduled before the last two calls: its batch then goes on from tokens that nobody knows yet.
     """
 
     def __init__(self, space: KVSpace, *, max_num_seqs: int, max_num_batched_tokens: int):
@@ -55,7 +56,10 @@ class Scheduler:
         self.waiting.add(request)
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's work, with room reserved for all of it. Empty only when there is no request."""
+        """The next step's work, with room reserved for all of it, counted as computed from here on.
+
+        Empty only when there is no request, or when all wait for tokens in flight.
+        """
         budget = self.max_num_batched_tokens
         items: list[ScheduledRequest] = []
         preempted = self.num_preemptions
@@ -65,6 +69,8 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older request above
+            if request.num_in_flight and (request.needs_tokens or request.num_tokens > request.max_num_tokens):
+                continue  # its last token is in flight, or one the host has to see first
             num_tokens = self._make_room(request, min(request.num_tokens - request.num_computed_tokens, budget))
             if num_tokens:
                 items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
@@ -72,19 +78,25 @@ class Scheduler:
         if self.num_preemptions == preempted:
             self._admit(items, budget)
         items.sort(key=lambda item: item.num_tokens > 1)  # stable: single tokens first
+        for item in items:
+            item.request.num_computed_tokens = item.end
+            item.request.num_tokens += item.samples
         return ScheduledBatch(items)
 
     def computed(self, item: ScheduledRequest) -> None:
-        """The KV of ``item`` is in the cache."""
-        item.request.num_computed_tokens = item.end
-        self.space.computed(item.request)
+        """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""
+        if item.end <= item.request.num_computed_tokens:  # it was not preempted meanwhile
+            self.space.computed(item.request, item.end)
 
     def append_token(self, request: Request, token_id: int) -> None:
-        """A token was sampled for ``request``."""
+        """The token of ``request`` that was in flight is known."""
         request.token_ids.append(token_id)
 
     def finish(self, request: Request, reason: FinishReason, *, error: QKVError | None = None) -> None:
-        """Ends a live request and takes its blocks back."""
+        """Ends a live request and takes its blocks back.
+
+        A step under way may still write there: whoever gets them writes in a later step, which runs after it.
+        """
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         request.finish_reason, request.error = reason, error
         request.status = RequestStatus.FINISHED  # from here on it has ended, whatever happens
@@ -108,6 +120,7 @@ class Scheduler:
                 del self.requests[request.request_id]
             else:
                 request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
+                request.num_tokens = len(request.token_ids)
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from qkv_engine.kernels.transfer import transfer
 from qkv_engine.models.attention import AttentionBatch
@@ -14,12 +15,30 @@ from qkv_engine.scheduler import ScheduledBatch
 
 from ..config import BLOCK_TOKENS
 from ..errors import CapacityError
+from ..host_copy import HostCopy
 from .arena import Arena
 from .ladder import Ladder
 from .step import StepPlanner
 from .table import SINK, Block, BlockTables, Move
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
+
+
+class PendingMoves:
+    """Moves that the device may still be carrying out."""
+
+    def __init__(self, checked: list[tuple[list[Move], HostCopy]]):
+        """``checked`` has moves and, for each, whether the block's values are finite [n] bool."""
+        self._checked = checked
+
+    def wait(self) -> set[Block]:
+        """Blocks found to hold values that are not finite, once the device has looked at them."""
+        return {
+            move.block
+            for moves, finite in self._checked
+            for move, ok in zip(moves, finite.wait().tolist(), strict=True)
+            if not ok
+        }
 
 
 class KVCache:
@@ -80,12 +99,17 @@ class KVCache:
 
     def apply_moves(self) -> set[Block]:
         """Carries out what the tables noted since the last step; returns blocks found to hold non-finite values."""
-        bad: set[Block] = set()
+        return self.launch_moves().wait()
+
+    def launch_moves(self) -> PendingMoves:
+        """``apply_moves`` without waiting for the device to say which values are not finite."""
+        checked: list[tuple[list[Move], HostCopy]] = []
         waves, self.tables.waves = self.tables.waves, []
         for wave in waves:
             for (old, new), moves in _by_rungs(wave):
-                finite = self._move(list(moves), old, new)
-                bad.update(move.block for move, ok in finite if not ok)
+                finite = self._move(moves, old, new)
+                if finite is not None:
+                    checked.append((moves, HostCopy(finite)))
         fresh = self.tables.take_fresh()
         for slot in fresh:
             # Attention masks unwritten tokens by adding -inf, which does not hide a NaN left by an earlier owner.
@@ -94,22 +118,22 @@ class KVCache:
             self._planner.forget()
         if waves or fresh:
             self.note_peak()
-        return bad
+        return PendingMoves(checked)
 
     def begin_step(self, batch: ScheduledBatch) -> AttentionBatch:
         """What the attention layers need of ``batch``, computed once. Single tokens come first in the batch."""
         return self._planner.plan(batch, self.tables)
 
-    def _move(self, moves: list[Move], old: int, new: int) -> Iterable[tuple[Move, bool]]:
+    def _move(self, moves: list[Move], old: int, new: int) -> Tensor | None:
+        """Moves blocks from one rung to another; says whether the values of each are finite, where that is seen."""
         src, dst = [move.src for move in moves], [move.dst for move in moves]
         if old == SINK:
-            layout, nbytes = self.ladder.widest.layout, self.ladder.sink_nbytes
+            nbytes = self.ladder.sink_nbytes
             for a, b in zip(src, dst, strict=True):
                 self.memory[b : b + nbytes] = self.memory[a : a + nbytes]
-            return ()
+            return None
         layout, target = self.ladder.rungs[old].layout, self.ladder.rungs[new].layout
-        finite = transfer(self.memory, src, dst, layout, target)
-        return () if finite is None else zip(moves, finite.tolist(), strict=True)
+        return transfer(self.memory, src, dst, layout, target)
 
 
 def _nbytes(found: Counter[str]) -> int:
@@ -131,8 +155,8 @@ def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
     return best
 
 
-def _by_rungs(wave: list[Move]) -> Iterable[tuple[tuple[int, int], Iterable[Move]]]:
+def _by_rungs(wave: list[Move]) -> Iterable[tuple[tuple[int, int], list[Move]]]:
     def key(move: Move) -> tuple[int, int]:
         return move.old, move.new
 
-    return groupby(sorted(wave, key=key), key=key)
+    return ((rungs, list(moves)) for rungs, moves in groupby(sorted(wave, key=key), key=key))

@@ -102,15 +102,18 @@ class KVSpace:
 
     def discard(self, request: Request) -> None:
         """Like ``release`` for a request that failed: what it shared is not offered to anybody any more."""
-        if self.prefix is not None and request.request_id in self.tables:
-            self.prefix.purge(self.tables[request.request_id])
+        if request.request_id in self.tables:
+            self.distrust(self.tables[request.request_id])
         self.release(request)
 
-    def computed(self, request: Request) -> None:
+    def distrust(self, blocks: Iterable[Block]) -> None:
+        """Takes blocks with bad values out of the prefix cache."""
         if self.prefix is not None:
-            self.prefix.publish(
-                request.request_id, request.token_ids, request.params.cache_salt, request.num_computed_tokens
-            )
+            self.prefix.purge(blocks)
+
+    def computed(self, request: Request, num_tokens: int) -> None:
+        if self.prefix is not None:
+            self.prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
 
     def free_blocks(self) -> int:
         return self.tables.arena.room(self.ladder.widest.block_nbytes)
@@ -142,11 +145,12 @@ class KVSpace:
         return self.quota is not None and nbytes > self.quota * self.tables.arena.nbytes
 
     def usage(self, request: Request) -> KVUsage:
-        """Where the blocks of a request stand now."""
+        """Where the blocks stand now that hold a request's tokens, all but the last, which needs no KV when it ends."""
         if request.request_id not in self.tables:
             return KVUsage()
         table = self.tables[request.request_id]
-        rungs = Counter(block.rung for block in table.blocks)
+        num_blocks = self.tables.blocks_for(len(request.token_ids) - 1)
+        rungs = Counter(block.rung for block in table.blocks[:num_blocks])
         bits = [self.ladder.rungs[rung].bits for rung in rungs]
         blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
         return KVUsage(blocks, min(bits, default=self.ladder.widest.bits if table.sink else None))

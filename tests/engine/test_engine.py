@@ -318,14 +318,14 @@ def test_a_request_that_fails_in_a_batch_leaves_the_others_unchanged(
     work = prompts(5)
     expected = [o.outputs[0].token_ids for o in demo_engine.generate(work, GREEDY)]
     runner = demo_engine._started.core.runner
-    run, bad = runner.run, work[2]
+    launch, bad = runner.launch, work[2]
 
     def failing(batch, rows):
         if any(item.request.prompt_token_ids == bad for item in batch.items):
             raise RuntimeError("injected")
-        return run(batch, rows)
+        return launch(batch, rows)
 
-    monkeypatch.setattr(runner, "run", failing)
+    monkeypatch.setattr(runner, "launch", failing)
     outputs = demo_engine.generate(work, GREEDY)
     assert outputs[2].outputs[0].finish_reason == "error" and "injected" in outputs[2].error
     assert [o.outputs[0].token_ids for i, o in enumerate(outputs) if i != 2] == expected[:2] + expected[3:]

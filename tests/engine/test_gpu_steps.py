@@ -9,13 +9,14 @@ import pytest
 
 from qkv_engine import SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
-from qkv_engine.core import EngineCore, Submission
+from qkv_engine.core import EngineCore
 from qkv_engine.gpu_steps import padded_batch
 from qkv_engine.request import Request
 from qkv_engine.runner import Runner
 from qkv_engine.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from qkv_engine.startup import start
+from qkv_engine.submission import Submission
 
 gpu = pytest.mark.gpu
 LENGTHS = [5, 300, 40, 1, 129, 700, 64, 20]

@@ -122,7 +122,7 @@ def test_with_a_quota_one_tenant_does_not_push_anothers_blocks_down():
         assert all(o.finished and o.error is None for o in outputs)
 
 
-@pytest.mark.parametrize("place", ["schedule", "apply_moves"])
+@pytest.mark.parametrize("place", ["schedule", "launch_moves"])
 def test_a_step_that_breaks_off_is_recovered_from(place: str, monkeypatch: pytest.MonkeyPatch):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = long_prompts(3, 200)

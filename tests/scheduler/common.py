@@ -74,7 +74,7 @@ def run(scheduler: Scheduler, batch: ScheduledBatch) -> None:
     scheduler.space.tables.take_fresh()
     for item in batch.items:
         scheduler.computed(item)
-        if item.end == item.request.num_tokens:
+        if item.samples:
             scheduler.append_token(item.request, 7)
             if item.request.num_output_tokens == item.request.max_tokens:
                 scheduler.finish(item.request, FinishReason.LENGTH)

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qkv_engine.submission import Submission
+
 OPEN_END_BLOCKS = 1  # what admission counts for a request without max_tokens, in blocks: little, so that it is wrong
 
 MODULES = {  # in order of their imports
@@ -92,7 +94,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         modules["space"].KVSpace,
         modules["scheduler"].Scheduler,
         modules["core"].EngineCore,
-        modules["core"].Submission,
+        Submission,
         modules["pressure"],
         modules["table"],
     )

@@ -240,7 +240,7 @@ BOOKS = (
     Patch(
         "what a failed request shared is still offered",
         "space",
-        "            self.prefix.purge(self.tables[request.request_id])\n",
+        "            self.distrust(self.tables[request.request_id])\n",
         "            pass\n",
     ),
     Patch(

@@ -44,8 +44,8 @@ CORE = (
     Patch(
         "one failure takes the batch along",
         "core",
-        "            if len(batch) > 1:\n",
-        "            if False:\n",
+        "        if len(batch) > 1:\n",
+        "        if False:\n",
     ),
     Patch(
         "holders of bad values go on",
@@ -64,5 +64,53 @@ CORE = (
         "core",
         "        is_eos = token_id in self.eos_ids and not params.ignore_eos\n",
         "        is_eos = False\n",
+    ),
+    Patch(
+        "recovery keeps steps under way",
+        "core",
+        "        self._in_flight.clear()\n",
+        "",
+    ),
+    Patch(
+        "what follows a step that broke off is kept",
+        "core",
+        "            if self._in_flight:\n                raise",
+        "            if False:\n                raise",
+    ),
+    Patch(
+        "an ended request is given another token",
+        "core",
+        "            if result.item.request.is_finished:\n                continue",
+        "            if False:\n                continue",
+    ),
+    Patch(
+        "two steps run ahead",
+        "core",
+        "        while len(self._in_flight) > may_run_ahead:\n",
+        "        while len(self._in_flight) > 2 * may_run_ahead:\n",
+    ),
+    Patch(
+        "nobody waits for the last step",
+        "core",
+        "        if not batch.items:\n            return False\n",
+        "        if not batch.items:\n            return True\n",
+    ),
+    Patch(
+        "suspects run ahead",
+        "core",
+        "self.runs_ahead and launched and not self._suspects",
+        "self.runs_ahead and launched",
+    ),
+    Patch(
+        "bad values stay on offer when their holder has ended",
+        "core",
+        "        self.space.distrust(bad)\n",
+        "",
+    ),
+    Patch(
+        "a step that could not be launched is run ahead of",
+        "core",
+        "        return not isinstance(pending, NotLaunched)\n",
+        "        return True\n",
     ),
 )

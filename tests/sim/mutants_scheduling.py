@@ -114,9 +114,8 @@ SCHEDULING = (
     Patch(
         "recovery forgets who ran",
         "scheduler",
-        "                request.status, request.num_computed_tokens = RequestStatus.WAITING, 0\n"
-        "                self.waiting.add(request)",
-        "                self.waiting.add(request)",
+        "                request.status, request.num_computed_tokens = RequestStatus.WAITING, 0\n",
+        "",
     ),
     Patch(
         "the number of running requests is not bounded",
@@ -125,9 +124,45 @@ SCHEDULING = (
         "            if not budget:",
     ),
     Patch(
-        "one token too many is computed",
+        "one token too many counts as computed",
         "scheduler",
-        "        item.request.num_computed_tokens = item.end\n",
-        "        item.request.num_computed_tokens = min(item.end + 1, item.request.num_tokens)\n",
+        "            item.request.num_computed_tokens = item.end\n",
+        "            item.request.num_computed_tokens = min(item.end + 1, item.request.num_tokens)\n",
+    ),
+    Patch(
+        "a sampled token does not count before it is known",
+        "scheduler",
+        "            item.request.num_tokens += item.samples\n",
+        "",
+    ),
+    Patch(
+        "the last token is followed by another",
+        "scheduler",
+        "(request.needs_tokens or request.num_tokens > request.max_num_tokens)",
+        "request.needs_tokens",
+    ),
+    Patch(
+        "nobody waits for the host to see a token",
+        "scheduler",
+        "(request.needs_tokens or request.num_tokens > request.max_num_tokens)",
+        "request.num_tokens > request.max_num_tokens",
+    ),
+    Patch(
+        "recovery counts tokens in flight",
+        "scheduler",
+        "                request.num_tokens = len(request.token_ids)\n",
+        "",
+    ),
+    Patch(
+        "blocks a preempted request had are filed",
+        "scheduler",
+        "        if item.end <= item.request.num_computed_tokens:  # it was not preempted meanwhile\n",
+        "        if True:\n",
+    ),
+    Patch(
+        "blocks are filed before their last token is known",
+        "scheduler",
+        "self.space.computed(item.request, item.end)",
+        "self.space.computed(item.request, item.request.num_computed_tokens)",
     ),
 )

@@ -45,6 +45,7 @@ class Options:
     pinned: float
     floored: float
     open_ended: float
+    ahead: bool  # whether the core runs a step ahead
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0
@@ -112,4 +113,5 @@ def draw(seed: int) -> Options:
         pinned=rate(0.6),
         floored=rate(0.6),
         open_ended=rate(1.0),
+        ahead=rng.random() < 0.5,
     )

@@ -55,6 +55,8 @@ class Simulation:
         self.usage: dict[str, dict[str, int]] = {}  # where their blocks stood
         self.submissions: dict[str, Any] = {}
         self.doomed: set[Request] = set()  # steps with one of these break off
+        self.tainted: set[Request] = set()  # read values nobody knew to be bad
+        self.unknown: set[Any] = set()  # blocks with such values
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
         self._prompts = [
@@ -67,7 +69,12 @@ class Simulation:
         )
         self.space.scheduler = self.scheduler
         self.core: Any = self.code.EngineCore(
-            self.scheduler, SimulatedRunner(self), None, frozenset({STOP_TOKEN}), self._renew_space
+            self.scheduler,
+            SimulatedRunner(self),
+            None,
+            frozenset({STOP_TOKEN}),
+            self._renew_space,
+            runs_ahead=options.ahead,
         )
 
     def _new_space(self) -> SpySpace:
@@ -101,7 +108,8 @@ class Simulation:
         """Nothing new: all finish within as many steps as they have tokens left, and nothing is left over."""
         self.is_calm = True
         bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
-        while self.scheduler.has_work:
+        bound = 2 * bound + 2 if self.options.ahead else bound
+        while self.core.has_work:
             require(bound > 0, "requests do not finish")
             bound -= 1
             self.step()
@@ -184,6 +192,7 @@ class Simulation:
             tenant=f"t{rng.randrange(options.tenants)}",
             cache_salt=f"s{rng.randrange(options.salts)}",
             prompt_logprobs=1 if rng.random() < 0.05 else None,
+            presence_penalty=0.5 if rng.random() < 0.1 else 0.0,
         )
 
     def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
@@ -221,6 +230,8 @@ class Simulation:
     def recover(self) -> None:
         """As after an interrupt: new books, the old bytes and requests."""
         self.in_step = False
+        self.tainted.clear()
+        self.unknown.clear()
         held = [r for r in self.truths if any(block.rung != SINK for block in self.blocks_of(r))]
         self.core.recover()
         for request in [request for request in self.truths if request.is_finished]:
@@ -238,14 +249,18 @@ class Simulation:
     def step(self) -> None:
         if self.core.has_work:
             self.in_step = not self.is_calm
+            self.device.runs_again = False
             try:
                 self.core.step()
-            except BrokenOff:
+            except (BrokenOff, Fault) as error:
+                alone = not self.options.ahead or self.core._suspects
+                require(isinstance(error, BrokenOff) or not alone, "a fault is not narrowed down")
                 self.recover()
             finally:
                 self.in_step = False
             self._check_core()
-            if self.space.prefix is not None:
+            if not self.space.tables.waves:  # what an empty batch would have moved waits for the next one
+                self._check_spoilt()
                 self._check_cached()
 
     def _check_core(self) -> None:
@@ -283,56 +298,94 @@ class Simulation:
             blocks = [b for b in self.space.tables[request.request_id].blocks if self.device.path(b)]
             if blocks:
                 bad.add(self.rng.choice(blocks))
-                self.device.spoil(*bad)
+                self._spoil(bad)
         return bad
 
-    def compute(self, batch: Any) -> list[tuple[Any, SampledToken | None]]:
-        """A step on the device; now and then it breaks off, before or after it wrote."""
+    def _spoil(self, blocks: set[Any]) -> None:
+        for block in blocks:
+            self.device.spoil(block)
+        self.unknown |= blocks
+
+    def run_again(self) -> None:
+        """A step broke off: until this call of ``step`` ends, what it wrote may be written again."""
+        self.device.runs_again = True
+
+    def told(self, bad: set[Any]) -> None:
+        """From here on the core knows these blocks to be bad."""
+        self.unknown -= bad
+
+    def compute(self, batch: Any) -> tuple[list[tuple[Any, SampledToken | None]], Fault | None]:
+        """A step on the device; now and then it breaks off: before or after it wrote, or when it is waited for."""
         rng, faults = self.rng, self.options.faults
         self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
-        broken, late = any(item.request in self.doomed for item in batch.items), rng.random() < 0.5
-        if broken and not late:
+        broken = any(item.request in self.doomed for item in batch.items) and rng.choice(("soon", "late", "later"))
+        if broken in ("soon", "late"):
+            self.run_again()
+        if broken == "soon":
             raise Fault("on purpose")
         for item in batch.items:
-            self._write(item)
-        if broken:
+            if not self._follows_nothing(item):
+                self._write(item)
+        if broken == "late":
             raise Fault("on purpose")
-        return [(item, self._sample(item, rng.random() < faults / 2)) for item in batch.items]
+        found = [(item, self._sample(item, rng.random() < faults / 2)) for item in batch.items]
+        return found, Fault("on purpose") if broken else None
+
+    def _follows_nothing(self, item: Any) -> bool:
+        """Whether the step before failed to give the token that this one goes on from."""
+        missing = item.end > len(self.truths[item.request].tokens)
+        require(not missing or item.request in self.tainted, "a token is missing")
+        return missing
 
     def _sample(self, item: Any, is_bad: bool) -> SampledToken | None:
         """Reads what the step sees of the cache; returns the next token of a request that is at its end."""
-        truth, floor = self.truths[item.request], self.space.own_floor(item.request.params)
-        fold = 0
+        request, truth = item.request, self.truths[item.request]
+        if self._follows_nothing(item):
+            return SampledToken(-1, error=RequestError("on purpose"))
+        fold, floor = 0, self.space.own_floor(request.params)
         for block, nbytes, start, end in self._places(item):
-            record = self.device.read(block, nbytes, item.request.params.cache_salt)
+            record = self.device.read(block, nbytes, request.params.cache_salt)
             require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
             require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
             fold = mix(fold, record.count, record.value)
-        require(fold == truth.fold(item.end), f"{item.request.request_id} sees other KV than alone")
+            if record.spoilt:
+                require(block in self.unknown or request in self.tainted, "values known to be bad are read")
+                self.tainted.add(request)
+        require(fold == truth.fold(item.end), f"{request.request_id} sees other KV than alone")
         if not item.samples:
             return None
         if is_bad:
-            for block in self.space.tables[item.request.request_id]:
-                if not block.is_shared:
-                    self.device.spoil(block)
+            self.tainted.add(request)
+            self._spoil({block for block in self.space.tables[request.request_id] if block.refs == 1})
+        if request in self.tainted:
             return SampledToken(-1, error=RequestError("on purpose"))
-        found = token(item.request.seed, item.end, fold)
+        found = token(request.seed, item.end, fold)
         if item.end == len(truth.tokens):
             truth.tokens.append(found)
         return SampledToken(found)
 
     def _check_batch(self, batch: Any) -> None:
-        scheduler = self.scheduler
-        require(0 < batch.num_tokens <= self.options.budget, f"{batch.num_tokens} tokens in a step")
+        scheduler, ahead = self.scheduler, bool(self.core._in_flight)
+        require(ahead <= self.options.ahead, "a step runs ahead that must not")
+        require(ahead or batch.num_tokens > 0, "an empty step")
+        require(batch.num_tokens <= self.options.budget, f"{batch.num_tokens} tokens in a step")
         names = [item.request.request_id for item in batch.items]
         require(len(set(names)) == len(names), "a request is twice in a batch")
-        require(scheduler.running.oldest in [item.request for item in batch.items], "the oldest does not advance")
+        oldest = scheduler.running.oldest if scheduler.running else None
+        advances = oldest is None or oldest in [item.request for item in batch.items]
+        require(advances or oldest.num_in_flight > 0, "the oldest does not advance")
         chunks = [item.num_tokens > 1 for item in batch.items]
         require(chunks == sorted(chunks), "single tokens do not come first")
         for item in batch.items:
             request = item.request
             require(request in scheduler.running, "someone is computed who does not run")
-            require(item.start == request.num_computed_tokens < item.end <= request.num_tokens, "not the next tokens")
+            require(request.num_computed_tokens == item.end <= request.num_tokens, "not the next tokens")
+            require(item.end <= request.max_num_tokens, "a token is computed that nobody asked for")
+            if item.end > len(request.token_ids):  # the step before samples it
+                require(ahead and item.start == len(request.token_ids), "tokens nobody knows are computed")
+                require(item.num_tokens == 1 == item.samples, "a token in flight is not the last")
+                require(not request.needs_tokens, "the host has to see a token first")
+                self.counts["ahead"] += 1
             table = self.space.tables[request.request_id]
             require(table.sink is not None or not self.options.sink, "no sink")
             blocks = -(-max(0, item.end - self.options.sink) // self.options.block)
@@ -345,7 +398,7 @@ class Simulation:
         sizes, blocks = self.space.tables._sizes, list(table)
         return [
             (block, sizes[block.rung], start, end)
-            for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=True)
+            for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)
         ]
 
     def _write(self, item: Any) -> None:
@@ -370,11 +423,15 @@ class Simulation:
         require(not self.blocks_of(request), "an ended request owns blocks")
         purpose = ("on purpose", "not finite")
         require(request.error is None or any(word in str(request.error) for word in purpose), repr(request.error))
+        require("Fault" not in str(request.error) or request in self.doomed, "a request fails for another one")
+        if request.error is not None:
+            self.unknown -= {block for block in blocks if not block.is_shared}
         if request.error is not None and self.space.prefix is not None:
             offered = {id(entry.block) for entry in self.space.prefix._entries.values()}
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
         if blocks:
-            rungs = Counter(f"rung{block.rung}" for block in blocks if block.rung != SINK)
+            held = -(-max(0, len(request.token_ids) - 1 - self.options.sink) // self.options.block)
+            rungs = Counter(f"rung{block.rung}" for block in [b for b in blocks if b.rung != SINK][:held])
             self.usage[request.request_id] = dict(rungs)
         self._note_end(request)
         self.event("end of", request.request_id, str(reason))
@@ -394,12 +451,25 @@ class Simulation:
             require(STOP_TOKEN not in request.output_token_ids[:-1], "a request went on after its stop")
         self.outputs[request.request_id] = (request.output_token_ids, str(request.finish_reason))
 
+    def _check_spoilt(self) -> None:
+        """Nobody holds values known to be bad but who computes with them already, and fails at its next token."""
+        for request in self.scheduler.running:
+            if request not in self.tainted:
+                for block in self.space.tables[request.request_id]:
+                    require(block in self.unknown or not self._record(block).spoilt, "bad values are kept")
+
     def _check_cached(self) -> None:
         """What the prefix cache offers is whole, and what it says it is."""
+        if self.space.prefix is None:
+            return
+        doubtful = self.unknown.union(*(self.blocks_of(request) for request in self.tainted))
         for entry in self.space.prefix._entries.values():
-            record = self.device._at(entry.block.slot.address, entry.block.slot.nbytes)
+            record = self._record(entry.block)
             require(record.count == len(entry.tokens), "a cached block is not full")
-            require(not record.spoilt, "bad values are offered")
+            require(not record.spoilt or entry.block in doubtful, "bad values are offered")
+
+    def _record(self, block: Any) -> Any:
+        return self.device._at(block.slot.address, block.slot.nbytes)
 
 
 def simulate(seed: int, num_events: int, change: Callable[[Options], Options] | None = None) -> Simulation:

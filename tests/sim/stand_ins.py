@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.runner import StepResult
@@ -38,6 +39,22 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
     return SpyScheduler
 
 
+@dataclass(frozen=True)
+class Later:
+    """What the device has computed already, and the host does not know before it waits."""
+
+    result: Any
+    error: Exception | None = None
+    told: Callable[[], None] | None = None
+
+    def wait(self) -> Any:
+        if self.told is not None:
+            self.told()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
 class SimulatedCache:
     """What the core asks of ``KVCache``. New books come with the new space."""
 
@@ -47,8 +64,9 @@ class SimulatedCache:
     def reset(self) -> None:
         pass
 
-    def apply_moves(self) -> set[Any]:
-        return self.simulation.apply_moves()
+    def launch_moves(self) -> Later:
+        bad = self.simulation.apply_moves()
+        return Later(bad, told=lambda: self.simulation.told(bad))
 
 
 class SimulatedRunner:
@@ -58,7 +76,16 @@ class SimulatedRunner:
         self.simulation = simulation
         self.cache = SimulatedCache(simulation)
 
-    def run(self, batch: Any, rows: Mapping[Any, Any]) -> list[StepResult]:
+    def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids
-        return [StepResult(item, token, None) for item, token in self.simulation.compute(batch)]
+        found, error = self.simulation.compute(batch)
+        return Later(
+            [StepResult(item, token, None) for item, token in found],
+            error,
+            told=None if error is None else self.simulation.run_again,
+        )
+
+    def run(self, batch: Any, rows: Mapping[Any, Any]) -> list[StepResult]:
+        found: list[StepResult] = self.launch(batch, rows).wait()
+        return found

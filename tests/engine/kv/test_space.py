@@ -63,8 +63,7 @@ def test_a_hit_leaves_a_token_to_compute_and_prompt_logprobs_need_them_all():
     space = make_space(12, DENSE, prefix=True)
     first = make_request("a", [1] * 2 * BLOCK)
     assert space.open(first) == 0 and space.reserve(first, 2 * BLOCK)
-    first.num_computed_tokens = 2 * BLOCK
-    space.computed(first)
+    space.computed(first, 2 * BLOCK)
     assert space.open(make_request("b", [1] * 2 * BLOCK)) == BLOCK
     assert space.open(make_request("c", [1] * (2 * BLOCK + 1))) == 2 * BLOCK
     assert space.open(make_request("d", [1] * (2 * BLOCK + 1), prompt_logprobs=1)) == 0
@@ -75,8 +74,7 @@ def test_what_a_failed_request_filed_is_not_offered():
     for name, end in (("good", space.release), ("bad", space.discard)):
         request = make_request(name, [len(name)] * BLOCK)
         assert space.open(request) == 0 and space.reserve(request, BLOCK)
-        request.num_computed_tokens = BLOCK
-        space.computed(request)
+        space.computed(request, BLOCK)
         end(request)
     assert space.open(make_request("x", [4] * 300)) == BLOCK
     assert space.open(make_request("y", [3] * 300)) == 0
@@ -101,8 +99,7 @@ def test_bytes_of_shared_blocks_are_divided_among_requests_not_with_the_cache():
         request = make_request(name, [1] * (BLOCK + 1))
         space.open(request)
         assert space.reserve(request, BLOCK + 1)
-        request.num_computed_tokens = BLOCK + 1
-        space.computed(request)
+        space.computed(request, BLOCK + 1)
     assert space.nbytes(request) == 16 // 2 + 16
 
 

@@ -1,0 +1,92 @@
+"""What a caller submitted and what became of it so far: a prompt, its completions, and the stream of their outputs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from .detokenizer import Detokenizer
+from .errors import QKVError
+from .request import (
+    CompletionOutput,
+    KVUsage,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+from .stream import OutputStream
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One of the ``n`` continuations of a submission, with the text of its tokens so far."""
+
+    index: int
+    request: Request
+    logprobs: list[dict[int, Logprob]] | None
+    # What follows from the request's tokens, and is made anew from them after an interrupt.
+    detokenizer: Detokenizer | None = None
+    num_read: int = 0  # output tokens that became text and were checked for stops
+    text: str = ""
+    cumulative_logprob: float | None = None
+    kv: KVUsage = field(default_factory=KVUsage)
+
+    def output(self) -> CompletionOutput:
+        reason = self.request.finish_reason
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.request.output_token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=None if reason is None else str(reason),
+            stop_reason=self.request.stop_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """What a caller submitted: one prompt, ``n`` completions, and the stream their outputs go to."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    bad_word_ids: list[list[int]]
+    incremental: bool  # report after every step, not only at the end
+    stream: OutputStream = field(default_factory=OutputStream)
+    completions: list[Completion] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: QKVError | None = None
+
+    @property
+    def finished(self) -> bool:
+        if self.error is not None:
+            return True
+        return bool(self.completions) and all(c.request.is_finished for c in self.completions)
+
+    def output(self) -> RequestOutput:
+        kvs = [c.kv for c in self.completions]
+        bits = [kv.lowest_bits for kv in kvs if kv.lowest_bits is not None]
+        blocks: dict[str, int] = {}
+        for kv in kvs:
+            for rung, number in kv.blocks.items():
+                blocks[rung] = blocks.get(rung, 0) + number
+        self.metrics.num_preemptions = sum(c.request.num_preemptions for c in self.completions)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.output() for c in self.completions],
+            finished=self.finished,
+            metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=max((c.request.num_cached_tokens for c in self.completions), default=0),
+            kv=KVUsage(blocks, min(bits, default=None)),
+            error=None if self.error is None else str(self.error),
+        )
