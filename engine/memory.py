@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
 GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations and libraries take the rest
-GRAPHS_NBYTES = 2**30  # captured steps
+GRAPHS_NBYTES = 2**29  # captured steps: about 1 MiB each, and what they compute in
 
 
 def free_memory(device: torch.device) -> int:

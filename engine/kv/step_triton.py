@@ -23,7 +23,8 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-PROGRAMS = 256  # of decode attention, about: two on each multiprocessor
+PROGRAMS = 256  # of decode attention at least, if there are blocks enough: two on each multiprocessor
+REQUEST_ITEMS = 3  # of a request at least, likewise: of fewer one is often much shorter than the others
 MAX_ITEM_BLOCKS = 16
 
 
@@ -59,7 +60,7 @@ class TritonPlanner:
         self._row_nbytes = side.head_dim * side.dtype.itemsize
 
     def cut(self, num_decodes: int) -> Cut:
-        """For single tokens of ``num_decodes`` of the requests: about ``PROGRAMS`` programs, if that is enough blocks.
+        """For single tokens of ``num_decodes`` of the requests.
 
         Sizes and numbers are powers of two, or none: few graphs serve all steps, and what is idle ends at its first
         load. Sums of a request's attention thus depend on how much its neighbours hold, as those of its matrix
@@ -67,7 +68,9 @@ class TritonPlanner:
         """
         counts = self.tables.num_entries()
         heads = self.tables.ladder.widest.shape.num_kv_heads
-        item_blocks = min(MAX_ITEM_BLOCKS, _power_of_two_below(max(1, sum(counts) * heads // PROGRAMS)))
+        total = sum(counts)
+        wanted = min(MAX_ITEM_BLOCKS, total * heads // PROGRAMS, total // (REQUEST_ITEMS * max(1, num_decodes)))
+        item_blocks = _power_of_two_below(max(1, wanted))
         # Each request adds at most one item that is not full.
         bounds = (count // item_blocks + min(num_decodes, count) for count in counts)
         return Cut(item_blocks, tuple(_power_of_two_above(bound) if bound else 0 for bound in bounds))

@@ -1,9 +1,8 @@
 """Work plan of decode attention on the GPU: which program attends to which blocks, the same for all layers.
 
 A request's blocks are sorted by rung (decode does not care about their order) and each run is cut at a fixed number
-of blocks, so that a request's result does not depend on its neighbours. Everything is tensor arithmetic of fixed
-shapes: a plan can be built on the host or, without a synchronisation, on the device, and be rewritten in place for a
-captured graph. While no request starts a block, only ``lengths`` changes.
+of blocks: cut alike, a request's result does not depend on its neighbours. ``DecodeWork.build`` is plain tensor
+arithmetic on any device; steps on a GPU make the same plan in two launches, ``plan_triton.py``.
 """
 
 from __future__ import annotations
@@ -101,11 +100,6 @@ class DecodeWork:
     def to(self, device: torch.device) -> DecodeWork:
         """The same plan on another device."""
         return replace(self, **{n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS})
-
-    def copy_(self, other: DecodeWork) -> None:
-        """Takes over a plan of the same shapes in place, as a captured graph needs it."""
-        for name in TENSORS:
-            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
 def block_positions(index: Tensor, sink_tokens: int, block_tokens: int) -> Tensor:
