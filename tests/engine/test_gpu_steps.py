@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from qkv_engine import SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.core import EngineCore
 from qkv_engine.gpu_steps import padded_batch
+from qkv_engine.kv.step_triton import TritonPlanner
 from qkv_engine.request import Request
 from qkv_engine.runner import Runner
 from qkv_engine.sampler import SampleRow
@@ -31,6 +33,24 @@ def test_batches_are_padded_to_few_sizes():
     assert all(padded_batch(padded_batch(n)) == padded_batch(n) for n in range(1, 5000))
 
 
+@pytest.mark.parametrize(
+    ("counts", "num_decodes", "expected"),
+    [
+        ([1], 1, (1, (2,))),  # a lone short request: an item a block
+        ([65], 1, (2, (64,))),
+        ([1024], 1, (16, (128,))),
+        ([2, 63, 0], 1, (2, (2, 32, 0))),
+        ([9 * 256], 256, (2, (2048,))),  # many short ones: three items each
+        ([65 * 64], 64, (16, (512,))),
+    ],
+)
+def test_attention_is_cut_into_enough_items(counts: list[int], num_decodes: int, expected: tuple):
+    shape = SimpleNamespace(num_kv_heads=8)
+    ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))
+    tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
+    assert TritonPlanner.cut(SimpleNamespace(tables=tables), num_decodes) == expected
+
+
 def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list[int]], EngineCore]:
     """Tokens of a few requests, four at a time, stepped by hand so that every run schedules alike.
 
@@ -48,7 +68,9 @@ def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list
         core.add(submission)
     while core.has_work:
         core.step()
-        if core.counters.num_steps == 30:
+        if core.counters.num_steps == 30 and not core.scheduler.num_preemptions:
+            while core._in_flight:  # a request is scheduled anew with all of its tokens known
+                core._collect()
             core.scheduler._preempt(list(core.scheduler.running)[-1])
     assert [s.error for s in submissions] == [None] * len(submissions)
     return [s.completions[0].request.output_token_ids for s in submissions], core
