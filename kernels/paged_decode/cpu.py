@@ -178,6 +178,8 @@ class _Builder:
 
 def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tensor, list[int]]:
     """How to read ``slots``, in place or by index, and at which index of what is read each comes out."""
+    if len(set(slots)) < len(slots):  # a block that several requests share comes out once for each
+        return torch.tensor(slots, device=device), list(range(len(slots)))
     low, high = min(slots), max(slots)
     steps = {b - a for a, b in pairwise(slots)}
     step = steps.pop() if len(steps) == 1 else 1

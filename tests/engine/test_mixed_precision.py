@@ -102,6 +102,19 @@ def test_a_shared_prefix_is_computed_once():
         assert [engine.generate([[*head, 7]], params)[0].num_cached_tokens for _ in range(2)] == [0, 0]
 
 
+def test_requests_that_decode_over_shared_blocks_answer_as_alone():
+    head, tails = long_prompts(1, 300)[0], long_prompts(4, 9, seed=5)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    memory = 64 * BLOCK_NBYTES
+    with Engine(kv="fp32", kv_memory=memory, prefix_caching=False) as engine:
+        alone = [engine.generate([head + tail], params)[0].outputs[0].token_ids for tail in tails]
+    with Engine(kv="fp32", kv_memory=memory) as engine:
+        engine.generate([head], params)
+        outputs = engine.generate([head + tail for tail in tails], params)
+    assert all(output.num_cached_tokens for output in outputs)
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
 def test_cached_blocks_give_way_before_anything_steps_down():
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with Engine(kv="auto", kv_memory=24 * BLOCK_NBYTES) as engine:

@@ -68,6 +68,16 @@ def test_a_request_is_answered_alike_alone_and_in_a_crowd():
         assert relative_error(paged_decode(q[b : b + 1], pages, plan, SCALE), crowd[b : b + 1]) < 1e-6
 
 
+@pytest.mark.parametrize("tables", [[[3, 4], [3, 5]], [[3, 4, 5], [3, 4, 6], [3, 7]], [[2], [2]]])
+def test_blocks_that_requests_share(tables: list[list[int]]):
+    pages, lengths = dense_pages(9, 2, 64, torch.float32), [len(table) * BLOCK_TOKENS - 5 for table in tables]
+    for sized in (lengths, [n + 5 for n in lengths]):
+        q = torch.randn(len(tables), 4, 64)
+        plan = DecodePlan.build(locate(tables, sized), BLOCK_TOKENS, q.device)
+        expected = paged_decode_reference(q, pages, locate(tables, sized), SCALE)
+        assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
+
+
 def test_blocks_in_a_row_are_read_in_place():
     plan = DecodePlan.build(locate([[3, 4], [5, 6]], [256, 256]), BLOCK_TOKENS, CPU)
     assert [group.slots for group in plan.groups] == [slice(3, 7, 1)]
