@@ -111,9 +111,10 @@ class KVCache:
                 if finite is not None:
                     checked.append((moves, HostCopy(finite)))
         fresh = self.tables.take_fresh()
-        for slot in fresh:
-            # Attention masks unwritten tokens by adding -inf, which does not hide a NaN left by an earlier owner.
-            self.memory[slot.address : slot.address + slot.nbytes].zero_()
+        if self.memory.is_cpu:
+            # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
+            for slot in fresh:
+                self.memory[slot.address : slot.address + slot.nbytes].zero_()
         if waves:
             self._planner.forget()
         if waves or fresh:
