@@ -132,6 +132,7 @@ class EngineCore:
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
+        self._in_flight.clear()
         del self.runner, self.scheduler, self.make_space
 
     def step(self) -> None:
@@ -167,7 +168,8 @@ class EngineCore:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
             row = self._rows[item.request]
-            row.num_in_flight = item.end - len(row.token_ids)
+            if not row.is_plain:
+                row.num_in_flight = item.end - len(row.token_ids)
 
     def _collect(self) -> None:
         """Waits for the oldest step under way, and accepts what it gave."""
@@ -184,11 +186,16 @@ class EngineCore:
     def _accept_all(self, results: list[StepResult]) -> None:
         now, changed = time.monotonic(), {}
         for result in results:
-            if result.item.request.is_finished:
+            request = result.item.request
+            if request.is_finished:
                 continue  # it ended while the step ran
-            submission, completion = self._owners[result.item.request]
-            self._accept_safely(submission, completion, result, now)
-            if submission.incremental or submission.finished:
+            submission, completion = self._owners[request]
+            try:
+                self._accept(submission, completion, result, now)
+            except Exception as error:
+                logger.warning("request %s failed", submission.request_id, exc_info=error)
+                self._fail_submission(submission, _as_request_error(error))
+            if submission.incremental or request.is_finished:
                 changed[submission.request_id] = submission
         for submission in changed.values():
             self._report(submission)
@@ -216,7 +223,7 @@ class EngineCore:
         times = submission.metrics.token_times
         for completion in submission.completions:
             self._enter(submission, completion)
-            self._read(submission, completion)
+            self._read(completion)
             if completion.request.is_finished:
                 self._close(completion)
             if completion.index == 0:
@@ -254,54 +261,41 @@ class EngineCore:
             self._fail_submission(submission, _as_request_error(error))
         return []
 
-    def _accept_safely(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
-        try:
-            self._accept(submission, completion, result, now)
-        except Exception as error:
-            logger.warning("request %s failed", submission.request_id, exc_info=error)
-            self._fail_submission(submission, _as_request_error(error))
-
     def _accept(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
-        request, item = completion.request, result.item
-        if result.token is not None and result.token.error is not None:
-            raise result.token.error
+        request, item, token = completion.request, result.item, result.token
+        if token is not None and token.error is not None:
+            raise token.error
         self.scheduler.computed(item)
-        computed_prompt = max(0, min(item.end, request.num_prompt_tokens) - item.start)
-        self.counters.prompt_tokens += computed_prompt
+        if item.start < request.num_prompt_tokens:
+            self.counters.prompt_tokens += min(item.end, request.num_prompt_tokens) - item.start
         if result.prompt_logprobs is not None and completion.index == 0:
             self._add_prompt_logprobs(submission, item.start, result.prompt_logprobs)
-        token = result.token
         if token is None:
             return
         if completion.logprobs is not None:
             assert token.logprobs is not None
             completion.logprobs.append(self._logprob_dict(token.logprobs))
-        self._note_time(submission, completion, now)
+        if completion.index == 0:
+            submission.metrics.token_times.append(now)
+        if submission.metrics.first_token_time is None:
+            submission.metrics.first_token_time = now
+        submission.metrics.last_token_time = now
         # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(request, token.token_id)
         self.counters.generation_tokens += 1
-        self._read(submission, completion)
+        self._read(completion)
 
-    def _note_time(self, submission: Submission, completion: Completion, now: float) -> None:
-        metrics = submission.metrics
-        if completion.index == 0:
-            metrics.token_times.append(now)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        metrics.last_token_time = now
-
-    def _read(self, submission: Submission, completion: Completion) -> None:
+    def _read(self, completion: Completion) -> None:
         """Turns tokens that were not read yet into text, and ends the request at one that stops it."""
         request = completion.request
-        while completion.num_read < request.num_output_tokens:
-            reason = self._read_token(completion)
+        for token_id in request.token_ids[request.num_prompt_tokens + completion.num_read :]:
+            reason = self._read_token(completion, token_id)
             if reason is not None and not request.is_finished:
                 self._finish(completion, reason)
 
-    def _read_token(self, completion: Completion) -> FinishReason | None:
+    def _read_token(self, completion: Completion, token_id: int) -> FinishReason | None:
         """Reads the next token; returns why the request ends with it, if it does."""
         request, params = completion.request, completion.request.params
-        token_id = request.token_ids[request.num_prompt_tokens + completion.num_read]
         if completion.logprobs is not None:
             logprob = completion.logprobs[completion.num_read][token_id].logprob
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + logprob
@@ -357,10 +351,12 @@ class EngineCore:
         """Hands the newest state to the reader. Done twice it does no harm; not done, the reader waits for ever."""
         if self.live.get(submission.request_id) is not submission:
             return
-        if submission.finished:
+        finished = submission.finished
+        if finished:
             submission.metrics.finished_time = time.monotonic()
-        submission.stream.put(submission.output())
-        if submission.finished:
+        if finished or submission.incremental:
+            submission.stream.put(submission.output())
+        if finished:
             del self.live[submission.request_id]
             self.counters.num_finished += submission.error is None
 

@@ -156,7 +156,10 @@ class Request:
     arrival: int = 0  # serial number, first come first served
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)  # prompt, then output, as far as known
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)  # whose KV it may need: the last sampled token is never fed back
     num_tokens: int = field(init=False)  # with those in flight
+    num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING
@@ -170,10 +173,8 @@ class Request:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens - 1
 
     @property
     def num_in_flight(self) -> int:
@@ -182,16 +183,11 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens whose KV the request may need at most: the last sampled token is never fed back."""
-        return self.num_prompt_tokens + self.max_tokens - 1
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def is_finished(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
@@ -71,22 +72,25 @@ class Submission:
         return bool(self.completions) and all(c.request.is_finished for c in self.completions)
 
     def output(self) -> RequestOutput:
-        kvs = [c.kv for c in self.completions]
-        bits = [kv.lowest_bits for kv in kvs if kv.lowest_bits is not None]
-        blocks: dict[str, int] = {}
-        for kv in kvs:
-            for rung, number in kv.blocks.items():
-                blocks[rung] = blocks.get(rung, 0) + number
-        self.metrics.num_preemptions = sum(c.request.num_preemptions for c in self.completions)
+        finished = self.finished
+        self.metrics.num_preemptions = sum([c.request.num_preemptions for c in self.completions])
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[c.output() for c in self.completions],
-            finished=self.finished,
+            finished=finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=max((c.request.num_cached_tokens for c in self.completions), default=0),
-            kv=KVUsage(blocks, min(bits, default=None)),
+            num_cached_tokens=max([c.request.num_cached_tokens for c in self.completions], default=0),
+            kv=self._usage() if finished else KVUsage(),
             error=None if self.error is None else str(self.error),
         )
+
+    def _usage(self) -> KVUsage:
+        """Where the blocks of all completions stood when they ended."""
+        kvs = [c.kv for c in self.completions]
+        blocks: Counter[str] = Counter()
+        for kv in kvs:
+            blocks.update(kv.blocks)
+        return KVUsage(dict(blocks), min([kv.lowest_bits for kv in kvs if kv.lowest_bits is not None], default=None))

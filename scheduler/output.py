@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from qkv_engine.request import Request
 
 
-@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """``num_tokens`` tokens of ``request``, from position ``start`` to before ``end``, run in this step.
 
@@ -15,15 +14,12 @@ class ScheduledRequest:
     and one that such a step samples, may be in flight.
     """
 
-    request: Request
-    start: int
-    num_tokens: int
-    end: int = field(init=False)
-    samples: bool = field(init=False)
+    __slots__ = ("end", "num_tokens", "request", "samples", "start")
 
-    def __post_init__(self) -> None:
-        self.end = self.start + self.num_tokens
-        self.samples = self.end == self.request.num_tokens
+    def __init__(self, request: Request, start: int, num_tokens: int):
+        self.request, self.start, self.num_tokens = request, start, num_tokens
+        self.end = start + num_tokens
+        self.samples = self.end == request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,19 +69,22 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older request above
-            if request.num_in_flight and (request.needs_tokens or request.num_tokens > request.max_num_tokens):
+            is_late = request.num_tokens > len(request.token_ids)
+            if is_late and (request.needs_tokens or request.num_tokens > request.max_num_tokens):
                 continue  # its last token is in flight, or one the host has to see first
-            num_tokens = self._make_room(request, min(request.num_tokens - request.num_computed_tokens, budget))
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if num_tokens > 1 or request.num_computed_tokens == request.num_reserved_tokens:
+                num_tokens = self._make_room(request, min(num_tokens, budget))
             if num_tokens:
                 items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
                 budget -= num_tokens
         if self.num_preemptions == preempted:
             self._admit(items, budget)
-        items.sort(key=lambda item: item.num_tokens > 1)  # stable: single tokens first
         for item in items:
             item.request.num_computed_tokens = item.end
             item.request.num_tokens += item.samples
-        return ScheduledBatch(items)
+        singles = [item for item in items if item.num_tokens == 1]
+        return ScheduledBatch(singles + [item for item in items if item.num_tokens > 1])
 
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..config import BLOCK_TOKENS
 from ..errors import RequestError
 from ..request import KVUsage, Request, SamplingParams
 from .prefix import PrefixCache
@@ -81,19 +80,19 @@ class KVSpace:
             salt = request.params.cache_salt
             shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.tables.open(request.request_id, floor, shared)
-        if not shared:
-            return 0
-        return self.ladder.sink + (len(shared) - bool(self.ladder.sink)) * BLOCK_TOKENS
+        request.num_reserved_tokens = self.tables.held(request.request_id)
+        return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
         return self.tables.room_for(request.request_id, num_tokens, spare)
 
     def needs_block(self, request: Request) -> bool:
-        table = self.tables[request.request_id]
-        return self.tables.blocks_for(request.num_computed_tokens + 1) > len(table.blocks)
+        return request.num_computed_tokens >= request.num_reserved_tokens
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        return self.tables.reserve(request.request_id, num_tokens)
+        done = self.tables.reserve(request.request_id, num_tokens)
+        request.num_reserved_tokens = self.tables.held(request.request_id)
+        return done
 
     def release(self, request: Request) -> None:
         self.tables.release(request.request_id)

@@ -179,12 +179,19 @@ class BlockTables:
             table.blocks.append(self._new_block(0, table.floor))
         return True
 
+    def held(self, request_id: str) -> int:
+        """Tokens that a request's blocks have room for."""
+        table = self._tables[request_id]
+        if table.sink is None and self.ladder.sink:
+            return 0
+        return self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
+
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
         """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
-        held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
-        if num_tokens <= held and (table.sink is not None or not self.ladder.sink):
+        if num_tokens <= self.held(request_id):
             return num_tokens
+        held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
         sinks = int(bool(self.ladder.sink) and table.sink is None)
         if sinks and not self._has_room(0, sinks):
             return 0

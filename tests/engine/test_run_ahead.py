@@ -41,7 +41,7 @@ class LateRunner:
     def launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> LateResults:
         late = [item for item in batch.items if item.end > len(item.request.token_ids)]
         for item in late:
-            assert item.num_tokens == 1 and rows[item.request].num_in_flight == 1
+            assert item.num_tokens == 1 and (rows[item.request].num_in_flight == 1 or rows[item.request].is_plain)
             item.request.token_ids.append(self.last[item.request])
             rows[item.request].num_in_flight = 0
         results = self.runner.launch(batch, rows).wait()

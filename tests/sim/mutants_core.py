@@ -8,7 +8,7 @@ CORE = (
     Patch(
         "recovery does not look for stops",
         "core",
-        "            self._read(submission, completion)\n            if",
+        "            self._read(completion)\n            if",
         "            completion.num_read = completion.request.num_output_tokens\n            if",
     ),
     Patch(
@@ -68,8 +68,8 @@ CORE = (
     Patch(
         "recovery keeps steps under way",
         "core",
-        "        self._in_flight.clear()\n",
-        "",
+        "        self._in_flight.clear()\n        self.runner.cache.reset()\n",
+        "        self.runner.cache.reset()\n",
     ),
     Patch(
         "what follows a step that broke off is kept",
@@ -80,7 +80,7 @@ CORE = (
     Patch(
         "an ended request is given another token",
         "core",
-        "            if result.item.request.is_finished:\n                continue",
+        "            if request.is_finished:\n                continue",
         "            if False:\n                continue",
     ),
     Patch(

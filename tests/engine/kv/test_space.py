@@ -53,8 +53,8 @@ def test_admission_counts_the_slab_that_a_block_begins_when_it_steps_down():
 
 def test_an_open_end_is_counted_as_a_usual_answer():
     space = make_space(12, DENSE)
-    request = make_request("a", BLOCK)
-    request.params, request.max_tokens = SamplingParams(max_tokens=None), 10_000
+    request = make_request("a", BLOCK, max_tokens=10_000)
+    request.params = SamplingParams(max_tokens=None)
     usual = (BLOCK + OPEN_END_TOKENS) // BLOCK
     assert space._demand([request]) == {16: usual}
 
