@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import Placed, place, update
+from qkv_engine.kernels.paged_decode.cut import SHORT_ITEM, choose_item_blocks
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.triton import paged_decode
@@ -23,16 +24,15 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-PROGRAMS = 256  # of decode attention at least, if there are blocks enough: two on each multiprocessor
-REQUEST_ITEMS = 3  # of a request at least, likewise: of fewer one is often much shorter than the others
-MAX_ITEM_BLOCKS = 16
-
 
 class Cut(NamedTuple):
-    """How decode attention is cut into work items: the blocks of one, and how many there are at most on each rung."""
+    """How decode attention is cut into work items: the blocks of one, how many there are at most on each rung, and
+    whether the items of a rung are short.
+    """
 
     item_blocks: int
     max_items: tuple[int, ...]
+    short: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,26 @@ class TritonPlanner:
         assert isinstance(side, DenseSide), "ladders begin dense"
         self.kv_rows = memory.view(side.dtype).view(-1, side.head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = side.head_dim * side.dtype.itemsize
+        self.num_multiprocessors = 1
+        if memory.is_cuda:
+            self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
 
     def cut(self, num_decodes: int) -> Cut:
         """For single tokens of ``num_decodes`` of the requests.
 
-        Sizes and numbers are powers of two, or none: few graphs serve all steps, and what is idle ends at its first
-        load. Sums of a request's attention thus depend on how much its neighbours hold, as those of its matrix
-        products depend on how many they are.
+        Sizes and numbers are few, so that few graphs serve all steps; what is idle ends at its first load. Sums of a
+        request's attention thus depend on how much its neighbours hold, as those of its matrix products depend on how
+        many they are.
         """
+        if not num_decodes:
+            return Cut(1, (), ())
         counts = self.tables.num_entries()
         heads = self.tables.ladder.widest.shape.num_kv_heads
-        total = sum(counts)
-        wanted = min(MAX_ITEM_BLOCKS, total * heads // PROGRAMS, total // (REQUEST_ITEMS * max(1, num_decodes)))
-        item_blocks = _power_of_two_below(max(1, wanted))
+        item_blocks = choose_item_blocks(sum(counts), num_decodes, heads, self.num_multiprocessors)
         # Each request adds at most one item that is not full.
         bounds = (count // item_blocks + min(num_decodes, count) for count in counts)
-        return Cut(item_blocks, tuple(_power_of_two_above(bound) if bound else 0 for bound in bounds))
+        short = (count <= SHORT_ITEM * num_decodes for count in counts)
+        return Cut(item_blocks, tuple(map(_rounded_up, bounds)), tuple(short))
 
     def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
         """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""
@@ -103,7 +107,12 @@ class TritonPlanner:
         if num_decodes:
             rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
             decode = plan_decode(
-                tables.block_words, rows, lengths, item_blocks=cut.item_blocks, max_items=cut.max_items
+                tables.block_words,
+                rows,
+                lengths,
+                item_blocks=cut.item_blocks,
+                max_items=cut.max_items,
+                short=cut.short,
             )
         return placed, TritonStep(self, placed.token_rows, num_decodes, decode, chunks)
 
@@ -156,12 +165,10 @@ class TritonStep:
         return self._prefill
 
 
-def _power_of_two_below(number: int) -> int:
-    return 1 << number.bit_length() - 1
-
-
-def _power_of_two_above(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _rounded_up(number: int) -> int:
+    """To one of four numbers an octave."""
+    step = max(1, (1 << number.bit_length()) // 8)
+    return -(-number // step) * step
 
 
 def page_formats(ladder: Ladder) -> list[list[PageFormat]]:

@@ -24,7 +24,8 @@ class DecodeWork:
     Shapes:  addresses [B * P] int64, bytes;  positions [B * P] int32, a block's first token;  lengths [B] int32;
              items [R, W, 4] int32 (request, first block, blocks, part), unused ones with 0 blocks;
              part_first [B + 1] int32, where each request's parts start
-    ``num_items`` has the grid of each rung's launch (0: no launch); ``num_parts`` bounds the parts of all requests.
+    ``num_items`` has the grid of each rung's launch (0: no launch); ``num_parts`` bounds the parts of all requests;
+    ``short`` says of each rung whether its items are short (empty: none is), which another launch suits.
     """
 
     addresses: Tensor
@@ -36,6 +37,7 @@ class DecodeWork:
     num_parts: int
     sink_tokens: int
     block_tokens: int
+    short: tuple[bool, ...] = ()
 
     @classmethod
     def build(
@@ -51,8 +53,9 @@ class DecodeWork:
     ) -> DecodeWork:
         """Plan for block tables ``addresses`` [B, P] int64 and ``rungs`` [B, P] (``ABSENT``: no block there).
 
-        A run on rung r is cut every ``split_blocks[r]`` blocks. With ``sink_tokens`` > 0 a request's first entry is its
-        sink. ``max_items`` fixes the shapes of all rungs' launches; without it they are exact, which reads the tensors.
+        A run on rung r is cut into equal items of at most ``split_blocks[r]`` blocks. With ``sink_tokens`` > 0 a
+        request's first entry is its sink. ``max_items`` fixes the shapes of all rungs' launches; without it they are
+        exact, which reads the tensors.
         """
         num_rungs, device = len(split_blocks), addresses.device
         batch, width = addresses.shape
@@ -73,14 +76,16 @@ class DecodeWork:
         index = torch.arange(max(num_items), device=device).expand(num_rungs, -1).contiguous()
         request = torch.searchsorted(ends.contiguous(), index, right=True).clamp_(max=batch - 1)
         split = index - (ends - splits.T).gather(1, request)
-        skipped = split * splits_at[:, None]
-        left = (counts.T.gather(1, request) - skipped).clamp(min=0).minimum(splits_at[:, None])
+        # Equal shares: a last item of one block would cost nearly what a whole one does.
+        held, shares = counts.T.gather(1, request), splits.T.gather(1, request).clamp(min=1)
+        skipped = split * held // shares
+        share = (split + 1) * held // shares - skipped
         part_base = part_first[:-1, None] + splits.cumsum(1) - splits
         items = torch.stack(
             (
                 request,
                 request * width + bounds[:, :-1].T.gather(1, request) + skipped,
-                left.where(index < ends[:, -1:], 0),
+                share.where(index < ends[:, -1:], 0),
                 part_base.T.gather(1, request) + split,
             ),
             dim=-1,

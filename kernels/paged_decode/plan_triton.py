@@ -112,8 +112,9 @@ def cut_items_kernel(
             b_o = (o < num_items) & (first + o < most_items)
             p_item = p_items + (first + o) * 4
             tl.store(p_item, tl.zeros([BLOCK], tl.int32) + i_b, mask=b_o)
-            tl.store(p_item + 1, block + o * item_blocks, mask=b_o)
-            tl.store(p_item + 2, tl.minimum(count - o * item_blocks, item_blocks), mask=b_o)
+            skipped = o * count // num_items
+            tl.store(p_item + 1, block + skipped, mask=b_o)
+            tl.store(p_item + 2, (o + 1) * count // num_items - skipped, mask=b_o)
             tl.store(p_item + 3, part + o, mask=b_o)
         for i in range(total + i_b * BLOCK, most_items, batch * BLOCK):  # a share of the unused ones
             tl.store(p_items + (i + o_i) * 4 + 2, tl.zeros([BLOCK], tl.int32), mask=i + o_i < most_items)
@@ -122,7 +123,13 @@ def cut_items_kernel(
 
 
 def plan_decode(
-    tables: BlockWords, rows: Tensor, lengths: Tensor, *, item_blocks: int, max_items: Sequence[int]
+    tables: BlockWords,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    item_blocks: int,
+    max_items: Sequence[int],
+    short: tuple[bool, ...] = (),
 ) -> DecodeWork:
     """Plan of one decode for each of ``rows`` [B] of the tables, over its first ``lengths`` [B] tokens.
 
@@ -177,4 +184,5 @@ def plan_decode(
         sum(max_items),
         tables.sink_tokens,
         tables.block_tokens,
+        short,
     )

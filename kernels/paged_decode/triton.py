@@ -36,6 +36,8 @@ class Tuning:
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
 INT_TUNING = {8: Tuning(2, 2), 4: Tuning(1, 4), 2: Tuning(1, 5)}  # by bits
 
+SHORT_STAGES = 2  # of short items: more programs on a multiprocessor are worth more than what each fetches ahead
+
 FEW_PROGRAMS = 128  # leave most multiprocessors free: kernels that divide L1 differently do not share one
 
 
@@ -113,6 +115,7 @@ def _attend_rung(
         block_tokens=work.block_tokens,
         sink_tokens=work.sink_tokens,
         tuning=tuning,
+        short=bool(work.short and work.short[rung]),
     )
     blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
     kernel[(work.num_items[rung], num_kv_heads)](
@@ -142,6 +145,7 @@ def decode_variant(
     block_tokens: int,
     sink_tokens: int,
     tuning: Tuning | None = None,
+    short: bool = False,
 ) -> tuple[Any, dict[str, Any], Tuning]:
     """Kernel, compile-time arguments and launch parameters for pages of one format."""
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -166,6 +170,8 @@ def decode_variant(
     if tuning is None:
         is_16_bit = isinstance(page.k, DenseSide) and page.k.dtype.itemsize == 2
         tuning = FLOAT_TUNING if is_16_bit or block_d < 128 else replace(FLOAT_TUNING, num_warps=4)
+        if short:
+            tuning = replace(tuning, num_stages=SHORT_STAGES)
     return (
         decode_float_kernel,
         {

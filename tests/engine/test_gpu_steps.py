@@ -36,19 +36,21 @@ def test_batches_are_padded_to_few_sizes():
 @pytest.mark.parametrize(
     ("counts", "num_decodes", "expected"),
     [
-        ([1], 1, (1, (2,))),  # a lone short request: an item a block
-        ([65], 1, (2, (64,))),
-        ([1024], 1, (16, (128,))),
-        ([2, 63, 0], 1, (2, (2, 32, 0))),
-        ([9 * 256], 256, (2, (2048,))),  # many short ones: three items each
-        ([65 * 64], 64, (16, (512,))),
+        ([1], 1, (1, (2,), (True,))),  # a lone short request: an item a block
+        ([8], 1, (1, (10,), (False,))),
+        ([65], 1, (2, (40,), (False,))),  # fewer parts to merge
+        ([1024], 1, (16, (80,), (False,))),
+        ([2, 63, 0], 1, (2, (2, 32, 0), (True, False, True))),
+        ([9 * 256], 256, (4, (896,), (False,))),  # many short ones: three items each
+        ([65 * 64], 64, (24, (256,), (False,))),
+        ([406, 203 * 63], 203, (24, (224, 768), (True, False))),  # two launches' worth and a bit are to be avoided
     ],
 )
 def test_attention_is_cut_into_enough_items(counts: list[int], num_decodes: int, expected: tuple):
     shape = SimpleNamespace(num_kv_heads=8)
     ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))
     tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
-    assert TritonPlanner.cut(SimpleNamespace(tables=tables), num_decodes) == expected
+    assert TritonPlanner.cut(SimpleNamespace(tables=tables, num_multiprocessors=132), num_decodes) == expected
 
 
 def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list[int]], EngineCore]:

@@ -1,0 +1,30 @@
+"""How many blocks a work item of decode attention has: a model of the launch's time, fitted to an H200."""
+
+from __future__ import annotations
+
+import math
+
+ITEM_BLOCKS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)  # few sizes, so that few graphs serve all steps
+MIN_ITEMS = 3  # of a request, where it has so many blocks: lengths differ, and fewer items would differ as much
+SHORT_ITEM = 4  # blocks, on average: the sinks and open blocks beside sealed ones
+RESIDENT = 8  # programs that a multiprocessor holds, by their registers
+
+# In units of the time that a block takes in a full launch.
+START = 1.5  # a program's start: item, address and page are loads that wait for each other
+LEAST_SHARE = 0.45  # a launch that fills less of the GPU than this takes as long as if it filled so much
+MERGE = 0.02  # for each part of a request
+
+
+def choose_item_blocks(num_blocks: int, num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """The item size with the shortest launch for ``num_requests`` that hold ``num_blocks`` together."""
+    blocks = max(1.0, num_blocks / num_requests)
+    slots = RESIDENT * num_multiprocessors
+
+    def cost(size: int) -> float:
+        num_items = math.ceil(blocks / size)
+        waves = num_requests * num_items * num_kv_heads / slots
+        rest = waves % 1
+        time = waves - rest + (max(rest, LEAST_SHARE) if rest else 0)
+        return (blocks / num_items + START) * time + MERGE * num_items
+
+    return min((n for n in ITEM_BLOCKS if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS), key=cost)
