@@ -9,7 +9,8 @@ and whoever shares it sees it change.
 
 Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S8 order of arrival.
 The simulator has S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission sees all that requests
-may need nobody is preempted at all; elsewhere only the youngest. S17 needs real numbers.
+may need nobody is preempted at all; elsewhere only the youngest. S17, and S16 once more, need real numbers:
+``tests/engine/test_precision_schedule.py``. Threads (S13) are in ``tests/engine/test_engine.py``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
             cached[entry.block] = cached.get(entry.block, 0) + 1
             owners.setdefault(entry.block, [])
     spans, used, live, rungs, now = [], 0, {}, {}, {}
+    entries: dict[int, int] = {}
+    require(len({block.number for block in owners}) == len(owners), "two blocks have one number")
+    require(all(block.number < tables.max_blocks for block in owners), "a block's number is too high")
     slab_nbytes, last = arena.slab_nbytes, len(options.sizes) - 1
     for block, floors in owners.items():
         slot, rung = block.slot, block.rung
@@ -63,6 +67,8 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         used += size
         live[size] = live.get(size, 0) + 1
         rungs[rung] = rungs.get(rung, 0) + 1
+        if floors:
+            entries[rung] = entries.get(rung, 0) + len(floors)
     spans.sort()
     end = 0
     for address, size in spans:
@@ -72,6 +78,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     require(used == arena.used_nbytes <= arena.peak_nbytes, f"{used} bytes are owned, {arena.used_nbytes} counted")
     require(live == +arena.live, f"{live} slots are owned, {+arena.live} counted")
     require(rungs == +tables.num_blocks, f"{rungs} blocks by rung, {+tables.num_blocks} counted")
+    require(entries == +tables.num_entries, f"{entries} table entries by rung, {+tables.num_entries} counted")
     require(not tables._retiring, "slots wait to be released")
     require(+tables.num_demotions == space.replayed, "demotions are miscounted")
     return now

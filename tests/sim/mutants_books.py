@@ -157,8 +157,20 @@ BOOKS = (
     Patch(
         "blocks by rung are not counted",
         "table",
-        "            self.num_blocks[rung] += 1\n            # The old",
-        "            # The old",
+        "            self.num_blocks[rung] += 1\n            self.num_entries",
+        "            self.num_entries",
+    ),
+    Patch(
+        "a shared block counts once among entries",
+        "table",
+        "            self.num_entries[rung] += len(block.holders)\n",
+        "            self.num_entries[rung] += 1\n",
+    ),
+    Patch(
+        "a block's number is given away while it lives",
+        "table",
+        "if self._spare_numbers else len(self._owner)\n",
+        "if self._spare_numbers else max(0, len(self._owner) - 1)\n",
     ),
     Patch(
         "a demotion gives up before it frees its wave",
