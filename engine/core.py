@@ -245,6 +245,7 @@ class EngineCore:
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
         batch = _still_live(batch)
+        self._note_scheduled(batch)  # again: more tokens are known by now
         try:
             return self.runner.run(batch, self._rows) if batch.items else []
         except Exception as error:

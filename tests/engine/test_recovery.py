@@ -77,3 +77,18 @@ def test_answers_are_the_same_wherever_a_step_is_interrupted(demo_engine: Engine
     for interrupt in range(1, 30):
         found = demo_engine._loop.call(lambda at=interrupt: [seen(o) for o in play(core, submissions(demo_engine), at)])
         assert found == expected, f"interrupted at token {interrupt}"
+
+
+def test_a_command_that_breaks_off_is_done_again(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    core = demo_engine._started.core
+    add, calls = core.add, []
+
+    def flaky(submission: Submission) -> None:
+        calls.append(submission)
+        if len(calls) % 2:
+            raise KeyError("injected")
+        add(submission)
+
+    monkeypatch.setattr(core, "add", flaky)
+    outputs = demo_engine.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3] and len(calls) == 4

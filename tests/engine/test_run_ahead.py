@@ -22,11 +22,12 @@ from qkv_engine.submission import Submission
 class LateResults:
     """A step that was computed at once, and whose results nobody sees before ``wait``."""
 
-    def __init__(self, runner: LateRunner, results: list[StepResult]):
-        self.runner, self.results = runner, results
+    def __init__(self, results: list[StepResult], broken: bool):
+        self.results, self.broken = results, broken
 
     def wait(self) -> list[StepResult]:
-        self.runner.num_under_way -= 1
+        if self.broken:
+            raise RuntimeError("injected")
         return self.results
 
 
@@ -35,13 +36,22 @@ class LateRunner:
 
     def __init__(self, runner: Runner):
         self.runner, self.cache = runner, runner.cache
-        self.num_under_way = self.num_ahead = 0
+        self.num_ahead = 0
         self.last: dict[Request, int] = {}
+        self.breaks: dict[str, str] = {}  # request ids, and where a step with their fifth token breaks off
 
     def launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> LateResults:
+        places = {
+            self.breaks.get(i.request.request_id) for i in batch.items if i.end >= i.request.num_prompt_tokens + 5
+        }
+        if "launch" in places:
+            raise RuntimeError("injected")
+        for item in batch.items:
+            row = rows[item.request]
+            assert row.is_plain or not item.samples or row.position == item.end - item.request.num_prompt_tokens
         late = [item for item in batch.items if item.end > len(item.request.token_ids)]
         for item in late:
-            assert item.num_tokens == 1 and (rows[item.request].num_in_flight == 1 or rows[item.request].is_plain)
+            assert item.num_tokens == 1
             item.request.token_ids.append(self.last[item.request])
             rows[item.request].num_in_flight = 0
         results = self.runner.launch(batch, rows).wait()
@@ -51,9 +61,7 @@ class LateRunner:
             if result.token is not None:
                 self.last[result.item.request] = result.token.token_id
         self.num_ahead += len(late)
-        self.num_under_way += 1
-        assert self.num_under_way <= 2
-        return LateResults(self, results)
+        return LateResults(results, "wait" in places)
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
         return self.launch(batch, rows).wait()
@@ -105,15 +113,21 @@ def make_load(started: Started, seed: int, number: int) -> list[Submission]:
     return load
 
 
-def play(core: EngineCore, load: list[Submission], aborts: Mapping[int, str]) -> list[RequestOutput]:
-    """Submits two requests a step and aborts, after the steps named, whom ``aborts`` names."""
+def play(
+    core: EngineCore, load: list[Submission], aborts: Mapping[int, str], errors: tuple[type[Exception], ...] | type = ()
+) -> list[RequestOutput]:
+    """Submits two requests a step; after the steps named aborts whom ``aborts`` names; recovers from ``errors``."""
     to_come, step = list(load), 0
     while core.has_work or to_come:
         for submission in to_come[:2]:
             core.live[submission.request_id] = submission
             core.add(submission)
         del to_come[:2]
-        core.step()
+        try:
+            core.step()
+        except errors:
+            core.recover()
+        assert len(core._in_flight) <= core.runs_ahead
         step += 1
         if step in aborts:
             core.abort(aborts[step])
@@ -171,6 +185,23 @@ def test_aborts_and_preemptions_with_a_step_under_way(monkeypatch: pytest.Monkey
             else:
                 assert mine[4:] == other[4:] and output.error is None
     assert preempted > 5
+
+
+@pytest.mark.parametrize("place", ["launch", "wait"])
+def test_a_step_that_breaks_off_with_another_under_way_fails_one_request(place: str):
+    started = begin("fp32", "128MiB")
+    expected = [seen(output) for output in play(make_core(started, False), make_load(started, 1, 30), {})]
+    culprits = [i for i, output in enumerate(expected) if len(output[6]) > 8][3:8:2]
+    core = make_core(started, True)
+    core.runner.breaks = {f"r{i}": place for i in culprits} | {f"r{i}/0": place for i in culprits}
+    outputs = play(core, make_load(started, 1, 30), {}, errors=RuntimeError)
+    for i, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        if i in culprits:
+            assert output.outputs[0].finish_reason == "error" and "injected" in output.error
+            assert output.outputs[0].token_ids == other[6][:5]
+        else:
+            assert seen(output)[4:] == other[4:]
+    assert core.counters.num_failed == len(culprits) == 3
 
 
 def test_only_requests_whose_tokens_the_host_must_see_wait_for_them():
