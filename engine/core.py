@@ -180,7 +180,7 @@ class EngineCore:
         except Exception as error:
             if self._in_flight:
                 raise  # the step after it has gone on from its tokens and blocks: everything starts over
-            results = self._narrow_down(_still_live(step.batch), error)
+            results = self._narrow_down(step.batch.live(), error)
         self._accept_all(results)
 
     def _accept_all(self, results: list[StepResult]) -> None:
@@ -244,7 +244,7 @@ class EngineCore:
                 self._fail_submission(self._owners[request][0], error)
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
-        batch = _still_live(batch)
+        batch = batch.live()
         self._note_scheduled(batch)  # again: more tokens are known by now
         try:
             return self.runner.run(batch, self._rows) if batch.items else []
@@ -362,17 +362,9 @@ class EngineCore:
             self.counters.num_finished += submission.error is None
 
     def _begin(self, submission: Submission) -> None:
-        """Makes the requests of a submission and hands those to the scheduler that it does not have."""
-        params, completions = submission.params, submission.completions
-        while len(completions) < params.n:
-            index = len(completions)
-            name = f"{submission.request_id}/{index}" if params.n > 1 else submission.request_id
-            prompt, seed = submission.prompt_token_ids, submission.seed + index
-            request = Request(name, prompt, params, submission.max_tokens, seed=seed)
-            completions.append(Completion(index, request, None if params.logprobs is None else []))
-        if params.prompt_logprobs is not None and submission.prompt_logprobs is None:
-            submission.prompt_logprobs = [None]
-        for completion in completions:
+        """Hands the requests of a submission that the scheduler does not have to it."""
+        submission.make_completions()
+        for completion in submission.completions:
             request = completion.request
             if self.scheduler.requests.get(request.request_id) is not request and not request.is_finished:
                 self._enter(submission, completion)
@@ -426,10 +418,6 @@ class EngineCore:
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
-
-
-def _still_live(batch: ScheduledBatch) -> ScheduledBatch:
-    return ScheduledBatch([item for item in batch.items if not item.request.is_finished])
 
 
 def _as_request_error(error: Exception) -> QKVError:

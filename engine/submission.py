@@ -71,6 +71,17 @@ class Submission:
             return True
         return bool(self.completions) and all(c.request.is_finished for c in self.completions)
 
+    def make_completions(self) -> None:
+        """Makes those of the ``n`` completions that do not exist yet."""
+        params, completions = self.params, self.completions
+        while len(completions) < params.n:
+            index = len(completions)
+            name = f"{self.request_id}/{index}" if params.n > 1 else self.request_id
+            request = Request(name, self.prompt_token_ids, params, self.max_tokens, seed=self.seed + index)
+            completions.append(Completion(index, request, None if params.logprobs is None else []))
+        if params.prompt_logprobs is not None and self.prompt_logprobs is None:
+            self.prompt_logprobs = [None]
+
     def output(self) -> RequestOutput:
         finished = self.finished
         self.metrics.num_preemptions = sum([c.request.num_preemptions for c in self.completions])

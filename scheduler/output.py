@@ -37,5 +37,9 @@ class ScheduledBatch:
         middle = len(self.items) // 2
         return ScheduledBatch(self.items[:middle]), ScheduledBatch(self.items[middle:])
 
+    def live(self) -> ScheduledBatch:
+        """The batch without requests that ended meanwhile."""
+        return ScheduledBatch([item for item in self.items if not item.request.is_finished])
+
     def __len__(self) -> int:
         return len(self.items)
