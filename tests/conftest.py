@@ -1,4 +1,7 @@
-"""Shared fixtures. One thread: on a busy machine OpenMP workers mostly wait for each other."""
+"""Shared fixtures, and the figures that tests leave for the end of a run.
+
+One thread: on a busy machine OpenMP workers mostly wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,26 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
+LINES = pytest.StashKey[list[str]]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = config.stash.get(LINES, [])
+    if lines:
+        terminalreporter.section("figures")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> list[str]:
+    """Lines added here stand in the terminal summary: figures to compare, and to reproduce."""
+    return request.config.stash.setdefault(LINES, [])
 
 
 @pytest.fixture(autouse=True)

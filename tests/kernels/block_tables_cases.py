@@ -6,7 +6,6 @@ Figures are numbers of differences from the references.
 from __future__ import annotations
 
 import torch
-from interpreted import report
 
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input
 from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
@@ -14,6 +13,8 @@ from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.rope_kv_write import token_rows
+
+from .interpreted import report
 
 T, ROW_NBYTES = 128, 32
 

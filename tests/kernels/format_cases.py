@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
@@ -19,8 +15,9 @@ from qkv_engine.kernels.layout import BlockLayout
 from qkv_engine.kernels.seal import seal_reference
 from qkv_engine.kernels.seal.triton import seal_triton
 from qkv_engine.kv.formats import PageShape
-from tests.kernels.format_pages import all_sides, make_blocks, slot
-from tests.kernels.interpreted import report
+
+from .format_pages import all_sides, make_blocks, slot
+from .interpreted import report
 
 WIDTHS = {80: (8, 4, 3, 2, 1), 64: (4,), 128: (2,)}  # bits by head dim
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from interpreted import report
 from torch import Tensor
 
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
@@ -15,6 +14,8 @@ from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
+
+from .interpreted import report
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYERS, SINK, BLOCK = 3, 4, 16  # tokens
@@ -75,18 +76,34 @@ def swiglu_extremes() -> float:
     return float(not torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)))
 
 
+def places(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots of two requests, and (request, position) of tokens that go to sinks, to blocks and nowhere, none twice.
+
+    Shapes:  addresses [2, 3], in tokens of all layers;  requests, positions [num_tokens], at least 7
+    """
+    addresses = torch.tensor([[3 * SINK, 5 * BLOCK, 2 * BLOCK], [0, 3 * BLOCK, 0]])
+    some = [(0, 0), (0, 3), (0, 4), (0, 35), (1, 1), (1, 19), (0, -1)]
+    others = {(0, p) for p in range(SINK + 2 * BLOCK)} | {(1, p) for p in range(SINK + BLOCK)}
+    tokens = some + sorted(others - set(some))[: num_tokens - len(some)]
+    requests, positions = torch.tensor(tokens).unbind(1)
+    return addresses, requests, positions
+
+
 def rope_kv_write(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype, norm: bool
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    norm: bool,
+    num_tokens: int = 7,
 ) -> float:
-    """Tokens that go to a sink, to two blocks and nowhere; every page but theirs, and every padding, stays NaN."""
-    block_nbytes = LAYERS * 2 * kv_heads * BLOCK * head_dim * stored.itemsize
-    memory = torch.full((6 * block_nbytes,), NAN_BYTE, dtype=torch.uint8)
-    sink_nbytes = block_nbytes // BLOCK * SINK
-    addresses = torch.tensor([[3 * sink_nbytes, 5 * block_nbytes, 2 * block_nbytes], [0, 3 * block_nbytes, 0]])
-    requests = torch.tensor([0, 0, 0, 0, 1, 1, 0])
-    positions = torch.tensor([0, 3, 4, 35, 1, 19, -1])
+    """Every page but those of the tokens, and every padding, stays NaN."""
+    token_nbytes = LAYERS * 2 * kv_heads * head_dim * stored.itemsize
+    memory = torch.full((6 * BLOCK * token_nbytes,), NAN_BYTE, dtype=torch.uint8)
+    addresses, requests, positions = places(num_tokens)
     rows = token_rows(
-        addresses,
+        addresses * token_nbytes,
         requests,
         positions,
         sink_tokens=SINK,
@@ -107,7 +124,7 @@ def rope_kv_write(
         assert torch.equal(qkv[:, heads:], before) and untouched(buffer)
         worst = max(worst, roundings(q, expected_q, pair_norm(expected_q)))
         qkv.copy_(expected_qkv)
-    num_written = 6 * LAYERS * 2 * kv_heads
+    num_written = int((positions >= 0).sum()) * LAYERS * 2 * kv_heads
     written = ~expected_pages.isnan().all(1)
     assert int(written.sum()) == num_written and torch.equal(written, ~pages.isnan().any(1))
     nan_bytes = memory.view(stored).view(-1, head_dim)[~written].view(torch.uint8)
@@ -115,7 +132,7 @@ def rope_kv_write(
     coarse = dtype if dtype.itemsize < stored.itemsize else stored
     found, expected = (p[written].to(coarse) for p in (pages, expected_pages))
     error = roundings(found, expected, pair_norm(expected))
-    assert coarse is torch.float32 or error <= 1
+    assert coarse is torch.float32 or error <= 3
     return max(worst, error)
 
 

@@ -10,11 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def run_cases(path: Path) -> dict[str, float]:
-    """The figures that the case script at ``path`` reports, by case."""
+
+def run_cases(path: Path | str) -> dict[str, float]:
+    """The figures that the module of cases at ``path`` reports, by case."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True, timeout=600)
+    module = ".".join(Path(path).resolve().relative_to(ROOT).with_suffix("").parts)
+    done = subprocess.run(
+        [sys.executable, "-m", module], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     figures: dict[str, float] = json.loads(done.stdout)
     return figures

@@ -6,15 +6,17 @@ import math
 import random
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import report
 from torch import Tensor
 
 from qkv_engine.kernels.sample import UNSEEN, Edits, Settings, edit_reference, pack_settings, sample_reference
 from qkv_engine.kernels.sample import triton as kernels
+
+from .interpreted import report
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 7, 130, 1000]
@@ -57,11 +59,20 @@ def make_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
     return logits
 
 
-def differing(logits: Tensor, table: Settings | None, raw_peak: Tensor | None = None) -> int:
+def on(device: str, x: Any) -> Any:
+    """A tensor with what lies around it, or a tuple of tensors, on ``device``."""
+    if isinstance(x, Tensor):
+        whole = x if x._base is None else x._base
+        return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+    return type(x)(*(on(device, part) for part in x)) if isinstance(x, Settings | Edits) else x
+
+
+def differing(logits: Tensor, table: Settings | None, raw_peak: Tensor | None = None, device: str = "cpu") -> int:
     """Rows whose fault, or whose token if there is none, differs; an id beyond the vocabulary raises."""
-    before = logits.clone()
-    found, expected = (f(logits, table, raw_peak) for f in (kernels.sample_triton, sample_reference))
-    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    rows = on(device, logits)
+    found = kernels.sample_triton(rows, on(device, table), on(device, raw_peak)).cpu()
+    expected = sample_reference(logits, table, raw_peak)
+    assert torch.equal(rows.cpu().nan_to_num(7.0), logits.nan_to_num(7.0))
     assert found.shape == expected.shape and 0 <= int(found[0].min()) <= int(found[0].max()) < logits.shape[1]
     usable = expected[1] == 0
     return int(((found[1] != expected[1]) | usable & (found[0] != expected[0])).sum())
@@ -169,12 +180,13 @@ def make_edits(rng: random.Random, num_rows: int, vocab_size: int) -> Edits:
     return Edits(torch.tensor(penalties).float(), *columns, torch.tensor(biases.tolist()).float(), tuple(ends))
 
 
-def edits(seed: int) -> float:
+def edits(seed: int, device: str = "cpu") -> float:
     rng = random.Random(seed)
     num_rows, vocab_size = rng.randrange(1, 6), rng.choice([7, 130, 3000])
     kernels.PROGRAMS = rng.choice([1, 16])
     logits, table = make_logits(rng, num_rows, vocab_size), make_edits(rng, num_rows, vocab_size)
-    (found, peak), (expected, raw_peak) = kernels.edit_triton(logits, table), edit_reference(logits, table)
+    found, peak = (x.cpu() for x in kernels.edit_triton(on(device, logits), on(device, table)))
+    expected, raw_peak = edit_reference(logits, table)
     finite = raw_peak.isfinite()
     assert torch.equal(peak.isfinite(), finite) and torch.equal(peak[finite], raw_peak[finite])
     return float((~((found == expected) | found.isnan() & expected.isnan())).sum())

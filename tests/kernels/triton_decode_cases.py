@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from interpreted import report
 from torch import Tensor
 
 from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.triton import _launch_order, paged_decode
 from qkv_engine.kernels.tiles import PageFormat
+
+from .interpreted import report
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [1, 31, 127, 128, 129, 300]
@@ -29,9 +30,9 @@ def plan(case: Case, split: int = 2, max_items: int | None = None) -> DecodeWork
     )
 
 
-def attend(case: Case, work: DecodeWork, q: Tensor | None = None) -> Tensor:
+def attend(case: Case, work: DecodeWork, q: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     q = case.q if q is None else q
-    return paged_decode(q, case.arena, work, case.pages, case.num_kv_heads, case.q.shape[2] ** -0.5).float()
+    return paged_decode(q, case.arena, work, case.pages, case.num_kv_heads, case.q.shape[2] ** -0.5, out).float()
 
 
 def error(case: Case, out: Tensor) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from interpreted import report
 from torch import Tensor
 
 from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
@@ -14,11 +13,13 @@ from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
 from qkv_engine.kernels.tiles import PageFormat
 
+from .interpreted import report
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def attend(case: Case, q: Tensor, counts: Sequence[int]) -> Tensor:
-    tokens = torch.tensor(list(counts))
+def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Tensor:
+    tokens = torch.tensor(list(counts), device=q.device)
     work = PrefillWork.build(
         case.addresses,
         case.rungs,
@@ -29,19 +30,27 @@ def attend(case: Case, q: Tensor, counts: Sequence[int]) -> Tensor:
         sink_tokens=case.sink_tokens,
         block_tokens=T,
     )
-    return paged_prefill(q, case.arena, work, case.pages, case.num_kv_heads, q.shape[2] ** -0.5).float()
+    return paged_prefill(q, case.arena, work, case.pages, case.num_kv_heads, q.shape[2] ** -0.5, out).float()
 
 
 def build(
-    pages: Sequence[PageFormat], chunks: Sequence[tuple[int, int]], group: int, sink: int, dtype: torch.dtype
+    pages: Sequence[PageFormat],
+    chunks: Sequence[tuple[int, int]],
+    group: int,
+    sink: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[Case, Tensor, list[int]]:
     """Requests whose chunks are (start, tokens), with the chunks' queries."""
     counts = [n for _, n in chunks]
     lengths = [start + n for start, n in chunks]
     starts = [start for start, _ in chunks]
-    case = make_case(pages, lengths, group=group, sink_tokens=sink, dtype=dtype, dense_from=starts)
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(sum(counts), case.q.shape[1], case.q.shape[2], generator=generator).to(dtype)
+    case = make_case(
+        pages, lengths, group=group, sink_tokens=sink, dtype=dtype, dense_from=starts, seed=seed, device=device
+    )
+    generator = torch.Generator().manual_seed(seed + 1)
+    q = torch.randn(sum(counts), case.q.shape[1], case.q.shape[2], generator=generator).to(device, dtype)
     return case, q, counts
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from qkv_engine.config import KVConfig, RungConfig, uniform_rung
 from qkv_engine.kv.cache import KVCache
@@ -17,7 +12,8 @@ from qkv_engine.kv.step_triton import TritonPlanner, TritonStep
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
-from tests.kernels.interpreted import report
+
+from ...kernels.interpreted import report
 
 LAYERS, KV_HEADS, GROUP = 2, 2, 2
 DENSE32 = RungConfig("dense32", "dense32", "dense32")

@@ -1,0 +1,253 @@
+"""Random cases of every kernel on a GPU: a seed gives shapes, formats and values.
+
+Each case returns its relative error beside the bound for it, or how many values differ beside 0. In the arena and
+around every input and output all bytes that nobody wrote are 0xFF, which reads as NaN, and must be so afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qkv_engine.bench.kernels.inputs import dense_page, make_case, prefill_reference, reference, uniform_page
+from qkv_engine.kernels.demote import demote, demote_reference
+from qkv_engine.kernels.dequant import dequant_reference, dequant_side
+from qkv_engine.kernels.layout import BlockLayout, Side
+from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
+from qkv_engine.kernels.seal import seal, seal_reference
+from qkv_engine.kernels.tiles import PageFormat
+from qkv_engine.kv.formats import PageShape
+from qkv_engine.kv.formats.uniform import AXES, GROUPS, Uniform
+
+from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
+from ..kernels.format_pages import HEAD_DIMS, make_blocks
+
+DEVICE = "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, BF16, BF16, FP16, FP32)
+BITS = (8, 4, 3, 2, 1)
+VOCABULARIES = (1, 7, 130, 1000, 4999, 50_257, 151_936)
+ROUNDINGS = {BF16: 2.0, FP16: 2.0, FP32: 16.0}
+
+Figure = tuple[float, float]  # error, bound
+
+
+def decode(seed: int) -> Figure:
+    """Single tokens over sinks, open blocks, blocks not begun, and full ones on any rung."""
+    rng = random.Random(seed)
+    dtype, kv_heads, group, head_dim = rng.choice(DTYPES), rng.choice((1, 2, 3, 8)), rng.randint(1, 16), _head_dim(rng)
+    pages = _pages(rng, dtype, kv_heads, head_dim)
+    lengths = [rng.choice((1, 31, 128, 129, rng.randint(1, 1500))) for _ in range(rng.randint(1, 8))]
+    sink, lookahead = rng.choice((0, 0, 16, 20, 32, 128)), rng.randrange(2)
+    case = make_case(
+        pages, lengths, group=group, dtype=dtype, sink_tokens=sink, lookahead=lookahead, seed=seed, device=DEVICE
+    )
+    before, (out, whole) = case.arena.clone(), _fenced(case.q)
+    q, _ = _fenced(case.q, case.q)
+    found = triton_decode_cases.attend(case, triton_decode_cases.plan(case, rng.choice((1, 2, 3, 16))), q, out)
+    assert torch.equal(case.arena, before) and _is_untouched(whole, out)
+    return _error(found, reference(case, head_dim**-0.5)), _bound(dtype, pages)
+
+
+def decode_far(seed: int) -> Figure:
+    """The same above 5 GiB of arena."""
+    pages = [dense_page(BF16, 2, 128), *(uniform_page(bits, 2, 128) for bits in (8, 4, 2))]
+    case = make_case(pages, [1, 300, 1500], group=4, sink_tokens=32, base=5 << 30, seed=seed, device=DEVICE)
+    found = triton_decode_cases.attend(case, triton_decode_cases.plan(case))
+    return _error(found, reference(case, 128**-0.5)), _bound(BF16, pages)
+
+
+def prefill(seed: int) -> Figure:
+    """Ragged chunks, with and without a history, which may stand on any rung and is staged in pieces of any size."""
+    rng = random.Random(seed)
+    dtype, kv_heads, group, head_dim = rng.choice(DTYPES), rng.choice((1, 2, 3)), rng.randint(1, 16), _head_dim(rng)
+    pages = _pages(rng, dtype, kv_heads, head_dim)
+    chunks = [
+        (rng.choice((0, rng.randint(1, 900))), rng.choice((1, 127, 128, rng.randint(1, 400))))
+        for _ in range(rng.randint(1, 5))
+    ]
+    sink = rng.choice((0, 0, 16, 20, 32, 128))
+    case, rows, counts = triton_prefill_cases.build(pages, chunks, group, sink, dtype, seed, DEVICE)
+    before, (out, whole) = case.arena.clone(), _fenced(rows)
+    q, _ = _fenced(rows, rows)
+    usual, prefill_kernels.STAGED_NBYTES = prefill_kernels.STAGED_NBYTES, rng.choice((1, 1 << 20, 256 << 20))
+    try:
+        found = triton_prefill_cases.attend(case, q, counts, out)
+    finally:
+        prefill_kernels.STAGED_NBYTES = usual
+    assert torch.equal(case.arena, before) and _is_untouched(whole, out)
+    return _error(found, prefill_reference(case, rows, counts, head_dim**-0.5)), _bound(dtype, pages)
+
+
+def page_formats(seed: int) -> Figure:
+    """Seal, dequantize, step down: bytes equal to the references', which run on the CPU."""
+    rng = random.Random(seed)
+    dtype, shape = rng.choice(DTYPES), PageShape(rng.randint(1, 3), 128, _head_dim(rng))
+    old, new = _steps(rng, shape, dtype, rng.randint(2, 5))
+    blocks = make_blocks(old, shape, num_blocks=rng.randint(1, 5), dtype=dtype, seed=seed)
+    _make_odd(rng, blocks.x)
+    for address, x in zip(blocks.src.tolist(), blocks.x, strict=True):
+        blocks.memory[address : address + blocks.source.nbytes] = x.reshape(-1).view(torch.uint8)
+    memory, (src, dst, following) = (
+        blocks.memory.to(DEVICE),
+        (x.to(DEVICE) for x in (blocks.src, blocks.dst, blocks.next)),
+    )
+    expected, target = (
+        seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target),
+        BlockLayout(new),
+    )
+    finite = seal(memory, src, dst, blocks.source, blocks.target)
+    wrong = int((finite.cpu() != expected).sum()) + int((memory.cpu() != blocks.memory).sum())
+    for side, offset in zip(blocks.target.sides, blocks.target.offsets, strict=True):
+        found = dequant_side(memory, dst + offset, side, FP32).cpu()
+        values = dequant_reference(blocks.memory, blocks.dst + offset, side, FP32)
+        wrong += int(
+            (~torch.isclose(found, values, 1e-5, 1e-5 * float(values[values.isfinite()].abs().max()), True)).sum()
+        )
+    demote_reference(blocks.memory, blocks.dst, blocks.next, blocks.target, target)
+    demote(memory, dst, following, blocks.target, target)
+    return wrong + int((memory.cpu() != blocks.memory).sum()), 0.0
+
+
+def norms(seed: int) -> Figure:
+    rng = random.Random(seed)
+    size, rows, dtype = (
+        rng.choice((rng.randint(1, 300), 1024, 4096, rng.randint(1, 16384))),
+        rng.randint(1, 70),
+        rng.choice(DTYPES),
+    )
+    with torch.device(DEVICE):
+        errors = [case(size, rows, dtype) for case in (fused_cases.rms_norm, fused_cases.add_rms_norm)]
+    return max(errors), ROUNDINGS[dtype]
+
+
+def swiglu(seed: int) -> Figure:
+    rng = random.Random(seed)
+    dtype = rng.choice(DTYPES)
+    with torch.device(DEVICE):
+        return fused_cases.swiglu(rng.choice((rng.randint(1, 3000), 14336)), rng.randint(1, 70), dtype), ROUNDINGS[
+            dtype
+        ]
+
+
+def rope_kv_write(seed: int) -> Figure:
+    """With and without norm; pages in the model's dtype or another."""
+    rng = random.Random(seed)
+    kv_heads, dtype = rng.randint(1, 8), rng.choice(DTYPES)
+    stored = rng.choice((dtype, dtype, dtype, BF16, FP32))
+    heads, head_dim, tokens = kv_heads * rng.randint(1, 8), rng.choice((*HEAD_DIMS, 6, 10)), rng.randint(7, 50)
+    with torch.device(DEVICE):
+        error = fused_cases.rope_kv_write(heads, kv_heads, head_dim, dtype, stored, rng.random() < 0.5, tokens)
+    return error, 1 + max(ROUNDINGS[dtype], ROUNDINGS[stored])  # norm, weight and rotation each round
+
+
+def sample(seed: int) -> Figure:
+    """Tokens and faults of rows of all kinds."""
+    rng = random.Random(seed)
+    vocab_size, num_rows = VOCABULARIES[seed % len(VOCABULARIES)], rng.choice((1, 3, 8, 33))
+    logits = sample_cases.make_logits(rng, num_rows, vocab_size)
+    table = sample_cases.pack(rng, num_rows, vocab_size) if rng.random() < 0.9 else None
+    raw_peak = torch.tensor([rng.choice((1.0, 1.0, math.nan, math.inf)) for _ in range(num_rows)])
+    return sample_cases.differing(logits, table, raw_peak if rng.random() < 0.3 else None, DEVICE), 0.0
+
+
+def edits(seed: int) -> Figure:
+    """Biases, penalties and bans."""
+    return sample_cases.edits(seed, DEVICE), 0.0
+
+
+def block_tables(seed: int) -> Figure:
+    """Updates of the tables, places of tokens, and plans made from them."""
+    rng = random.Random(seed)
+    with torch.device(DEVICE):
+        wrong = block_tables_cases.updates(rng.randint(0, 30))
+        wrong += block_tables_cases.places(rng.choice((0, 1, 16, 32, 128)), rng.randint(1, 2000))
+        batch, num_rungs, split = rng.choice((1, rng.randint(2, 40), 300)), rng.randint(1, 5), rng.choice((1, 2, 4, 16))
+        return wrong + block_tables_cases.plan(rng.choice((0, 16, 32, 128)), batch, num_rungs, split), 0.0
+
+
+CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
+    decode: 40,
+    decode_far: 1,
+    prefill: 30,
+    page_formats: 40,
+    norms: 30,
+    swiglu: 30,
+    rope_kv_write: 30,
+    sample: 84,
+    edits: 30,
+    block_tables: 30,
+}
+
+
+def _head_dim(rng: random.Random) -> int:
+    return rng.choice(HEAD_DIMS)
+
+
+def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[PageFormat]:
+    """Dense pages, and up to three others: with the widest groups, or with any bits, axis and group on either side."""
+    pages = [dense_page(dtype, kv_heads, head_dim)]
+    for _ in range(rng.randrange(4)):
+        if rng.random() < 0.5:
+            pages.append(uniform_page(rng.choice((8, 4, 2)), kv_heads, head_dim))
+        else:
+            bits, axis, group = (rng.choice(BITS), rng.choice(BITS)), rng.choice(AXES), rng.choice(GROUPS)
+            pages.append(uniform_page(bits, kv_heads, head_dim, k_axis=axis, group=group))
+    return pages
+
+
+def _bound(dtype: torch.dtype, pages: Sequence[PageFormat]) -> float:
+    """Relative error: the rounding of the output and of p, and where there are codes that of q and p in 16 bits."""
+    if dtype == FP32:
+        return 1e-5 if len(pages) == 1 else 1e-3
+    return 3e-3 if dtype == BF16 else 1e-3
+
+
+def _steps(
+    rng: random.Random, shape: PageShape, dtype: torch.dtype, number: int
+) -> tuple[tuple[Side, ...], tuple[Side, ...]]:
+    """Sides of a layout and of one that it may step down to, 3 bits to 3 bits alone; a dense side may be among them."""
+    old: list[Side] = []
+    new: list[Side] = []
+    for _ in range(number):
+        bits, axis, group, side = rng.choice(BITS), rng.choice(AXES), rng.choice(GROUPS), rng.choice(("k", "v"))
+        lower = rng.choice([b for b in (8, 4, 2, 1) if b <= bits]) if bits != 3 else 3
+        old.append(Uniform(bits, axis, group).layout(shape, side))
+        new.append(Uniform(lower, axis, group).layout(shape, side))
+    return tuple(old), tuple(new)
+
+
+def _make_odd(rng: random.Random, x: Tensor) -> None:
+    """Writes what quantizers trip over into some blocks: NaN, infinity, -0, no range, and ranges at fp16's ends."""
+    for block in x:
+        if rng.random() < 0.5:
+            side, head = block[rng.randrange(len(block))], rng.randrange(x.shape[2])
+            side[head, rng.randrange(128)] = rng.choice((-0.0, 60000.0, 1e-7, 1e-30))
+            side[head, :, rng.randrange(x.shape[4])] = 0.123
+        if rng.random() < 0.3:
+            block[-1, 0, 3, 2] = rng.choice((math.nan, math.inf, -math.inf))
+
+
+def _fenced(like: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Room for a tensor [N, H, D] like ``like``, with ``values`` if there are any, in a wider one of NaN; and that."""
+    n, heads, head_dim = like.shape
+    nbytes = (n + 2) * (heads + 1) * head_dim * like.dtype.itemsize
+    whole = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=like.device)
+    inner = whole.view(like.dtype).view(n + 2, heads + 1, head_dim)[1:-1, :heads]
+    return (inner if values is None else inner.copy_(values)), whole
+
+
+def _is_untouched(whole: Tensor, inner: Tensor) -> bool:
+    """Whether all of ``whole`` but ``inner`` is 0xFF."""
+    n, heads, head_dim = inner.shape
+    around = whole.clone().view(inner.dtype).view(n + 2, heads + 1, head_dim)
+    around[1:-1, :heads] = math.nan
+    return bool(around.isnan().all()) and bool((whole.view(n + 2, -1)[[0, -1]] == 0xFF).all())
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())

@@ -1,0 +1,95 @@
+"""Child of ``test_sanitizer``: a tiny launch of every kernel; prints which it left out."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import torch
+from triton.runtime.jit import JITFunction
+
+import qkv_engine.kernels
+from qkv_engine.bench.kernels.inputs import dense_page, make_case, uniform_page
+from qkv_engine.kernels.demote import demote
+from qkv_engine.kernels.dequant import dequant_side
+from qkv_engine.kernels.layout import BlockLayout
+from qkv_engine.kernels.sample import sample
+from qkv_engine.kernels.seal import seal
+from qkv_engine.kv.formats import PageShape
+
+from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
+from ..kernels.format_pages import all_sides, make_blocks
+
+BF16, HEADS, DIM = torch.bfloat16, 1, 64
+
+
+def attention() -> None:
+    """Decode on all kinds of rungs, and a prefill whose history is dense and staged."""
+    pages = [dense_page(BF16, HEADS, DIM), *(uniform_page(bits, HEADS, DIM) for bits in (8, 4, 2))]
+    pages.append(uniform_page(3, HEADS, DIM, group=32))
+    case = make_case(pages, [1, 700, 900], group=3, sink_tokens=20, lookahead=1, device="cuda")
+    assert triton_decode_cases.attend(case, triton_decode_cases.plan(case)).isfinite().all()
+    chunks = [(0, 40), (331, 70)]
+    case, q, counts = triton_prefill_cases.build([pages[0], pages[2]], chunks, 3, 20, BF16, device="cuda")
+    assert triton_prefill_cases.attend(case, q, counts).isfinite().all()
+
+
+def page_formats() -> None:
+    """Every axis and group, 4 bits and 3, one step down."""
+    shape = PageShape(HEADS, 128, 80)
+    for old, new in ((4, 2), (3, 3)):
+        blocks = make_blocks(all_sides(old, shape), shape, num_blocks=2)
+        target = BlockLayout(tuple(all_sides(new, shape)))
+        memory, (src, dst, following) = blocks.memory.cuda(), (x.cuda() for x in (blocks.src, blocks.dst, blocks.next))
+        assert seal(memory, src, dst, blocks.source, blocks.target).all()
+        demote(memory, dst, following, blocks.target, target)
+        for side, offset in zip(target.sides, target.offsets, strict=True):
+            assert dequant_side(memory, following + offset, side, torch.float32).isfinite().all()
+
+
+def fused() -> None:
+    with torch.device("cuda"):
+        for size in (7, 300):
+            fused_cases.rms_norm(size, 5, BF16)
+            fused_cases.add_rms_norm(size, 5, BF16)
+        fused_cases.swiglu(1025, 3, BF16)
+        fused_cases.rope_kv_write(6, 2, 80, BF16, BF16, True)
+        fused_cases.rope_kv_write(3, 1, 64, BF16, BF16, False)
+
+
+def sampling() -> None:
+    """Greedy rows, draws, draws with limits; edits."""
+    logits = torch.randn(3, 5000, device="cuda", dtype=BF16)
+    sample(logits)
+    for k, p in ((0, 1.0), (20, 0.9), (4000, 0.99)):
+        sample(logits, sample_cases.on("cuda", sample_cases.table_of([(k, p)] * 3)))
+    assert not sample_cases.edits(1, "cuda")
+
+
+def block_tables() -> None:
+    with torch.device("cuda"):
+        assert not block_tables_cases.updates(30) + block_tables_cases.places(32, 200)
+        assert not block_tables_cases.plan(16, 5, 3, 2)
+
+
+def all_kernels() -> dict[str, JITFunction]:
+    """Every kernel of the package that can be launched, by name."""
+    found = {}
+    for module in pkgutil.walk_packages(qkv_engine.kernels.__path__, "qkv_engine.kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                found[name] = value
+    return found
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for cases in (attention, page_formats, fused, sampling, block_tables):
+        cases()
+        torch.cuda.synchronize()
+    ran = {name for name, kernel in all_kernels().items() if any(cache[0] for cache in kernel.device_caches.values())}
+    print("did not run:", sorted(all_kernels().keys() - ran))
+
+
+if __name__ == "__main__":
+    main()
