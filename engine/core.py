@@ -180,7 +180,7 @@ class EngineCore:
         except Exception as error:
             if self._in_flight:
                 raise  # the step after it has gone on from its tokens and blocks: everything starts over
-            results = self._narrow_down(step.batch.live(), error)
+            results = self._narrow_down(step.batch, error)
         self._accept_all(results)
 
     def _accept_all(self, results: list[StepResult]) -> None:
@@ -253,6 +253,8 @@ class EngineCore:
 
     def _narrow_down(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
         """A batch that raises is run in halves, until the request that makes it raise stands alone, and fails."""
+        if len(batch.live()) < len(batch):
+            return self._run(batch)  # perhaps it was one that has ended meanwhile
         if len(batch) > 1:
             first, second = batch.halves()
             return self._run(first) + self._run(second)

@@ -126,12 +126,6 @@ BOOKS = (
         "wave.append(Move(block, slot.address, slot.address, block.rung, rung))",
     ),
     Patch("a copy does not change the table", "table", "            block.slot = new\n", "            pass\n"),
-    Patch(
-        "a fresh slot is not cleared after a copy",
-        "table",
-        "                self._fresh[new] = None\n",
-        "                pass\n",
-    ),
     Patch("a fresh slot is not noted", "table", "        self._fresh[slot] = None\n", ""),
     Patch(
         "the recent window is ignored",

@@ -113,4 +113,10 @@ CORE = (
         "        return not isinstance(pending, NotLaunched)\n",
         "        return True\n",
     ),
+    Patch(
+        "who is left of a batch is blamed",
+        "core",
+        "        if len(batch.live()) < len(batch):\n",
+        "        if False:\n",
+    ),
 )
