@@ -33,7 +33,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def report(request: pytest.FixtureRequest) -> list[str]:
     """Lines added here stand in the terminal summary: figures to compare, and to reproduce."""
     return request.config.stash.setdefault(LINES, [])

@@ -30,7 +30,7 @@ DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, BF16, BF16, FP16, FP32)
 BITS = (8, 4, 3, 2, 1)
-VOCABULARIES = (1, 7, 130, 1000, 4999, 50_257, 151_936)
+VOCABULARIES = (1, 130, 4999, 50_257, 151_936)
 ROUNDINGS = {BF16: 2.0, FP16: 2.0, FP32: 16.0}
 
 Figure = tuple[float, float]  # error, bound
@@ -87,7 +87,7 @@ def page_formats(seed: int) -> Figure:
     """Seal, dequantize, step down: bytes equal to the references', which run on the CPU."""
     rng = random.Random(seed)
     dtype, shape = rng.choice(DTYPES), PageShape(rng.randint(1, 3), 128, _head_dim(rng))
-    old, new = _steps(rng, shape, dtype, rng.randint(2, 5))
+    old, new = _steps(rng, shape, dtype, rng.randint(1, 3))
     blocks = make_blocks(old, shape, num_blocks=rng.randint(1, 5), dtype=dtype, seed=seed)
     _make_odd(rng, blocks.x)
     for address, x in zip(blocks.src.tolist(), blocks.x, strict=True):
@@ -174,11 +174,11 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     decode: 40,
     decode_far: 1,
     prefill: 30,
-    page_formats: 40,
+    page_formats: 24,
     norms: 30,
     swiglu: 30,
-    rope_kv_write: 30,
-    sample: 84,
+    rope_kv_write: 24,
+    sample: 50,
     edits: 30,
     block_tables: 30,
 }

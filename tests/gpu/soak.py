@@ -48,6 +48,7 @@ class Watch:
     started: float = field(default_factory=time.monotonic)
     use: list[float] = field(default_factory=list)  # share of the arena's bytes that blocks own, one a busy step
     memory: list[tuple[float, Memory]] = field(default_factory=list)  # (seconds since the start, bytes)
+    num_warm: int = 0  # steps until the warm-up was over
     num_loaded: int = 0  # steps until clients stopped to ask
     num_evacuations: int = 0
     num_recoveries: int = 0
@@ -95,8 +96,11 @@ def device_nbytes() -> int:
     return total - free
 
 
-def soak(engine: Engine, load: Load, seconds: float, seed: int = 0) -> tuple[Watch, Counter[str]]:
-    """Keeps ``load`` on the engine for ``seconds`` and waits for every request; returns how each ended, too."""
+def soak(engine: Engine, load: Load, seconds: float, warm_up: float, seed: int = 0) -> tuple[Watch, Counter[str]]:
+    """Keeps ``load`` on the engine for ``seconds`` and waits for every request; returns how each ended, too.
+
+    In the first ``warm_up`` seconds kernels are compiled, steps captured, and the arena filled.
+    """
     watch = Watch(engine)
     ends: Counter[str] = Counter()
     deadline = watch.started + seconds
@@ -113,7 +117,9 @@ def soak(engine: Engine, load: Load, seconds: float, seed: int = 0) -> tuple[Wat
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(load.clients)]
     for thread in threads:
         thread.start()
-    time.sleep(seconds)
+    time.sleep(warm_up)
+    watch.num_warm = len(watch.use)
+    time.sleep(seconds - warm_up)
     watch.num_loaded = len(watch.use)
     for thread in threads:
         thread.join(120)

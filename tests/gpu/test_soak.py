@@ -13,8 +13,8 @@ from .soak import Load, Memory, Watch, soak
 
 pytestmark = pytest.mark.gpu
 
-SECONDS = float(os.environ.get("QKV_SOAK_SECONDS", 600))  # of both presets together
-WARM_UP = 0.25  # share of a run in which kernels are compiled, most steps captured, and the arena filled
+SECONDS = float(os.environ.get("QKV_SOAK_SECONDS", 600))  # of both presets together; an arena takes 20 to fill
+WARM_UP = min(60.0, SECONDS / 4)  # of each
 LEAST_USE = 0.95  # of the arena's bytes, reserve included, in the mean over all steps after the warm-up
 
 # What memory may grow by after the warm-up: a graph captured late is allowed for, and so is a larger temporary.
@@ -34,7 +34,7 @@ EAGER = Load(clients=16, prompt=(1000, 7600), output=(1, 590))
 )
 def test_soak(kv: str, load: Load, memory: str, max_num_seqs: int, report: list[str]) -> None:
     with Engine(kv=kv, kv_memory=memory, device="cuda", max_num_seqs=max_num_seqs) as engine:
-        watch, ends = soak(engine, load, SECONDS / 2)
+        watch, ends = soak(engine, load, SECONDS / 2, WARM_UP)
         stats = engine.stats()
         report += [
             f"soak {kv}, {SECONDS / 2:.0f} s: {sum(ends.values()):,} requests ({dict(ends)}), "
@@ -53,7 +53,7 @@ def test_soak(kv: str, load: Load, memory: str, max_num_seqs: int, report: list[
 
 def busy(watch: Watch) -> list[float]:
     """Arena use after the warm-up, without the steps at the end that wait for the last requests."""
-    return watch.use[int(WARM_UP * watch.num_loaded) : watch.num_loaded]
+    return watch.use[watch.num_warm : watch.num_loaded]
 
 
 def describe_use(watch: Watch) -> str:
@@ -64,8 +64,7 @@ def describe_use(watch: Watch) -> str:
 
 def ends_of(watch: Watch) -> tuple[Memory, Memory]:
     """Memory after the warm-up and at the end."""
-    total = watch.memory[-1][0]
-    return next(memory for seconds, memory in watch.memory if seconds >= WARM_UP * total), watch.memory[-1][1]
+    return next(memory for seconds, memory in watch.memory if seconds >= WARM_UP), watch.memory[-1][1]
 
 
 def describe_memory(watch: Watch) -> str:
