@@ -1,4 +1,4 @@
-"""CUDA graphs: work captured when it is first met, replayed from then on."""
+"""CUDA graphs: work captured when it is met again, replayed from then on."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Graphs:
     def __init__(self, device: torch.device):
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._met: set[Hashable] = set()  # work that was run once
         self._works = True
 
     def __len__(self) -> int:
@@ -36,8 +37,9 @@ class Graphs:
             graph.replay()
             return
         work()  # compiles its kernels, too
-        if self._works:
-            self._capture(key, work)
+        if self._works and key in self._met:
+            self._capture(key, work)  # takes several times as long as a step, and some work is met but once
+        self._met.add(key)
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -64,6 +64,12 @@ def _shifts(width: int, device: torch.device) -> Tensor:
     return torch.arange(0, 8, width, dtype=torch.uint8, device=device)[:, None, None]
 
 
+@lru_cache
+def _masks(width: int, device: torch.device) -> Tensor:
+    """The planes' bits of a byte, [planes, 1, 1] uint8."""
+    return (1 << width) - 1 << _shifts(width, device)
+
+
 ROOMS = {4: 0x0001, 2: 0x0101, 1: 0x1111}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
 
 
@@ -109,4 +115,4 @@ def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
         codes = unpack(packed, bits, side, num_tokens)
         return (codes if side == "k" else codes.mT).unsqueeze(-3)
     tile = _tile(packed, bits, side, num_tokens)
-    return tile if bits == 8 else tile & ((1 << bits) - 1 << _shifts(bits, packed.device))
+    return tile if bits == 8 else tile & _masks(bits, packed.device)

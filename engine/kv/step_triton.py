@@ -166,8 +166,9 @@ class TritonStep:
 
 
 def _rounded_up(number: int) -> int:
-    """To one of four numbers an octave."""
-    step = max(1, (1 << number.bit_length()) // 8)
+    """To few numbers: a program with nothing to do costs little, and a graph more much."""
+    octave = 1 << max(0, number - 1).bit_length()
+    step = octave // (1 if octave <= 64 else 4 if octave <= 1024 else 8)
     return -(-number // step) * step
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-ITEM_BLOCKS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)  # few sizes, so that few graphs serve all steps
+ITEM_BLOCKS = (1, 2, 4, 8, 16, 24, 32)  # few sizes, so that few graphs serve all steps
 MIN_ITEMS = 3  # of a request, where it has so many blocks: lengths differ, and fewer items would differ as much
 SHORT_ITEM = 4  # blocks, on average: the sinks and open blocks beside sealed ones
 RESIDENT = 8  # programs that a multiprocessor holds, by their registers

@@ -37,13 +37,13 @@ def test_batches_are_padded_to_few_sizes():
     ("counts", "num_decodes", "expected"),
     [
         ([1], 1, (1, (2,), (True,))),  # a lone short request: an item a block
-        ([8], 1, (1, (10,), (False,))),
-        ([65], 1, (2, (40,), (False,))),  # fewer parts to merge
-        ([1024], 1, (16, (80,), (False,))),
+        ([8], 1, (1, (16,), (False,))),
+        ([65], 1, (2, (64,), (False,))),  # fewer parts to merge
+        ([1024], 1, (16, (96,), (False,))),
         ([2, 63, 0], 1, (2, (2, 32, 0), (True, False, True))),
-        ([9 * 256], 256, (4, (896,), (False,))),  # many short ones: three items each
+        ([9 * 256], 256, (4, (1024,), (False,))),  # many short ones: three items each
         ([65 * 64], 64, (24, (256,), (False,))),
-        ([406, 203 * 63], 203, (24, (224, 768), (True, False))),  # two launches' worth and a bit are to be avoided
+        ([406, 203 * 63], 203, (24, (256, 768), (True, False))),  # two launches' worth and a bit are to be avoided
     ],
 )
 def test_attention_is_cut_into_enough_items(counts: list[int], num_decodes: int, expected: tuple):
