@@ -24,6 +24,8 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
+FEW_ITEMS = 256  # on a rung
+
 
 class Cut(NamedTuple):
     """How decode attention is cut into work items: the blocks of one, how many there are at most on each rung, and
@@ -58,6 +60,7 @@ class TritonPlanner:
         assert isinstance(side, DenseSide), "ladders begin dense"
         self.kv_rows = memory.view(side.dtype).view(-1, side.head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = side.head_dim * side.dtype.itemsize
+        self._item_blocks = 1
         self.num_multiprocessors = 1
         if memory.is_cuda:
             self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
@@ -73,11 +76,19 @@ class TritonPlanner:
             return Cut(1, (), ())
         counts = self.tables.num_entries()
         heads = self.tables.ladder.widest.shape.num_kv_heads
-        item_blocks = choose_item_blocks(sum(counts), num_decodes, heads, self.num_multiprocessors)
-        # Each request adds at most one item that is not full.
-        bounds = (count // item_blocks + min(num_decodes, count) for count in counts)
-        short = (count <= SHORT_ITEM * num_decodes for count in counts)
-        return Cut(item_blocks, tuple(map(_rounded_up, bounds)), tuple(short))
+        self._item_blocks = choose_item_blocks(
+            sum(counts), num_decodes, heads, self.num_multiprocessors, self._item_blocks
+        )
+        most = self._most_items(sum(counts), num_decodes)
+        bounds = [self._most_items(count, num_decodes) for count in counts]
+        # Where items are few, a graph serves however blocks are spread over the rungs.
+        bounds = [max(bound, min(most, FEW_ITEMS)) if bound else 0 for bound in bounds]
+        short = counts[0] <= SHORT_ITEM * num_decodes
+        return Cut(self._item_blocks, tuple(map(_rounded_up, bounds)), (short, *[False] * (len(counts) - 1)))
+
+    def _most_items(self, num_blocks: int, num_requests: int) -> int:
+        """Items that so many blocks make at most: each request adds one that is not full."""
+        return num_blocks // self._item_blocks + min(num_requests, num_blocks)
 
     def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
         """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""
@@ -168,7 +179,7 @@ class TritonStep:
 def _rounded_up(number: int) -> int:
     """To few numbers: a program with nothing to do costs little, and a graph more much."""
     octave = 1 << max(0, number - 1).bit_length()
-    step = octave // (1 if octave <= 64 else 4 if octave <= 1024 else 8)
+    step = octave // (1 if octave <= FEW_ITEMS else 4 if octave <= 1024 else 8)
     return -(-number // step) * step
 
 

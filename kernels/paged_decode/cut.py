@@ -13,10 +13,13 @@ RESIDENT = 8  # programs that a multiprocessor holds, by their registers
 START = 1.5  # a program's start: item, address and page are loads that wait for each other
 LEAST_SHARE = 0.45  # a launch that fills less of the GPU than this takes as long as if it filled so much
 MERGE = 0.02  # for each part of a request
+KEEP = 1.05  # how much longer the launch may be with the size in use: another size is another graph
 
 
-def choose_item_blocks(num_blocks: int, num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """The item size with the shortest launch for ``num_requests`` that hold ``num_blocks`` together."""
+def choose_item_blocks(
+    num_blocks: int, num_requests: int, num_kv_heads: int, num_multiprocessors: int, in_use: int
+) -> int:
+    """The item size with the shortest launch for ``num_requests`` that hold ``num_blocks`` together, or nearly so."""
     blocks = max(1.0, num_blocks / num_requests)
     slots = RESIDENT * num_multiprocessors
 
@@ -27,4 +30,6 @@ def choose_item_blocks(num_blocks: int, num_requests: int, num_kv_heads: int, nu
         time = waves - rest + (max(rest, LEAST_SHARE) if rest else 0)
         return (blocks / num_items + START) * time + MERGE * num_items
 
-    return min((n for n in ITEM_BLOCKS if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS), key=cost)
+    sizes = [n for n in ITEM_BLOCKS if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS]
+    best = min(sizes, key=cost)
+    return in_use if in_use in sizes and cost(in_use) <= KEEP * cost(best) else best

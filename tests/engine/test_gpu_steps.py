@@ -39,18 +39,36 @@ def test_batches_are_padded_to_few_sizes():
         ([1], 1, (1, (2,), (True,))),  # a lone short request: an item a block
         ([8], 1, (1, (16,), (False,))),
         ([65], 1, (2, (64,), (False,))),  # fewer parts to merge
-        ([1024], 1, (16, (96,), (False,))),
-        ([2, 63, 0], 1, (2, (2, 32, 0), (True, False, True))),
+        ([1024], 1, (16, (128,), (False,))),
+        ([2, 63, 0], 1, (2, (64, 64, 0), (True, False, False))),
         ([9 * 256], 256, (4, (1024,), (False,))),  # many short ones: three items each
         ([65 * 64], 64, (24, (256,), (False,))),
         ([406, 203 * 63], 203, (24, (256, 768), (True, False))),  # two launches' worth and a bit are to be avoided
     ],
 )
 def test_attention_is_cut_into_enough_items(counts: list[int], num_decodes: int, expected: tuple):
+    assert planner(counts).cut(num_decodes) == expected
+
+
+def test_few_shapes_serve_blocks_that_step_down():
+    """Twenty requests grow to twenty blocks each while these step down, and end one after the other."""
+    counts = [20, 0, 0]
+    one, shapes = planner(counts), set()
+    for step in range(400):
+        counts[0] = 20 + min(step, 380) - (step > 100) * (step - 100)
+        counts[1], counts[2] = max(0, step - 100) - max(0, step - 250), max(0, step - 250)
+        shapes.add(one.cut(20))
+    assert len(shapes) <= 12
+
+
+def planner(counts: list[int]) -> TritonPlanner:
+    """One that only cuts, on 132 multiprocessors and 8 KV heads; ``counts`` are the blocks by rung."""
     shape = SimpleNamespace(num_kv_heads=8)
     ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))
-    tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
-    assert TritonPlanner.cut(SimpleNamespace(tables=tables, num_multiprocessors=132), num_decodes) == expected
+    found = object.__new__(TritonPlanner)
+    found.tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
+    found.num_multiprocessors, found._item_blocks = 132, 1
+    return found
 
 
 def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list[int]], EngineCore]:
