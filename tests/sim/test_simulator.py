@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
 from .simulator import simulate
 
+ROOT = Path(__file__).parents[2]
 CHAOS = 900  # events of a run before everybody may finish
 
 
@@ -59,7 +62,8 @@ def test_what_was_found_once(seed: int):
 
 
 @pytest.mark.slow
-def test_two_million_random_events(report: list[str]):
+def test_two_million_random_events(report: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])  # for the processes that run parts of it
     started, seeds = time.monotonic(), range(10_000, 12_000)
     parts = [seeds[i : i + 50] for i in range(0, len(seeds), 50)]
     total, digest = Counter[str](), hashlib.sha256()
