@@ -92,13 +92,15 @@ class DecodePlan:
     """Everything about one step's decode attention that is the same for all layers.
 
     ``order`` [B, P] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
-    request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already.
+    request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already, or
+    with ``part_by_part`` the first part of every request, then every second one, and so on.
     """
 
     groups: tuple[DenseGroup | SealedGroup, ...]
     num_parts: int
     order: Tensor | None
     missing: Tensor | None
+    part_by_part: bool = False
 
     @classmethod
     def build(cls, requests: list[Located], block_tokens: int, device: torch.device) -> DecodePlan:
@@ -158,17 +160,20 @@ class _Builder:
         self.groups.append(SealedGroup(rung, addresses, queries, len(members)))
         self._num_outputs += len(members)
 
-    def order(self) -> tuple[int, Tensor | None, Tensor | None]:
-        """``DecodePlan.num_parts``, ``order`` and ``missing``."""
-        most = max(len(mine) for mine in self._parts)
+    def order(self) -> tuple[int, Tensor | None, Tensor | None, bool]:
+        """``DecodePlan.num_parts``, ``order``, ``missing`` and ``part_by_part``."""
+        most, batch = max(len(mine) for mine in self._parts), len(self._parts)
         rows = [mine + mine[:1] * (most - len(mine)) for mine in self._parts]
-        if [part for row in rows for part in row] == list(range(self._num_outputs)):
-            return most, None, None
+        flat, count = [part for row in rows for part in row], list(range(self._num_outputs))
+        if flat == count:
+            return most, None, None, False
+        if flat == [part for b in range(batch) for part in count[b::batch]]:
+            return most, None, None, True
         missing = None
         if any(len(mine) < most for mine in self._parts):
             present = [[i >= len(mine) for i in range(most)] for mine in self._parts]
             missing = torch.tensor(present, device=self.device)
-        return most, torch.tensor(rows, device=self.device), missing
+        return most, torch.tensor(rows, device=self.device), missing, False
 
     def _queries(self, owner: list[int]) -> Tensor | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
@@ -224,7 +229,11 @@ def _select(q: Tensor, queries: Tensor | None, num_outputs: int) -> Tensor:
 
 def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
     """Outputs [n, ...] as [B, num_parts, ...]."""
-    return x.unflatten(0, (-1, plan.num_parts)) if plan.order is None else x[plan.order]
+    if plan.order is not None:
+        return x[plan.order]
+    if plan.part_by_part:
+        return x.unflatten(0, (plan.num_parts, -1)).transpose(0, 1)
+    return x.unflatten(0, (-1, plan.num_parts))
 
 
 def _join(outs: list[Tensor]) -> Tensor:
