@@ -185,10 +185,11 @@ def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tenso
     """How to read ``slots``, in place or by index, and at which index of what is read each comes out."""
     if len(set(slots)) < len(slots):  # a block that several requests share comes out once for each
         return torch.tensor(slots, device=device), list(range(len(slots)))
-    low, high = min(slots), max(slots)
-    steps = {b - a for a, b in pairwise(slots)}
+    ordered = sorted(slots)
+    low, high = ordered[0], ordered[-1]
+    steps = {b - a for a, b in pairwise(ordered)}
     step = steps.pop() if len(steps) == 1 else 1
-    if step < 1 or (step == 1 and len(slots) < MIN_DENSITY * (high - low + 1)):
+    if step == 1 and len(slots) < MIN_DENSITY * (high - low + 1):
         return torch.tensor(slots, device=device), list(range(len(slots)))
     return slice(low, high + 1, step), [(slot - low) // step for slot in slots]
 

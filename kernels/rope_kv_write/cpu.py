@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -45,5 +46,10 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, out: Tensor) -> None:
 
 def head_rows(rows: Tensor, num_layers: int, num_kv_heads: int) -> Tensor:
     """Rows of all heads of a step's tokens in each layer, [L, N * 2 H], from those of ``token_rows`` [N, 2]."""
-    sides = torch.arange(num_layers * 2 * num_kv_heads).view(num_layers, 1, 2 * num_kv_heads)
-    return (rows[:, :1] + sides * rows[:, 1:]).flatten(1)
+    return (rows[:, :1] + _sides(num_layers, num_kv_heads) * rows[:, 1:]).flatten(1)
+
+
+@cache
+def _sides(num_layers: int, num_kv_heads: int) -> Tensor:
+    """[L, 1, 2 H]"""
+    return torch.arange(num_layers * 2 * num_kv_heads).view(num_layers, 1, 2 * num_kv_heads)

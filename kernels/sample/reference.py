@@ -26,7 +26,7 @@ def sample_reference(logits: Tensor, settings: Settings | None, raw_peak: Tensor
     """See ``sample``."""
     token_ids = logits.argmax(dim=-1)
     peak = logits.gather(1, token_ids[:, None])[:, 0].float()
-    faults = peak.isfinite().logical_not_().long()
+    faults = (peak - peak).ne(0).long()  # of a NaN or an infinity that is NaN
     if raw_peak is not None:
         faults = torch.where(raw_peak.isfinite(), faults * ALL_MASKED, NOT_FINITE)
     if settings is not None:
