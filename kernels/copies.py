@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -17,3 +19,9 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy of a host tensor on ``device``; a tensor that is there already, itself."""
     return x if x.device == device else pinned(x, device).to(device, non_blocking=True)
+
+
+@lru_cache
+def device_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """``rows`` as int64 on the device, made once: few layouts serve an engine for life."""
+    return torch.tensor(rows, dtype=torch.int64, device=device)

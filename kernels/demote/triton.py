@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..copies import device_table
 from ..layout import BlockLayout, UniformSide
 from ..planes import shrink_codes
 
@@ -118,7 +118,7 @@ def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout,
             rows += [(kind, *offsets) for offsets in members]
     if first is None or len(src) == 0:
         return
-    sides = torch.tensor(rows, dtype=torch.int64, device=memory.device)
+    sides = device_table(tuple(rows), memory.device)
     tile_d = triton.next_power_of_2(first.head_dim)
     grid = (len(src) * len(rows) * first.num_kv_heads,)
     demote_kernel[grid](

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..copies import device_table
 from ..layout import BlockLayout, DenseSide, Side, UniformSide
 from ..planes import shrink_codes, store_codes
 
@@ -146,7 +147,7 @@ def seal_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, t
     finite = torch.ones(len(src), dtype=torch.int8, device=memory.device)
     if dense is None or len(src) == 0:
         return finite.bool()
-    sides = torch.tensor(rows, dtype=torch.int64, device=memory.device)
+    sides = device_table(tuple(rows), memory.device)
     tile_d = triton.next_power_of_2(dense.head_dim)
     grid = (len(src) * len(rows) * dense.num_kv_heads,)
     seal_kernel[grid](
