@@ -163,13 +163,11 @@ def host_parts(core: FilledCore, steps: int) -> dict[str, float]:
         for owner, name, part in (
             (engine, "step", "accept and report"),
             (engine.scheduler, "schedule", "schedule"),
-            (core.cache, "apply_moves", "seal and demote"),
             (core.cache, "launch_moves", "seal and demote"),
             (engine.runner, "launch", "plan and launch"),
             (Pending, "wait", WAITING),
         ):
-            if hasattr(owner, name):
-                stack.enter_context(clocks.around(owner, name, part))
+            stack.enter_context(clocks.around(owner, name, part))
         core.seconds_per_step(steps)
     found = {part: 1e6 * seconds / steps for part, seconds in clocks.seconds.items()}
     return found | {WORKING: sum(us for part, us in found.items() if part != WAITING)}

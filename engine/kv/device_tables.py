@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, update
+from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, update
 from qkv_engine.kernels.copies import to_device
 
 from ..config import BLOCK_TOKENS
@@ -82,10 +82,9 @@ class DeviceTables:
         """
         while len(self._changed) > MAX_UPDATES:
             self._flush()
-        updates = [word for index in self._changed for word in (index, self._words[index])]
-        num_updates = len(self._changed)
+        updates = [(index, self._words[index]) for index in self._changed]
         self._changed.clear()
-        return torch.frombuffer(array("q", [num_updates, 0, *ids, *positions, *rows, *updates]), dtype=torch.int64)
+        return pack_input(ids, positions, rows, updates)
 
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows, on the host.

@@ -8,13 +8,12 @@ arithmetic on any device; steps on a GPU make the same plan in two launches, ``p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 ABSENT = -1  # rung of a block-table entry that holds no block
-TENSORS = ("addresses", "positions", "lengths", "items", "part_first")  # of a ``DecodeWork``
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,6 @@ class DecodeWork:
             sink_tokens,
             block_tokens,
         )
-
-    def to(self, device: torch.device) -> DecodeWork:
-        """The same plan on another device."""
-        return replace(self, **{n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS})
 
 
 def block_positions(index: Tensor, sink_tokens: int, block_tokens: int) -> Tensor:
