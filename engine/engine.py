@@ -252,14 +252,11 @@ class Engine:
 
     def _run_all(self, submissions: list[Submission], show_bar: bool) -> list[RequestOutput]:
         """Submits all, waits for all; whatever interrupts the wait aborts what is left."""
-        begun: list[Submission] = []
         try:
-            for submission in submissions:
-                self._loop.submit(submission)
-                begun.append(submission)
+            self._loop.submit(*submissions)
             return [_final(s) for s in _with_bar(submissions, show_bar)]
         except BaseException:
-            for submission in begun:
+            for submission in submissions:
                 self._loop.abort(submission.request_id)
             raise
 

@@ -35,14 +35,18 @@ class EngineLoop:
         _LOOPS.add(self)
         self._thread.start()
 
-    def submit(self, submission: Submission) -> None:
-        """Queues a request. Raises ``RequestError`` for a live id, ``EngineDeadError`` when nothing runs any more."""
+    def submit(self, *submissions: Submission) -> None:
+        """Queues requests that the same step is to see.
+
+        Raises ``RequestError`` for a live id, ``EngineDeadError`` when nothing runs any more; then none is queued.
+        """
         with self._changed:
             self._check_alive()
-            if submission.request_id in self._core.live:
-                raise RequestError("a live request has this id", field="request_id", value=submission.request_id)
-            self._core.live[submission.request_id] = submission
-            self._post(lambda: self._core.add(submission))
+            for submission in submissions:
+                if submission.request_id in self._core.live:
+                    raise RequestError("a live request has this id", field="request_id", value=submission.request_id)
+            self._core.live.update({submission.request_id: submission for submission in submissions})
+            self._post(lambda: self._add_all(submissions))
 
     def abort(self, request_id: str) -> None:
         """Ends a request soon; an id that is not live is ignored."""
@@ -79,6 +83,10 @@ class EngineLoop:
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _add_all(self, submissions: tuple[Submission, ...]) -> None:
+        for submission in submissions:
+            self._core.add(submission)
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)

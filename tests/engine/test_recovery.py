@@ -85,10 +85,11 @@ def test_a_command_that_breaks_off_is_done_again(demo_engine: Engine, monkeypatc
 
     def flaky(submission: Submission) -> None:
         calls.append(submission)
-        if len(calls) % 2:
+        if len(calls) in (1, 3):
             raise KeyError("injected")
         add(submission)
 
     monkeypatch.setattr(core, "add", flaky)
     outputs = demo_engine.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=3, ignore_eos=True))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3] and len(calls) == 4
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    assert len(calls) == 5  # the first breaks off, is added, and is added again because the second broke off
