@@ -142,20 +142,21 @@ class RotaryEmbedding(Layer):
 
     def __init__(self, rope: RopeConfig, head_dim: int):
         super().__init__()
-        # Not a buffer: it stays float32 and real when the model is built on the meta device or changes its
-        # dtype.
-        self._frequencies = rope.inverse_frequencies(head_dim)
+        frequencies = rope.inverse_frequencies(head_dim)
+        # Negated for the first half: its cosines stay, its sines change sign. Not a buffer: it stays float32 and real
+        # when the model is built on the meta device or changes its dtype.
+        self._frequencies = torch.cat((-frequencies, frequencies))
         self._scale = rope.attention_factor
 
     def forward(self, positions: Tensor) -> Rotation:
         """positions ``[N]`` int -> the rotation of each."""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[:, None, None].float() * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
+        angles = positions.view(-1, 1, 1) * self._frequencies
+        cos, signed_sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
-            cos, sin = cos * self._scale, sin * self._scale
-        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+            cos, signed_sin = cos * self._scale, signed_sin * self._scale
+        return Rotation(cos, signed_sin)
 
 
 def _rope_type(rope: Fields) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -203,8 +204,14 @@ def _mask(
     valid = [num_tokens] * num_outputs
     for place, length in zip(places, lengths, strict=True):
         valid[place] = length
-    hidden = torch.arange(num_tokens, device=device) >= torch.tensor(valid, device=device)[:, None]
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))[:, None, None, :]
+    rows = _masks(1 << (num_tokens - 1).bit_length(), device)[torch.tensor(valid, device=device)]
+    return rows[:, None, None, :num_tokens]
+
+
+@cache
+def _masks(num_tokens: int, device: torch.device) -> Tensor:
+    """Row n hides tokens n and later: [num_tokens + 1, num_tokens]."""
+    return torch.full((num_tokens + 1, num_tokens), float("-inf"), device=device).triu()
 
 
 def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -> Tensor:

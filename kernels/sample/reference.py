@@ -24,9 +24,9 @@ OK, NOT_FINITE, ALL_MASKED = 0, 1, 2  # faults of a row
 
 def sample_reference(logits: Tensor, settings: Settings | None, raw_peak: Tensor | None) -> Tensor:
     """See ``sample``."""
-    token_ids = logits.argmax(dim=-1)
-    peak = logits.gather(1, token_ids[:, None])[:, 0].float()
-    faults = (peak - peak).ne(0).long()  # of a NaN or an infinity that is NaN
+    peak, token_ids = logits.max(dim=-1)
+    peak = peak.float()
+    faults = (peak - peak).ne(0)  # of a NaN or an infinity that is NaN
     if raw_peak is not None:
         faults = torch.where(raw_peak.isfinite(), faults * ALL_MASKED, NOT_FINITE)
     if settings is not None:
