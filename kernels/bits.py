@@ -65,8 +65,8 @@ def _shifts(width: int, device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _masks(width: int, device: torch.device) -> Tensor:
-    """The planes' bits of a byte, [planes, 1, 1] uint8."""
+def plane_masks(width: int, device: torch.device) -> Tensor:
+    """The bits of each plane in a byte, [planes, 1, 1] uint8."""
     return (1 << width) - 1 << _shifts(width, device)
 
 
@@ -115,4 +115,4 @@ def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
         codes = unpack(packed, bits, side, num_tokens)
         return (codes if side == "k" else codes.mT).unsqueeze(-3)
     tile = _tile(packed, bits, side, num_tokens)
-    return tile if bits == 8 else tile & _masks(bits, packed.device)
+    return tile if bits == 8 else tile & plane_masks(bits, packed.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from .bits import pack, unpack
+from .bits import pack, plane_masks, planes, unpack
 from .layout import DenseSide, Side, UniformSide
 
 
@@ -64,15 +66,38 @@ def read_codes(rows: Tensor, side: UniformSide) -> Tensor:
     return unpack(packed_codes(rows, side), side.bits, side.side, side.num_tokens)
 
 
-def meta_tile(rows: Tensor, side: UniformSide) -> Tensor:
+def code_planes(rows: Tensor, side: UniformSide, offset: int = 0) -> Tensor:
+    """The codes plane by plane, still in their place in a byte: see ``bits.planes``. One view where it can be.
+
+    Shapes:  rows [n, ...] uint8, the side from byte ``offset`` on, in even steps;  returns
+             K [n, H, planes, lanes, D] or V [n, H, planes, D, lanes], uint8
+    """
+    if side.bits == 3:
+        return planes(packed_codes(rows[:, offset:], side), side.bits, side.side, side.num_tokens)
+    lanes = side.num_tokens * side.bits // 8
+    tile = (lanes, side.head_dim) if side.side == "k" else (side.head_dim, lanes)
+    shape, steps = (len(rows), side.num_kv_heads, 1, *tile), (rows.stride(0), side.head_codes_nbytes, 0, tile[1], 1)
+    codes = rows.as_strided(shape, steps, rows.storage_offset() + offset)
+    return codes if side.bits == 8 else codes & plane_masks(side.bits, rows.device)
+
+
+@lru_cache
+def token_factors(bits: int, num_tokens: int) -> Tensor:
+    """What makes codes of ``code_planes`` shares of the range: 1 / (2^bits - 1), times 2^(-bits p) in plane p: [T]."""
+    num_planes = 1 if bits == 3 else 8 // bits
+    shifts = torch.arange(num_planes).repeat_interleave(num_tokens // num_planes) * bits
+    return 1 / ((2**bits - 1) * 2.0**shifts)
+
+
+def meta_tile(rows: Tensor, side: UniformSide, offset: int = 0) -> Tensor:
     """(min, range) of every group, a view to read or write.
 
-    Shapes:  rows [n, nbytes] uint8;  returns fp16, by axis, channel [2, n, H, num_groups, D] or
-             token [2, n, H, num_groups, meta_planes, meta_lanes]
+    Shapes:  rows [n, ...] uint8, the side from byte ``offset`` on, in even steps;  returns fp16, by axis,
+             channel [2, n, H, num_groups, D] or token [2, n, H, num_groups, meta_planes, meta_lanes]
     """
     words, across = rows.view(torch.float16), side.head_dim if side.axis == "channel" else side.num_tokens
     heads, strides = (len(rows), side.num_kv_heads), (words.stride(0), side.head_meta_nbytes // 2)
-    start = words.storage_offset() + side.meta_offset // 2
+    start = words.storage_offset() + (offset + side.meta_offset) // 2
     if side.axis == "channel":
         shape, inner = (2, *heads, side.num_groups, across), (side.num_groups * across, *strides, across, 1)
         return words.as_strided(shape, inner, start)

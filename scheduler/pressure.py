@@ -88,6 +88,10 @@ class KVSpace(Protocol):
         """Blocks that may still step down, with how many tokens beyond the recent window they are; see the tables."""
         ...
 
+    def has_aged(self, request: Request) -> bool:
+        """Whether a block of ``unsettled`` is beyond the recent window."""
+        ...
+
     def demote(self, steps: list[tuple[Any, int]]) -> int:
         """Lets blocks step down to the given rungs, in order; returns how many did."""
         ...
@@ -182,7 +186,9 @@ class Pressure:
     def _settle(self) -> None:
         """Eager ladders: what is older than the recent window goes to its floor, once the prompt is computed."""
         budget = EAGER_PER_STEP * -(-len(self.running) // 32)
-        ready = [r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        ready = [r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens and self.space.has_aged(r)]
+        if not ready:
+            return
         self._demote([(found, found.block.floor) for found in self._eligible(dict.fromkeys(ready, 0))[:budget]])
 
     def _step_down(self, tenant: str | None, number: int) -> int:
@@ -222,7 +228,8 @@ class Pressure:
         Of a shared block's owners the one to whom it is newest decides, and the one who pays last.
         """
         found: dict[int, Candidate] = {}
-        for request in self.running:
+        counts_all = len(ranks) == len(self.running) or self._have_shared(ranks)
+        for request in self.running if counts_all else ranks:
             payer = ranks.get(request)
             for index, (block, age) in enumerate(self.space.unsettled(request)):
                 twin = found.get(id(block))
@@ -235,6 +242,10 @@ class Pressure:
                 elif rank > twin.tenant:
                     found[id(block)] = twin._replace(tenant=rank)
         return [candidate for candidate in found.values() if candidate.newness <= 0]
+
+    def _have_shared(self, requests: Iterable[Request]) -> bool:
+        """Whether some of the blocks that ``requests`` could let step down are others' too."""
+        return any(block.is_shared for r in requests for block, age in self.space.unsettled(r) if age >= 0)
 
     def _demote(self, chosen: list[tuple[Candidate, int]]) -> int:
         if not chosen:

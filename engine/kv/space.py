@@ -123,6 +123,9 @@ class KVSpace:
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self.tables.unsettled(request.request_id, request.num_computed_tokens)
 
+    def has_aged(self, request: Request) -> bool:
+        return self.tables.has_aged(request.request_id, request.num_computed_tokens)
+
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)
 

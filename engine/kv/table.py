@@ -234,14 +234,23 @@ class BlockTables:
 
         A negative age means that the block is too new (or not full) and must stay as it is.
         """
-        table = self._tables[request_id]
-        blocks = table.blocks
-        while table.num_settled < len(blocks) and _is_settled(blocks[table.num_settled]):
-            table.num_settled += 1
+        blocks = self._tables[request_id].blocks
         newest = num_computed - self.ladder.recent - self.ladder.sink
-        for index in range(table.num_settled, len(blocks)):
+        for index in range(self._num_settled(request_id), len(blocks)):
             if not _is_settled(blocks[index]):
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
+
+    def has_aged(self, request_id: str, num_computed: int) -> bool:
+        """Whether ``unsettled`` gives a block that is old enough to step down."""
+        newest = num_computed - self.ladder.recent - self.ladder.sink
+        return newest >= (self._num_settled(request_id) + 1) * BLOCK_TOKENS
+
+    def _num_settled(self, request_id: str) -> int:
+        """The blocks of a request before the first unsettled one."""
+        table = self._tables[request_id]
+        while table.num_settled < len(table.blocks) and _is_settled(table.blocks[table.num_settled]):
+            table.num_settled += 1
+        return table.num_settled
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, as one wave; returns how many did. Stops where no slot is left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cpu import block_attention
+from .one_group import Scales
 from .reference import block_attention_reference
 
-__all__ = ["block_attention", "block_attention_reference"]
+__all__ = ["Scales", "block_attention", "block_attention_reference"]

@@ -11,39 +11,64 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..bits import planes
 from ..layout import BlockLayout, UniformSide
-from ..pages import gather, packed_codes, read_meta
+from ..pages import code_planes, gather, read_meta, token_factors
+from .one_group import Scales, attend_one_group, has_one_group, read_scales
 
 PIECE_ELEMENTS = 2**20  # codes of K converted at a time: more leave the cache, fewer spend the time on calls
 
 
 def block_attention(
-    q: Tensor, memory: Tensor, addresses: Tensor, layout: BlockLayout, layer: int, scale: float
+    q: Tensor,
+    memory: Tensor,
+    where: Tensor | range,
+    layout: BlockLayout,
+    layer: int,
+    scale: float,
+    kept: dict[int, Scales] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of query i over all tokens of the block at address i, and the log-sum-exp of its scores.
+    """Softmax attention of query i over all tokens of block i, and the log-sum-exp of its scores.
 
-    Shapes:  q [n, H, G, D];  memory [M] uint8;  addresses [n] int64, byte addresses of slots;
+    Shapes:  q [n, H, G, D], or [1, H, G, D] for every block;  memory [M] uint8;  where: byte addresses of n slots,
+             [n] int64, or in even steps, which are read in place;
              out [n, H, G, D] float32, lse [n, H, G] float32, in natural log
+    ``kept`` may hold, by layer, what an earlier call for the same blocks read of their metadata.
     Source:  logits_t = sum_d (q_d step_d) code_td + sum_d q_d min_d, and its counterparts for V and per-token K
     """
     k, v = layout.sides[2 * layer], layout.sides[2 * layer + 1]
     assert isinstance(k, UniformSide) and isinstance(v, UniformSide)
-    q, memory = q.float().contiguous() * scale, memory[layout.offsets[2 * layer] :]
+    q, offset, nbytes = q.float(), layout.offsets[2 * layer], k.nbytes + v.nbytes
     piece = max(1, PIECE_ELEMENTS // (k.num_kv_heads * k.num_tokens * k.head_dim))
-    if len(q) <= piece:
-        return _attend(q, gather(memory, addresses, k.nbytes + v.nbytes), k, v)
-    parts = [
-        _attend(some, gather(memory, where, k.nbytes + v.nbytes), k, v)
-        for some, where in zip(q.split(piece), addresses.split(piece), strict=True)
-    ]
-    out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
-    return out, lse
+    if len(where) > piece:
+        parts = []
+        for start in range(0, len(where), piece):
+            part = slice(start, start + piece)
+            queries = q if len(q) == 1 else q[part]
+            parts.append(block_attention(queries, memory, where[part], layout, layer, scale))
+        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        return out, lse
+    page = _pages(memory, where, offset, nbytes)
+    if not has_one_group(k, v):
+        return _attend(q * scale, page, k, v)
+    scales = None if kept is None else kept.get(layer)
+    if scales is None:
+        scales = read_scales(page, k, v, scale)
+        if kept is not None:
+            kept[layer] = scales
+    return attend_one_group(q, page, scales, k, v)
+
+
+def _pages(memory: Tensor, where: Tensor | range, offset: int, nbytes: int) -> Tensor:
+    """One layer's page of each block, [n, nbytes] uint8."""
+    if isinstance(where, range):
+        step = where.step if len(where) > 1 else nbytes
+        return memory.as_strided((len(where), nbytes), (step, 1), where.start + offset)
+    return gather(memory[offset:], where, nbytes)
 
 
 def _attend(q: Tensor, page: Tensor, k: UniformSide, v: UniformSide) -> tuple[Tensor, Tensor]:
     """The same for scaled queries and pages [n, k.nbytes + v.nbytes] uint8."""
-    scores = _product(q, page[:, : k.nbytes], k)
+    scores = _product(q.expand(len(page), -1, -1, -1), page[:, : k.nbytes], k)
     weights = scores.softmax(-1)
     # The largest weight is 1 / sum exp(score - largest score).
     lse = scores.amax(-1).sub_(weights.amax(-1).log_())
@@ -58,7 +83,7 @@ def _product(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
     """
     is_k = side.side == "k"
     low, span = read_meta(rows, side).float().unbind()
-    factors = _factors(side.bits, side.num_tokens)
+    factors = token_factors(side.bits, side.num_tokens)
     inputs = (x if is_k else x * factors).unsqueeze(2)
     if (side.axis == "channel") == is_k:
         bias = x @ low.mT
@@ -75,7 +100,7 @@ def _product(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
 def _dot(x: Tensor, rows: Tensor, side: UniformSide) -> Tensor:
     """x [n, H, groups, G, I] . masked codes [n, H, J, I] -> [n, H, groups, G, J]"""
     n, heads, groups, queries, size = x.shape
-    codes = planes(packed_codes(rows, side), side.bits, side.side, side.num_tokens).float()
+    codes = code_planes(rows, side).float()
     num_planes, inputs = codes.shape[2], x.view(n * heads, groups * queries, size)
     if side.side == "k" or num_planes == 1:
         out = torch.bmm(inputs, codes.view(n * heads, -1, size).mT)
@@ -91,14 +116,6 @@ def _diagonal(products: Tensor, group: int) -> Tensor:
     if products.shape[2] == 1:
         return products.squeeze(2)
     return torch.cat([run[:, :, g] for g, run in enumerate(products.split(group, -1))], -1)
-
-
-@lru_cache
-def _factors(bits: int, num_tokens: int) -> Tensor:
-    """1 / (2^bits - 1) for each token, times 2^(-bits p) in plane p: [T] float32."""
-    num_planes = 1 if bits == 3 else 8 // bits
-    shifts = torch.arange(num_planes).repeat_interleave(num_tokens // num_planes) * bits
-    return 1 / ((2**bits - 1) * 2.0**shifts)
 
 
 @lru_cache

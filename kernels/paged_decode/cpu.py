@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..block_attention import block_attention
+from ..block_attention import Scales, block_attention
 from ..dequant import dequant
 from ..layout import UniformSide
 from ..located import LayerPages, Located
@@ -23,6 +23,10 @@ from ..partial import merge_parts, partial_attention
 
 MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading it in place: a gather is two more passes
 FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
+FEW_SINKS = 4  # sinks joined with the open blocks of their requests: up to so many the copy costs less than a call
+FEW_SEALED = (
+    32  # sealed blocks whose metadata is kept from step to step, as float32: an eighth of their bytes at 4 bits
+)
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
 Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
@@ -72,20 +76,54 @@ class DenseGroup:
 
 
 @dataclass(frozen=True)
-class SealedGroup:
-    """Sealed blocks on one rung, full by nature."""
+class JoinedGroup:
+    """The open blocks of few requests, each attended together with its request's sink, which is full."""
 
-    rung: int
-    addresses: Tensor
+    sinks: slice | Tensor
+    slots: slice | Tensor
     queries: Tensor | None
+    num_sink: int
+    num_tokens: int
+    mask: Tensor | None
     num_outputs: int
+    places: tuple[int, ...]
+
+    def with_lengths(self, lengths: Sequence[int], device: torch.device) -> JoinedGroup:
+        """See ``DenseGroup``."""
+        num_tokens, total = max(lengths), self.num_sink + max(lengths)
+        mask = _mask(self.places, [self.num_sink + n for n in lengths], total, self.num_outputs, device)
+        return replace(self, num_tokens=num_tokens, mask=mask)
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        layout, layer, queries = pages.layouts[self.rung], pages.layer, _select(q, self.queries, self.num_outputs)
+        assert pages.sinks is not None
+        sinks, blocks = pages.sinks[self.sinks], pages.blocks[:, :, :, : self.num_tokens][self.slots]
+        k, v = torch.cat((sinks, blocks), 3).unbind(1)
+        queries = _select(q.to(k.dtype), self.queries, self.num_outputs)
+        return [partial_attention(queries, k, v, scale=scale, mask=self.mask)]
+
+
+@dataclass(frozen=True)
+class SealedGroup:
+    """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place.
+
+    ``kept`` is for ``block_attention``, where the blocks are few.
+    """
+
+    rung: int
+    where: Tensor | range
+    queries: Tensor | None
+    num_outputs: int
+    kept: dict[int, Scales] | None
+
+    def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
+        layout, layer = pages.layouts[self.rung], pages.layer
+        if self.queries is not None:
+            q = q[self.queries]
         if all(isinstance(side, UniformSide) for side in layout.sides[2 * layer : 2 * layer + 2]):
-            return [block_attention(queries, pages.memory, self.addresses, layout, layer, scale)]
-        k, v = (dequant(pages.memory, self.addresses, layout, layer, side, torch.float32) for side in "kv")
-        return [partial_attention(queries.float(), k, v, scale=scale)]
+            return [block_attention(q, pages.memory, self.where, layout, layer, scale, self.kept)]
+        addresses = torch.tensor(self.where) if isinstance(self.where, range) else self.where
+        k, v = (dequant(pages.memory, addresses, layout, layer, side, torch.float32) for side in "kv")
+        return [partial_attention(q.float().expand(len(k), -1, -1, -1), k, v, scale=scale)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +135,7 @@ class DecodePlan:
     with ``part_by_part`` the first part of every request, then every second one, and so on.
     """
 
-    groups: tuple[DenseGroup | SealedGroup, ...]
+    groups: tuple[DenseGroup | JoinedGroup | SealedGroup, ...]
     num_parts: int
     order: Tensor | None
     missing: Tensor | None
@@ -106,12 +144,17 @@ class DecodePlan:
     @classmethod
     def build(cls, requests: list[Located], block_tokens: int, device: torch.device) -> DecodePlan:
         builder = _Builder(len(requests), block_tokens, device)
-        builder.add_dense([(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink], is_sink=True)
-        for rung in sorted({rung for r in requests for rung in r.sealed}):
-            builder.add_sealed(rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())])
+        sinks: list[Member] = [(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink]
         full: list[Member] = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
         opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
-        if len(full) + len(opened) <= FEW_BLOCKS:
+        is_joined = not full and len(requests) == len(sinks) == len(opened) <= FEW_SINKS
+        if not is_joined:
+            builder.add_dense(sinks, is_sink=True)
+        for rung in sorted({rung for r in requests for rung in r.sealed}):
+            builder.add_sealed(rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())])
+        if is_joined:
+            builder.add_joined(sinks, opened)
+        elif len(full) + len(opened) <= FEW_BLOCKS:
             builder.add_dense(full + opened, is_sink=False)
         else:
             builder.add_dense(full, is_sink=False)
@@ -123,7 +166,7 @@ class DecodePlan:
         if not lengths:
             return self
         *groups, last = self.groups
-        assert isinstance(last, DenseGroup), "open blocks come last"
+        assert not isinstance(last, SealedGroup), "open blocks come last"
         return replace(self, groups=(*groups, last.with_lengths(lengths, device)))
 
 
@@ -132,7 +175,7 @@ class _Builder:
 
     def __init__(self, num_requests: int, block_tokens: int, device: torch.device):
         self.block_tokens, self.device = block_tokens, device
-        self.groups: list[DenseGroup | SealedGroup] = []
+        self.groups: list[DenseGroup | JoinedGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
 
@@ -152,13 +195,36 @@ class _Builder:
         self.groups.append(group.with_lengths(valid, self.device) if valid else group)
         self._num_outputs += len(owner)
 
+    def add_joined(self, sinks: list[Member], opened: list[Member]) -> None:
+        """Both have one member a request, in order."""
+        owner = sorted(range(len(opened)), key=lambda b: opened[b][0])
+        place = sorted(range(len(opened)), key=owner.__getitem__)
+        for b, p in enumerate(place):
+            self._parts[b].append(self._num_outputs + p)
+        group = JoinedGroup(
+            self._take([sinks[b][0] for b in owner]),
+            self._take([opened[b][0] for b in owner]),
+            self._queries(owner),
+            num_sink=sinks[0][2] or 0,
+            num_tokens=0,
+            mask=None,
+            num_outputs=len(place),
+            places=tuple(place),
+        )
+        self.groups.append(group.with_lengths([n or 0 for _, _, n in opened], self.device))
+        self._num_outputs += len(place)
+
     def add_sealed(self, rung: int, members: list[tuple[int, int]]) -> None:
         """Addresses of blocks with their request."""
+        members = sorted(members)
         for i, (_, request) in enumerate(members):
             self._parts[request].append(self._num_outputs + i)
-        addresses = torch.tensor([address for address, _ in members], device=self.device)
+        addresses = [address for address, _ in members]
+        where = _even_run(addresses)
         queries = self._queries([request for _, request in members])
-        self.groups.append(SealedGroup(rung, addresses, queries, len(members)))
+        place = torch.tensor(addresses, device=self.device) if where is None else where
+        kept: dict[int, Scales] | None = {} if len(members) <= FEW_SEALED else None
+        self.groups.append(SealedGroup(rung, place, queries, len(members), kept))
         self._num_outputs += len(members)
 
     def order(self) -> tuple[int, Tensor | None, Tensor | None, bool]:
@@ -176,6 +242,10 @@ class _Builder:
             missing = torch.tensor(present, device=self.device)
         return most, torch.tensor(rows, device=self.device), missing, False
 
+    def _take(self, slots: list[int]) -> slice | Tensor:
+        run = _even_run(slots)
+        return torch.tensor(slots, device=self.device) if run is None else _as_slice(run)
+
     def _queries(self, owner: list[int]) -> Tensor | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
             return None
@@ -184,15 +254,24 @@ class _Builder:
 
 def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tensor, list[int]]:
     """How to read ``slots``, in place or by index, and at which index of what is read each comes out."""
-    if len(set(slots)) < len(slots):  # a block that several requests share comes out once for each
-        return torch.tensor(slots, device=device), list(range(len(slots)))
     ordered = sorted(slots)
-    low, high = ordered[0], ordered[-1]
-    steps = {b - a for a, b in pairwise(ordered)}
-    step = steps.pop() if len(steps) == 1 else 1
-    if step == 1 and len(slots) < MIN_DENSITY * (high - low + 1):
+    run = _even_run(ordered)
+    if run is None and len(set(slots)) == len(slots) >= MIN_DENSITY * (ordered[-1] - ordered[0] + 1):
+        run = range(ordered[0], ordered[-1] + 1)
+    if run is None:  # also a block that several requests share: it comes out once for each
         return torch.tensor(slots, device=device), list(range(len(slots)))
-    return slice(low, high + 1, step), [(slot - low) // step for slot in slots]
+    return _as_slice(run), [run.index(slot) for slot in slots]
+
+
+def _even_run(numbers: list[int]) -> range | None:
+    """Growing numbers in even steps as a range; ``None`` for others."""
+    steps = {b - a for a, b in pairwise(numbers)} or {1}
+    step = steps.pop()
+    return range(numbers[0], numbers[-1] + 1, step) if not steps and step > 0 else None
+
+
+def _as_slice(run: range) -> slice:
+    return slice(run.start, run.stop, run.step)
 
 
 def _mask(
@@ -240,8 +319,8 @@ def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
     if plan.order is not None:
         return x[plan.order]
     if plan.part_by_part:
-        return x.unflatten(0, (plan.num_parts, -1)).transpose(0, 1)
-    return x.unflatten(0, (-1, plan.num_parts))
+        return x.view(plan.num_parts, -1, *x.shape[1:]).transpose(0, 1)
+    return x.view(-1, plan.num_parts, *x.shape[1:])
 
 
 def _join(outs: list[Tensor]) -> Tensor:

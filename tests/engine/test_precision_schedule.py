@@ -3,7 +3,8 @@
 So a request from a crowd under pressure is computed again alone, with its recorded precision schedule: in which step
 how many tokens were computed, and on which rungs its blocks stood. Tokens have to be the same ones. Log-probabilities
 are compared closely and not bit for bit, because the CPU's attention sums in another order when its neighbours' lengths
-differ. Dense blocks are in 32 bits here: rounding them to 16 would make much of that little.
+differ, and now and then that little turns a code on the edge of rounding into its neighbour. Dense blocks are in 32
+bits here: rounding them to 16 would make much of every difference.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def test_a_recorded_precision_schedule_gives_the_same_answer_alone(kv: KVConfig,
             tokens = engine._loop.call(lambda p=prompt, s=param, h=schedule: replay(runner, p, s, h))
             assert [token.token_id for token in tokens] == completion.token_ids
             expected = [entry[i].logprob for i, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-            assert [token.logprobs.logprob for token in tokens] == pytest.approx(expected, abs=1e-3)
+            gaps = [abs(token.logprobs.logprob - other) for token, other in zip(tokens, expected, strict=True)]
+            # One block on another rung moves a third of them by more than 1e-4.
+            assert max(gaps) < 0.02 and sum(gap > 1e-4 for gap in gaps) < 0.15 * len(gaps)
             narrowed += any(len(set(step.rungs)) > 1 for step in schedule)
             if param.kv_pinned:
                 assert all(set(step.rungs) <= {0} for step in schedule)

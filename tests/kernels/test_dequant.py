@@ -74,6 +74,25 @@ def test_block_attention_in_pieces_equals_the_reference(monkeypatch: pytest.Monk
         assert (lse - expected_lse).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("k_axis", AXES)
+def test_blocks_in_even_steps_are_read_in_place_and_their_metadata_is_kept(k_axis: str) -> None:
+    shape = PageShape(2, 128, 128)
+    for bits in BITS:
+        layout = (Uniform(bits, k_axis, 128).layout(shape, "k"), Uniform(bits, "token", 128).layout(shape, "v"))
+        blocks = make_blocks(layout, shape, num_blocks=2)
+        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+        first, second = sorted(blocks.dst.tolist())
+        where = range(first, second + 1, second - first)
+        q, others, kept = torch.randn(2, 2, 3, 128), torch.randn(1, 2, 3, 128), {}
+        for queries in (q, others):
+            expected = block_attention_reference(queries, blocks.memory, torch.tensor(where), blocks.target, 0, 0.1)
+            for _ in range(2):
+                out, lse = block_attention(queries, blocks.memory, where, blocks.target, 0, 0.1, kept)
+                assert relative_error(out, expected[0]) <= 2e-5
+                assert (lse - expected[1]).abs().max() <= 1e-4
+        assert len(kept) == (k_axis == "channel")
+
+
 def test_logits_of_a_demoted_page_are_those_of_a_page_sealed_at_that_width() -> None:
     shape = PageShape(2, 128, 128)
     wide, narrow = (

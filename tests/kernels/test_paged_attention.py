@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from qkv_engine.kernels.located import Located
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode, paged_decode_reference
 from qkv_engine.kernels.paged_prefill import paged_prefill, paged_prefill_reference
 
@@ -85,6 +88,27 @@ def test_blocks_in_a_row_are_read_in_place():
     assert strided.groups[0].slots == slice(0, 11, 5)
     scattered = DecodePlan.build(locate([[0], [9], [11]], [128] * 3), BLOCK_TOKENS, CPU)
     assert isinstance(scattered.groups[0].slots, torch.Tensor)
+
+
+@pytest.mark.parametrize("slots", [[4], [1, 3, 5], [5, 1, 3], [6, 0, 5, 2]], ids=str)
+def test_sinks_and_open_blocks_of_few_requests_are_attended_in_one_call(slots: list[int]):
+    pages, sink = dense_pages(8, 2, 64, torch.float32), 32
+    sinks = torch.randn(9, 3, 2, 2, sink, 64)[:, 1]
+    pages = replace(pages, sinks=sinks)
+    lengths = [5, 128, 77, 64][: len(slots)]
+    requests = [
+        Located(sink + n, sink=(8 - slot, sink), open=(slot, n)) for slot, n in zip(slots, lengths, strict=True)
+    ]
+    q = torch.randn(len(slots), 4, 64)
+    expected = paged_decode_reference(q, pages, requests, SCALE)
+    poison_unused(pages.blocks, [slots], float("nan"))
+    plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
+    assert len(plan.groups) == 1
+    assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
+    grown = [min(n + 9, BLOCK_TOKENS) for n in lengths]
+    requests = [replace(r, length=sink + n, open=(r.open[0], n)) for r, n in zip(requests, grown, strict=True)]
+    found = paged_decode(q, pages, plan.with_lengths(grown, CPU), SCALE)
+    assert relative_error(found, paged_decode_reference(q, pages, requests, SCALE)) < 1e-5
 
 
 @pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 300])
