@@ -27,7 +27,7 @@ def rope_kv_write(
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk, kv = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads:]
     rotate(qk if norm is None else norm(qk), cos, signed_sin, out=qk)
-    pages.index_copy_(0, rows, kv.reshape(-1, kv.shape[-1]).to(pages.dtype))
+    pages.index_put_((rows.view(kv.shape[:2]),), kv.to(pages.dtype))
     return qkv[:, :num_heads], kv
 
 
