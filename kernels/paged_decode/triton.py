@@ -70,7 +70,7 @@ def paged_decode(
             tuning = tunings[rung] if tunings else None
             _attend_rung(q, arena, work, rung, page, num_kv_heads, scale, o, lse, tuning, options)
             options = chained
-    block_d = triton.next_power_of_2(head_dim)
+    block_p, num_warps = _merge_tile(work.num_parts, batch)
     merge_kernel[(batch, num_heads)](
         o,
         lse,
@@ -79,12 +79,18 @@ def paged_decode(
         out.stride(0),
         out.stride(1),
         D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_P=32,
-        num_warps=4,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_P=block_p,
+        num_warps=num_warps,
         **options,
     )
     return out
+
+
+def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:
+    """Parts that the merge joins at a time, about as many as a request has, and its warps."""
+    block_p = min(32, max(4, triton.next_power_of_2(-(-num_parts // batch))))
+    return block_p, max(1, block_p // 8)
 
 
 def _launch_order(num_programs: Sequence[int]) -> list[int]:
