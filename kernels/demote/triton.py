@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..copies import device_table
 from ..layout import BlockLayout, UniformSide
-from ..planes import shrink_codes
 
 
 @triton.jit
@@ -63,27 +62,49 @@ def _shrink_planes(
     p_from, p_to, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Plane f of source lanes [r * LANES, (r + 1) * LANES) becomes plane f * RUNS + r of the target's LANES lanes."""
+    """Plane f of source lanes [r * LANES, (r + 1) * LANES) becomes plane f * RUNS + r of the target's LANES lanes.
+
+    Four bytes at a time: neighbouring channels of K, neighbouring lanes of V.
+    """
     LANES: tl.constexpr = T * TO_BITS // 8
     RUNS: tl.constexpr = FROM_BITS // TO_BITS
+    p_from = p_from.to(tl.pointer_type(tl.int32))
+    p_to = p_to.to(tl.pointer_type(tl.int32))
     if IS_K:
         o_lane = tl.arange(0, LANES)[:, None]
-        o_d = tl.arange(0, TILE_D)[None, :]
-        o_from = o_lane * D + o_d
+        o_word = tl.arange(0, TILE_D // 4)[None, :]
+        o_from = o_lane * (D // 4) + o_word
         o_to = o_from
+        m_d = o_word < D // 4
     else:
-        o_lane = tl.arange(0, LANES)[None, :]
         o_d = tl.arange(0, TILE_D)[:, None]
-        o_from = o_d * (LANES * RUNS) + o_lane
-        o_to = o_d * LANES + o_lane
-    m_d = o_d < D
-    b_bytes = tl.zeros_like(o_from)
+        o_word = tl.arange(0, LANES // 4)[None, :]
+        o_from = o_d * (LANES * RUNS // 4) + o_word
+        o_to = o_d * (LANES // 4) + o_word
+        m_d = o_d < D
+    b_words = tl.zeros_like(o_from)
     for r in tl.static_range(RUNS):
-        b_from = tl.load(p_from + o_from + r * LANES * (D if IS_K else 1), mask=m_d, other=0).to(tl.int32)
+        b_from = tl.load(p_from + o_from + r * LANES * (D if IS_K else 1) // 4, mask=m_d, other=0)
         for f in tl.static_range(8 // FROM_BITS):
-            b_codes = (b_from >> f * FROM_BITS) & (1 << FROM_BITS) - 1
-            b_bytes |= shrink_codes(b_codes, FROM_BITS, TO_BITS) << (f * RUNS + r) * TO_BITS
-    tl.store(p_to + o_to, b_bytes.to(tl.uint8), mask=m_d)
+            b_codes = b_from
+            if FROM_BITS < 8:
+                b_codes = (b_from >> f * FROM_BITS) & (0x01010101 * ((1 << FROM_BITS) - 1))
+            b_words |= _shrink_bytes(b_codes, FROM_BITS, TO_BITS) << (f * RUNS + r) * TO_BITS
+    tl.store(p_to + o_to, b_words, mask=m_d)
+
+
+@triton.jit
+def _shrink_bytes(b_codes, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr):
+    """Four codes a word, one a byte, by halves: X_b = ((2^b - 1)(X_2b + 2^(b-1) + 1)) >> 2b, in 3b bits of room."""
+    if FROM_BITS == 8:
+        b_even = ((b_codes & 0x00FF00FF) + 0x00090009) * 15
+        b_odd = (((b_codes >> 8) & 0x00FF00FF) + 0x00090009) * 15
+        b_codes = ((b_even >> 8) & 0x000F000F) | (b_odd & 0x0F000F00)
+    if FROM_BITS >= 4 and TO_BITS <= 2:
+        b_codes = (((b_codes + 0x03030303) * 3) >> 4) & 0x03030303
+    if FROM_BITS >= 2 and TO_BITS == 1:
+        b_codes = ((b_codes + 0x02020202) >> 2) & 0x01010101
+    return b_codes
 
 
 @triton.jit
