@@ -27,9 +27,9 @@ OUTPUTS = [40, 5, 200, 17, 90, 30, 1, 150]
 
 def test_batches_are_padded_to_few_sizes():
     sizes = sorted({padded_batch(n) for n in range(1, 257)})
-    assert sizes == [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16)]
+    assert sizes == [1, 2, 4, *range(8, 257, 8)]
     assert all(n <= padded_batch(n) for n in range(1, 5000))
-    assert all(padded_batch(n) <= 1.125 * n for n in range(64, 5000))
+    assert all(padded_batch(n) <= 1.0625 * n for n in range(128, 5000))
     assert all(padded_batch(padded_batch(n)) == padded_batch(n) for n in range(1, 5000))
 
 

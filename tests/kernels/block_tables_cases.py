@@ -45,7 +45,8 @@ def places(sink: int, num_tokens: int) -> float:
     positions = torch.randint(-1, 8 * T, (num_tokens,)).tolist()
     ids = torch.randint(-1, 50, (num_tokens,)).tolist()
     rows = torch.randint(7, (num_tokens,)).tolist()
-    step_input, last_tokens = pack_input(ids, positions, rows, []), torch.arange(7) + 1000
+    step_input = pack_input(ids, positions, rows, []).to(tables.words.device)
+    last_tokens = torch.arange(7) + 1000
     found = place_triton(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
     want = place_reference(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
     addresses = tables.words[tables.words[63:].view(7, 9)] >> RUNG_BITS
