@@ -125,7 +125,7 @@ def _label(figure: Figure, rows: Sequence[Row]) -> None:
 def _dress(axes: Axes, rows: Sequence[Row]) -> None:
     batches = sorted({row.batch for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xticks(batches, _tick_labels(batches))
     axes.minorticks_off()
     axes.set_xlabel("batch size (requests)")
     axes.set_ylim(bottom=0)
@@ -134,3 +134,12 @@ def _dress(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_formatter("{x:,g}")
+
+
+def _tick_labels(batches: Sequence[int]) -> list[str]:
+    """Sizes that would be written over each other stay blank; powers of two and the largest go first."""
+    kept: list[int] = []
+    for batch in sorted(batches, key=lambda n: (n != max(batches), n & (n - 1) != 0, n)):
+        if all(max(batch, other) >= 1.3 * min(batch, other) for other in kept):
+            kept.append(batch)
+    return [str(batch) if batch in kept else "" for batch in batches]

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from qkv_engine.bench.plots import COLORS, MARKERS, plot_sweep
+from qkv_engine.bench.plots import COLORS, MARKERS, _tick_labels, plot_sweep
 
 from .fake import make_row
 
@@ -39,3 +39,9 @@ def test_odd_rows_can_be_drawn(rows: list) -> None:
 
 def test_colours_and_markers_are_distinct() -> None:
     assert len(set(COLORS)) == len(COLORS) == len(MARKERS) == len(set(MARKERS))
+
+
+def test_labels_that_would_overlap_are_left_out() -> None:
+    labels = _tick_labels([1, 2, 57, 64, 200, 203, 256, 339])
+    assert labels == ["1", "2", "", "64", "", "", "256", "339"]
+    assert _tick_labels([300, 339]) == ["", "339"]
