@@ -140,6 +140,6 @@ def _tick_labels(batches: Sequence[int]) -> list[str]:
     """Sizes that would be written over each other stay blank; powers of two and the largest go first."""
     kept: list[int] = []
     for batch in sorted(batches, key=lambda n: (n != max(batches), n & (n - 1) != 0, n)):
-        if all(max(batch, other) >= 1.3 * min(batch, other) for other in kept):
+        if all(max(batch, other) >= 1.4 * min(batch, other) for other in kept):
             kept.append(batch)
     return [str(batch) if batch in kept else "" for batch in batches]

@@ -76,8 +76,9 @@ class TritonPlanner:
             return Cut(1, (), ())
         counts = self.tables.num_entries()
         heads = self.tables.ladder.widest.shape.num_kv_heads
+        are_dense = 2 * counts[0] > sum(counts)
         self._item_blocks = choose_item_blocks(
-            sum(counts), num_decodes, heads, self.num_multiprocessors, self._item_blocks
+            sum(counts), num_decodes, heads, self.num_multiprocessors, are_dense, self._item_blocks
         )
         most = self._most_items(sum(counts), num_decodes)
         bounds = [self._most_items(count, num_decodes) for count in counts]

@@ -38,11 +38,11 @@ def test_batches_are_padded_to_few_sizes():
     [
         ([1], 1, (1, (2,), (True,))),  # a lone short request: an item a block
         ([8], 1, (1, (16,), (False,))),
-        ([65], 1, (2, (64,), (False,))),  # fewer parts to merge
+        ([65], 1, (4, (32,), (False,))),  # fewer parts to merge
         ([1024], 1, (16, (128,), (False,))),
-        ([2, 63, 0], 1, (2, (64, 64, 0), (True, False, False))),
+        ([2, 63, 0], 1, (4, (32, 32, 0), (True, False, False))),
         ([9 * 256], 256, (4, (1024,), (False,))),  # many short ones: three items each
-        ([65 * 64], 64, (24, (256,), (False,))),
+        ([65 * 64], 64, (16, (384,), (False,))),  # dense pages
         ([406, 203 * 63], 203, (24, (256, 768), (True, False))),  # two launches' worth and a bit are to be avoided
     ],
 )
