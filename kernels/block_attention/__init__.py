@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .cpu import block_attention
-from .one_group import Scales
+from .cpu import Kept, block_attention
 from .reference import block_attention_reference
 
-__all__ = ["Scales", "block_attention", "block_attention_reference"]
+__all__ = ["Kept", "block_attention", "block_attention_reference"]

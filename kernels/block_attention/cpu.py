@@ -15,6 +15,8 @@ from ..layout import BlockLayout, UniformSide
 from ..pages import code_planes, gather, read_meta, token_factors
 from .one_group import Scales, attend_one_group, has_one_group, read_scales
 
+Kept = dict[tuple[int, int], Scales]  # by layer and first block of a piece
+
 PIECE_ELEMENTS = 2**20  # codes of K converted at a time: more leave the cache, fewer spend the time on calls
 
 
@@ -25,37 +27,36 @@ def block_attention(
     layout: BlockLayout,
     layer: int,
     scale: float,
-    kept: dict[int, Scales] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of query i over all tokens of block i, and the log-sum-exp of its scores.
 
     Shapes:  q [n, H, G, D], or [1, H, G, D] for every block;  memory [M] uint8;  where: byte addresses of n slots,
              [n] int64, or in even steps, which are read in place;
              out [n, H, G, D] float32, lse [n, H, G] float32, in natural log
-    ``kept`` may hold, by layer, what an earlier call for the same blocks read of their metadata.
+    ``kept`` may hold what an earlier call for the same blocks read of their metadata.
     Source:  logits_t = sum_d (q_d step_d) code_td + sum_d q_d min_d, and its counterparts for V and per-token K
     """
     k, v = layout.sides[2 * layer], layout.sides[2 * layer + 1]
     assert isinstance(k, UniformSide) and isinstance(v, UniformSide)
     q, offset, nbytes = q.float(), layout.offsets[2 * layer], k.nbytes + v.nbytes
     piece = max(1, PIECE_ELEMENTS // (k.num_kv_heads * k.num_tokens * k.head_dim))
-    if len(where) > piece:
-        parts = []
-        for start in range(0, len(where), piece):
-            part = slice(start, start + piece)
-            queries = q if len(q) == 1 else q[part]
-            parts.append(block_attention(queries, memory, where[part], layout, layer, scale))
-        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
-        return out, lse
-    page = _pages(memory, where, offset, nbytes)
-    if not has_one_group(k, v):
-        return _attend(q * scale, page, k, v)
-    scales = None if kept is None else kept.get(layer)
-    if scales is None:
-        scales = read_scales(page, k, v, scale)
-        if kept is not None:
-            kept[layer] = scales
-    return attend_one_group(q, page, scales, k, v)
+    parts, kept = [], {} if kept is None else kept
+    for start in range(0, len(where), piece):
+        is_part = len(where) > piece
+        some = where[start : start + piece] if is_part else where
+        queries = q[start : start + piece] if is_part and len(q) > 1 else q
+        page = _pages(memory, some, offset, nbytes)
+        if has_one_group(k, v):
+            if (layer, start) not in kept:
+                kept[layer, start] = read_scales(page, k, v, scale)
+            parts.append(attend_one_group(queries, page, kept[layer, start], k, v))
+        else:
+            parts.append(_attend(queries * scale, page, k, v))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out, lse
 
 
 def _pages(memory: Tensor, where: Tensor | range, offset: int, nbytes: int) -> Tensor:

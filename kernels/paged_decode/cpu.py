@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..block_attention import Scales, block_attention
+from ..block_attention import Kept, block_attention
 from ..dequant import dequant
 from ..layout import UniformSide
 from ..located import LayerPages, Located
@@ -113,7 +113,7 @@ class SealedGroup:
     where: Tensor | range
     queries: Tensor | None
     num_outputs: int
-    kept: dict[int, Scales] | None
+    kept: Kept | None
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         layout, layer = pages.layouts[self.rung], pages.layer
@@ -223,7 +223,7 @@ class _Builder:
         where = _even_run(addresses)
         queries = self._queries([request for _, request in members])
         place = torch.tensor(addresses, device=self.device) if where is None else where
-        kept: dict[int, Scales] | None = {} if len(members) <= FEW_SEALED else None
+        kept: Kept | None = {} if len(members) <= FEW_SEALED else None
         self.groups.append(SealedGroup(rung, place, queries, len(members), kept))
         self._num_outputs += len(members)
 
