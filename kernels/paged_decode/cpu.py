@@ -24,9 +24,7 @@ from ..partial import merge_parts, partial_attention
 MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading it in place: a gather is two more passes
 FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
 FEW_SINKS = 4  # sinks joined with the open blocks of their requests: up to so many the copy costs less than a call
-FEW_SEALED = (
-    32  # sealed blocks whose metadata is kept from step to step, as float32: an eighth of their bytes at 4 bits
-)
+FEW_SEALED = 64  # sealed blocks whose metadata is kept in float32 from step to step: an eighth of 4-bit blocks
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
 Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
