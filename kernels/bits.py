@@ -65,9 +65,14 @@ def _shifts(width: int, device: torch.device) -> Tensor:
 
 
 @lru_cache
-def plane_masks(width: int, device: torch.device) -> Tensor:
+def _masks(width: int, device: torch.device) -> Tensor:
     """The bits of each plane in a byte, [planes, 1, 1] uint8."""
     return (1 << width) - 1 << _shifts(width, device)
+
+
+def mask_planes(tile: Tensor, width: int) -> Tensor:
+    """Bytes [..., 1, rows, columns] as planes [..., planes, rows, columns], bits where they are; of 8 bits a view."""
+    return tile if width == 8 else tile & _masks(width, tile.device)
 
 
 ROOMS = {4: 0x0001, 2: 0x0101, 1: 0x1111}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
@@ -114,5 +119,4 @@ def planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
     if bits == 3:
         codes = unpack(packed, bits, side, num_tokens)
         return (codes if side == "k" else codes.mT).unsqueeze(-3)
-    tile = _tile(packed, bits, side, num_tokens)
-    return tile if bits == 8 else tile & plane_masks(bits, packed.device)
+    return mask_planes(_tile(packed, bits, side, num_tokens), bits)

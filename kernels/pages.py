@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .bits import pack, plane_masks, planes, unpack
+from .bits import mask_planes, pack, planes, unpack
 from .layout import DenseSide, Side, UniformSide
 
 
@@ -77,8 +77,7 @@ def code_planes(rows: Tensor, side: UniformSide, offset: int = 0) -> Tensor:
     lanes = side.num_tokens * side.bits // 8
     tile = (lanes, side.head_dim) if side.side == "k" else (side.head_dim, lanes)
     shape, steps = (len(rows), side.num_kv_heads, 1, *tile), (rows.stride(0), side.head_codes_nbytes, 0, tile[1], 1)
-    codes = rows.as_strided(shape, steps, rows.storage_offset() + offset)
-    return codes if side.bits == 8 else codes & plane_masks(side.bits, rows.device)
+    return mask_planes(rows.as_strided(shape, steps, rows.storage_offset() + offset), side.bits)
 
 
 @lru_cache

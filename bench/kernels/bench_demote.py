@@ -18,9 +18,9 @@ from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.seal import seal
 from qkv_engine.kv.ladder import Rung, build_ladder
 
+from ..roofline import BANDWIDTH
 from .timing import time_calls
 
-BANDWIDTH = 4.3e12
 CONFIG = KVConfig(name="all", rungs=(DENSE16, *(uniform_rung(bits) for bits in (8, 4, 2, 1))))
 
 

@@ -22,10 +22,10 @@ from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 from qkv_engine.kernels.tiles import PageFormat
 
+from ..roofline import BANDWIDTH
 from .inputs import Case, T, dense_page, encode, make_case, reference, uniform_page
 from .timing import time_calls
 
-BANDWIDTH = 4.3e12
 HEADS, GROUP, HEAD_DIM, SINK = 8, 4, 128, 32
 BF16 = torch.bfloat16
 

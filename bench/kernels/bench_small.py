@@ -30,10 +30,10 @@ from qkv_engine.kernels.tiles.overlap import overlap_options
 from qkv_engine.models import SHAPES, ModelConfig
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 
+from ..roofline import BANDWIDTH
 from .small_cases import Case, make_cases
 from .timing import time_calls
 
-BANDWIDTH = 4.3e12
 BOUND = {torch.float32: 16.0, torch.bfloat16: 2.0, torch.float16: 2.0}  # roundings of the dtype
 ALONE = {"OVERLAP": False}
 

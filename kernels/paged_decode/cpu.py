@@ -83,20 +83,19 @@ class JoinedGroup:
     num_sink: int
     num_tokens: int
     mask: Tensor | None
-    num_outputs: int
     places: tuple[int, ...]
 
     def with_lengths(self, lengths: Sequence[int], device: torch.device) -> JoinedGroup:
         """See ``DenseGroup``."""
         num_tokens, total = max(lengths), self.num_sink + max(lengths)
-        mask = _mask(self.places, [self.num_sink + n for n in lengths], total, self.num_outputs, device)
+        mask = _mask(self.places, [self.num_sink + n for n in lengths], total, len(self.places), device)
         return replace(self, num_tokens=num_tokens, mask=mask)
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         assert pages.sinks is not None
         sinks, blocks = pages.sinks[self.sinks], pages.blocks[:, :, :, : self.num_tokens][self.slots]
         k, v = torch.cat((sinks, blocks), 3).unbind(1)
-        queries = _select(q.to(k.dtype), self.queries, self.num_outputs)
+        queries = _select(q.to(k.dtype), self.queries, len(self.places))
         return [partial_attention(queries, k, v, scale=scale, mask=self.mask)]
 
 
@@ -110,7 +109,6 @@ class SealedGroup:
     rung: int
     where: Tensor | range
     queries: Tensor | None
-    num_outputs: int
     kept: Kept | None
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
@@ -206,7 +204,6 @@ class _Builder:
             num_sink=sinks[0][2] or 0,
             num_tokens=0,
             mask=None,
-            num_outputs=len(place),
             places=tuple(place),
         )
         self.groups.append(group.with_lengths([n or 0 for _, _, n in opened], self.device))
@@ -222,7 +219,7 @@ class _Builder:
         queries = self._queries([request for _, request in members])
         place = torch.tensor(addresses, device=self.device) if where is None else where
         kept: Kept | None = {} if len(members) <= FEW_SEALED else None
-        self.groups.append(SealedGroup(rung, place, queries, len(members), kept))
+        self.groups.append(SealedGroup(rung, place, queries, kept))
         self._num_outputs += len(members)
 
     def order(self) -> tuple[int, Tensor | None, Tensor | None, bool]:
