@@ -62,6 +62,7 @@ class GpuSteps:
         self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
+        self._tuned: set[int] = set()  # batches
         self._step_rows: list[int] = []  # of the tables, one for each item of the step enqueued last
 
     def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
@@ -94,7 +95,7 @@ class GpuSteps:
         if self._graphs is None:
             self._decode(shape)
         else:
-            self._graphs.run(shape, lambda: self._decode(shape))
+            self._graphs.run(shape, lambda: self._decode(shape), lambda: self._tune(batch))
         logits = self._logits[: len(items)] if keep_logits and self._logits is not None else None
         return Decoded(self._sampled[: 2 * batch].view(2, batch), logits)
 
@@ -115,6 +116,12 @@ class GpuSteps:
         sampled = sample(logits)
         self._sampled[: 2 * batch].view(2, batch).copy_(sampled)
         self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])
+
+    def _tune(self, batch: int) -> None:
+        """Looks for the fastest matrix products of ``batch`` rows, once."""
+        if batch not in self._tuned:
+            self._tuned.add(batch)
+            self.model.tune(batch)
 
     def _rows(self, items: Sequence[ScheduledRequest]) -> list[int]:
         self._step_rows = self.tables.follow(self.cache.tables, [item.request.request_id for item in items])

@@ -30,6 +30,8 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
+    def tune(self, num_rows: int) -> None: ...
+
 
 class StepResult(NamedTuple):
     """What a step gave one request: a token if it reached the end of what is known, prompt log-probabilities if asked.
