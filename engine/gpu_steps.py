@@ -77,7 +77,7 @@ class GpuSteps:
             starts, counts = [item.start for item in late], [item.num_tokens for item in late]
             chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
         step_input = to_device(self.tables.step_input(ids, positions, token_rows), self.device)
-        cut = self._planner.cut(num_decodes)
+        cut = self._planner.cut(num_decodes, positions[:num_decodes])
         placed, step = self._planner.begin(step_input, len(ids), num_decodes, cut, chunks)
         return self.model(placed.input_ids, placed.positions, step)
 
@@ -91,7 +91,7 @@ class GpuSteps:
         rows = [*self._rows(items), *[self.tables.spare_row] * padding]
         step_input = self.tables.step_input(ids + [0] * padding, positions + [-1] * padding, rows)
         self._input[: len(step_input)].copy_(pinned(step_input, self.device), non_blocking=True)
-        shape = DecodeShape(batch, self._planner.cut(len(items)), keep_logits)
+        shape = DecodeShape(batch, self._planner.cut(batch, positions), keep_logits)
         if self._graphs is None:
             self._decode(shape)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import Placed, place, update
-from qkv_engine.kernels.paged_decode.cut import SHORT_ITEM, choose_item_blocks
+from qkv_engine.kernels.paged_decode.cut import SHORT_ITEM, ItemBlocks, choose_item_blocks, most_items, num_last
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.triton import paged_decode
@@ -32,7 +33,7 @@ class Cut(NamedTuple):
     whether the items of a rung are short.
     """
 
-    item_blocks: int
+    item_blocks: ItemBlocks
     max_items: tuple[int, ...]
     short: tuple[bool, ...]
 
@@ -60,36 +61,34 @@ class TritonPlanner:
         assert isinstance(side, DenseSide), "ladders begin dense"
         self.kv_rows = memory.view(side.dtype).view(-1, side.head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = side.head_dim * side.dtype.itemsize
-        self._item_blocks = 1
+        self._item_blocks = ItemBlocks(1, 1)
         self.num_multiprocessors = 1
         if memory.is_cuda:
             self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
 
-    def cut(self, num_decodes: int) -> Cut:
-        """For single tokens of ``num_decodes`` of the requests.
+    def cut(self, batch: int, positions: Sequence[int]) -> Cut:
+        """For single tokens at ``positions`` of some of the requests, in a launch of ``batch`` rows.
 
         Sizes and numbers are few, so that few graphs serve all steps; what is idle ends at its first load. Sums of a
         request's attention thus depend on how much its neighbours hold, as those of its matrix products depend on how
         many they are.
         """
-        if not num_decodes:
-            return Cut(1, (), ())
-        counts = self.tables.num_entries()
+        if not positions:
+            return Cut(ItemBlocks(1, 1), (), ())
+        counts, num_decodes = self.tables.num_entries(), len(positions)
         heads = self.tables.ladder.widest.shape.num_kv_heads
         are_dense = 2 * counts[0] > sum(counts)
-        self._item_blocks = choose_item_blocks(
+        sizes = self._item_blocks = choose_item_blocks(
             sum(counts), num_decodes, heads, self.num_multiprocessors, are_dense, self._item_blocks
         )
-        most = self._most_items(sum(counts), num_decodes)
-        bounds = [self._most_items(count, num_decodes) for count in counts]
+        last = positions[batch - num_last(batch) :]
+        num_last_blocks = sum(last) // BLOCK_TOKENS + 2 * len(last)  # each has a sink and a block that is not full
+        most = most_items(sum(counts), num_decodes, num_last_blocks, sizes)
+        bounds = [most_items(count, num_decodes, num_last_blocks, sizes) for count in counts]
         # Where items are few, a graph serves however blocks are spread over the rungs.
         bounds = [max(bound, min(most, FEW_ITEMS)) if bound else 0 for bound in bounds]
         short = counts[0] <= SHORT_ITEM * num_decodes
-        return Cut(self._item_blocks, tuple(map(_rounded_up, bounds)), (short, *[False] * (len(counts) - 1)))
-
-    def _most_items(self, num_blocks: int, num_requests: int) -> int:
-        """Items that so many blocks make at most: each request adds one that is not full."""
-        return num_blocks // self._item_blocks + min(num_requests, num_blocks)
+        return Cut(sizes, tuple(map(_rounded_up, bounds)), (short, *[False] * (len(counts) - 1)))
 
     def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
         """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""

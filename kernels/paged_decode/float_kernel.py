@@ -5,7 +5,8 @@ o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with
 Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  items [W, 4], addresses, positions, lengths as in ``DecodeWork``;
          o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2, -inf where the item has no visible token
-Grid:    (W, H); one program per work item and KV head, the G = HQ / H query heads share its tiles
+Grid:    (W * H,); one program per work item and KV head, heads first, since they lie side by side in a page;
+         the G = HQ / H query heads share its tiles
 Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 """
 
@@ -53,7 +54,7 @@ def decode_float_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlap(OVERLAP)
-    i_w, i_h = tl.program_id(0), tl.program_id(1)
+    i_w, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
     first = tl.load(items_ptr + i_w * 4 + 1)
     num_blocks = tl.load(items_ptr + i_w * 4 + 2)

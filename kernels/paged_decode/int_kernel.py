@@ -6,7 +6,8 @@ columns a head; likewise o = unit (c . pi) + sum p low with pi from p * range. C
 Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  items [W, 4] and addresses as in ``DecodeWork``;
          K codes [LANES, D] and V codes [D, LANES] of a head;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2
-Grid:    (W, H); one program per work item and KV head, the G = HQ / H query heads share its pages
+Grid:    (W * H,); one program per work item and KV head, heads first, since they lie side by side in a page;
+         the G = HQ / H query heads share its pages
 Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 """
 
@@ -180,7 +181,7 @@ def decode_int_kernel(
     LEVELS: tl.constexpr = 2**BITS - 1
     FIXED: tl.constexpr = 32512.0  # largest fixed-point value: its high part is 127
     CENTER: tl.constexpr = 128.0 / LEVELS if BITS == 8 else 0.0  # what ``unpack`` takes off the codes, in ranges
-    i_w, i_h = tl.program_id(0), tl.program_id(1)
+    i_w, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
     first = tl.load(items_ptr + i_w * 4 + 1)
     num_blocks = tl.load(items_ptr + i_w * 4 + 2)

@@ -1,8 +1,9 @@
 """Work plan of decode attention on the GPU: which program attends to which blocks, the same for all layers.
 
 A request's blocks are sorted by rung (decode does not care about their order) and each run is cut at a fixed number
-of blocks: cut alike, a request's result does not depend on its neighbours. ``DecodeWork.build`` is plain tensor
-arithmetic on any device; steps on a GPU make the same plan in two launches, ``plan_triton.py``.
+of blocks, finer in the last requests (``cut.py``): cut alike, a request's result does not depend on its neighbours.
+``DecodeWork.build`` is plain tensor arithmetic on any device; steps on a GPU make the same plan in two launches,
+``plan_triton.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .cut import num_last
 
 ABSENT = -1  # rung of a block-table entry that holds no block
 
@@ -49,17 +52,21 @@ class DecodeWork:
         sink_tokens: int,
         block_tokens: int,
         max_items: int | None = None,
+        last_blocks: int | None = None,
     ) -> DecodeWork:
         """Plan for block tables ``addresses`` [B, P] int64 and ``rungs`` [B, P] (``ABSENT``: no block there).
 
-        A run on rung r is cut into equal items of at most ``split_blocks[r]`` blocks. With ``sink_tokens`` > 0 a
+        A run on rung r is cut into equal items of at most ``split_blocks[r]`` blocks, or ``last_blocks`` in the last
+        requests. With ``sink_tokens`` > 0 a
         request's first entry is its sink. ``max_items`` fixes the shapes of all rungs' launches; without it they are
         exact, which reads the tensors.
         """
         num_rungs, device = len(split_blocks), addresses.device
         batch, width = addresses.shape
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
-        splits_at = torch.tensor(split_blocks, device=device)
+        splits_at = torch.tensor(split_blocks, device=device).repeat(batch, 1)
+        if last_blocks is not None:
+            splits_at[batch - num_last(batch) :] = last_blocks
         bounds = torch.searchsorted(keys, torch.arange(num_rungs + 1, device=device).expand(batch, -1).contiguous())
         counts = bounds.diff(dim=1)
         splits = (counts + splits_at - 1) // splits_at

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_tables import RUNG_BITS, BlockWords
+from .cut import ItemBlocks, num_last
 from .plan import DecodeWork
 
 
@@ -71,7 +72,9 @@ def sort_blocks_kernel(
         b_next += tl.sum(b_mine, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "width", "most_items", "stride_items", "item_blocks"])
+@triton.jit(
+    do_not_specialize=["batch", "width", "most_items", "stride_items", "item_blocks", "last_blocks", "num_first"]
+)
 def cut_items_kernel(
     counts_ptr,
     items_ptr,
@@ -81,6 +84,8 @@ def cut_items_kernel(
     most_items,
     stride_items,
     item_blocks,
+    last_blocks,
+    num_first,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -93,11 +98,13 @@ def cut_items_kernel(
     for i in range(0, batch, BLOCK_B):
         o_b = i + tl.arange(0, BLOCK_B)
         p_counts = counts_ptr + o_b[:, None] * BLOCK_R + o_r[None, :]
-        b_items = (tl.load(p_counts, mask=(o_b < batch)[:, None], other=0) + item_blocks - 1) // item_blocks
+        b_size = tl.where(o_b < num_first, item_blocks, last_blocks)[:, None]
+        b_items = (tl.load(p_counts, mask=(o_b < batch)[:, None], other=0) + b_size - 1) // b_size
         b_before += tl.sum(tl.where((o_b < i_b)[:, None], b_items, 0), 0)
         b_total += tl.sum(b_items, 0)
     b_mine = tl.load(counts_ptr + i_b * BLOCK_R + o_r)
     block, part = i_b * width, tl.sum(b_before, 0)
+    size = tl.where(i_b < num_first, item_blocks, last_blocks)
     tl.store(part_first_ptr + i_b, part)
     if i_b == batch - 1:
         tl.store(part_first_ptr + batch, tl.sum(b_total, 0))
@@ -105,7 +112,7 @@ def cut_items_kernel(
         count = tl.sum(tl.where(o_r == r, b_mine, 0), 0)
         first = tl.sum(tl.where(o_r == r, b_before, 0), 0)
         total = tl.sum(tl.where(o_r == r, b_total, 0), 0)
-        num_items = (count + item_blocks - 1) // item_blocks
+        num_items = (count + size - 1) // size
         p_items = items_ptr + r * stride_items
         for i in range(0, num_items, BLOCK):
             o = i + o_i
@@ -127,13 +134,13 @@ def plan_decode(
     rows: Tensor,
     lengths: Tensor,
     *,
-    item_blocks: int,
+    item_blocks: ItemBlocks,
     max_items: Sequence[int],
     short: tuple[bool, ...] = (),
 ) -> DecodeWork:
     """Plan of one decode for each of ``rows`` [B] of the tables, over its first ``lengths`` [B] tokens.
 
-    An item has up to ``item_blocks`` blocks; ``max_items[r]`` bounds the items of rung r: the grid of its launch.
+    Items have up to ``item_blocks`` blocks; ``max_items[r]`` bounds the items of rung r: the grid of its launch.
     """
     batch, num_rungs, most = len(rows), len(max_items), max(max_items)
     block_r, device = triton.next_power_of_2(num_rungs), rows.device
@@ -167,7 +174,9 @@ def plan_decode(
         tables.width,
         most,
         most * 4,
-        item_blocks,
+        item_blocks.first,
+        item_blocks.last,
+        batch - num_last(batch),
         R=num_rungs,
         BLOCK_R=block_r,
         BLOCK_B=128,

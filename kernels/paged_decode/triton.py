@@ -124,7 +124,7 @@ def _attend_rung(
         short=bool(work.short and work.short[rung]),
     )
     blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
-    kernel[(work.num_items[rung], num_kv_heads)](
+    kernel[(work.num_items[rung] * num_kv_heads,)](
         q,
         q.stride(0),
         q.stride(1),

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from qkv_engine import SamplingParams
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
 from qkv_engine.core import EngineCore
 from qkv_engine.gpu_steps import padded_batch
+from qkv_engine.kernels.paged_decode.cut import GRADED, GRADED_SHORT, ItemBlocks
 from qkv_engine.kv.step_triton import TritonPlanner
 from qkv_engine.request import Request
 from qkv_engine.runner import Runner
@@ -36,18 +37,21 @@ def test_batches_are_padded_to_few_sizes():
 @pytest.mark.parametrize(
     ("counts", "num_decodes", "expected"),
     [
-        ([1], 1, (1, (2,), (True,))),  # a lone short request: an item a block
-        ([8], 1, (1, (16,), (False,))),
-        ([65], 1, (4, (32,), (False,))),  # fewer parts to merge
-        ([1024], 1, (16, (128,), (False,))),
-        ([2, 63, 0], 1, (4, (32, 32, 0), (True, False, False))),
-        ([9 * 256], 256, (4, (1024,), (False,))),  # many short ones: three items each
-        ([65 * 64], 64, (16, (384,), (False,))),  # dense pages
-        ([406, 203 * 63], 203, (24, (256, 768), (True, False))),  # two launches' worth and a bit are to be avoided
+        ([1], 1, ((1, 1), (2,), (True,))),  # a lone short request: an item a block
+        ([8], 1, ((1, 1), (16,), (False,))),
+        ([65], 1, ((4, 4), (32,), (False,))),  # fewer parts to merge
+        ([1024], 1, ((16, 16), (128,), (False,))),
+        ([2, 63, 0], 1, ((4, 4), (32, 32, 0), (True, False, False))),
+        ([65 * 32], 32, ((16, 16), (256,), (False,))),
+        ([9 * 256], 256, (GRADED_SHORT, (512,), (False,))),  # many: the last requests in smaller items
+        ([65 * 64], 64, (GRADED, (256,), (False,))),  # dense pages
+        ([406, 203 * 63], 203, (GRADED, (256, 768), (True, False))),
+        ([128, 64 * 63], 64, ((16, 16), (256, 384), (True, False))),  # codes have room for twice as many
     ],
 )
 def test_attention_is_cut_into_enough_items(counts: list[int], num_decodes: int, expected: tuple):
-    assert planner(counts).cut(num_decodes) == expected
+    positions = [BLOCK_TOKENS * sum(counts) // num_decodes - 200] * num_decodes
+    assert planner(counts).cut(num_decodes, positions) == expected
 
 
 def test_few_shapes_serve_blocks_that_step_down():
@@ -57,7 +61,7 @@ def test_few_shapes_serve_blocks_that_step_down():
     for step in range(400):
         counts[0] = 20 + min(step, 380) - (step > 100) * (step - 100)
         counts[1], counts[2] = max(0, step - 100) - max(0, step - 250), max(0, step - 250)
-        shapes.add(one.cut(20))
+        shapes.add(one.cut(24, [6 * step] * 20))
     assert len(shapes) <= 12
 
 
@@ -67,7 +71,7 @@ def planner(counts: list[int]) -> TritonPlanner:
     ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))
     found = object.__new__(TritonPlanner)
     found.tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
-    found.num_multiprocessors, found._item_blocks = 132, 1
+    found.num_multiprocessors, found._item_blocks = 132, ItemBlocks(1, 1)
     return found
 
 
