@@ -160,6 +160,7 @@ class Request:
     max_num_tokens: int = field(init=False)  # whose KV it may need: the last sampled token is never fed back
     num_tokens: int = field(init=False)  # with those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
+    ages_at: int = 0  # computed tokens before which none of its blocks can be old enough to step down; kept alike
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING

@@ -20,6 +20,7 @@ class KVSpace:
         self.tables, self.prefix, self.quota = tables, prefix, quota
         self.ladder = tables.ladder
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
+        self._num_lifts = 0  # of floors, when ``ages_at`` of all requests was last true
 
     @property
     def num_rungs(self) -> int:
@@ -80,7 +81,7 @@ class KVSpace:
             salt = request.params.cache_salt
             shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.tables.open(request.request_id, floor, shared)
-        request.num_reserved_tokens = self.tables.held(request.request_id)
+        request.num_reserved_tokens, request.ages_at = self.tables.held(request.request_id), 0
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
@@ -123,8 +124,16 @@ class KVSpace:
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self.tables.unsettled(request.request_id, request.num_computed_tokens)
 
-    def has_aged(self, request: Request) -> bool:
-        return self.tables.has_aged(request.request_id, request.num_computed_tokens)
+    def aged(self, running: Iterable[Request]) -> list[Request]:
+        if self._num_lifts != self.tables.num_lifts:
+            for request in running:
+                request.ages_at = 0
+            self._num_lifts = self.tables.num_lifts
+        return [r for r in running if r.num_computed_tokens >= r.ages_at and self._has_aged(r)]
+
+    def _has_aged(self, request: Request) -> bool:
+        request.ages_at = self.tables.ages_at(request.request_id)
+        return request.num_computed_tokens >= request.ages_at
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)

@@ -74,6 +74,7 @@ class BlockTables:
         self.num_entries: Counter[int] = Counter()  # the same, each as often as requests hold it
         self.journal: list[Block] | None = None  # blocks since made or moved, for one who keeps a copy of the tables
         self.num_demotions: Counter[tuple[str, str]] = Counter()
+        self.num_lifts = 0  # times that settled blocks may have become unsettled
         self._tables: dict[str, BlockTable] = {}
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
@@ -240,10 +241,12 @@ class BlockTables:
             if not _is_settled(blocks[index]):
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
 
-    def has_aged(self, request_id: str, num_computed: int) -> bool:
-        """Whether ``unsettled`` gives a block that is old enough to step down."""
-        newest = num_computed - self.ladder.recent - self.ladder.sink
-        return newest >= (self._num_settled(request_id) + 1) * BLOCK_TOKENS
+    def ages_at(self, request_id: str) -> int:
+        """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
+
+        More once blocks are settled; less only when a floor is lifted, which ``num_lifts`` counts.
+        """
+        return self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS + self.ladder.recent
 
     def _num_settled(self, request_id: str) -> int:
         """The blocks of a request before the first unsettled one."""
@@ -333,6 +336,7 @@ class BlockTables:
         if block.rung == SINK or floor == block.floor:
             return
         block.floor = floor
+        self.num_lifts += 1
         for table in self._tables.values():
             table.num_settled = 0
 

@@ -159,7 +159,7 @@ def decode(runner: Runner, prompts: list[list[int]], number: int, ahead: bool) -
             requests[index].token_ids.append(result.token.token_id)
 
     def launch(starts: list[int]) -> Any:
-        items = [ScheduledRequest(r, start, r.num_tokens - start) for r, start in zip(requests, starts, strict=True)]
+        items = [ScheduledRequest.of(r, start, r.num_tokens - start) for r, start in zip(requests, starts, strict=True)]
         for request in requests:
             request.num_tokens += 1  # one is in flight
         return runner.launch(ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1)), rows)
