@@ -17,7 +17,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from .kv.cache import KVCache
 from .logprobs import TokenLogprobs, token_logprobs
 from .request import Request
-from .sampler import PendingTokens, SampledToken, Sampler, SampleRow
+from .sampler import PendingTokens, SampledToken, SampledTokens, Sampler, SampleRow
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps
@@ -32,14 +32,16 @@ class CausalLM(Protocol):
 
 
 class StepResult(NamedTuple):
-    """What a step gave one request: a token if it reached the end of what is known, prompt log-probabilities if asked.
+    """What a step gave: for each item a token, if it reached the end of what is known.
 
-    ``prompt_logprobs`` belong to the tokens at positions ``item.start + 1 ..``.
+    Of few items there is more, by their index: all of a token that has log-probabilities or is an error, and
+    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``.
     """
 
-    item: ScheduledRequest
-    token: SampledToken | None
-    prompt_logprobs: list[TokenLogprobs] | None
+    items: Sequence[ScheduledRequest]
+    token_ids: Sequence[int | None]
+    special: Mapping[int, SampledToken]
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]]
 
 
 class Pending:
@@ -49,23 +51,23 @@ class Pending:
         self,
         items: Sequence[ScheduledRequest],
         tokens: PendingTokens | None,
-        places: Sequence[int | None],
+        places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
     ):
-        """``places`` says of each item which of ``tokens`` is its."""
+        """``places`` says of each item which of ``tokens`` is its; ``None``: they are in order."""
         self._items, self._tokens, self._places, self._prompt_logprobs = items, tokens, places, prompt_logprobs
 
-    def wait(self) -> list[StepResult]:
-        """Blocks until the step's tokens are on the host; one result for each item of the batch, in order.
+    def wait(self) -> StepResult:
+        """Blocks until the step's tokens are on the host.
 
         May be called once. An error of the device is raised here.
         """
-        found = [] if self._tokens is None else self._tokens.wait()
-        prompt = self._prompt_logprobs
-        return [
-            StepResult(item, None if place is None else found[place], prompt.get(i))
-            for i, (item, place) in enumerate(zip(self._items, self._places, strict=True))
-        ]
+        items, places, prompt = self._items, self._places, self._prompt_logprobs
+        token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
+        if places is None:
+            return StepResult(items, token_ids[: len(items)], special, prompt)
+        found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
+        return StepResult(items, [None if place is None else token_ids[place] for place in places], found, prompt)
 
 
 class Runner:
@@ -89,7 +91,7 @@ class Runner:
 
             self._gpu = GpuSteps(model, cache, max_num_seqs, max_model_len, cuda_graphs)
 
-    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
+    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
         return self.launch(batch, rows).wait()
 
@@ -115,6 +117,9 @@ class Runner:
         items = batch.items
         sampling = [i for i, item in enumerate(items) if item.samples]
         states = [rows[items[i].request] for i in sampling]
+        for i, state in zip(sampling, states, strict=True):
+            if not state.is_plain:
+                state.num_in_flight = items[i].end - len(state.token_ids)
         if self._gpu is not None and _is_decode(items):
             return self._launch_decode(self._gpu, items, sampling, states)
         hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
@@ -140,7 +145,9 @@ class Runner:
         is_plain = all(state.is_plain for state in states)
         decoded = gpu.decode(items, keep_logits=not is_plain)
         if is_plain:
-            places = [i if item.samples else None for i, item in enumerate(items)]
+            places = (
+                None if len(sampling) == len(items) else [i if item.samples else None for i, item in enumerate(items)]
+            )
             return Pending(items, PendingTokens(decoded.sampled), places, {})
         logits = decoded.logits
         assert logits is not None
@@ -190,8 +197,10 @@ def _is_decode(items: list[ScheduledRequest]) -> bool:
     return not any(item.request.params.prompt_logprobs is not None and _targets(item) for item in items)
 
 
-def _places(items: list[ScheduledRequest], sampling: list[int]) -> list[int | None]:
+def _places(items: list[ScheduledRequest], sampling: list[int]) -> list[int | None] | None:
     """Which result is each item's, if those ``sampling`` have one each."""
+    if len(sampling) == len(items):
+        return None
     places: list[int | None] = [None] * len(items)
     for place, i in enumerate(sampling):
         places[i] = place

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
 from .errors import QKVError
 from .request import (
     CompletionOutput,
+    FinishReason,
     KVUsage,
     Logprob,
     Request,
@@ -27,12 +29,36 @@ class Completion:
     index: int
     request: Request
     logprobs: list[dict[int, Logprob]] | None
+    ends: Mapping[int, int | None] = field(default_factory=dict)  # tokens that end it, and the ``stop_reason`` of each
     # What follows from the request's tokens, and is made anew from them after an interrupt.
     detokenizer: Detokenizer | None = None
     num_read: int = 0  # output tokens that became text and were checked for stops
     text: str = ""
     cumulative_logprob: float | None = None
     kv: KVUsage = field(default_factory=KVUsage)
+
+    def read(self) -> FinishReason | None:
+        """Turns tokens that were not read yet into text; returns why the request ends at the last one, if it does."""
+        request, reason = self.request, None
+        for token_id in request.token_ids[request.num_prompt_tokens + self.num_read :]:
+            if self.logprobs is not None:
+                logprob = self.logprobs[self.num_read][token_id].logprob
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
+            self.num_read += 1
+            is_end = token_id in self.ends and self.num_read >= request.params.min_tokens
+            stopped = None if self.detokenizer is None else self._push(self.detokenizer, token_id, is_end)
+            if is_end or stopped is not None:
+                request.stop_reason = self.ends[token_id] if is_end else stopped
+                reason = FinishReason.STOP
+            elif self.num_read >= request.max_tokens:
+                reason = FinishReason.LENGTH
+        return reason
+
+    def _push(self, detokenizer: Detokenizer, token_id: int, is_end: bool) -> str | None:
+        """Adds the text of a token; returns the stop string that it completes."""
+        if not is_end or self.request.params.include_stop_str_in_output:
+            self.text += detokenizer.push(token_id)
+        return detokenizer.stopped
 
     def output(self) -> CompletionOutput:
         reason = self.request.finish_reason

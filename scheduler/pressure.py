@@ -73,7 +73,7 @@ class KVSpace(Protocol):
         ...
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is in the cache."""
+        """The KV of the first ``num_tokens`` tokens is in the cache. Need not be told before ``request.files_at``."""
         ...
 
     def free_blocks(self) -> int:

@@ -90,8 +90,9 @@ class Scheduler:
 
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""
-        if item.end <= item.request.num_computed_tokens:  # it was not preempted meanwhile
-            self.space.computed(item.request, item.end)
+        request = item.request
+        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile
+            self.space.computed(request, item.end)
 
     def append_token(self, request: Request, token_id: int) -> None:
         """The token of ``request`` that was in flight is known."""

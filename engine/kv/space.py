@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -81,7 +82,8 @@ class KVSpace:
             salt = request.params.cache_salt
             shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.tables.open(request.request_id, floor, shared)
-        request.num_reserved_tokens, request.ages_at = self.tables.held(request.request_id), 0
+        request.num_reserved_tokens = self.tables.held(request.request_id)
+        request.ages_at = request.files_at = 0
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
@@ -114,6 +116,7 @@ class KVSpace:
     def computed(self, request: Request, num_tokens: int) -> None:
         if self.prefix is not None:
             self.prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+        request.files_at = sys.maxsize if self.prefix is None else self.prefix.next_end(num_tokens)
 
     def free_blocks(self) -> int:
         return self.tables.arena.room(self.ladder.widest.block_nbytes)

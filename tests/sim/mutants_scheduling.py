@@ -155,13 +155,13 @@ SCHEDULING = (
     Patch(
         "blocks a preempted request had are filed",
         "scheduler",
-        "        if item.end <= item.request.num_computed_tokens:  # it was not preempted meanwhile\n",
+        "        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile\n",
         "        if True:\n",
     ),
     Patch(
         "blocks are filed before their last token is known",
         "scheduler",
-        "self.space.computed(item.request, item.end)",
-        "self.space.computed(item.request, item.request.num_computed_tokens)",
+        "self.space.computed(request, item.end)",
+        "self.space.computed(request, request.num_computed_tokens)",
     ),
 )
