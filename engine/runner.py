@@ -14,6 +14,7 @@ from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from .cohort import Cohort, prompt_targets
 from .kv.cache import KVCache
 from .logprobs import TokenLogprobs, token_logprobs
 from .request import Request
@@ -86,6 +87,7 @@ class Runner:
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
         self._gpu: GpuSteps | None = None
+        self._cohort: Cohort | None = None  # of the step launched last
         if device.type == "cuda":
             from .gpu_steps import GpuSteps  # needs Triton
 
@@ -109,24 +111,29 @@ class Runner:
         try:
             return self._launch(batch, rows)
         except BaseException:
+            self._cohort = None
             if self._gpu is not None:
                 self._gpu.tables.forget()
             raise
 
     def _launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
-        items = batch.items
-        sampling = [i for i, item in enumerate(items) if item.samples]
-        states = [rows[items[i].request] for i in sampling]
-        for i, state in zip(sampling, states, strict=True):
-            if not state.is_plain:
-                state.num_in_flight = items[i].end - len(state.token_ids)
-        if self._gpu is not None and _is_decode(items):
-            return self._launch_decode(self._gpu, items, sampling, states)
+        items, cohort = batch.items, self._cohort
+        goes_on = cohort is not None and cohort.goes_on(items)
+        if cohort is None or not goes_on:
+            cohort = self._cohort = Cohort(items, rows)
+        cohort.note_positions(items)
+        if self._gpu is not None and cohort.is_decode:
+            return self._launch_decode(self._gpu, items, cohort, goes_on)
         hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
-        tokens = self._sample(hidden, items, sampling, states)
+        tokens = self._sample(hidden, items, cohort)
         if self._gpu is not None and tokens is not None:
-            self._gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling), self._prompt_logprobs(hidden, items))
+            self._gpu.keep_tokens(cohort.sampling, tokens.token_ids)
+        return Pending(
+            items,
+            tokens,
+            _places(items, cohort.sampling, range(len(cohort.sampling))),
+            self._prompt_logprobs(hidden, items),
+        )
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
         """Hidden states [N, E] of the batch's tokens, on the CPU."""
@@ -138,32 +145,25 @@ class Runner:
         step = self.cache.begin_step(batch)
         return self.model(torch.tensor(ids + padding), torch.tensor(positions + padding), step)[:num_tokens]
 
-    def _launch_decode(
-        self, gpu: GpuSteps, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
-    ) -> Pending:
+    def _launch_decode(self, gpu: GpuSteps, items: list[ScheduledRequest], cohort: Cohort, goes_on: bool) -> Pending:
         """A step of single tokens alone, of which the device takes the likeliest itself."""
-        is_plain = all(state.is_plain for state in states)
-        decoded = gpu.decode(items, keep_logits=not is_plain)
-        if is_plain:
-            places = (
-                None if len(sampling) == len(items) else [i if item.samples else None for i, item in enumerate(items)]
-            )
-            return Pending(items, PendingTokens(decoded.sampled), places, {})
+        decoded = gpu.decode(items, keep_logits=not cohort.is_plain, goes_on=goes_on)
+        sampling = cohort.sampling
+        if cohort.is_plain:
+            return Pending(items, PendingTokens(decoded.sampled), _places(items, sampling, sampling), {})
         logits = decoded.logits
         assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
-        tokens = self.sampler.launch(logits, states)
+        tokens = self.sampler.launch(logits, cohort.states)
         gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling), {})
+        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {})
 
-    def _sample(
-        self, hidden: Tensor, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
-    ) -> PendingTokens | None:
-        if not sampling:
+    def _sample(self, hidden: Tensor, items: list[ScheduledRequest], cohort: Cohort) -> PendingTokens | None:
+        if not cohort.sampling:
             return None
         ends = list(accumulate(item.num_tokens for item in items))
-        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in sampling]), states)
+        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in cohort.sampling]), cohort.states)
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Logits of some rows of ``hidden`` [N, E]."""
@@ -177,7 +177,7 @@ class Runner:
         """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
         found, first = {}, 0
         for i, item in enumerate(items):
-            wanted, targets = item.request.params.prompt_logprobs, _targets(item)
+            wanted, targets = item.request.params.prompt_logprobs, prompt_targets(item)
             if wanted is not None and targets:
                 logits = self._logits(hidden, list(range(first, first + len(targets))))
                 found[i] = token_logprobs(logits, targets, wanted)
@@ -185,23 +185,11 @@ class Runner:
         return found
 
 
-def _targets(item: ScheduledRequest) -> list[int]:
-    """The prompt tokens that follow an item's."""
-    return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
-
-
-def _is_decode(items: list[ScheduledRequest]) -> bool:
-    """Whether a step is made of single tokens, which come first, of which nothing but the next ones is wanted."""
-    if items[-1].num_tokens > 1:
-        return False
-    return not any(item.request.params.prompt_logprobs is not None and _targets(item) for item in items)
-
-
-def _places(items: list[ScheduledRequest], sampling: list[int]) -> list[int | None] | None:
-    """Which result is each item's, if those ``sampling`` have one each."""
+def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:
+    """Which result is each item's, if those ``sampling`` have the ones in ``rows``; ``None`` if all do, in order."""
     if len(sampling) == len(items):
         return None
     places: list[int | None] = [None] * len(items)
-    for place, i in enumerate(sampling):
-        places[i] = place
+    for i, row in zip(sampling, rows, strict=True):
+        places[i] = row
     return places
