@@ -337,7 +337,7 @@ class EngineCore:
         if finished:
             submission.metrics.finished_time = time.monotonic()
         if finished or submission.incremental:
-            submission.stream.put(submission.output())
+            submission.stream.put(submission.output(finished))
         if finished:
             del self.live[submission.request_id]
             self.counters.num_finished += submission.error is None

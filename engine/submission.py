@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from .detokenizer import Detokenizer
 from .errors import QKVError
 from .request import (
+    FINISHED,
     CompletionOutput,
     FinishReason,
     KVUsage,
@@ -20,6 +21,8 @@ from .request import (
     SamplingParams,
 )
 from .stream import OutputStream
+
+NO_USAGE = KVUsage()  # of a request that has not ended
 
 
 @dataclass(slots=True, eq=False)
@@ -61,15 +64,16 @@ class Completion:
         return detokenizer.stopped
 
     def output(self) -> CompletionOutput:
-        reason = self.request.finish_reason
+        request = self.request
+        reason = request.finish_reason
         return CompletionOutput(
             index=self.index,
             text=self.text,
-            token_ids=self.request.output_token_ids,
+            token_ids=request.token_ids[request.num_prompt_tokens :],
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=None if reason is None else str(reason),
-            stop_reason=self.request.stop_reason,
+            stop_reason=request.stop_reason,
         )
 
 
@@ -95,7 +99,10 @@ class Submission:
     def finished(self) -> bool:
         if self.error is not None:
             return True
-        return bool(self.completions) and all(c.request.is_finished for c in self.completions)
+        for completion in self.completions:
+            if completion.request.status is not FINISHED:
+                return False
+        return bool(self.completions)
 
     def make_completions(self) -> None:
         """Makes those of the ``n`` completions that do not exist yet."""
@@ -108,9 +115,10 @@ class Submission:
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
 
-    def output(self) -> RequestOutput:
-        finished = self.finished
-        self.metrics.num_preemptions = sum([c.request.num_preemptions for c in self.completions])
+    def output(self, finished: bool) -> RequestOutput:
+        """What the reader is told; ``finished`` whether it is the last time."""
+        requests = [completion.request for completion in self.completions]
+        self.metrics.num_preemptions = sum([request.num_preemptions for request in requests])
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -119,8 +127,8 @@ class Submission:
             finished=finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=max([c.request.num_cached_tokens for c in self.completions], default=0),
-            kv=self._usage() if finished else KVUsage(),
+            num_cached_tokens=max([request.num_cached_tokens for request in requests], default=0),
+            kv=self._usage() if finished else NO_USAGE,
             error=None if self.error is None else str(self.error),
         )
 
