@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from qkv_engine.scheduler import ScheduledBatch, Scheduler
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
 from .detokenizer import Detokenizer
 from .errors import QKVError, RequestError
@@ -22,9 +22,9 @@ from .kv.space import KVSpace
 from .kv.table import Block
 from .logprobs import TokenLogprobs
 from .metrics import Counters
-from .request import FinishReason, Logprob, Request, RequestStatus
+from .request import FINISHED, FinishReason, Logprob, Request, SamplingParams
 from .runner import Pending, Runner, StepResult
-from .sampler import SampleRow
+from .sampler import SampledToken, SampleRow
 from .submission import Completion, Submission
 from .tokenizer import Tokenizer
 
@@ -151,7 +151,10 @@ class EngineCore:
         if not batch.items:
             return False
         moves = self.runner.cache.launch_moves()
-        self._note_scheduled(batch)
+        for request in batch.started:
+            metrics = self._owners[request][0].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = time.monotonic()
         pending: Pending | NotLaunched
         try:
             pending = self.runner.launch(batch, self._rows)
@@ -161,22 +164,12 @@ class EngineCore:
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
 
-    def _note_scheduled(self, batch: ScheduledBatch) -> None:
-        now = time.monotonic()
-        for item in batch.items:
-            metrics = self._owners[item.request][0].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
-            row = self._rows[item.request]
-            if not row.is_plain:
-                row.num_in_flight = item.end - len(row.token_ids)
-
     def _collect(self) -> None:
         """Waits for the oldest step under way, and accepts what it gave."""
         step = self._in_flight.popleft()
         self._fail_holders(step.moves.wait())
         try:
-            results = step.pending.wait()
+            results = [step.pending.wait()]
         except Exception as error:
             if self._in_flight:
                 raise  # the step after it has gone on from its tokens and blocks: everything starts over
@@ -184,21 +177,59 @@ class EngineCore:
         self._accept_all(results)
 
     def _accept_all(self, results: list[StepResult]) -> None:
-        now, changed = time.monotonic(), {}
+        now, changed = time.monotonic(), dict[str, Submission]()
         for result in results:
-            request = result.item.request
-            if request.is_finished:
+            self._accept(result, now, changed)
+        for submission in changed.values():
+            self._report(submission)
+
+    def _accept(self, result: StepResult, now: float, changed: dict[str, Submission]) -> None:
+        """Takes over what each request was given; notes in ``changed`` what its reader may want to know."""
+        for index, (item, token_id) in enumerate(zip(result.items, result.token_ids, strict=True)):
+            request = item.request
+            if request.status is FINISHED:
                 continue  # it ended while the step ran
             submission, completion = self._owners[request]
             try:
-                self._accept(submission, completion, result, now)
+                if index in result.special:
+                    self._accept_special(completion, result.special[index])
+                self.scheduler.computed(item)
+                if item.start < request.num_prompt_tokens:
+                    self._accept_prompt(submission, completion, item, result.prompt_logprobs.get(index))
+                if token_id is not None:
+                    self._accept_token(submission, completion, token_id, now)
             except Exception as error:
                 logger.warning("request %s failed", submission.request_id, exc_info=error)
                 self._fail_submission(submission, _as_request_error(error))
-            if submission.incremental or request.is_finished:
+            if submission.incremental or request.status is FINISHED:
                 changed[submission.request_id] = submission
-        for submission in changed.values():
-            self._report(submission)
+
+    def _accept_special(self, completion: Completion, token: SampledToken) -> None:
+        if token.error is not None:
+            raise token.error
+        assert completion.logprobs is not None and token.logprobs is not None
+        completion.logprobs.append(self._logprob_dict(token.logprobs))
+
+    def _accept_prompt(
+        self, submission: Submission, completion: Completion, item: ScheduledRequest, found: list[TokenLogprobs] | None
+    ) -> None:
+        self.counters.prompt_tokens += min(item.end, item.request.num_prompt_tokens) - item.start
+        if found is not None and completion.index == 0:
+            self._add_prompt_logprobs(submission, item.start, found)
+
+    def _accept_token(self, submission: Submission, completion: Completion, token_id: int, now: float) -> None:
+        metrics = submission.metrics
+        if completion.index == 0:
+            metrics.token_times.append(now)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
+        # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
+        self.scheduler.append_token(completion.request, token_id)
+        self.counters.generation_tokens += 1
+        reason = completion.read()
+        if reason is not None:
+            self._finish(completion, reason)
 
     def recover(self) -> None:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
@@ -223,9 +254,11 @@ class EngineCore:
         times = submission.metrics.token_times
         for completion in submission.completions:
             self._enter(submission, completion)
-            self._read(completion)
+            reason = completion.read()
             if completion.request.is_finished:
                 self._close(completion)
+            elif reason is not None:
+                self._finish(completion, reason)
             if completion.index == 0:
                 del times[completion.request.num_output_tokens :]
         if submission.error is not None:
@@ -245,9 +278,8 @@ class EngineCore:
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
         batch = batch.live()
-        self._note_scheduled(batch)  # again: more tokens are known by now
         try:
-            return self.runner.run(batch, self._rows) if batch.items else []
+            return [self.runner.run(batch, self._rows)] if batch.items else []
         except Exception as error:
             return self._narrow_down(batch, error)
 
@@ -263,59 +295,6 @@ class EngineCore:
             logger.warning("request %s failed", submission.request_id, exc_info=error)
             self._fail_submission(submission, _as_request_error(error))
         return []
-
-    def _accept(self, submission: Submission, completion: Completion, result: StepResult, now: float) -> None:
-        request, item, token = completion.request, result.item, result.token
-        if token is not None and token.error is not None:
-            raise token.error
-        self.scheduler.computed(item)
-        if item.start < request.num_prompt_tokens:
-            self.counters.prompt_tokens += min(item.end, request.num_prompt_tokens) - item.start
-        if result.prompt_logprobs is not None and completion.index == 0:
-            self._add_prompt_logprobs(submission, item.start, result.prompt_logprobs)
-        if token is None:
-            return
-        if completion.logprobs is not None:
-            assert token.logprobs is not None
-            completion.logprobs.append(self._logprob_dict(token.logprobs))
-        if completion.index == 0:
-            submission.metrics.token_times.append(now)
-        if submission.metrics.first_token_time is None:
-            submission.metrics.first_token_time = now
-        submission.metrics.last_token_time = now
-        # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
-        self.scheduler.append_token(request, token.token_id)
-        self.counters.generation_tokens += 1
-        self._read(completion)
-
-    def _read(self, completion: Completion) -> None:
-        """Turns tokens that were not read yet into text, and ends the request at one that stops it."""
-        request = completion.request
-        for token_id in request.token_ids[request.num_prompt_tokens + completion.num_read :]:
-            reason = self._read_token(completion, token_id)
-            if reason is not None and not request.is_finished:
-                self._finish(completion, reason)
-
-    def _read_token(self, completion: Completion, token_id: int) -> FinishReason | None:
-        """Reads the next token; returns why the request ends with it, if it does."""
-        request, params = completion.request, completion.request.params
-        if completion.logprobs is not None:
-            logprob = completion.logprobs[completion.num_read][token_id].logprob
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + logprob
-        completion.num_read += 1
-        is_eos = token_id in self.eos_ids and not params.ignore_eos
-        is_stop = token_id in (params.stop_token_ids or ())
-        is_end = completion.num_read >= params.min_tokens and (is_eos or is_stop)
-        detokenizer = completion.detokenizer
-        if detokenizer is not None and (params.include_stop_str_in_output or not is_end):
-            completion.text += detokenizer.push(token_id)
-        if is_end:
-            request.stop_reason = None if is_eos else token_id
-            return FinishReason.STOP
-        if detokenizer is not None and detokenizer.stopped is not None:
-            request.stop_reason = detokenizer.stopped
-            return FinishReason.STOP
-        return FinishReason.LENGTH if completion.num_read >= request.max_tokens else None
 
     def _finish(self, completion: Completion, reason: FinishReason, error: QKVError | None = None) -> None:
         self._note_usage(completion)
@@ -345,7 +324,7 @@ class EngineCore:
                 self._finish(completion, FinishReason.ERROR, error)
             elif not request.is_finished:  # never came as far as the scheduler
                 request.error, request.finish_reason = error, FinishReason.ERROR
-                request.status = RequestStatus.FINISHED
+                request.status = FINISHED
                 self._close(completion)
         self.counters.num_failed += began
         self._report(submission)
@@ -358,7 +337,7 @@ class EngineCore:
         if finished:
             submission.metrics.finished_time = time.monotonic()
         if finished or submission.incremental:
-            submission.stream.put(submission.output())
+            submission.stream.put(submission.output(finished))
         if finished:
             del self.live[submission.request_id]
             self.counters.num_finished += submission.error is None
@@ -377,6 +356,7 @@ class EngineCore:
         request = completion.request
         completion.detokenizer = self._detokenizer(submission)
         completion.num_read, completion.text, completion.cumulative_logprob = 0, "", None
+        completion.ends = self._ends(request.params)
         if completion.logprobs is not None:
             del completion.logprobs[request.num_output_tokens :]
         self._owners[request] = (submission, completion)
@@ -393,6 +373,11 @@ class EngineCore:
             stop_ids,
             submission.bad_word_ids,
         )
+
+    def _ends(self, params: SamplingParams) -> dict[int, int | None]:
+        """Tokens that end a request, and the ``stop_reason`` they give."""
+        eos_ids = () if params.ignore_eos else self.eos_ids
+        return {token_id: token_id for token_id in params.stop_token_ids or ()} | dict.fromkeys(eos_ids)
 
     def _detokenizer(self, submission: Submission) -> Detokenizer | None:
         params = submission.params

@@ -81,14 +81,21 @@ class GpuSteps:
         placed, step = self._planner.begin(step_input, len(ids), num_decodes, cut, chunks)
         return self.model(placed.input_ids, placed.positions, step)
 
-    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool) -> Decoded:
-        """A step of single tokens alone. The likeliest token of each row becomes its last one."""
+    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Decoded:
+        """A step of single tokens alone. The likeliest token of each row becomes its last one.
+
+        ``goes_on`` says that each follows one that the step enqueued last sampled for the same request, in this order.
+        """
         batch = padded_batch(len(items))
         padding = batch - len(items)
+        if goes_on and self.tables.keep_up(self.cache.tables):
+            ids = [-1] * len(items)  # on the device, whether the host knows them by now or not
+        else:
+            self._rows(items)
+            known = [(item.request.token_ids, item.start) for item in items]
+            ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]
         positions = [item.start for item in items]
-        known = [item.request.token_ids for item in items]
-        ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in zip(known, positions, strict=True)]
-        rows = [*self._rows(items), *[self.tables.spare_row] * padding]
+        rows = self._step_rows + [self.tables.spare_row] * padding
         step_input = self.tables.step_input(ids + [0] * padding, positions + [-1] * padding, rows)
         self._input[: len(step_input)].copy_(pinned(step_input, self.device), non_blocking=True)
         shape = DecodeShape(batch, self._planner.cut(batch, positions), keep_logits)

@@ -134,6 +134,9 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+FINISHED = RequestStatus.FINISHED  # Python takes longer to find a member of an enum than a step has for a request
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -160,6 +163,8 @@ class Request:
     max_num_tokens: int = field(init=False)  # whose KV it may need: the last sampled token is never fed back
     num_tokens: int = field(init=False)  # with those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
+    ages_at: int = 0  # computed tokens before which none of its blocks can be old enough to step down; kept alike
+    files_at: int = 0  # computed tokens before which the prefix cache has nothing to file of it; kept alike
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING
@@ -191,4 +196,4 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
+        return self.status is FINISHED

@@ -14,10 +14,11 @@ from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from .cohort import Cohort, prompt_targets
 from .kv.cache import KVCache
 from .logprobs import TokenLogprobs, token_logprobs
 from .request import Request
-from .sampler import PendingTokens, SampledToken, Sampler, SampleRow
+from .sampler import PendingTokens, SampledToken, SampledTokens, Sampler, SampleRow
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps
@@ -34,14 +35,16 @@ class CausalLM(Protocol):
 
 
 class StepResult(NamedTuple):
-    """What a step gave one request: a token if it reached the end of what is known, prompt log-probabilities if asked.
+    """What a step gave: for each item a token, if it reached the end of what is known.
 
-    ``prompt_logprobs`` belong to the tokens at positions ``item.start + 1 ..``.
+    Of few items there is more, by their index: all of a token that has log-probabilities or is an error, and
+    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``.
     """
 
-    item: ScheduledRequest
-    token: SampledToken | None
-    prompt_logprobs: list[TokenLogprobs] | None
+    items: Sequence[ScheduledRequest]
+    token_ids: Sequence[int | None]
+    special: Mapping[int, SampledToken]
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]]
 
 
 class Pending:
@@ -51,23 +54,23 @@ class Pending:
         self,
         items: Sequence[ScheduledRequest],
         tokens: PendingTokens | None,
-        places: Sequence[int | None],
+        places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
     ):
-        """``places`` says of each item which of ``tokens`` is its."""
+        """``places`` says of each item which of ``tokens`` is its; ``None``: they are in order."""
         self._items, self._tokens, self._places, self._prompt_logprobs = items, tokens, places, prompt_logprobs
 
-    def wait(self) -> list[StepResult]:
-        """Blocks until the step's tokens are on the host; one result for each item of the batch, in order.
+    def wait(self) -> StepResult:
+        """Blocks until the step's tokens are on the host.
 
         May be called once. An error of the device is raised here.
         """
-        found = [] if self._tokens is None else self._tokens.wait()
-        prompt = self._prompt_logprobs
-        return [
-            StepResult(item, None if place is None else found[place], prompt.get(i))
-            for i, (item, place) in enumerate(zip(self._items, self._places, strict=True))
-        ]
+        items, places, prompt = self._items, self._places, self._prompt_logprobs
+        token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
+        if places is None:
+            return StepResult(items, token_ids[: len(items)], special, prompt)
+        found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
+        return StepResult(items, [None if place is None else token_ids[place] for place in places], found, prompt)
 
 
 class Runner:
@@ -86,12 +89,13 @@ class Runner:
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
         self._gpu: GpuSteps | None = None
+        self._cohort: Cohort | None = None  # of the step launched last
         if device.type == "cuda":
             from .gpu_steps import GpuSteps  # needs Triton
 
             self._gpu = GpuSteps(model, cache, max_num_seqs, max_model_len, cuda_graphs)
 
-    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
+    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
         return self.launch(batch, rows).wait()
 
@@ -109,21 +113,29 @@ class Runner:
         try:
             return self._launch(batch, rows)
         except BaseException:
+            self._cohort = None
             if self._gpu is not None:
                 self._gpu.tables.forget()
             raise
 
     def _launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
-        items = batch.items
-        sampling = [i for i, item in enumerate(items) if item.samples]
-        states = [rows[items[i].request] for i in sampling]
-        if self._gpu is not None and _is_decode(items):
-            return self._launch_decode(self._gpu, items, sampling, states)
+        items, cohort = batch.items, self._cohort
+        goes_on = cohort is not None and cohort.goes_on(items)
+        if cohort is None or not goes_on:
+            cohort = self._cohort = Cohort(items, rows)
+        cohort.note_positions(items)
+        if self._gpu is not None and cohort.is_decode:
+            return self._launch_decode(self._gpu, items, cohort, goes_on)
         hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
-        tokens = self._sample(hidden, items, sampling, states)
+        tokens = self._sample(hidden, items, cohort)
         if self._gpu is not None and tokens is not None:
-            self._gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling), self._prompt_logprobs(hidden, items))
+            self._gpu.keep_tokens(cohort.sampling, tokens.token_ids)
+        return Pending(
+            items,
+            tokens,
+            _places(items, cohort.sampling, range(len(cohort.sampling))),
+            self._prompt_logprobs(hidden, items),
+        )
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
         """Hidden states [N, E] of the batch's tokens, on the CPU."""
@@ -135,30 +147,25 @@ class Runner:
         step = self.cache.begin_step(batch)
         return self.model(torch.tensor(ids + padding), torch.tensor(positions + padding), step)[:num_tokens]
 
-    def _launch_decode(
-        self, gpu: GpuSteps, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
-    ) -> Pending:
+    def _launch_decode(self, gpu: GpuSteps, items: list[ScheduledRequest], cohort: Cohort, goes_on: bool) -> Pending:
         """A step of single tokens alone, of which the device takes the likeliest itself."""
-        is_plain = all(state.is_plain for state in states)
-        decoded = gpu.decode(items, keep_logits=not is_plain)
-        if is_plain:
-            places = [i if item.samples else None for i, item in enumerate(items)]
-            return Pending(items, PendingTokens(decoded.sampled), places, {})
+        decoded = gpu.decode(items, keep_logits=not cohort.is_plain, goes_on=goes_on)
+        sampling = cohort.sampling
+        if cohort.is_plain:
+            return Pending(items, PendingTokens(decoded.sampled), _places(items, sampling, sampling), {})
         logits = decoded.logits
         assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
-        tokens = self.sampler.launch(logits, states)
+        tokens = self.sampler.launch(logits, cohort.states)
         gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling), {})
+        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {})
 
-    def _sample(
-        self, hidden: Tensor, items: list[ScheduledRequest], sampling: list[int], states: list[SampleRow]
-    ) -> PendingTokens | None:
-        if not sampling:
+    def _sample(self, hidden: Tensor, items: list[ScheduledRequest], cohort: Cohort) -> PendingTokens | None:
+        if not cohort.sampling:
             return None
         ends = list(accumulate(item.num_tokens for item in items))
-        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in sampling]), states)
+        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in cohort.sampling]), cohort.states)
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Logits of some rows of ``hidden`` [N, E]."""
@@ -172,7 +179,7 @@ class Runner:
         """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
         found, first = {}, 0
         for i, item in enumerate(items):
-            wanted, targets = item.request.params.prompt_logprobs, _targets(item)
+            wanted, targets = item.request.params.prompt_logprobs, prompt_targets(item)
             if wanted is not None and targets:
                 logits = self._logits(hidden, list(range(first, first + len(targets))))
                 found[i] = token_logprobs(logits, targets, wanted)
@@ -180,21 +187,11 @@ class Runner:
         return found
 
 
-def _targets(item: ScheduledRequest) -> list[int]:
-    """The prompt tokens that follow an item's."""
-    return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
-
-
-def _is_decode(items: list[ScheduledRequest]) -> bool:
-    """Whether a step is made of single tokens, which come first, of which nothing but the next ones is wanted."""
-    if items[-1].num_tokens > 1:
-        return False
-    return not any(item.request.params.prompt_logprobs is not None and _targets(item) for item in items)
-
-
-def _places(items: list[ScheduledRequest], sampling: list[int]) -> list[int | None]:
-    """Which result is each item's, if those ``sampling`` have one each."""
+def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:
+    """Which result is each item's, if those ``sampling`` have the ones in ``rows``; ``None`` if all do, in order."""
+    if len(sampling) == len(items):
+        return None
     places: list[int | None] = [None] * len(items)
-    for place, i in enumerate(sampling):
-        places[i] = place
+    for i, row in zip(sampling, rows, strict=True):
+        places[i] = row
     return places

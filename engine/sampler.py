@@ -34,6 +34,13 @@ class SampledToken(NamedTuple):
     error: RequestError | None = None
 
 
+class SampledTokens(NamedTuple):
+    """Results of several rows: a token id each, and all there is of those with log-probabilities or an error."""
+
+    token_ids: list[int]
+    special: dict[int, SampledToken]
+
+
 class PendingTokens:
     """Tokens that the device may still be computing: one result a row, in order.
 
@@ -58,24 +65,20 @@ class PendingTokens:
             logits, token_ids = logits[index], token_ids[index]
         self._logprobs = PendingLogprobs(logits, token_ids, [k for _, k in wanted])
 
-    def wait(self) -> list[SampledToken]:
+    def wait(self) -> SampledTokens:
         """Blocks until the tokens are on the host."""
         token_ids, faults = self._sampled.wait().tolist()
-        sampled = list(map(SampledToken, token_ids))
+        special: dict[int, SampledToken] = {}
         if self._logprobs is not None:
             for i, logprobs in zip(self._ranked, self._logprobs.wait(), strict=True):
-                sampled[i] = SampledToken(token_ids[i], logprobs)
+                special[i] = SampledToken(token_ids[i], logprobs)
         if any(faults):
-            sampled = [_failed(fault) if fault else token for token, fault in zip(sampled, faults, strict=True)]
-        return sampled
+            special.update({i: _failed(fault) for i, fault in enumerate(faults) if fault})
+        return SampledTokens(token_ids, special)
 
 
 class Sampler:
     """Samples one token a row. Holds no state: what a request accumulates lives in its ``SampleRow``."""
-
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """``launch`` and ``wait`` in one."""
-        return self.launch(logits, rows).wait() if rows else []
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
@@ -104,4 +107,4 @@ def _failed(fault: int) -> SampledToken:
     return SampledToken(-1, error=error)
 
 
-__all__ = ["PendingTokens", "SampleRow", "SampledToken", "Sampler"]
+__all__ = ["PendingTokens", "SampleRow", "SampledToken", "SampledTokens", "Sampler"]

@@ -18,7 +18,9 @@ class OutputStream:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._num_waiting = 0  # readers that sleep until something has changed
         self._pending: RequestOutput | None = None
         self._num_read: list[int] = []  # characters of each completion that were read
         self._error: QKVError | None = None
@@ -26,7 +28,7 @@ class OutputStream:
 
     def put(self, output: RequestOutput) -> None:
         """Offers the newest state."""
-        with self._changed:
+        with self._lock:
             self._pending = output
             self._notify()
 
@@ -39,7 +41,11 @@ class OutputStream:
     def get(self, timeout: float | None = None) -> RequestOutput | None:
         """Waits for a new output; ``None`` after ``timeout`` seconds without one."""
         with self._changed:
-            self._changed.wait_for(self._readable, timeout)
+            self._num_waiting += 1
+            try:
+                self._changed.wait_for(self._readable, timeout)
+            finally:
+                self._num_waiting -= 1
             return self._take()
 
     async def get_async(self) -> RequestOutput:
@@ -69,7 +75,8 @@ class OutputStream:
         return output
 
     def _notify(self) -> None:
-        self._changed.notify_all()
+        if self._num_waiting:
+            self._changed.notify_all()
         if self._wake is not None:
             self._wake()
             self._wake = None

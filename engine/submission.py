@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
 from .errors import QKVError
 from .request import (
+    FINISHED,
     CompletionOutput,
+    FinishReason,
     KVUsage,
     Logprob,
     Request,
@@ -19,6 +22,8 @@ from .request import (
 )
 from .stream import OutputStream
 
+NO_USAGE = KVUsage()  # of a request that has not ended
+
 
 @dataclass(slots=True, eq=False)
 class Completion:
@@ -27,6 +32,7 @@ class Completion:
     index: int
     request: Request
     logprobs: list[dict[int, Logprob]] | None
+    ends: Mapping[int, int | None] = field(default_factory=dict)  # tokens that end it, and the ``stop_reason`` of each
     # What follows from the request's tokens, and is made anew from them after an interrupt.
     detokenizer: Detokenizer | None = None
     num_read: int = 0  # output tokens that became text and were checked for stops
@@ -34,16 +40,40 @@ class Completion:
     cumulative_logprob: float | None = None
     kv: KVUsage = field(default_factory=KVUsage)
 
+    def read(self) -> FinishReason | None:
+        """Turns tokens that were not read yet into text; returns why the request ends at the last one, if it does."""
+        request, reason = self.request, None
+        for token_id in request.token_ids[request.num_prompt_tokens + self.num_read :]:
+            if self.logprobs is not None:
+                logprob = self.logprobs[self.num_read][token_id].logprob
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
+            self.num_read += 1
+            is_end = token_id in self.ends and self.num_read >= request.params.min_tokens
+            stopped = None if self.detokenizer is None else self._push(self.detokenizer, token_id, is_end)
+            if is_end or stopped is not None:
+                request.stop_reason = self.ends[token_id] if is_end else stopped
+                reason = FinishReason.STOP
+            elif self.num_read >= request.max_tokens:
+                reason = FinishReason.LENGTH
+        return reason
+
+    def _push(self, detokenizer: Detokenizer, token_id: int, is_end: bool) -> str | None:
+        """Adds the text of a token; returns the stop string that it completes."""
+        if not is_end or self.request.params.include_stop_str_in_output:
+            self.text += detokenizer.push(token_id)
+        return detokenizer.stopped
+
     def output(self) -> CompletionOutput:
-        reason = self.request.finish_reason
+        request = self.request
+        reason = request.finish_reason
         return CompletionOutput(
             index=self.index,
             text=self.text,
-            token_ids=self.request.output_token_ids,
+            token_ids=request.token_ids[request.num_prompt_tokens :],
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=None if reason is None else str(reason),
-            stop_reason=self.request.stop_reason,
+            stop_reason=request.stop_reason,
         )
 
 
@@ -69,7 +99,10 @@ class Submission:
     def finished(self) -> bool:
         if self.error is not None:
             return True
-        return bool(self.completions) and all(c.request.is_finished for c in self.completions)
+        for completion in self.completions:
+            if completion.request.status is not FINISHED:
+                return False
+        return bool(self.completions)
 
     def make_completions(self) -> None:
         """Makes those of the ``n`` completions that do not exist yet."""
@@ -82,9 +115,10 @@ class Submission:
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
 
-    def output(self) -> RequestOutput:
-        finished = self.finished
-        self.metrics.num_preemptions = sum([c.request.num_preemptions for c in self.completions])
+    def output(self, finished: bool) -> RequestOutput:
+        """What the reader is told; ``finished`` whether it is the last time."""
+        requests = [completion.request for completion in self.completions]
+        self.metrics.num_preemptions = sum([request.num_preemptions for request in requests])
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -93,8 +127,8 @@ class Submission:
             finished=finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=max([c.request.num_cached_tokens for c in self.completions], default=0),
-            kv=self._usage() if finished else KVUsage(),
+            num_cached_tokens=max([request.num_cached_tokens for request in requests], default=0),
+            kv=self._usage() if finished else NO_USAGE,
             error=None if self.error is None else str(self.error),
         )
 

@@ -49,4 +49,4 @@ def warm_up(runner: Runner) -> None:
 
 def _run(runner: Runner, request: Request, rows: dict[Request, SampleRow], start: int, num_tokens: int) -> None:
     runner.cache.apply_moves()
-    runner.run(ScheduledBatch([ScheduledRequest(request, start, num_tokens)]), rows)
+    runner.run(ScheduledBatch([ScheduledRequest.of(request, start, num_tokens)]), rows)

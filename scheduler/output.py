@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from qkv_engine.request import Request
 
 
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, eq=False, gc=False):
     """``num_tokens`` tokens of ``request``, from position ``start`` to before ``end``, run in this step.
 
     ``samples`` says that the step reaches the last token, so that its logits give the next one. Only a single token,
-    and one that such a step samples, may be in flight.
+    and one that such a step samples, may be in flight. Every step makes one for each request, so making one is cheap.
     """
 
-    __slots__ = ("end", "num_tokens", "request", "samples", "start")
+    request: Request
+    start: int
+    num_tokens: int
+    end: int
+    samples: bool
 
-    def __init__(self, request: Request, start: int, num_tokens: int):
-        self.request, self.start, self.num_tokens = request, start, num_tokens
-        self.end = start + num_tokens
-        self.samples = self.end == request.num_tokens
+    @classmethod
+    def of(cls, request: Request, start: int, num_tokens: int) -> ScheduledRequest:
+        """Some tokens of ``request`` as far as they are known or in flight now."""
+        end = start + num_tokens
+        return cls(request, start, num_tokens, end, end == request.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work: single-token requests first, then chunks of prompts."""
+    """One step's work: single-token requests first, then chunks of prompts. ``started`` are those that began to run."""
 
     items: list[ScheduledRequest]
+    started: Sequence[Request] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -73,7 +73,7 @@ class KVSpace(Protocol):
         ...
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is in the cache."""
+        """The KV of the first ``num_tokens`` tokens is in the cache. Need not be told before ``request.files_at``."""
         ...
 
     def free_blocks(self) -> int:
@@ -88,8 +88,8 @@ class KVSpace(Protocol):
         """Blocks that may still step down, with how many tokens beyond the recent window they are; see the tables."""
         ...
 
-    def has_aged(self, request: Request) -> bool:
-        """Whether a block of ``unsettled`` is beyond the recent window."""
+    def aged(self, running: Iterable[Request]) -> list[Request]:
+        """Those of all running requests of which a block of ``unsettled`` is beyond the recent window."""
         ...
 
     def demote(self, steps: list[tuple[Any, int]]) -> int:
@@ -186,7 +186,7 @@ class Pressure:
     def _settle(self) -> None:
         """Eager ladders: what is older than the recent window goes to its floor, once the prompt is computed."""
         budget = EAGER_PER_STEP * -(-len(self.running) // 32)
-        ready = [r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens and self.space.has_aged(r)]
+        ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prompt_tokens]
         if not ready:
             return
         self._demote([(found, found.block.floor) for found in self._eligible(dict.fromkeys(ready, 0))[:budget]])

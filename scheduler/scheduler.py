@@ -64,32 +64,35 @@ class Scheduler:
         items: list[ScheduledRequest] = []
         preempted = self.num_preemptions
         self.pressure.begin_step()
-        for request in list(self.running):
+        for request in self.running:  # whoever is preempted for an older one is the last, and leaves
             if budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for an older request above
-            is_late = request.num_tokens > len(request.token_ids)
-            if is_late and (request.needs_tokens or request.num_tokens > request.max_num_tokens):
+            start, target = request.num_computed_tokens, request.num_tokens
+            if target > len(request.token_ids) and (request.needs_tokens or target > request.max_num_tokens):
                 continue  # its last token is in flight, or one the host has to see first
-            num_tokens = request.num_tokens - request.num_computed_tokens
-            if num_tokens > 1 or request.num_computed_tokens == request.num_reserved_tokens:
+            num_tokens = target - start
+            if num_tokens > 1 or start == request.num_reserved_tokens:
                 num_tokens = self._make_room(request, min(num_tokens, budget))
             if num_tokens:
-                items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                end = start + num_tokens
+                items.append(ScheduledRequest(request, start, num_tokens, end, end == target))
                 budget -= num_tokens
-        if self.num_preemptions == preempted:
-            self._admit(items, budget)
+        started = self._admit(items, budget) if self.num_preemptions == preempted else ()
         for item in items:
-            item.request.num_computed_tokens = item.end
-            item.request.num_tokens += item.samples
+            request = item.request
+            request.num_computed_tokens = item.end
+            if item.samples:
+                request.num_tokens += 1
         singles = [item for item in items if item.num_tokens == 1]
-        return ScheduledBatch(singles + [item for item in items if item.num_tokens > 1])
+        if len(singles) < len(items):
+            singles += [item for item in items if item.num_tokens > 1]
+        return ScheduledBatch(singles, started)
 
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""
-        if item.end <= item.request.num_computed_tokens:  # it was not preempted meanwhile
-            self.space.computed(item.request, item.end)
+        request = item.request
+        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile
+            self.space.computed(request, item.end)
 
     def append_token(self, request: Request, token_id: int) -> None:
         """The token of ``request`` that was in flight is known."""
@@ -127,23 +130,27 @@ class Scheduler:
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
 
-    def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
+    def _admit(self, items: list[ScheduledRequest], budget: int) -> list[Request]:
+        """Lets waiting requests run as far as there is room, adds their work to ``items``, and returns them."""
+        started: list[Request] = []
         over_quota: set[str] = set()
         for request in list(self.waiting):
             if not budget or len(self.running) == self.max_num_seqs:
-                return
+                break
             # A tenant that waits for its own requests to end holds nobody else up.
             if request.params.tenant in over_quota or not self.space.within_quota(request, self.running):
                 over_quota.add(request.params.tenant)
                 continue
             if not self.space.admits(request, self.running):
-                return
+                break
             while not (num_tokens := self._start(request, budget)):
                 # Blocks it shares may be narrower than its own would be, and their slabs leave no room for the rest.
                 if self.running or not self.space.evict():
-                    return
-            items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                    return started
+            items.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
+            started.append(request)
             budget -= num_tokens
+        return started
 
     def _start(self, request: Request, budget: int) -> int:
         """Lets a waiting request run if there is room for a token of it; returns for how many, at most ``budget``."""

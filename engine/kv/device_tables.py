@@ -17,7 +17,7 @@ from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, 
 from qkv_engine.kernels.copies import to_device
 
 from ..config import BLOCK_TOKENS
-from .table import SINK, Block, BlockTable, BlockTables
+from .table import SINK, Block, BlockTable, BlockTables, Journal
 
 
 @dataclass(slots=True, eq=False)
@@ -58,22 +58,28 @@ class DeviceTables:
 
         Work is done for what changed alone. Other tables than last time are taken over from nothing.
         """
+        self.keep_up(tables)
+        rows = []
+        for request_id in request_ids:
+            table, row = tables[request_id], self._rows.get(request_id)
+            if row is None or row.table is not table:
+                row = self._open(request_id, table)
+            rows.append(row.index)
+        return rows
+
+    def keep_up(self, tables: BlockTables) -> bool:
+        """``follow`` for requests that were followed before; ``False`` if they may have other rows now."""
         if tables is not self._tables:
             self._begin(tables)
         assert tables.journal is not None
-        for block in tables.journal:
+        journal, tables.journal = tables.journal, Journal()
+        for block in journal.blocks:
             self._set(block.number, _word(block))
-        tables.journal.clear()
-        rows = []
-        for request_id in request_ids:
-            table = tables[request_id]
+        for request_id in journal.grown:
             row = self._rows.get(request_id)
-            if row is None or row.table is not table:
-                row = self._open(request_id, table)
-            if row.num_entries < len(table.blocks) + (table.sink is not None):
-                self._extend(row, table)
-            rows.append(row.index)
-        return rows
+            if row is not None and request_id in tables and row.table is tables[request_id]:
+                self._extend(row)
+        return not journal.opened
 
     def step_input(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """A step's input on the host, with as many updates as it may carry; see ``pack_input``.
@@ -109,7 +115,7 @@ class DeviceTables:
     def _begin(self, tables: BlockTables) -> None:
         self._tables, self._rows, self._changed = tables, {}, []
         self._free = list(range(self.spare_row))
-        tables.journal = tables.live_blocks()
+        tables.journal = Journal(tables.live_blocks(), opened=True)
 
     def _open(self, request_id: str, table: BlockTable) -> Row:
         old = self._rows.pop(request_id, None)
@@ -118,6 +124,7 @@ class DeviceTables:
         if not self._free:
             self._sweep()
         row = self._rows[request_id] = Row(self._free.pop(), table)
+        self._extend(row)
         return row
 
     def _sweep(self) -> None:
@@ -128,8 +135,9 @@ class DeviceTables:
                 del self._rows[request_id]
                 self._free.append(row.index)
 
-    def _extend(self, row: Row, table: BlockTable) -> None:
-        first = self.block_words.num_numbers + row.index * self.block_words.width
+    def _extend(self, row: Row) -> None:
+        """Adds the entries that the row lacks."""
+        table, first = row.table, self.block_words.num_numbers + row.index * self.block_words.width
         missing = table.blocks[max(0, row.num_entries - (table.sink is not None)) :]
         if table.sink is not None and not row.num_entries:
             missing.insert(0, table.sink)

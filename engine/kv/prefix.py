@@ -72,6 +72,11 @@ class PrefixCache:
                 self._children[parent] = self._children.get(parent, 0) + 1
             self._published[request_id] = (index + 1, key)
 
+    def next_end(self, num_computed: int) -> int:
+        """Computed tokens from which on another block than those of ``num_computed`` is full."""
+        end: int = self._piece(self._num_pieces(num_computed)).stop
+        return end
+
     def forget(self, request_id: str) -> None:
         """The request gave its blocks back; what it filed stays."""
         self._published.pop(request_id, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,7 @@ class KVSpace:
         self.tables, self.prefix, self.quota = tables, prefix, quota
         self.ladder = tables.ladder
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
+        self._num_lifts = 0  # of floors, when ``ages_at`` of all requests was last true
 
     @property
     def num_rungs(self) -> int:
@@ -81,6 +83,7 @@ class KVSpace:
             shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.tables.open(request.request_id, floor, shared)
         request.num_reserved_tokens = self.tables.held(request.request_id)
+        request.ages_at = request.files_at = 0
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
@@ -113,6 +116,7 @@ class KVSpace:
     def computed(self, request: Request, num_tokens: int) -> None:
         if self.prefix is not None:
             self.prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+        request.files_at = sys.maxsize if self.prefix is None else self.prefix.next_end(num_tokens)
 
     def free_blocks(self) -> int:
         return self.tables.arena.room(self.ladder.widest.block_nbytes)
@@ -123,8 +127,16 @@ class KVSpace:
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self.tables.unsettled(request.request_id, request.num_computed_tokens)
 
-    def has_aged(self, request: Request) -> bool:
-        return self.tables.has_aged(request.request_id, request.num_computed_tokens)
+    def aged(self, running: Iterable[Request]) -> list[Request]:
+        if self._num_lifts != self.tables.num_lifts:
+            for request in running:
+                request.ages_at = 0
+            self._num_lifts = self.tables.num_lifts
+        return [r for r in running if r.num_computed_tokens >= r.ages_at and self._has_aged(r)]
+
+    def _has_aged(self, request: Request) -> bool:
+        request.ages_at = self.tables.ages_at(request.request_id)
+        return request.num_computed_tokens >= request.ages_at
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)

@@ -53,6 +53,15 @@ class BlockTable:
         yield from self.blocks
 
 
+@dataclass(slots=True)
+class Journal:
+    """What changed in the tables since the one who keeps a copy of them last looked."""
+
+    blocks: list[Block] = field(default_factory=list)  # made or moved
+    grown: list[str] = field(default_factory=list)  # requests whose tables got blocks
+    opened: bool = False  # whether a request may have another table than before
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Bytes to be rewritten: ``block`` goes from address ``src`` on rung ``old`` to ``dst`` on rung ``new``."""
@@ -72,8 +81,9 @@ class BlockTables:
         self.waves: list[list[Move]] = []
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
         self.num_entries: Counter[int] = Counter()  # the same, each as often as requests hold it
-        self.journal: list[Block] | None = None  # blocks since made or moved, for one who keeps a copy of the tables
+        self.journal: Journal | None = None  # for one who keeps a copy of the tables
         self.num_demotions: Counter[tuple[str, str]] = Counter()
+        self.num_lifts = 0  # times that settled blocks may have become unsettled
         self._tables: dict[str, BlockTable] = {}
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
@@ -154,6 +164,8 @@ class BlockTables:
     def open(self, request_id: str, floor: int, shared: Iterable[Block] = ()) -> None:
         """Begins the table of a request, on ``shared`` blocks (its sink first, if the ladder has sinks)."""
         table = self._tables[request_id] = BlockTable(floor)
+        if self.journal is not None:
+            self.journal.opened = True
         for block in shared:
             block.refs += 1
             block.holders.append(floor)
@@ -177,6 +189,8 @@ class BlockTables:
             table.sink = self._new_block(SINK, table.floor)
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor))
+        if self.journal is not None:
+            self.journal.grown.append(request_id)
         return True
 
     def held(self, request_id: str) -> int:
@@ -240,10 +254,12 @@ class BlockTables:
             if not _is_settled(blocks[index]):
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
 
-    def has_aged(self, request_id: str, num_computed: int) -> bool:
-        """Whether ``unsettled`` gives a block that is old enough to step down."""
-        newest = num_computed - self.ladder.recent - self.ladder.sink
-        return newest >= (self._num_settled(request_id) + 1) * BLOCK_TOKENS
+    def ages_at(self, request_id: str) -> int:
+        """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
+
+        More once blocks are settled; less only when a floor is lifted, which ``num_lifts`` counts.
+        """
+        return self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS + self.ladder.recent
 
     def _num_settled(self, request_id: str) -> int:
         """The blocks of a request before the first unsettled one."""
@@ -320,7 +336,7 @@ class BlockTables:
 
     def _note(self, block: Block) -> None:
         if self.journal is not None:
-            self.journal.append(block)
+            self.journal.blocks.append(block)
 
     def _has_room(self, blocks: int, sinks: int) -> bool:
         extra = Counter({self._sizes[0]: blocks})
@@ -333,6 +349,7 @@ class BlockTables:
         if block.rung == SINK or floor == block.floor:
             return
         block.floor = floor
+        self.num_lifts += 1
         for table in self._tables.values():
             table.num_settled = 0
 

@@ -157,13 +157,13 @@ def decode(runner: Runner, prompts: list[list[int]], number: int, ahead: bool) -
     found: list[list[int]] = [[] for _ in requests]
 
     def take(pending: Any) -> None:
-        for result in pending.wait():
-            index = requests.index(result.item.request)
-            found[index].append(result.token.token_id)
-            requests[index].token_ids.append(result.token.token_id)
+        result = pending.wait()
+        for item, token_id in zip(result.items, result.token_ids, strict=True):
+            found[requests.index(item.request)].append(token_id)
+            item.request.token_ids.append(token_id)
 
     def launch(starts: list[int]) -> Any:
-        items = [ScheduledRequest(r, start, r.num_tokens - start) for r, start in zip(requests, starts, strict=True)]
+        items = [ScheduledRequest.of(r, start, r.num_tokens - start) for r, start in zip(requests, starts, strict=True)]
         for request in requests:
             request.num_tokens += 1  # one is in flight
         return runner.launch(ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1)), rows)

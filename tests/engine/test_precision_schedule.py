@@ -68,10 +68,11 @@ def replay(runner: Runner, prompt: list[int], params: SamplingParams, schedule: 
         blocks = tables[name].blocks
         tables.demote([(block, rung) for block, rung in zip(blocks, rungs, strict=True) if block.rung < rung])
         assert [block.rung for block in blocks] == rungs and not cache.apply_moves()
-        [result] = runner.run(ScheduledBatch([ScheduledRequest(request, start, num_tokens)]), rows)
-        if result.token is not None:
-            found.append(result.token)
-            request.token_ids.append(result.token.token_id)
+        result = runner.run(ScheduledBatch([ScheduledRequest.of(request, start, num_tokens)]), rows)
+        [token_id] = result.token_ids
+        if token_id is not None:
+            found.append(result.special[0])  # with its log-probability
+            request.token_ids.append(token_id)
             request.num_tokens += 1
     return found
 

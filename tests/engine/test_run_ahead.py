@@ -22,13 +22,13 @@ from qkv_engine.submission import Submission
 class LateResults:
     """A step that was computed at once, and whose results nobody sees before ``wait``."""
 
-    def __init__(self, results: list[StepResult], broken: bool):
-        self.results, self.broken = results, broken
+    def __init__(self, result: StepResult, broken: bool):
+        self.result, self.broken = result, broken
 
-    def wait(self) -> list[StepResult]:
+    def wait(self) -> StepResult:
         if self.broken:
             raise RuntimeError("injected")
-        return self.results
+        return self.result
 
 
 class LateRunner:
@@ -46,24 +46,20 @@ class LateRunner:
         }
         if "launch" in places:
             raise RuntimeError("injected")
-        for item in batch.items:
-            row = rows[item.request]
-            assert row.is_plain or not item.samples or row.position == item.end - item.request.num_prompt_tokens
         late = [item for item in batch.items if item.end > len(item.request.token_ids)]
         for item in late:
             assert item.num_tokens == 1
             item.request.token_ids.append(self.last[item.request])
-            rows[item.request].num_in_flight = 0
-        results = self.runner.launch(batch, rows).wait()
+        result = self.runner.launch(batch, rows).wait()
         for item in late:
             item.request.token_ids.pop()
-        for result in results:
-            if result.token is not None:
-                self.last[result.item.request] = result.token.token_id
+        for item, token_id in zip(result.items, result.token_ids, strict=True):
+            if token_id is not None:
+                self.last[item.request] = token_id
         self.num_ahead += len(late)
-        return LateResults(results, "wait" in places)
+        return LateResults(result, "wait" in places)
 
-    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> list[StepResult]:
+    def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         return self.launch(batch, rows).wait()
 
 

@@ -18,7 +18,7 @@ from qkv_engine.kernels.sample import Settings, pack_settings, sample, uniform
 from qkv_engine.kernels.sample.reference import pick, weigh
 from qkv_engine.logprobs import TokenLogprobs, token_logprobs
 from qkv_engine.request import SamplingParams
-from qkv_engine.sampler import Sampler, SampleRow
+from qkv_engine.sampler import SampledToken, Sampler, SampleRow
 
 SAMPLER = Sampler()
 
@@ -43,8 +43,14 @@ def make_row(
     return SampleRow(params, seed, [*prompt, *output], len(prompt), **kwargs)
 
 
+def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+    """All there is of each row's token."""
+    token_ids, special = SAMPLER.launch(logits, rows).wait()
+    return [special.get(i, SampledToken(token_id)) for i, token_id in enumerate(token_ids)]
+
+
 def sample_ids(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    return [sampled.token_id for sampled in SAMPLER.sample(logits, rows)]
+    return [sampled.token_id for sampled in draw(logits, rows)]
 
 
 # ---- the plain sampler
@@ -152,7 +158,7 @@ def test_equals_the_plain_sampler(vocab_size: int) -> None:
         rows = [random_row(rng, vocab_size) for _ in range(rng.randrange(1, 9))]
         logits = random_logits(rng, len(rows), vocab_size)
         before = logits.clone()
-        for i, sampled in enumerate(SAMPLER.sample(logits, rows)):
+        for i, sampled in enumerate(draw(logits, rows)):
             if sampled.error is None:
                 assert sampled.token_id == reference_sample(logits[i], rows[i]), rows[i].params
                 compared += 1
@@ -169,11 +175,11 @@ def test_row_is_independent_of_the_crowd(vocab_size: int) -> None:
     for _ in range(60):
         rows = [random_row(rng, vocab_size) for _ in range(16)]
         logits = random_logits(rng, 16, vocab_size)
-        together = SAMPLER.sample(logits, rows)
+        together = draw(logits, rows)
         order = rng.sample(range(16), 16)
-        shuffled = SAMPLER.sample(logits[order], [rows[i] for i in order])
+        shuffled = draw(logits[order], [rows[i] for i in order])
         for place, i in enumerate(order):
-            alone = SAMPLER.sample(logits[i : i + 1], [rows[i]])[0]
+            alone = draw(logits[i : i + 1], [rows[i]])[0]
             assert alone.token_id == together[i].token_id == shuffled[place].token_id
 
 
@@ -232,24 +238,24 @@ def test_bad_row_fails_alone(poison: float, temperature: float) -> None:
     logits = torch.randn(5, 1024, generator=generator)
     params = SamplingParams(temperature=temperature, top_p=0.9, logprobs=2)
     rows = [make_row(params, seed=i) for i in range(5)]
-    clean = SAMPLER.sample(logits, rows)
+    clean = draw(logits, rows)
     logits[2, 17] = poison
     logits[4] = -math.inf
-    sampled = SAMPLER.sample(logits, rows)
+    sampled = draw(logits, rows)
     for i in (0, 1, 3):
         assert sampled[i] == clean[i]
     for i in (2, 4):
         assert sampled[i].token_id == -1
         assert isinstance(sampled[i].error, RequestError)
         assert "not finite" in str(sampled[i].error)
-    plain = SAMPLER.sample(logits, [make_row(SamplingParams(temperature=0)) for _ in range(5)])
+    plain = draw(logits, [make_row(SamplingParams(temperature=0)) for _ in range(5)])
     assert [s.error is None for s in plain] == [True, True, False, True, False]
 
 
 def test_masking_everything_is_the_requests_error() -> None:
     params = SamplingParams(allowed_token_ids=[3], min_tokens=2)
     bad, good = make_row(params, stop_ids=[3]), make_row(SamplingParams(), seed=1)
-    sampled = SAMPLER.sample(torch.zeros(2, 8), [bad, good])
+    sampled = draw(torch.zeros(2, 8), [bad, good])
     assert "no token is left" in str(sampled[0].error)
     assert sampled[1].error is None
 
@@ -344,13 +350,13 @@ def test_on_the_gpu() -> None:
         rows = [random_row(rng, vocab_size) for _ in range(32)]
         logits = random_logits(rng, 32, vocab_size).cuda()
         logits[5, 7] = math.nan
-        together = SAMPLER.sample(logits, rows)
-        on_cpu = SAMPLER.sample(logits.cpu(), rows)
+        together = draw(logits, rows)
+        on_cpu = draw(logits.cpu(), rows)
         assert "not finite" in str(together[5].error)
         for i, row in enumerate(rows):
             assert (together[i].error is None) == (on_cpu[i].error is None)
             if i != 5:
-                assert SAMPLER.sample(logits[i : i + 1], [row])[0].token_id == together[i].token_id
+                assert draw(logits[i : i + 1], [row])[0].token_id == together[i].token_id
                 assert together[i].token_id == on_cpu[i].token_id
 
 
@@ -375,7 +381,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     rows = [
         make_row(SamplingParams(logprobs=k, temperature=i % 2, logit_bias={9: 50.0}), seed=i) for i, k in enumerate(ks)
     ]
-    for i, sampled in enumerate(SAMPLER.sample(logits, rows)):
+    for i, sampled in enumerate(draw(logits, rows)):
         if ks[i] is None:
             assert sampled.logprobs is None
         else:
@@ -394,7 +400,3 @@ def test_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     logits[20, 3] = math.nan
     with pytest.raises(RequestError, match="not finite"):
         token_logprobs(logits, targets, 4)
-
-
-def test_no_rows() -> None:
-    assert SAMPLER.sample(torch.zeros(0, 5), []) == []

@@ -82,7 +82,7 @@ def test_tokens_are_where_attention_reads_them(sink: int) -> None:
         for name, number in growth.items():
             assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
         cache.apply_moves()
-        items = [ScheduledRequest(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
+        items = [ScheduledRequest.of(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         _write_and_read(cache, ScheduledBatch(items))
         for item in items:
             item.request.num_computed_tokens = item.end

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qkv_engine.submission import Submission
-
 OPEN_END_BLOCKS = 1  # what admission counts for a request without max_tokens, in blocks: little, so that it is wrong
 
 MODULES = {  # in order of their imports
@@ -29,6 +27,7 @@ MODULES = {  # in order of their imports
     "output": "qkv_engine.scheduler.output",
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
+    "submission": "qkv_engine.submission",
     "core": "qkv_engine.core",
 }
 
@@ -94,7 +93,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         modules["space"].KVSpace,
         modules["scheduler"].Scheduler,
         modules["core"].EngineCore,
-        Submission,
+        modules["submission"].Submission,
         modules["pressure"],
         modules["table"],
     )

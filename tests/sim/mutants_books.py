@@ -97,8 +97,8 @@ BOOKS = (
     Patch(
         "a floor outlives who asked for it",
         "table",
-        "        block.floor = floor\n        for table in",
-        "        for table in",
+        "        block.floor = floor\n        self.num_lifts",
+        "        self.num_lifts",
     ),
     Patch(
         "settled blocks are not looked at again when a floor is lifted",

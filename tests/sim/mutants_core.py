@@ -8,8 +8,8 @@ CORE = (
     Patch(
         "recovery does not look for stops",
         "core",
-        "            self._read(completion)\n            if",
-        "            completion.num_read = completion.request.num_output_tokens\n            if",
+        "            reason = completion.read()\n            if",
+        "            reason, completion.num_read = None, completion.request.num_output_tokens\n            if",
     ),
     Patch(
         "recovery forgets where blocks stood",
@@ -38,8 +38,8 @@ CORE = (
     Patch(
         "a refused request is remembered",
         "core",
-        "                request.status = RequestStatus.FINISHED\n                self._close(completion)\n",
-        "                request.status = RequestStatus.FINISHED\n",
+        "                request.status = FINISHED\n                self._close(completion)\n",
+        "                request.status = FINISHED\n",
     ),
     Patch(
         "one failure takes the batch along",
@@ -55,15 +55,15 @@ CORE = (
     ),
     Patch(
         "a request stops a token late",
-        "core",
-        "if completion.num_read >= request.max_tokens else None",
-        "if completion.num_read > request.max_tokens else None",
+        "submission",
+        "            elif self.num_read >= request.max_tokens:\n",
+        "            elif self.num_read > request.max_tokens:\n",
     ),
     Patch(
         "ends of sequence are ignored",
         "core",
-        "        is_eos = token_id in self.eos_ids and not params.ignore_eos\n",
-        "        is_eos = False\n",
+        "        eos_ids = () if params.ignore_eos else self.eos_ids\n",
+        "        eos_ids = ()\n",
     ),
     Patch(
         "recovery keeps steps under way",
@@ -80,7 +80,7 @@ CORE = (
     Patch(
         "an ended request is given another token",
         "core",
-        "            if request.is_finished:\n                continue",
+        "            if request.status is FINISHED:\n                continue",
         "            if False:\n                continue",
     ),
     Patch(

@@ -55,8 +55,8 @@ SCHEDULING = (
     Patch(
         "eager blocks step down during the prompt",
         "pressure",
-        "ready = [r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens]",
-        "ready = list(self.running)",
+        "ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prompt_tokens]",
+        "ready = self.space.aged(self.running)",
     ),
     Patch(
         "quotas protect nobody",
@@ -74,9 +74,8 @@ SCHEDULING = (
     Patch(
         "the budget is not counted down",
         "scheduler",
-        "                items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))\n"
-        "                budget -= num_tokens",
-        "                items.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))",
+        "                budget -= num_tokens\n",
+        "",
     ),
     Patch(
         "a preempted request keeps its blocks",
@@ -126,26 +125,26 @@ SCHEDULING = (
     Patch(
         "one token too many counts as computed",
         "scheduler",
-        "            item.request.num_computed_tokens = item.end\n",
-        "            item.request.num_computed_tokens = min(item.end + 1, item.request.num_tokens)\n",
+        "            request.num_computed_tokens = item.end\n",
+        "            request.num_computed_tokens = min(item.end + 1, request.num_tokens)\n",
     ),
     Patch(
         "a sampled token does not count before it is known",
         "scheduler",
-        "            item.request.num_tokens += item.samples\n",
-        "",
+        "                request.num_tokens += 1\n",
+        "                pass\n",
     ),
     Patch(
         "the last token is followed by another",
         "scheduler",
-        "(request.needs_tokens or request.num_tokens > request.max_num_tokens)",
+        "(request.needs_tokens or target > request.max_num_tokens)",
         "request.needs_tokens",
     ),
     Patch(
         "nobody waits for the host to see a token",
         "scheduler",
-        "(request.needs_tokens or request.num_tokens > request.max_num_tokens)",
-        "request.num_tokens > request.max_num_tokens",
+        "(request.needs_tokens or target > request.max_num_tokens)",
+        "target > request.max_num_tokens",
     ),
     Patch(
         "recovery counts tokens in flight",
@@ -156,13 +155,13 @@ SCHEDULING = (
     Patch(
         "blocks a preempted request had are filed",
         "scheduler",
-        "        if item.end <= item.request.num_computed_tokens:  # it was not preempted meanwhile\n",
+        "        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile\n",
         "        if True:\n",
     ),
     Patch(
         "blocks are filed before their last token is known",
         "scheduler",
-        "self.space.computed(item.request, item.end)",
-        "self.space.computed(item.request, item.request.num_computed_tokens)",
+        "self.space.computed(request, item.end)",
+        "self.space.computed(request, request.num_computed_tokens)",
     ),
 )

@@ -80,12 +80,14 @@ class SimulatedRunner:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids
         found, error = self.simulation.compute(batch)
+        token_ids = [token and token.token_id for _, token in found]
+        special = {i: token for i, (_, token) in enumerate(found) if token is not None and token.error is not None}
         return Later(
-            [StepResult(item, token, None) for item, token in found],
+            StepResult([item for item, _ in found], token_ids, special, {}),
             error,
             told=None if error is None else self.simulation.run_again,
         )
 
-    def run(self, batch: Any, rows: Mapping[Any, Any]) -> list[StepResult]:
-        found: list[StepResult] = self.launch(batch, rows).wait()
+    def run(self, batch: Any, rows: Mapping[Any, Any]) -> StepResult:
+        found: StepResult = self.launch(batch, rows).wait()
         return found

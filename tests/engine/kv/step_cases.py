@@ -34,7 +34,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     for growth in ({"a": 300, "b": 5}, {"b": 1, "a": 130}, {"a": 1, "b": 1, "c": 40}):
         for name, number in growth.items():
             assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
-        items = [ScheduledRequest(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
+        items = [ScheduledRequest.of(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
         cache.apply_moves()
         worst = max(worst, step(cache, triton, batch, head_dim))

@@ -84,7 +84,7 @@ class Bench:
         for name, number in growth.items():
             assert self.cache.tables.reserve(name, self.requests[name].num_computed_tokens + number)
         items = [
-            ScheduledRequest(self.requests[name], self.requests[name].num_computed_tokens, number)
+            ScheduledRequest.of(self.requests[name], self.requests[name].num_computed_tokens, number)
             for name, number in sorted(growth.items(), key=lambda item: item[1] > 1)
         ]
         assert not self.cache.apply_moves()

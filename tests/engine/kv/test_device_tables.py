@@ -19,9 +19,9 @@ from .test_table import TablesMachine
 SPLIT, ROWS = 2, 4
 
 
-def send(copy: DeviceTables, tables: BlockTables, names: list[str]) -> list[int]:
-    """What a step does: the changes go to the device with its input."""
-    rows = copy.follow(tables, names)
+def send(copy: DeviceTables, tables: BlockTables, names: list[str], had: list[int] | None = None) -> list[int]:
+    """What a step does: the changes go to the device with its input. ``had`` are the rows of the step before."""
+    rows = had if had is not None and copy.keep_up(tables) else copy.follow(tables, names)
     step_input = copy.step_input([7] * len(names), [0] * len(names), rows)
     assert step_input[HEADER : HEADER + len(names)].tolist() == [7] * len(names)
     update(copy.block_words, step_input, len(names))
@@ -52,12 +52,21 @@ class CopyMachine(TablesMachine):
     def __init__(self) -> None:
         super().__init__()
         self.copy = DeviceTables(self.tables, ROWS, 32 + 6 * BLOCK, torch.device("cpu"))
+        self.rows: dict[str, int] = {}  # of the step before
 
     @precondition(lambda self: 0 < len(self.tokens) <= ROWS)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         names = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True, min_size=1))
-        check(self.copy, self.tables, names, send(self.copy, self.tables, names))
+        self.rows = dict(zip(names, send(self.copy, self.tables, names), strict=True))
+        check(self.copy, self.tables, names, list(self.rows.values()))
+
+    @precondition(lambda self: self.rows and self.rows.keys() <= self.tokens.keys())
+    @rule()
+    def step_on(self) -> None:
+        """The same requests once more, whose rows are still known if nobody's table was opened."""
+        names = list(self.rows)
+        check(self.copy, self.tables, names, send(self.copy, self.tables, names, list(self.rows.values())))
 
     @rule()
     def lose_an_input(self) -> None:

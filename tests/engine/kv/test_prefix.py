@@ -111,3 +111,12 @@ def test_a_recomputed_request_files_its_new_blocks():
     space.prefix.clear()
     table = filed(space, "a", [1] * 2 * BLOCK)
     assert space.prefix.lookup([1] * 300, "", 0, 299) == table.blocks
+
+
+def test_the_next_block_is_full_at_its_end_and_not_before():
+    for ladder in (DENSE, SINK):
+        prefix = make_space(4, ladder, prefix=True).prefix
+        for num_tokens in range(3 * BLOCK):
+            end = prefix.next_end(num_tokens)
+            pieces = [prefix._num_pieces(n) for n in (num_tokens, end - 1, end)]
+            assert num_tokens < end and pieces == [pieces[0], pieces[0], pieces[0] + 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from qkv_engine.errors import RequestError
@@ -112,3 +114,30 @@ def test_quotas_bound_a_tenant_but_never_its_only_request():
     assert space.within_quota(make_request("d", 3 * BLOCK, max_tokens=1, tenant="other"), [one])
     assert space.over_quota(81) and not space.over_quota(80)
     assert not make_space(10, DENSE).over_quota(2**62)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aged_are_those_with_a_block_past_the_window_at_every_token(seed: int):
+    """Requests that share a block and step down now and then; one leaves, so that the others' may go further down."""
+    rng, floors = random.Random(seed), {"a": "int4", "b": "int4", "c": "int8"}
+    space = make_space(64, TinyLadder(LADDER.rungs, sink=4 * (seed % 2), recent=50, sink_nbytes=16))
+    running = [make_request(name, BLOCK, kv_floor=floor) for name, floor in floors.items()]
+    space.open(running[0])
+    assert space.reserve(running[0], BLOCK)
+    for request in running[1:]:
+        space.tables.open(request.request_id, space.floor(request), space.tables["a"])
+    found = 0
+    for step in range(3 * BLOCK):
+        for request in running:
+            request.num_computed_tokens += rng.randint(0, 2)
+            assert space.reserve(request, request.num_computed_tokens)
+        old = {r: [block for block, age in space.unsettled(r) if age >= 0] for r in running}
+        expected = [request for request in running if old[request]]
+        assert space.aged(running) == expected
+        found += len(expected)
+        if expected and rng.random() < 0.1:
+            block = old[expected[-1]][0]
+            assert space.demote([(block, block.rung + 1)])
+        if step == 2 * BLOCK:
+            space.release(running.pop())
+    assert found > 20 and space.tables.num_lifts

@@ -1,0 +1,134 @@
+"""Steps that go on with the same requests: what they do not find out again is what they would have found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkv_engine.cohort import Cohort
+from qkv_engine.gpu_steps import GpuSteps
+from qkv_engine.host_copy import HostCopy
+from qkv_engine.kernels.block_tables import Placed, place, update
+from qkv_engine.kv.step_triton import TritonPlanner
+from qkv_engine.request import Request, SamplingParams
+from qkv_engine.sampler import SampleRow
+from qkv_engine.scheduler import ScheduledRequest
+from qkv_engine.submission import Submission
+
+from .kv.test_device_tables import check
+from .test_run_ahead import begin, make_load, play, seen
+
+ROW_NBYTES = 4
+
+
+def requests_of(number: int, **params: Any) -> list[Request]:
+    return [Request(f"r{i}", [1, 2, 3], SamplingParams(temperature=0.0, **params), 9) for i in range(number)]
+
+
+def step(requests: list[Request], start: int, num_tokens: int = 1) -> list[ScheduledRequest]:
+    """Items as the scheduler makes them: what they sample counts as a token from here on."""
+    items = [ScheduledRequest.of(request, start, num_tokens) for request in requests]
+    for item in items:
+        item.request.num_tokens += item.samples
+    return items
+
+
+def cohort_of(items: list[ScheduledRequest]) -> Cohort:
+    return Cohort(items, {i.request: SampleRow(i.request.params, 0, i.request.token_ids, 3) for i in items})
+
+
+def test_a_cohort_goes_on_with_the_next_tokens_of_the_same_requests_alone():
+    requests = requests_of(3)
+    cohort = cohort_of(step(requests, 2))
+    assert cohort.is_decode and cohort.is_plain and cohort.sampling == [0, 1, 2]
+    assert cohort.goes_on(step(requests, 3)) and cohort.goes_on(step(requests, 4))
+    again = [ScheduledRequest(request, 4, 1, 5, True) for request in requests]
+    assert not cohort.goes_on(again)  # the same tokens once more
+    assert not cohort.goes_on(step(requests, 6))  # one was left out
+    assert not cohort.goes_on(step(requests[:2], 5)) and not cohort.goes_on(step(requests[::-1], 5))
+    assert not cohort_of(step(requests, 0, 2)).goes_on(step(requests, 2))  # they were chunks
+    quiet = requests_of(2)
+    assert not cohort_of(step(quiet, 1)).goes_on(step(quiet, 2))  # nothing was sampled
+    asking = requests_of(2, prompt_logprobs=1)
+    assert not cohort_of(step(asking, 1)).is_decode and cohort_of(step(asking, 2)).is_decode
+
+
+def test_rows_are_told_how_many_tokens_are_in_flight():
+    [request] = requests_of(1, logprobs=1)
+    items = step([request], 2)
+    cohort = cohort_of(items)
+    cohort.note_positions(items)
+    assert cohort.states[0].position == 0 and not cohort.is_plain
+    items = step([request], 3)
+    assert cohort.goes_on(items)
+    cohort.note_positions(items)
+    assert (cohort.states[0].num_in_flight, cohort.states[0].position) == (1, 1)
+    request.token_ids.append(7)
+    cohort.note_positions(items)
+    assert (cohort.states[0].num_in_flight, cohort.states[0].position) == (0, 1)
+
+
+class NextToken:
+    """A model whose likeliest token follows from the one before and its position."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, batch: object) -> Tensor:
+        size = self.vocab_size
+        return torch.nn.functional.one_hot((input_ids * 31 + positions * 7) % size, size).float()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return 8 * hidden
+
+
+def begin_step(planner: TritonPlanner, step_input: Tensor, num_tokens: int, *args: Any) -> tuple[Placed, None]:
+    """The device's part without attention; its tables are the books'."""
+    copy = planner.tables
+    update(copy.block_words, step_input, num_tokens)
+    placed = place(copy.block_words, step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
+    names = {row.index: name for name, row in copy._rows.items()}
+    rows = sorted(set(placed.rows[placed.lengths > 0].tolist()))
+    check(copy, copy._tables, [names[row] for row in rows], rows)
+    return placed, None
+
+
+def answers(memory: str) -> list[list[Any]]:
+    """Of requests of all kinds that join, leave and are preempted, by the GPU's steps on the CPU."""
+    started = begin("auto", memory)
+    core, runner = started.core, started.core.runner
+    runner.model, core.runs_ahead = NextToken(runner.model.config.vocab_size), True
+    runner._gpu = GpuSteps(runner.model, runner.cache, 16, 600, cuda_graphs=False)
+    load = make_load(started, 1, 30)
+    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    load += [Submission(f"long{i}", None, [7 + i] * (40 + i), params, 300, 0, [], i == 1) for i in range(3)]
+    outputs = play(core, load, {20: "r3", 50: "r7"})
+    assert (core.scheduler.num_preemptions > 0) == (memory == "6MiB")
+    assert not any(output.error for output in outputs)
+    for output in outputs[-3:]:
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        prompt, size = len(output.prompt_token_ids), runner.model.vocab_size
+        assert tokens[prompt:] == [(tokens[i] * 31 + i * 7) % size for i in range(prompt - 1, len(tokens) - 1)]
+    return [seen(output) for output in outputs]
+
+
+@pytest.mark.parametrize("memory", ["64MiB", "6MiB"])
+def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
+    monkeypatch.setattr(TritonPlanner, "begin", begin_step)
+    # The next step overwrites what is on the device.
+    monkeypatch.setattr("qkv_engine.sampler.HostCopy", lambda source: HostCopy(source.clone()))
+    goes_on, found = Cohort.goes_on, list[bool]()
+
+    def noted(cohort: Cohort, items: list[ScheduledRequest]) -> bool:
+        found.append(goes_on(cohort, items))
+        return found[-1]
+
+    monkeypatch.setattr(Cohort, "goes_on", noted)
+    mine = answers(memory)
+    assert sum(found) > 100
+    monkeypatch.setattr(Cohort, "goes_on", lambda *args: False)
+    assert mine == answers(memory)
