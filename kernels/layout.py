@@ -5,8 +5,9 @@ A block is one contiguous slot: layer after layer, the K side of the layer's pag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -100,7 +101,16 @@ class BlockLayout:
     def nbytes(self) -> int:
         return sum(side.nbytes for side in self.sides)
 
-    def pairs(self, target: BlockLayout) -> dict[tuple[Side, Side], list[tuple[int, int]]]:
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.sides)
+
+    def __hash__(self) -> int:
+        """Worked out once: layouts have two sides a layer, and are looked up in most steps."""
+        return self._hash
+
+    @lru_cache  # noqa: B019 - an engine has few layouts, for life
+    def pairs(self, target: BlockLayout) -> Mapping[tuple[Side, Side], list[tuple[int, int]]]:
         """The distinct (side here, side there) pairs and, for each, the offsets (here, there) where it occurs."""
         found: dict[tuple[Side, Side], list[tuple[int, int]]] = {}
         sides = zip(self.sides, target.sides, self.offsets, target.offsets, strict=True)

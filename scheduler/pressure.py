@@ -195,7 +195,8 @@ class Pressure:
         """The ``number`` coldest blocks go down one rung; returns how many did."""
         # With quotas, who is over one changes with every block.
         if self._coldest is None or self._payer != tenant or self._has_quota:
-            self._coldest, self._payer = self._eligible(self._ranks(tenant)), tenant
+            ranks, aged = self._ranks(tenant), self.space.aged(self.running)
+            self._coldest, self._payer = self._eligible({r: ranks[r] for r in aged if r in ranks}), tenant
             heapify(self._coldest)
         chosen = [heappop(self._coldest) for _ in range(min(number, len(self._coldest)))]
         for candidate in chosen:

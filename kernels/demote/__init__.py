@@ -18,7 +18,7 @@ def demote(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target
     Errors:  ValueError if a side would widen, go to or from 3 bits, or change its axis or group
     Source:  PM-KVQ (arXiv 2505.18610), equivalent right shift on (min, range) metadata
     """
-    for old, new in zip(source.sides, target.sides, strict=True):
+    for old, new in source.pairs(target):
         if isinstance(old, UniformSide):
             check_step(old, new)
     if memory.is_cuda:

@@ -19,7 +19,7 @@ def seal(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: 
     Errors:  ValueError if a dense side changes its dtype
     Source:  KIVI (arXiv 2402.02750) with (min, range) metadata; see ``quantize`` for the arithmetic
     """
-    for old, new in zip(source.sides, target.sides, strict=True):
+    for old, new in source.pairs(target):
         if type(old) is type(new) and getattr(old, "dtype", None) != getattr(new, "dtype", None):
             raise ValueError(f"a dense side keeps its dtype: {old} -> {new}")
     if memory.is_cuda:

@@ -73,7 +73,8 @@ def triton_step(planner: TritonPlanner, batch: ScheduledBatch, cache: KVCache, n
     chunks = None
     if late:
         chunks = planner.chunks(rows[num_decodes:], [item.start for item in late], [item.num_tokens for item in late])
-    return planner.begin(step_input, len(positions), num_decodes, planner.cut(num_decodes), chunks)[1]
+    cut = planner.cut(num_decodes, positions[:num_decodes])
+    return planner.begin(step_input, len(positions), num_decodes, cut, chunks)[1]
 
 
 if __name__ == "__main__":
