@@ -185,14 +185,15 @@ class EngineCore:
 
     def _accept(self, result: StepResult, now: float, changed: dict[str, Submission]) -> None:
         """Takes over what each request was given; notes in ``changed`` what its reader may want to know."""
+        special = result.special
         for index, (item, token_id) in enumerate(zip(result.items, result.token_ids, strict=True)):
             request = item.request
             if request.status is FINISHED:
                 continue  # it ended while the step ran
             submission, completion = self._owners[request]
             try:
-                if index in result.special:
-                    self._accept_special(completion, result.special[index])
+                if special and index in special:
+                    self._accept_special(completion, special[index])
                 self.scheduler.computed(item)
                 if item.start < request.num_prompt_tokens:
                     self._accept_prompt(submission, completion, item, result.prompt_logprobs.get(index))
@@ -227,7 +228,7 @@ class EngineCore:
         # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(completion.request, token_id)
         self.counters.generation_tokens += 1
-        reason = completion.read()
+        reason = completion.read_token(token_id)
         if reason is not None:
             self._finish(completion, reason)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import input_nwords
-from qkv_engine.kernels.copies import pinned, to_device
+from qkv_engine.kernels.copies import PinnedRing, to_device
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
@@ -59,6 +59,7 @@ class GpuSteps:
         self._graphs = Graphs(device) if cuda_graphs else None
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
+        self._pinned = PinnedRing(len(self._input), device)
         self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
@@ -97,7 +98,7 @@ class GpuSteps:
         positions = [item.start for item in items]
         rows = self._step_rows + [self.tables.spare_row] * padding
         step_input = self.tables.step_input(ids + [0] * padding, positions + [-1] * padding, rows)
-        self._input[: len(step_input)].copy_(pinned(step_input, self.device), non_blocking=True)
+        self._pinned.copy(step_input, self._input)
         shape = DecodeShape(batch, self._planner.cut(batch, positions), keep_logits)
         if self._graphs is None:
             self._decode(shape)

@@ -41,21 +41,25 @@ class Completion:
     kv: KVUsage = field(default_factory=KVUsage)
 
     def read(self) -> FinishReason | None:
-        """Turns tokens that were not read yet into text; returns why the request ends at the last one, if it does."""
-        request, reason = self.request, None
-        for token_id in request.token_ids[request.num_prompt_tokens + self.num_read :]:
-            if self.logprobs is not None:
-                logprob = self.logprobs[self.num_read][token_id].logprob
-                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
-            self.num_read += 1
-            is_end = token_id in self.ends and self.num_read >= request.params.min_tokens
-            stopped = None if self.detokenizer is None else self._push(self.detokenizer, token_id, is_end)
-            if is_end or stopped is not None:
-                request.stop_reason = self.ends[token_id] if is_end else stopped
-                reason = FinishReason.STOP
-            elif self.num_read >= request.max_tokens:
-                reason = FinishReason.LENGTH
+        """Turns all tokens into text, of which none was read; returns why the request ends at the last, if it does."""
+        reason = None
+        for token_id in self.request.output_token_ids:
+            reason = self.read_token(token_id)
         return reason
+
+    def read_token(self, token_id: int) -> FinishReason | None:
+        """Turns the next token into text; returns why the request ends with it, if it does."""
+        request = self.request
+        if self.logprobs is not None:
+            logprob = self.logprobs[self.num_read][token_id].logprob
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
+        self.num_read += 1
+        is_end = token_id in self.ends and self.num_read >= request.params.min_tokens
+        stopped = None if self.detokenizer is None else self._push(self.detokenizer, token_id, is_end)
+        if is_end or stopped is not None:
+            request.stop_reason = self.ends[token_id] if is_end else stopped
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_read >= request.max_tokens else None
 
     def _push(self, detokenizer: Detokenizer, token_id: int, is_end: bool) -> str | None:
         """Adds the text of a token; returns the stop string that it completes."""

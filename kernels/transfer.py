@@ -20,7 +20,7 @@ def transfer(memory: Tensor, src: list[int], dst: list[int], source: BlockLayout
     if source == target:
         copy(memory, src, dst, source.nbytes)
         return None
-    from_, to = (to_device(torch.tensor(addresses, dtype=torch.int64), memory.device) for addresses in (src, dst))
+    from_, to = to_device(torch.tensor([src, dst], dtype=torch.int64), memory.device)
     finite = None
     if any(isinstance(side, DenseSide) for side in source.sides):
         finite = seal(memory, from_, to, source, target)

@@ -144,18 +144,18 @@ def seal_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, t
             dense = old
             kind = kinds.setdefault(_kind(new), len(kinds))
             rows += [(kind, *offsets) for offsets in members]
-    finite = torch.ones(len(src), dtype=torch.int8, device=memory.device)
+    finite = torch.ones(len(src), dtype=torch.bool, device=memory.device)
     if dense is None or len(src) == 0:
-        return finite.bool()
+        return finite
     sides = device_table(tuple(rows), memory.device)
     tile_d = triton.next_power_of_2(dense.head_dim)
     grid = (len(src) * len(rows) * dense.num_kv_heads,)
     seal_kernel[grid](
-        memory, src, dst, sides, finite, len(rows), dense.num_kv_heads,
+        memory, src, dst, sides, finite.view(torch.int8), len(rows), dense.num_kv_heads,
         KINDS=tuple(kinds), DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
         num_warps=8 if tile_d <= 128 else 16, enable_fp_fusion=False,
     )  # fmt: skip
-    return finite.bool()
+    return finite
 
 
 def _kind(side: Side) -> tuple[int, ...]:
