@@ -14,7 +14,8 @@ MIN_ITEMS = 3  # of a request, where it has so many blocks: lengths differ, and 
 SHORT_ITEM = 4  # blocks, on average: the sinks and open blocks beside sealed ones
 RESIDENT = {True: 5, False: 8}  # programs that a multiprocessor holds: on dense pages, which fetch more ahead, or codes
 LAST_SHARE = 5  # one request in so many is among the last
-GRADED_ROUNDS = {True: 1.38, False: 2.4}  # full items for each place on the GPU, from which on the last ones are finer
+LEAST_REQUESTS = 40  # of few, a fifth is too coarse a part
+GRADED_ROUNDS = {True: 1.3, False: 2.4}  # full items for each place on the GPU, from which on the last ones are finer
 STAY = 0.95  # of these, once they are: another size is another graph
 
 # In units of the time that a block takes in a full launch.
@@ -61,7 +62,7 @@ def choose_item_blocks(
         return (blocks / num_items + START) * time + MERGE * num_items
 
     least = GRADED_ROUNDS[are_dense] * (STAY if in_use.last < in_use.first else 1)
-    if rounds(max(1, blocks / GRADED.first)) >= least:
+    if num_requests >= LEAST_REQUESTS and rounds(max(1, blocks / GRADED.first)) >= least:
         return GRADED if blocks >= SHORT_REQUEST else GRADED_SHORT
     sizes = [n for n in EQUAL_BLOCKS if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS]
     best = min(sizes, key=cost)
