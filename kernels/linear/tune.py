@@ -19,6 +19,7 @@ from .cublaslt import Product, cublaslt
 logger = logging.getLogger("qkv_engine")
 
 NEARBY = (8, -8, 16, -16, 24, -24)  # rows more or less, whose kernels are tried too: the heuristic names but eight
+LEAST_ROWS = 48  # below, all that is proposed reads weights as fast as it can
 MAX_WEIGHTS = 12  # read one after the other, so that none is in the cache when its turn comes again
 FIRST_RUNS, FINALISTS = 4, 6
 ROUNDS = 2  # of the finals, of which the faster counts
@@ -32,16 +33,16 @@ Run = Callable[[Tensor, Tensor], Tensor]
 def fastest_product(weights: Sequence[Tensor], num_rows: int) -> Product | None:
     """The kernel for x [``num_rows``, I] @ weight.T with any of ``weights`` [O, I].
 
-    ``None`` if ``F.linear`` is as fast, or the library is not to be had. Takes some ten milliseconds of the device. Its
-    results equal those of ``F.linear`` in every bit.
+    ``None`` if ``F.linear`` is as fast, rows are few, or the library is not to be had. Takes the device 20 to 150 ms.
+    Its results equal those of ``F.linear`` in every bit.
     """
     first = weights[0]
     library = cublaslt(first.device, first.dtype)
-    if library is None or first.shape[1] % 8:
+    if library is None or num_rows < LEAST_ROWS or first.shape[1] % 8:
         return None
     generator = torch.Generator(first.device).manual_seed(0)
     x = torch.randn(num_rows, first.shape[1], generator=generator, dtype=first.dtype, device=first.device)
-    nearby = tuple(num_rows + d for d in NEARBY if num_rows + d > 0)
+    nearby = tuple(num_rows + more for more in NEARBY)
     weights = weights[:MAX_WEIGHTS]
 
     def seconds(run: Run, number: int) -> float:
