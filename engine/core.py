@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
-from .detokenizer import Detokenizer
-from .errors import QKVError, RequestError
+from .errors import QKVError, RequestError, as_request_error
 from .kv.cache import PendingMoves
 from .kv.space import KVSpace
 from .kv.table import Block
@@ -27,6 +26,7 @@ from .runner import Pending, Runner, StepResult
 from .sampler import SampledToken, SampleRow
 from .submission import Completion, Submission
 from .tokenizer import Tokenizer
+from .unread import Unread
 
 logger = logging.getLogger("qkv_engine")
 
@@ -81,6 +81,7 @@ class EngineCore:
         self._rows: dict[Request, SampleRow] = {}
         self._in_flight: deque[Launched] = deque()
         self._suspects: set[Request] = set()  # were there when a step broke off
+        self._unread = Unread()  # for the steps of the last cohort
 
     @property
     def space(self) -> KVSpace:
@@ -103,13 +104,14 @@ class EngineCore:
             self._begin(submission)
         except Exception as error:
             self.counters.num_refused += 1
-            self._fail_submission(submission, _as_request_error(error))
+            self._fail_submission(submission, as_request_error(error))
 
     def abort(self, request_id: str) -> None:
         """Ends a submission wherever it stands; an id that is not live is ignored."""
         submission = self.live.get(request_id)
         if submission is None:
             return
+        self._catch_up()
         for completion in submission.completions:
             if not completion.request.is_finished:
                 self._finish(completion, FinishReason.ABORT)
@@ -179,9 +181,30 @@ class EngineCore:
     def _accept_all(self, results: list[StepResult]) -> None:
         now, changed = time.monotonic(), dict[str, Submission]()
         for result in results:
-            self._accept(result, now, changed)
+            if not self._take(result, now):
+                self._catch_up()
+                self._accept(result, now, changed)
         for submission in changed.values():
             self._report(submission)
+
+    def _take(self, result: StepResult, now: float) -> bool:
+        """Accepts a step whose tokens need not be read yet; ``False`` if it is not one."""
+        if self._unread.cohort is not result.cohort:
+            self._catch_up()
+            self._unread = Unread(result.cohort)
+        self._unread.prepare(result, self._owners)
+        if not self._unread.take(result, now, self.scheduler):
+            return False
+        self.counters.generation_tokens += len(result.items)
+        self._fail(self._unread.read_some())
+        return True
+
+    def _catch_up(self) -> None:
+        """Reads what was not read yet: from here on requests may end, and their tokens be read one by one."""
+        if not self._unread.is_empty:
+            failed = self._unread.read_all()
+            self._unread = Unread()
+            self._fail(failed)
 
     def _accept(self, result: StepResult, now: float, changed: dict[str, Submission]) -> None:
         """Takes over what each request was given; notes in ``changed`` what its reader may want to know."""
@@ -200,8 +223,7 @@ class EngineCore:
                 if token_id is not None:
                     self._accept_token(submission, completion, token_id, now)
             except Exception as error:
-                logger.warning("request %s failed", submission.request_id, exc_info=error)
-                self._fail_submission(submission, _as_request_error(error))
+                self._fail({submission: error})
             if submission.incremental or request.status is FINISHED:
                 changed[submission.request_id] = submission
 
@@ -219,12 +241,7 @@ class EngineCore:
             self._add_prompt_logprobs(submission, item.start, found)
 
     def _accept_token(self, submission: Submission, completion: Completion, token_id: int, now: float) -> None:
-        metrics = submission.metrics
-        if completion.index == 0:
-            metrics.token_times.append(now)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        metrics.last_token_time = now
+        submission.note_times(completion.index, (now,))
         # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(completion.request, token_id)
         self.counters.generation_tokens += 1
@@ -235,11 +252,13 @@ class EngineCore:
     def recover(self) -> None:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
 
-        Needs nothing but the live requests and their tokens, and may itself be interrupted and called again.
+        Needs nothing but the live requests, their tokens and times, and may itself be interrupted and called again.
         """
         for submission in self.live.values():
             for completion in submission.completions:
                 self._note_usage(completion)
+        self._unread.note_times()
+        self._unread = Unread()
         self._in_flight.clear()
         self.runner.cache.reset()
         self.scheduler.recover(self.make_space())
@@ -248,7 +267,7 @@ class EngineCore:
             try:
                 self._restore(submission)
             except Exception as error:
-                self._fail_submission(submission, _as_request_error(error))
+                self._fail_submission(submission, as_request_error(error))
 
     def _restore(self, submission: Submission) -> None:
         """Makes anew what follows from a submission's tokens; one that was about to end does so."""
@@ -274,7 +293,7 @@ class EngineCore:
         self.space.distrust(bad)
         error = RequestError("the KV cache holds values that are not finite", remedy="Try another dtype")
         for request in list(self.scheduler.running):
-            if not bad.isdisjoint(self.space.tables[request.request_id]):
+            if not (request.is_finished or bad.isdisjoint(self.space.tables[request.request_id])):
                 self._fail_submission(self._owners[request][0], error)
 
     def _run(self, batch: ScheduledBatch) -> list[StepResult]:
@@ -292,10 +311,14 @@ class EngineCore:
             first, second = batch.halves()
             return self._run(first) + self._run(second)
         for item in batch.items:
-            submission, _ = self._owners[item.request]
-            logger.warning("request %s failed", submission.request_id, exc_info=error)
-            self._fail_submission(submission, _as_request_error(error))
+            self._fail({self._owners[item.request][0]: error})
         return []
+
+    def _fail(self, failed: Mapping[Submission, Exception]) -> None:
+        """Ends submissions that failed while they ran."""
+        for submission, error in failed.items():
+            logger.warning("request %s failed", submission.request_id, exc_info=error)
+            self._fail_submission(submission, as_request_error(error))
 
     def _finish(self, completion: Completion, reason: FinishReason, error: QKVError | None = None) -> None:
         self._note_usage(completion)
@@ -316,6 +339,7 @@ class EngineCore:
             completion.text += completion.detokenizer.finish()
 
     def _fail_submission(self, submission: Submission, error: QKVError) -> None:
+        self._catch_up()
         submission.error = error
         began = False
         for completion in submission.completions:
@@ -355,7 +379,7 @@ class EngineCore:
     def _enter(self, submission: Submission, completion: Completion) -> None:
         """Files a completion, with nothing of its tokens read."""
         request = completion.request
-        completion.detokenizer = self._detokenizer(submission)
+        completion.detokenizer = submission.detokenizer(self.tokenizer)
         completion.num_read, completion.text, completion.cumulative_logprob = 0, "", None
         completion.ends = self._ends(request.params)
         if completion.logprobs is not None:
@@ -380,19 +404,6 @@ class EngineCore:
         eos_ids = () if params.ignore_eos else self.eos_ids
         return {token_id: token_id for token_id in params.stop_token_ids or ()} | dict.fromkeys(eos_ids)
 
-    def _detokenizer(self, submission: Submission) -> Detokenizer | None:
-        params = submission.params
-        if self.tokenizer is None or not params.detokenize:
-            return None
-        return Detokenizer(
-            self.tokenizer,
-            stop=params.stop_strings,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            prompt_ids=submission.prompt_token_ids,
-        )
-
     def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
         """Files what a chunk gave; after a preemption the same positions come again and are not filed twice."""
         assert submission.prompt_logprobs is not None
@@ -406,9 +417,3 @@ class EngineCore:
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
-
-
-def _as_request_error(error: Exception) -> QKVError:
-    if isinstance(error, QKVError):
-        return error
-    return RequestError(f"the request failed while running: {type(error).__name__}: {error}")

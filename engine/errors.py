@@ -35,6 +35,13 @@ class EngineDeadError(QKVError, RuntimeError):
     """The engine was closed or its device was lost; nothing more can run on it."""
 
 
+def as_request_error(error: Exception) -> QKVError:
+    """What the reader of a request is told that failed with ``error``."""
+    if isinstance(error, QKVError):
+        return error
+    return RequestError(f"the request failed while running: {type(error).__name__}: {error}")
+
+
 def _short(value: object, limit: int = 80) -> str:
     """``repr`` cut to ``limit`` characters, so that a hostile value cannot flood a log."""
     text = repr(value)

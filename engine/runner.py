@@ -38,13 +38,15 @@ class StepResult(NamedTuple):
     """What a step gave: for each item a token, if it reached the end of what is known.
 
     Of few items there is more, by their index: all of a token that has log-probabilities or is an error, and
-    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``.
+    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``. ``cohort`` is that of the items where
+    each goes on from the token that the cohort's step before sampled: what is known of the one is known of the other.
     """
 
     items: Sequence[ScheduledRequest]
     token_ids: Sequence[int | None]
     special: Mapping[int, SampledToken]
     prompt_logprobs: Mapping[int, list[TokenLogprobs]]
+    cohort: Cohort | None = None
 
 
 class Pending:
@@ -56,9 +58,11 @@ class Pending:
         tokens: PendingTokens | None,
         places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
+        cohort: Cohort | None,
     ):
         """``places`` says of each item which of ``tokens`` is its; ``None``: they are in order."""
-        self._items, self._tokens, self._places, self._prompt_logprobs = items, tokens, places, prompt_logprobs
+        self._items, self._tokens, self._places = items, tokens, places
+        self._prompt_logprobs, self._cohort = prompt_logprobs, cohort
 
     def wait(self) -> StepResult:
         """Blocks until the step's tokens are on the host.
@@ -68,7 +72,7 @@ class Pending:
         items, places, prompt = self._items, self._places, self._prompt_logprobs
         token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
         if places is None:
-            return StepResult(items, token_ids[: len(items)], special, prompt)
+            return StepResult(items, token_ids[: len(items)], special, prompt, self._cohort)
         found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
         return StepResult(items, [None if place is None else token_ids[place] for place in places], found, prompt)
 
@@ -135,6 +139,7 @@ class Runner:
             tokens,
             _places(items, cohort.sampling, range(len(cohort.sampling))),
             self._prompt_logprobs(hidden, items),
+            cohort if goes_on else None,
         )
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
@@ -150,16 +155,16 @@ class Runner:
     def _launch_decode(self, gpu: GpuSteps, items: list[ScheduledRequest], cohort: Cohort, goes_on: bool) -> Pending:
         """A step of single tokens alone, of which the device takes the likeliest itself."""
         decoded = gpu.decode(items, keep_logits=not cohort.is_plain, goes_on=goes_on)
-        sampling = cohort.sampling
+        sampling, lasting = cohort.sampling, cohort if goes_on else None
         if cohort.is_plain:
-            return Pending(items, PendingTokens(decoded.sampled), _places(items, sampling, sampling), {})
+            return Pending(items, PendingTokens(decoded.sampled), _places(items, sampling, sampling), {}, lasting)
         logits = decoded.logits
         assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
         tokens = self.sampler.launch(logits, cohort.states)
         gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {})
+        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {}, lasting)
 
     def _sample(self, hidden: Tensor, items: list[ScheduledRequest], cohort: Cohort) -> PendingTokens | None:
         if not cohort.sampling:

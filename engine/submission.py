@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
@@ -21,6 +21,7 @@ from .request import (
     SamplingParams,
 )
 from .stream import OutputStream
+from .tokenizer import Tokenizer
 
 NO_USAGE = KVUsage()  # of a request that has not ended
 
@@ -60,6 +61,13 @@ class Completion:
             request.stop_reason = self.ends[token_id] if is_end else stopped
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_read >= request.max_tokens else None
+
+    def read_on(self) -> None:
+        """Turns all unread tokens into text, of which it is known that none ends the request."""
+        token_ids = self.request.token_ids[self.request.num_prompt_tokens + self.num_read :]
+        self.num_read += len(token_ids)
+        if self.detokenizer is not None:
+            self.text += "".join([self.detokenizer.push(token_id) for token_id in token_ids])
 
     def _push(self, detokenizer: Detokenizer, token_id: int, is_end: bool) -> str | None:
         """Adds the text of a token; returns the stop string that it completes."""
@@ -107,6 +115,34 @@ class Submission:
             if completion.request.status is not FINISHED:
                 return False
         return bool(self.completions)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each token has to be read at once: for its reader, stop strings or its log-probabilities."""
+        return self.incremental or bool(self.params.stop) or self.params.logprobs is not None
+
+    def note_times(self, index: int, times: Sequence[float]) -> None:
+        """The next tokens of completion ``index``, at least one, came at ``times``."""
+        metrics = self.metrics
+        if index == 0:
+            metrics.token_times.extend(times)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = times[0]
+        metrics.last_token_time = times[-1]
+
+    def detokenizer(self, tokenizer: Tokenizer | None) -> Detokenizer | None:
+        """A new one for a completion, if it is to be text."""
+        params = self.params
+        if tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            tokenizer,
+            stop=params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            prompt_ids=self.prompt_token_ids,
+        )
 
     def make_completions(self) -> None:
         """Makes those of the ``n`` completions that do not exist yet."""

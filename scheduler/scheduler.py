@@ -6,6 +6,7 @@ One rule gives chunked prefill, mixed batches and recompute after a preemption. 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import count
 
 from qkv_engine.errors import CapacityError, QKVError, RequestError
@@ -97,6 +98,11 @@ class Scheduler:
     def append_token(self, request: Request, token_id: int) -> None:
         """The token of ``request`` that was in flight is known."""
         request.token_ids.append(token_id)
+
+    def append_tokens(self, known: Sequence[list[int]], token_ids: Sequence[int]) -> None:
+        """``append_token`` for many requests, of which nothing but their lists of ``known`` tokens is looked at."""
+        for tokens, token_id in zip(known, token_ids, strict=True):
+            tokens.append(token_id)
 
     def finish(self, request: Request, reason: FinishReason, *, error: QKVError | None = None) -> None:
         """Ends a live request and takes its blocks back.

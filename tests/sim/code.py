@@ -28,6 +28,7 @@ MODULES = {  # in order of their imports
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
     "submission": "qkv_engine.submission",
+    "unread": "qkv_engine.unread",
     "core": "qkv_engine.core",
 }
 
@@ -85,6 +86,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         if "BLOCK_TOKENS" in module.__dict__:
             module.__dict__["BLOCK_TOKENS"] = block
     modules["space"].__dict__["OPEN_END_TOKENS"] = OPEN_END_BLOCKS * block
+    modules["unread"].__dict__["PATIENCE"] = 1  # requests are short here
     return Code(
         block,
         modules["arena"].Arena,

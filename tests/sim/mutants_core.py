@@ -24,6 +24,30 @@ CORE = (
         "                pass\n",
     ),
     Patch(
+        "tokens that end a request are not looked at",
+        "unread",
+        "not self._ends.isdisjoint(result.token_ids)",
+        "False",
+    ),
+    Patch(
+        "the last token of a request is not looked at",
+        "unread",
+        "len(self._times) >= self._num_steps or",
+        "not self._num_steps or",
+    ),
+    Patch(
+        "recovery forgets the times of unread tokens",
+        "core",
+        "        self._unread.note_times()\n",
+        "",
+    ),
+    Patch(
+        "an abort leaves tokens unread",
+        "core",
+        "        self._catch_up()\n        for completion in submission.completions:\n            if not",
+        "        for completion in submission.completions:\n            if not",
+    ),
+    Patch(
         "recovery reports no end",
         "core",
         "        elif submission.finished:\n            self._report(submission)\n",
@@ -50,14 +74,14 @@ CORE = (
     Patch(
         "holders of bad values go on",
         "core",
-        "            if not bad.isdisjoint(self.space.tables[request.request_id]):\n",
+        "            if not (request.is_finished or bad.isdisjoint(self.space.tables[request.request_id])):\n",
         "            if False:\n",
     ),
     Patch(
         "a request stops a token late",
         "submission",
-        "            elif self.num_read >= request.max_tokens:\n",
-        "            elif self.num_read > request.max_tokens:\n",
+        "FinishReason.LENGTH if self.num_read >= request.max_tokens",
+        "FinishReason.LENGTH if self.num_read > request.max_tokens",
     ),
     Patch(
         "ends of sequence are ignored",

@@ -408,6 +408,11 @@ class Simulation:
                 first = max(start, item.start)
                 self.device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
 
+    def about_to_emit(self, request: Request) -> None:
+        """All tokens of ``request`` are computed, and the next one is known; the core may not have to say so."""
+        self.event("computed", request.request_id, len(request.token_ids))
+        self.may_break_off()
+
     def emitted(self, request: Request, token_id: int) -> None:
         truth = self.truths[request]
         truth.emitted = (*truth.emitted, token_id)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from qkv_engine.cohort import Cohort
 from qkv_engine.runner import StepResult
 
 if TYPE_CHECKING:
@@ -24,12 +25,23 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
 
         def computed(self, item: Any) -> None:
             super().computed(item)
-            simulation.event("computed", item.request.request_id, item.end)
+            if not item.samples:
+                simulation.event("computed", item.request.request_id, item.end)
 
         def append_token(self, request: Any, token_id: int) -> None:
-            simulation.may_break_off()
+            simulation.about_to_emit(request)
             super().append_token(request, token_id)
             simulation.emitted(request, token_id)
+
+        def append_tokens(self, known: Any, token_ids: Any) -> None:
+            """One by one, so that it may break off between any two."""
+            requests = {id(request.token_ids): request for request in self.requests.values()}
+            for tokens, token_id in zip(known, token_ids, strict=True):
+                request = requests[id(tokens)]
+                simulation.about_to_emit(request)
+                super().append_tokens([tokens], [token_id])
+                simulation.emitted(request, token_id)
+                simulation.counts["unread"] += 1
 
         def finish(self, request: Any, reason: Any, *, error: Any = None) -> None:
             blocks = simulation.blocks_of(request)
@@ -75,6 +87,7 @@ class SimulatedRunner:
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
         self.cache = SimulatedCache(simulation)
+        self._cohort: Cohort | None = None  # of the step launched last
 
     def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:
@@ -83,10 +96,17 @@ class SimulatedRunner:
         token_ids = [token and token.token_id for _, token in found]
         special = {i: token for i, (_, token) in enumerate(found) if token is not None and token.error is not None}
         return Later(
-            StepResult([item for item, _ in found], token_ids, special, {}),
+            StepResult(batch.items, token_ids, special, {}, self._lasting_cohort(batch, rows)),
             error,
             told=None if error is None else self.simulation.run_again,
         )
+
+    def _lasting_cohort(self, batch: Any, rows: Mapping[Any, Any]) -> Cohort | None:
+        """The cohort of a step that goes on with it."""
+        if self._cohort is not None and self._cohort.goes_on(batch.items):
+            return self._cohort
+        self._cohort = Cohort(batch.items, rows)
+        return None
 
     def run(self, batch: Any, rows: Mapping[Any, Any]) -> StepResult:
         found: StepResult = self.launch(batch, rows).wait()
