@@ -7,18 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-
-def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` in memory that ``device`` copies from on its own; on the CPU ``x`` itself.
-
-    Torch's allocator gives the memory to nobody else before copies begun from it have been made.
-    """
-    return x.pin_memory() if device.type == "cuda" else x
+NUM_PINNED = 4  # buffers of a ring: more than steps are ever under way
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a host tensor on ``device``; a tensor that is there already, itself."""
-    return x if x.device == device else pinned(x, device).to(device, non_blocking=True)
+    """A copy of a host tensor on ``device``; a tensor that is there already, itself.
+
+    Torch's allocator gives the pinned memory in between to nobody else before the copy has been made.
+    """
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
 class PinnedRing:
@@ -27,10 +24,10 @@ class PinnedRing:
     A buffer is written again once the copy from it has been made, which may have to be waited for.
     """
 
-    def __init__(self, num_words: int, device: torch.device, count: int = 4):
+    def __init__(self, num_words: int, device: torch.device):
         on_gpu = device.type == "cuda"
-        self._buffers = [torch.empty(num_words, dtype=torch.int64, pin_memory=on_gpu) for _ in range(count)]
-        self._copied = [torch.cuda.Event() for _ in range(count)] if on_gpu else []
+        self._buffers = [torch.empty(num_words, dtype=torch.int64, pin_memory=on_gpu) for _ in range(NUM_PINNED)]
+        self._copied = [torch.cuda.Event() for _ in range(NUM_PINNED)] if on_gpu else []
         self._next = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:

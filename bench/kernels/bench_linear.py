@@ -20,8 +20,10 @@ import torch.nn.functional as F
 
 from qkv_engine.kernels.linear import fastest_product
 from qkv_engine.models import SHAPES, ModelConfig
+from qkv_engine.models.layers import Linear
+from qkv_engine.models.llama import DecoderLayer
 
-from ..roofline import BANDWIDTH, FLOPS
+from ..roofline import Weights, limit_seconds
 from .timing import time_calls
 
 COPIES_NBYTES = 4e8  # of one weight's copies: several times the L2
@@ -29,20 +31,18 @@ CALLS = 12
 
 
 def layer_weights(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices [O, I] of one layer."""
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    return {
-        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, hidden),
-        "o": (hidden, heads),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
-    }
+    """The matrices [O, I] of one layer, by the names of their layers; none is made."""
+    with torch.device("meta"):
+        layer = DecoderLayer(config, 0)
+    found = {name: module.weight.shape for name, module in layer.named_modules() if isinstance(module, Linear)}
+    return {name.rpartition(".")[2]: (shape[0], shape[1]) for name, shape in found.items()}
 
 
 def measure(name: str, shape: tuple[int, int], num_rows: int) -> dict[str, Any]:
     """One product, both ways."""
     num_out, num_in = shape
     nbytes = 2 * num_out * num_in
+    read = Weights(nbytes, nbytes, num_out * num_in)
     copies = 2 + int(COPIES_NBYTES / nbytes)
     weights = [0.02 * torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
     x = torch.randn(num_rows, num_in, dtype=torch.bfloat16, device="cuda")
@@ -57,7 +57,7 @@ def measure(name: str, shape: tuple[int, int], num_rows: int) -> dict[str, Any]:
     return {
         "product": name,
         "rows": num_rows,
-        "limit": 1e6 * max(nbytes / BANDWIDTH, nbytes * num_rows / FLOPS),
+        "limit": 1e6 * limit_seconds(read, num_rows, 0),
         "torch": 1e6 * times[0],
         "found": 1e6 * times[1],
         "same": torch.equal(F.linear(x, weights[1]), run(x, weights[1])),
@@ -77,14 +77,14 @@ def main() -> None:
             row = measure(name, shape, num_rows)
             rows.append(row)
             print(
-                f"{name:8} {num_rows:4} rows  limit {row['limit']:6.1f} us  torch {row['torch']:6.1f}  found "
+                f"{name:12} {num_rows:4} rows  limit {row['limit']:6.1f} us  torch {row['torch']:6.1f}  found "
                 f"{row['found']:6.1f}  same {row['same']!s:5}  search {row['ms']:6.1f} ms",
                 flush=True,
             )
         layer = rows[-len(layer_weights(config)) :]
         sums = {key: config.num_layers * sum(row[key] for row in layer) / 1e3 for key in ("limit", "torch", "found")}
         print(
-            f"{'all':8} {num_rows:4} rows  " + "  ".join(f"{key} {ms:.3f} ms" for key, ms in sums.items()), flush=True
+            f"{'all':12} {num_rows:4} rows  " + "  ".join(f"{key} {ms:.3f} ms" for key, ms in sums.items()), flush=True
         )
     if args.json:
         args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))

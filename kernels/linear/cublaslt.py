@@ -164,6 +164,3 @@ def cublaslt(device: torch.device, dtype: torch.dtype) -> CublasLt | None:
         return CublasLt(device, dtype)
     except OSError:
         return None
-
-
-__all__ = ["CublasLt", "Layouts", "Product", "Proposal", "cublaslt"]

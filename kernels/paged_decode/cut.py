@@ -66,9 +66,8 @@ def choose_item_blocks(
         return GRADED if blocks >= SHORT_REQUEST else GRADED_SHORT
     sizes = [n for n in EQUAL_BLOCKS if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS]
     best = min(sizes, key=cost)
-    kept = in_use.first if in_use.first == in_use.last else best
-    size = kept if kept in sizes and cost(kept) <= KEEP * cost(best) else best
-    return ItemBlocks(size, size)
+    is_equal = in_use.first == in_use.last and in_use.first in sizes
+    return in_use if is_equal and cost(in_use.first) <= KEEP * cost(best) else ItemBlocks(best, best)
 
 
 def most_items(num_blocks: int, num_requests: int, num_last_blocks: int, sizes: ItemBlocks) -> int:
