@@ -23,7 +23,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from qkv_engine.config import parse_size, resolve_kv
+from qkv_engine.config import BLOCK_TOKENS, parse_size, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.memory import free_memory
 from qkv_engine.models.config import DTYPES, ModelConfig
@@ -208,7 +208,7 @@ def run(plan: Plan) -> Iterator[ProfileRow]:
     core = FilledCore(started)
     for batch in batches:
         steps = 3 * plan.steps + WARMUP_STEPS
-        core.start(spread_prompts(batch, context - steps, context - 1 - steps), context)
+        core.start(spread_prompts(batch, context - steps - BLOCK_TOKENS // 2, context - 1 - steps), context)
         core.seconds_per_step(WARMUP_STEPS)
         step_us = 1e6 * core.seconds_per_step(plan.steps)
         limit = 1e6 * limit_seconds(weights, batch, core.kv_nbytes_read())

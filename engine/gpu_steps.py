@@ -6,6 +6,7 @@ to the tokens it samples. Any other step is run operator by operator, over the s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,15 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.block_tables import input_nwords
+from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.copies import PinnedRing, to_device
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
 from .graphs import Graphs
+from .host_copy import HostCopies
 from .kv.cache import KVCache
 from .kv.device_tables import DeviceTables
 from .kv.step_triton import Cut, TritonPlanner
+from .sampler import PendingTokens
 
 if TYPE_CHECKING:
     from .runner import CausalLM
@@ -36,18 +39,6 @@ class DecodeShape:
     keeps_logits: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What a step of single tokens leaves on the device until the next one.
-
-    Shapes:  sampled [2, B] int64, likeliest tokens and faults as ``kernels.sample`` gives them, padding behind;
-             logits [N, V] of the step's requests, ``None`` unless they were asked for
-    """
-
-    sampled: Tensor
-    logits: Tensor | None
-
-
 class GpuSteps:
     """Owns what steps on a GPU share: the tables' copy, their input and output, and the graphs."""
 
@@ -59,12 +50,18 @@ class GpuSteps:
         self._graphs = Graphs(device) if cuda_graphs else None
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
-        self._pinned = PinnedRing(len(self._input), device)
+        self._pinned = PinnedRing(self._input)
         self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
+        self._copies = HostCopies(self._sampled)
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
         self._tuned: set[int] = set()  # batches
-        self._step_rows: list[int] = []  # of the tables, one for each item of the step enqueued last
+        # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these,
+        # their positions in the first step that it goes on from, and how many steps there have been since.
+        self._step_rows: list[int] = []
+        self._tokens, self._batch = pack_tokens((), (), ()), 0
+        self._positions: list[int] = []
+        self._advance = 0
 
     def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
         """Hidden states [N, E] of a step's tokens, single tokens first."""
@@ -77,40 +74,53 @@ class GpuSteps:
         if late:
             starts, counts = [item.start for item in late], [item.num_tokens for item in late]
             chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
-        step_input = to_device(self.tables.step_input(ids, positions, token_rows), self.device)
+        words = self.tables.step_input(pack_tokens(ids, positions, token_rows))
+        step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
         cut = self._planner.cut(num_decodes, positions[:num_decodes])
         placed, step = self._planner.begin(step_input, len(ids), num_decodes, cut, chunks)
         return self.model(placed.input_ids, placed.positions, step)
 
-    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Decoded:
-        """A step of single tokens alone. The likeliest token of each row becomes its last one.
+    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Tensor | None:
+        """A step of single tokens alone; returns logits [N, V] if they are asked for.
 
-        ``goes_on`` says that each follows one that the step enqueued last sampled for the same request, in this order.
+        The likeliest token of each row becomes its last one. ``goes_on`` says that each item follows one that the step
+        enqueued last sampled for the same request, in this order.
         """
-        batch = padded_batch(len(items))
-        padding = batch - len(items)
         if goes_on and self.tables.keep_up(self.cache.tables):
-            ids = [-1] * len(items)  # on the device, whether the host knows them by now or not
+            self._advance += 1
+            # The tokens are on the device, whether the host knows them by now or not.
+            self._tokens[: len(items)] = array("q", [-1]) * len(items)
         else:
-            self._rows(items)
-            known = [(item.request.token_ids, item.start) for item in items]
-            ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]
-        positions = [item.start for item in items]
-        rows = self._step_rows + [self.tables.spare_row] * padding
-        step_input = self.tables.step_input(ids + [0] * padding, positions + [-1] * padding, rows)
-        self._pinned.copy(step_input, self._input)
-        shape = DecodeShape(batch, self._planner.cut(batch, positions), keep_logits)
+            self._begin(items)
+        self._pinned.send(self.tables.step_input(self._tokens, self._advance))
+        cut = self._planner.cut(self._batch, self._positions, self._advance)
+        shape = DecodeShape(self._batch, cut, keep_logits)
         if self._graphs is None:
             self._decode(shape)
         else:
-            self._graphs.run(shape, lambda: self._decode(shape), lambda: self._tune(batch))
-        logits = self._logits[: len(items)] if keep_logits and self._logits is not None else None
-        return Decoded(self._sampled[: 2 * batch].view(2, batch), logits)
+            self._graphs.run(shape, lambda: self._decode(shape), lambda: self._tune(shape.batch))
+        return self._logits[: len(items)] if keep_logits and self._logits is not None else None
+
+    def likeliest(self) -> PendingTokens:
+        """The tokens of the step of single tokens that was enqueued last, those of padding behind."""
+        sampled = self._sampled[: 2 * self._batch].view(2, self._batch)
+        return PendingTokens(sampled, self._copies.begin(2, self._batch))
 
     def keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
         """``token_ids`` [N] on the device become the last tokens of some items of the step enqueued last."""
         rows = to_device(torch.tensor([self._step_rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
+
+    def _begin(self, items: Sequence[ScheduledRequest]) -> None:
+        """The tokens of a step that goes on from no other."""
+        self._rows(items)
+        self._batch, self._advance = padded_batch(len(items)), 0
+        self._positions = [item.start for item in items]
+        known = [(item.request.token_ids, item.start) for item in items]
+        ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]
+        padding = self._batch - len(items)
+        rows = self._step_rows + [self.tables.spare_row] * padding
+        self._tokens = pack_tokens(ids + [0] * padding, self._positions + [-1] * padding, rows)
 
     def _decode(self, shape: DecodeShape) -> None:
         """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""

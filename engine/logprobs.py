@@ -52,7 +52,7 @@ def token_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[To
         if not bool(part.amax(dim=-1).isfinite().all()):
             raise RequestError("the model's logits are not finite", remedy="Try another dtype or KV precision")
         ids = torch.tensor(target_ids[start : start + chunk], device=logits.device)
-        results += _read(_columns(part, ids, k), [k] * len(part))
+        results += _read(_columns(part, ids, k).tolist(), [k] * len(part))
     return results
 
 
@@ -68,9 +68,9 @@ def _columns(logits: Tensor, token_ids: Tensor, k: int) -> Tensor:
     return torch.cat([column.double() for column in columns], dim=1)
 
 
-def _read(columns: Tensor, ks: Sequence[int]) -> list[TokenLogprobs]:
+def _read(columns: list[list[float]], ks: Sequence[int]) -> list[TokenLogprobs]:
     results = []
-    for k, (token_id, logprob, rank, *pairs) in zip(ks, columns.tolist(), strict=True):
+    for k, (token_id, logprob, rank, *pairs) in zip(ks, columns, strict=True):
         found = zip(pairs[len(pairs) // 2 :], pairs, range(1, k + 1), strict=False)
         top = [(int(best_id), value, place) for best_id, value, place in found]
         results.append(TokenLogprobs(int(token_id), logprob, int(rank), top))

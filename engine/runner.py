@@ -154,11 +154,10 @@ class Runner:
 
     def _launch_decode(self, gpu: GpuSteps, items: list[ScheduledRequest], cohort: Cohort, goes_on: bool) -> Pending:
         """A step of single tokens alone, of which the device takes the likeliest itself."""
-        decoded = gpu.decode(items, keep_logits=not cohort.is_plain, goes_on=goes_on)
+        logits = gpu.decode(items, keep_logits=not cohort.is_plain, goes_on=goes_on)
         sampling, lasting = cohort.sampling, cohort if goes_on else None
         if cohort.is_plain:
-            return Pending(items, PendingTokens(decoded.sampled), _places(items, sampling, sampling), {}, lasting)
-        logits = decoded.logits
+            return Pending(items, gpu.likeliest(), _places(items, sampling, sampling), {}, lasting)
         assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]

@@ -20,7 +20,7 @@ from qkv_engine.kernels.copies import to_device
 from qkv_engine.kernels.sample import NOT_FINITE, edit, sample
 
 from .errors import RequestError
-from .host_copy import HostCopy
+from .host_copy import HostCopy, RowsCopy
 from .logprobs import PendingLogprobs, TokenLogprobs
 from .sample_row import SampleRow
 from .sample_tables import make_tables
@@ -48,11 +48,15 @@ class PendingTokens:
     vocabulary's, also in a row that ends in an error.
     """
 
-    def __init__(self, sampled: Tensor):
-        self.token_ids = sampled[0]
-        self._sampled = HostCopy(sampled)
+    def __init__(self, sampled: Tensor, copy: RowsCopy | None = None):
+        """``sampled`` [2, M] int64 are tokens and faults, ``copy`` the same on their way to the host."""
+        self._sampled, self._copy = sampled, HostCopy(sampled) if copy is None else copy
         self._ranked: list[int] = []
         self._logprobs: PendingLogprobs | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self._sampled[0]
 
     def rank(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
         """Enqueues the log-probabilities that ``rows`` ask for."""
@@ -67,7 +71,7 @@ class PendingTokens:
 
     def wait(self) -> SampledTokens:
         """Blocks until the tokens are on the host."""
-        token_ids, faults = self._sampled.wait().tolist()
+        token_ids, faults = self._copy.wait()
         special: dict[int, SampledToken] = {}
         if self._logprobs is not None:
             for i, logprobs in zip(self._ranked, self._logprobs.wait(), strict=True):

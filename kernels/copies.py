@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+from array import array
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -18,32 +20,48 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
-class PinnedRing:
-    """Pinned buffers of [n] int64 in turn, for copies that are made again and again: to pin anew costs more than both.
+class PinnedWords:
+    """Pinned memory for [n] int64, for copies that are made again and again. What each needs is made once.
 
-    A buffer is written again once the copy from it has been made, which may have to be waited for.
+    All of it is copied each time: some thousand words more take the device less than views of a part take the host.
+    ``words`` are its elements, read and written without torch, which takes longer for few.
     """
 
-    def __init__(self, num_words: int, device: torch.device):
-        on_gpu = device.type == "cuda"
-        self._buffers = [torch.empty(num_words, dtype=torch.int64, pin_memory=on_gpu) for _ in range(NUM_PINNED)]
-        self._copied = [torch.cuda.Event() for _ in range(NUM_PINNED)] if on_gpu else []
-        self._next = 0
+    def __init__(self, partner: Tensor):
+        """For copies from or to ``partner`` [n] int64, on whichever device."""
+        self._partner = partner
+        self._memory = torch.zeros(partner.shape, dtype=torch.int64, pin_memory=partner.is_cuda)
+        buffer = (ctypes.c_char * self._memory.nbytes).from_address(self._memory.data_ptr())
+        self.words: memoryview[int] = memoryview(buffer).cast("B").cast("q")
+        self._copied = torch.cuda.Event() if partner.is_cuda else None
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Enqueues a copy of ``source`` [m] int64 on the host to the first m words of ``target`` on the device."""
-        index, num_words = self._next, len(source)
-        self._next = (index + 1) % len(self._buffers)
-        if self._copied:
-            self._copied[index].synchronize()
-        buffer = self._buffers[index][:num_words]
-        buffer.copy_(source)
-        target[:num_words].copy_(buffer, non_blocking=True)
-        if self._copied:
-            self._copied[index].record()
+    def send(self) -> None:
+        """Enqueues a copy to the partner."""
+        self._partner.copy_(self._memory, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def fetch(self) -> None:
+        """Enqueues a copy from the partner."""
+        self._memory.copy_(self._partner, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Blocks until the last copy, if there was one, is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
-@lru_cache
-def device_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """``rows`` as int64 on the device, made once: few layouts serve an engine for life."""
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+class PinnedRing:
+    """Takes what is to be sent to ``target`` [n] int64 again and again; waits only if a buffer is still being read."""
+
+    def __init__(self, target: Tensor):
+        self._buffers = cycle([PinnedWords(target) for _ in range(NUM_PINNED)])
+
+    def send(self, words: array[int]) -> None:
+        """Enqueues a copy of ``words`` [m] to the first m of the target. What lies behind them is of no meaning."""
+        buffer = next(self._buffers)
+        buffer.wait()
+        buffer.words[: len(words)] = words
+        buffer.send()

@@ -195,8 +195,7 @@ class Pressure:
         """The ``number`` coldest blocks go down one rung; returns how many did."""
         # With quotas, who is over one changes with every block.
         if self._coldest is None or self._payer != tenant or self._has_quota:
-            ranks, aged = self._ranks(tenant), self.space.aged(self.running)
-            self._coldest, self._payer = self._eligible({r: ranks[r] for r in aged if r in ranks}), tenant
+            self._coldest, self._payer = self._eligible(self._ranks(tenant)), tenant
             heapify(self._coldest)
         chosen = [heappop(self._coldest) for _ in range(min(number, len(self._coldest)))]
         for candidate in chosen:
@@ -205,19 +204,20 @@ class Pressure:
         return self._demote([(candidate, candidate.rung + 1) for candidate in chosen])
 
     def _ranks(self, tenant: str | None) -> dict[Request, int]:
-        """Whose blocks may step down when ``tenant`` needs room, and who pays first.
+        """Whose blocks may step down now, if ``tenant`` needs room, and who pays first.
 
         With quotas, tenants over theirs pay before one within it, who pays for nobody else.
         """
+        aged = self.space.aged(self.running)
         if not self._has_quota:
-            return {request: int(request.params.tenant != tenant) for request in self.running}
+            return {request: int(request.params.tenant != tenant) for request in aged}
         usage: dict[str, int] = {}
         for request in self.running:
             name = request.params.tenant
             usage[name] = usage.get(name, 0) + self.space.nbytes(request)
         over = {name for name, nbytes in usage.items() if self.space.over_quota(nbytes)}
         ranks = {}
-        for request in self.running:
+        for request in aged:
             name = request.params.tenant
             if name == tenant or name in over:
                 ranks[request] = int(name != tenant if tenant in over else name not in over)

@@ -36,7 +36,7 @@ class PendingMoves:
         return {
             move.block
             for moves, finite in self._checked
-            for move, ok in zip(moves, finite.wait().tolist(), strict=True)
+            for move, ok in zip(moves, finite.wait(), strict=True)
             if not ok
         }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, update
+from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
 from qkv_engine.kernels.copies import to_device
 
 from ..config import BLOCK_TOKENS
@@ -81,8 +81,8 @@ class DeviceTables:
                 self._extend(row)
         return not journal.opened
 
-    def step_input(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """A step's input on the host, with as many updates as it may carry; see ``pack_input``.
+    def step_input(self, tokens: array[int], advance: int = 0) -> array[int]:
+        """A step's input for ``tokens``, with as many updates as it may carry; see ``pack_input``.
 
         Where there are more, they go to the device at once, on their own.
         """
@@ -90,7 +90,7 @@ class DeviceTables:
             self._flush()
         updates = [(index, self._words[index]) for index in self._changed]
         self._changed.clear()
-        return pack_input(ids, positions, rows, updates)
+        return pack_input(tokens, updates, advance)
 
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows, on the host.
@@ -153,7 +153,8 @@ class DeviceTables:
         """Sends the first ``MAX_UPDATES`` updates."""
         later = self._changed[MAX_UPDATES:]
         del self._changed[MAX_UPDATES:]
-        update(self.block_words, to_device(self.step_input((), (), ()), self.device), 0)
+        step_input = torch.frombuffer(self.step_input(pack_tokens((), (), ())), dtype=torch.int64)
+        update(self.block_words, to_device(step_input, self.device), 0)
         self._changed = later
 
 

@@ -66,8 +66,8 @@ class TritonPlanner:
         if memory.is_cuda:
             self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
 
-    def cut(self, batch: int, positions: Sequence[int]) -> Cut:
-        """For single tokens at ``positions`` of some of the requests, in a launch of ``batch`` rows.
+    def cut(self, batch: int, positions: Sequence[int], advance: int = 0) -> Cut:
+        """For single tokens ``advance`` behind ``positions`` of some of the requests, in a launch of ``batch`` rows.
 
         Sizes and numbers are few, so that few graphs serve all steps; what is idle ends at its first load. Sums of a
         request's attention thus depend on how much its neighbours hold, as those of its matrix products depend on how
@@ -82,7 +82,8 @@ class TritonPlanner:
             sum(counts), num_decodes, heads, self.num_multiprocessors, are_dense, self._item_blocks
         )
         last = positions[batch - num_last(batch) :]
-        num_last_blocks = sum(last) // BLOCK_TOKENS + 2 * len(last)  # each has a sink and a block that is not full
+        num_last_tokens = sum(last) + advance * len(last)
+        num_last_blocks = num_last_tokens // BLOCK_TOKENS + 2 * len(last)  # a sink and one not full
         most = most_items(sum(counts), num_decodes, num_last_blocks, sizes)
         bounds = [most_items(count, num_decodes, num_last_blocks, sizes) for count in counts]
         # Where items are few, a graph serves however blocks are spread over the rungs.

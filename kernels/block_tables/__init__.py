@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .reference import place_reference, update_reference
-from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed, input_nwords, pack_input
+from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed, input_nwords, pack_input, pack_tokens
 
 
 def update(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
@@ -42,6 +42,7 @@ __all__ = [
     "Placed",
     "input_nwords",
     "pack_input",
+    "pack_tokens",
     "place",
     "update",
 ]

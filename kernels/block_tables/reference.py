@@ -20,6 +20,7 @@ def place_reference(
 ) -> Placed:
     """Same contract as ``qkv_engine.kernels.block_tables.place``."""
     ids, positions, rows = step_input[HEADER : HEADER + 3 * num_tokens].view(3, -1)
+    positions = torch.where(positions < 0, positions, positions + step_input[1])
     sink = tables.sink_tokens
     in_sink = positions < sink
     index = torch.where(in_sink, 0, (sink > 0) + (positions - sink) // tables.block_tokens)

@@ -53,6 +53,7 @@ def place_kernel(
     row = tl.load(p_in + 2 * num_tokens, mask=b_t, other=0)
     last = tl.load(last_tokens_ptr + row, mask=b_t & (token_id < 0), other=0)
     b_known = position >= 0
+    position = tl.where(b_known, position + tl.load(input_ptr + 1), position)
     index = tl.maximum(position - S, 0) // T
     offset = tl.maximum(position - S, 0) % T
     page_tokens = tl.full([BLOCK], T, tl.int64)

@@ -6,12 +6,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 RUNG_BITS = 8  # low bits of a block's word, which hold its rung; its slot's address is above them
 MAX_UPDATES = 1024  # words of the tables that one step's input may change
-HEADER = 2  # words before a step's tokens: the number of updates, and one that keeps rows aligned to 16 bytes
+HEADER = 2  # words before a step's tokens: the number of updates, and how much further on all positions are
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,22 @@ class Placed:
     token_rows: Tensor
 
 
-def pack_input(
-    ids: Sequence[int], positions: Sequence[int], rows: Sequence[int], updates: Sequence[tuple[int, int]]
-) -> Tensor:
-    """A step's input on the host, [HEADER + 3 N + 2 U] int64.
+def pack_tokens(ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> array[int]:
+    """A step's tokens, [3 N] int64.
 
     An id of -1 stands for the token sampled last for that row, which may be on the device alone. Padding has position
-    -1. ``updates`` are (index, value) pairs of ``BlockWords.words``, at most ``MAX_UPDATES``.
+    -1, wherever the others go on to.
+    """
+    return array("q", [*ids, *positions, *rows])
+
+
+def pack_input(tokens: array[int], updates: Sequence[tuple[int, int]], advance: int = 0) -> array[int]:
+    """A step's input on the host, [HEADER + 3 N + 2 U] int64: ``tokens``, each ``advance`` positions further on.
+
+    ``updates`` are (index, value) pairs of ``BlockWords.words``, at most ``MAX_UPDATES``.
     """
     changes = [word for pair in updates for word in pair]
-    words = array("q", [len(updates), 0, *ids, *positions, *rows, *changes])  # quicker than a tensor of a list
-    return torch.frombuffer(words, dtype=torch.int64)
+    return array("q", [len(updates), advance]) + tokens + array("q", changes)
 
 
 def input_nwords(num_tokens: int, num_updates: int = MAX_UPDATES) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..copies import device_table
 from ..layout import BlockLayout, UniformSide
 
 
@@ -130,22 +132,30 @@ def _permute(p_from, p_to, PAIRS: tl.constexpr, FROM_LANES: tl.constexpr, TO_LAN
 
 def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
     """See ``demote``."""
+    side, kinds, sides = _uniform_sides(source, target, memory.device)
+    if side is None or len(src) == 0:
+        return
+    tile_d = triton.next_power_of_2(side.head_dim)
+    grid = (len(src) * len(sides) * side.num_kv_heads,)
+    demote_kernel[grid](
+        memory, src, dst, sides, len(sides), side.num_kv_heads,
+        KINDS=kinds, T=side.num_tokens, D=side.head_dim, TILE_D=tile_d, num_warps=8,
+    )  # fmt: skip
+
+
+@lru_cache
+def _uniform_sides(
+    source: BlockLayout, target: BlockLayout, device: torch.device
+) -> tuple[UniformSide | None, tuple[tuple[int, ...], ...], Tensor]:
+    """A side to be demoted, if there are any; how they change; (index of that, offset there, offset here) of each."""
     kinds: dict[tuple[int, ...], int] = {}
-    rows, first = [], None
+    rows, side = [], None
     for (old, new), members in source.pairs(target).items():
         if isinstance(old, UniformSide) and isinstance(new, UniformSide):
-            first = old
+            side = old
             kind = kinds.setdefault(_kind(old, new), len(kinds))
             rows += [(kind, *offsets) for offsets in members]
-    if first is None or len(src) == 0:
-        return
-    sides = device_table(tuple(rows), memory.device)
-    tile_d = triton.next_power_of_2(first.head_dim)
-    grid = (len(src) * len(rows) * first.num_kv_heads,)
-    demote_kernel[grid](
-        memory, src, dst, sides, len(rows), first.num_kv_heads,
-        KINDS=tuple(kinds), T=first.num_tokens, D=first.head_dim, TILE_D=tile_d, num_warps=8,
-    )  # fmt: skip
+    return side, tuple(kinds), torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _kind(old: UniformSide, new: UniformSide) -> tuple[int, ...]:

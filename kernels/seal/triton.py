@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..copies import device_table
 from ..layout import BlockLayout, DenseSide, Side, UniformSide
 from ..planes import shrink_codes, store_codes
 
@@ -137,6 +138,25 @@ def _quantize(b_x, b_low, b_span, BITS: tl.constexpr):
 
 def seal_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> Tensor:
     """See ``seal``."""
+    finite = torch.ones(len(src), dtype=torch.bool, device=memory.device)
+    dense, kinds, sides = _dense_sides(source, target, memory.device)
+    if dense is None or len(src) == 0:
+        return finite
+    tile_d = triton.next_power_of_2(dense.head_dim)
+    grid = (len(src) * len(sides) * dense.num_kv_heads,)
+    seal_kernel[grid](
+        memory, src, dst, sides, finite.view(torch.int8), len(sides), dense.num_kv_heads,
+        KINDS=kinds, DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
+        num_warps=8 if tile_d <= 128 else 16, enable_fp_fusion=False,
+    )  # fmt: skip
+    return finite
+
+
+@lru_cache
+def _dense_sides(
+    source: BlockLayout, target: BlockLayout, device: torch.device
+) -> tuple[DenseSide | None, tuple[tuple[int, ...], ...], Tensor]:
+    """A side to be sealed, if there are any; what they become; (index of that, offset there, offset here) of each."""
     kinds: dict[tuple[int, ...], int] = {}
     rows, dense = [], None
     for (old, new), members in source.pairs(target).items():
@@ -144,18 +164,7 @@ def seal_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, t
             dense = old
             kind = kinds.setdefault(_kind(new), len(kinds))
             rows += [(kind, *offsets) for offsets in members]
-    finite = torch.ones(len(src), dtype=torch.bool, device=memory.device)
-    if dense is None or len(src) == 0:
-        return finite
-    sides = device_table(tuple(rows), memory.device)
-    tile_d = triton.next_power_of_2(dense.head_dim)
-    grid = (len(src) * len(rows) * dense.num_kv_heads,)
-    seal_kernel[grid](
-        memory, src, dst, sides, finite.view(torch.int8), len(rows), dense.num_kv_heads,
-        KINDS=tuple(kinds), DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
-        num_warps=8 if tile_d <= 128 else 16, enable_fp_fusion=False,
-    )  # fmt: skip
-    return finite
+    return dense, tuple(kinds), torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _kind(side: Side) -> tuple[int, ...]:

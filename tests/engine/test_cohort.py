@@ -10,7 +10,6 @@ from torch import Tensor
 
 from qkv_engine.cohort import Cohort
 from qkv_engine.gpu_steps import GpuSteps
-from qkv_engine.host_copy import HostCopy
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kv.step_triton import TritonPlanner
 from qkv_engine.request import Request, SamplingParams
@@ -119,8 +118,6 @@ def answers(memory: str) -> list[list[Any]]:
 def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
     monkeypatch.setattr(TritonPlanner, "begin", begin_step)
-    # The next step overwrites what is on the device.
-    monkeypatch.setattr("qkv_engine.sampler.HostCopy", lambda source: HostCopy(source.clone()))
     goes_on, found = Cohort.goes_on, list[bool]()
 
     def noted(cohort: Cohort, items: list[ScheduledRequest]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input
+from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input, pack_tokens
 from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
 from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
 from qkv_engine.kernels.paged_decode.cut import ItemBlocks
@@ -35,21 +35,24 @@ def updates(count: int) -> float:
     others.words.copy_(tables.words)
     pairs = list(zip(torch.randperm(30)[:count].tolist(), torch.randint(1 << 60, (count,)).tolist(), strict=True))
     step_input = torch.full((input_nwords(2),), -(1 << 62))
-    step_input[: input_nwords(2, count)] = pack_input([1, 2], [3, 4], [0, 1], pairs)
+    words = pack_input(pack_tokens([1, 2], [3, 4], [0, 1]), pairs)
+    step_input[: input_nwords(2, count)] = torch.frombuffer(words, dtype=torch.int64)
     update_triton(tables, step_input, 2)
     update_reference(others, step_input, 2)
     return float((tables.words != others.words).sum())
 
 
-def places(sink: int, num_tokens: int) -> float:
+def places(sink: int, num_tokens: int, advance: int = 0) -> float:
     tables = make_tables(sink, 7, 9, 3)
-    positions = torch.randint(-1, 8 * T, (num_tokens,)).tolist()
+    positions = torch.randint(-1, 8 * T - advance, (num_tokens,)).tolist()
     ids = torch.randint(-1, 50, (num_tokens,)).tolist()
     rows = torch.randint(7, (num_tokens,)).tolist()
-    step_input = pack_input(ids, positions, rows, []).to(tables.words.device)
+    words = pack_input(pack_tokens(ids, positions, rows), [], advance)
+    step_input = torch.frombuffer(words, dtype=torch.int64).to(tables.words.device)
     last_tokens = torch.arange(7) + 1000
     found = place_triton(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
     want = place_reference(tables, step_input, num_tokens, last_tokens, ROW_NBYTES)
+    positions = [p + advance if p >= 0 else p for p in positions]
     addresses = tables.words[tables.words[63:].view(7, 9)] >> RUNG_BITS
     rows_of = token_rows(
         addresses, want.rows, torch.tensor(positions), sink_tokens=sink, block_tokens=T, row_nbytes=ROW_NBYTES
@@ -103,6 +106,7 @@ if __name__ == "__main__":
             "tokens of several programs": lambda: places(0, 300),
             "tokens with a sink": lambda: places(32, 200),
             "tokens in a sink of one": lambda: places(1, 60),
+            "tokens further on": lambda: places(32, 200, 37),
             "plan of one rung": lambda: plan(0, 5, 1, 4),
             "plan of three rungs": lambda: plan(0, 6, 3, 2),
             "plan with finer items in the last requests": lambda: plan(32, 11, 2, 8, 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qkv_engine.config import KVConfig, RungConfig, uniform_rung
+from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import build_ladder
@@ -68,7 +69,8 @@ def triton_step(planner: TritonPlanner, batch: ScheduledBatch, cache: KVCache, n
     rows = tables.follow(cache.tables, [item.request.request_id for item in items])
     positions = [p for item in items for p in range(item.start, item.end)]
     token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
-    step_input = tables.step_input([0] * len(positions), positions, token_rows)
+    words = tables.step_input(pack_tokens([0] * len(positions), positions, token_rows))
+    step_input = torch.frombuffer(words, dtype=torch.int64)
     late = items[num_decodes:]
     chunks = None
     if late:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, update
+from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, pack_tokens, update
 from qkv_engine.kv import device_tables
 from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.table import SINK, BlockTables
@@ -22,7 +22,8 @@ SPLIT, ROWS = 2, 4
 def send(copy: DeviceTables, tables: BlockTables, names: list[str], had: list[int] | None = None) -> list[int]:
     """What a step does: the changes go to the device with its input. ``had`` are the rows of the step before."""
     rows = had if had is not None and copy.keep_up(tables) else copy.follow(tables, names)
-    step_input = copy.step_input([7] * len(names), [0] * len(names), rows)
+    words = copy.step_input(pack_tokens([7] * len(names), [0] * len(names), rows))
+    step_input = torch.frombuffer(words, dtype=torch.int64)
     assert step_input[HEADER : HEADER + len(names)].tolist() == [7] * len(names)
     update(copy.block_words, step_input, len(names))
     return rows
@@ -99,7 +100,7 @@ def test_only_what_changed_is_sent():
     for reserved in (9, 9, 10):
         assert tables.reserve("a", reserved * BLOCK)
         copy.follow(tables, ["a"])
-        sizes.append(int(copy.step_input([1], [0], [0])[0]))
+        sizes.append(int(copy.step_input(pack_tokens([1], [0], [0]))[0]))
     assert sizes == [18, 0, 2]  # each block's word and its entry
 
 
