@@ -16,7 +16,7 @@ from typing import NoReturn, cast
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
 from .errors import QKVError, RequestError, as_request_error
-from .kv.cache import PendingMoves
+from .kv.mover import PendingMoves
 from .kv.space import KVSpace
 from .kv.table import Block
 from .logprobs import TokenLogprobs

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
-from qkv_engine.kernels.copies import PinnedRing, to_device
+from qkv_engine.kernels.copies import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
 from .graphs import Graphs
-from .host_copy import HostCopies
 from .kv.cache import KVCache
 from .kv.device_tables import DeviceTables
 from .kv.step_triton import Cut, TritonPlanner
@@ -59,7 +58,7 @@ class GpuSteps:
         # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these,
         # their positions in the first step that it goes on from, and how many steps there have been since.
         self._step_rows: list[int] = []
-        self._tokens, self._batch = pack_tokens((), (), ()), 0
+        self._tokens, self._batch, self._likeliest = pack_tokens((), (), ()), 0, self._sampled
         self._positions: list[int] = []
         self._advance = 0
 
@@ -103,8 +102,7 @@ class GpuSteps:
 
     def likeliest(self) -> PendingTokens:
         """The tokens of the step of single tokens that was enqueued last, those of padding behind."""
-        sampled = self._sampled[: 2 * self._batch].view(2, self._batch)
-        return PendingTokens(sampled, self._copies.begin(2, self._batch))
+        return PendingTokens(self._likeliest, self._copies.begin(2, self._batch))
 
     def keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
         """``token_ids`` [N] on the device become the last tokens of some items of the step enqueued last."""
@@ -115,6 +113,7 @@ class GpuSteps:
         """The tokens of a step that goes on from no other."""
         self._rows(items)
         self._batch, self._advance = padded_batch(len(items)), 0
+        self._likeliest = self._sampled[: 2 * self._batch].view(2, self._batch)
         self._positions = [item.start for item in items]
         known = [(item.request.token_ids, item.start) for item in items]
         ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]

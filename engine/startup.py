@@ -83,7 +83,7 @@ def start(config: EngineConfig) -> Started:
         dtype=dtype,
     )
     limit = config.max_model_len or model_config.max_position_embeddings
-    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device)
+    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, cuda_graphs=config.cuda_graphs)
     max_model_len = _fit_model_len(config, limit, cache)
 
     def make_space() -> KVSpace:

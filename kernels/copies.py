@@ -1,15 +1,13 @@
-"""Copies to the device that the host does not wait for."""
+"""Copies to the device and back, which the host does not wait for before it needs them."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from itertools import cycle
+from collections import deque
 
 import torch
 from torch import Tensor
-
-NUM_PINNED = 4  # buffers of a ring: more than steps are ever under way
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -47,21 +45,58 @@ class PinnedWords:
         if self._copied is not None:
             self._copied.record()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last copy, if there was one, is complete."""
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> None:
-        """Blocks until the last copy, if there was one, is complete."""
+        """Blocks until ``is_idle``."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 class PinnedRing:
-    """Takes what is to be sent to ``target`` [n] int64 again and again; waits only if a buffer is still being read."""
+    """Sends words to ``target`` [n] int64 again and again, from as many buffers as have to be read at once."""
 
     def __init__(self, target: Tensor):
-        self._buffers = cycle([PinnedWords(target) for _ in range(NUM_PINNED)])
+        self._target = target
+        self._buffers = deque([PinnedWords(target)])  # the one that was sent first at the left
 
     def send(self, words: array[int]) -> None:
         """Enqueues a copy of ``words`` [m] to the first m of the target. What lies behind them is of no meaning."""
-        buffer = next(self._buffers)
-        buffer.wait()
+        if not self._buffers[0].is_idle:
+            self._buffers.appendleft(PinnedWords(self._target))
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
         buffer.words[: len(words)] = words
         buffer.send()
+
+
+class RowsCopy:
+    """The first words of a tensor on their way to the host, as rows."""
+
+    def __init__(self, spare: list[PinnedWords], buffer: PinnedWords, num_rows: int, width: int):
+        self._spare, self._buffer, self._num_rows, self._width = spare, buffer, num_rows, width
+
+    def wait(self) -> list[list[int]]:
+        """Rows of numbers. Blocks until the copy is complete; may be called once."""
+        self._buffer.wait()
+        words, width = self._buffer.words, self._width
+        rows = [words[i * width : (i + 1) * width].tolist() for i in range(self._num_rows)]
+        self._spare.append(self._buffer)
+        return rows
+
+
+class HostCopies:
+    """Copies of ``source`` [n] int64 as it is now and as it will be: quicker to begin than one each from nothing."""
+
+    def __init__(self, source: Tensor):
+        self._source = source
+        self._spare: list[PinnedWords] = []  # a copy that nobody waits for keeps its own
+
+    def begin(self, num_rows: int, width: int) -> RowsCopy:
+        """Enqueues a copy, of which the first ``num_rows * width`` words are wanted."""
+        buffer = self._spare.pop() if self._spare else PinnedWords(self._source)
+        buffer.fetch()
+        return RowsCopy(self._spare, buffer, num_rows, width)

@@ -63,7 +63,7 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         items: list[ScheduledRequest] = []
-        preempted = self.num_preemptions
+        preempted, are_single = self.num_preemptions, True
         self.pressure.begin_step()
         for request in self.running:  # whoever is preempted for an older one is the last, and leaves
             if budget == 0:
@@ -73,6 +73,7 @@ class Scheduler:
                 continue  # its last token is in flight, or one the host has to see first
             num_tokens = target - start
             if num_tokens > 1 or start == request.num_reserved_tokens:
+                are_single = are_single and num_tokens == 1
                 num_tokens = self._make_room(request, min(num_tokens, budget))
             if num_tokens:
                 end = start + num_tokens
@@ -84,10 +85,9 @@ class Scheduler:
             request.num_computed_tokens = item.end
             if item.samples:
                 request.num_tokens += 1
-        singles = [item for item in items if item.num_tokens == 1]
-        if len(singles) < len(items):
-            singles += [item for item in items if item.num_tokens > 1]
-        return ScheduledBatch(singles, started)
+        if started or not are_single:
+            items.sort(key=lambda item: item.num_tokens > 1)
+        return ScheduledBatch(items, started)
 
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""

@@ -7,44 +7,25 @@ from collections.abc import Iterable
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
-from qkv_engine.kernels.transfer import transfer
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch
 
 from ..config import BLOCK_TOKENS
 from ..errors import CapacityError
-from ..host_copy import HostCopy
 from .arena import Arena
 from .ladder import Ladder
+from .mover import Mover, Moving, PendingMoves
 from .step import StepPlanner
 from .table import SINK, Block, BlockTables, Move
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
 
 
-class PendingMoves:
-    """Moves that the device may still be carrying out."""
-
-    def __init__(self, checked: list[tuple[list[Move], HostCopy]]):
-        """``checked`` has moves and, for each, whether the block's values are finite [n] bool."""
-        self._checked = checked
-
-    def wait(self) -> set[Block]:
-        """Blocks found to hold values that are not finite, once the device has looked at them."""
-        return {
-            move.block
-            for moves, finite in self._checked
-            for move, ok in zip(moves, finite.wait(), strict=True)
-            if not ok
-        }
-
-
 class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is what the scheduler sees of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
+    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, *, cuda_graphs: bool = True):
         block_nbytes = ladder.widest.block_nbytes
         # The reserve is a slab for each narrower rung, so that every one of them can always be begun.
         least = (len(ladder.rungs) + (len(ladder.rungs) > 1) + bool(ladder.sink)) * block_nbytes
@@ -62,6 +43,7 @@ class KVCache:
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, the last time if several
         self._planner = StepPlanner(self.memory, ladder)
+        self._mover = Mover(self.memory, cuda_graphs)
 
     @property
     def nbytes(self) -> int:
@@ -103,13 +85,11 @@ class KVCache:
 
     def launch_moves(self) -> PendingMoves:
         """``apply_moves`` without waiting for the device to say which values are not finite."""
-        checked: list[tuple[list[Move], HostCopy]] = []
+        moving: list[Moving] = []
         waves, self.tables.waves = self.tables.waves, []
         for wave in waves:
             for (old, new), moves in _by_rungs(wave):
-                finite = self._move(moves, old, new)
-                if finite is not None:
-                    checked.append((moves, HostCopy(finite)))
+                moving += self._move(moves, old, new)
         fresh = self.tables.take_fresh()
         if self.memory.is_cpu:
             # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
@@ -119,22 +99,19 @@ class KVCache:
             self._planner.forget()
         if waves or fresh:
             self.note_peak()
-        return PendingMoves(checked)
+        return PendingMoves(moving)
 
     def begin_step(self, batch: ScheduledBatch) -> AttentionBatch:
         """What the attention layers need of ``batch``, computed once. Single tokens come first in the batch."""
         return self._planner.plan(batch, self.tables)
 
-    def _move(self, moves: list[Move], old: int, new: int) -> Tensor | None:
-        """Moves blocks from one rung to another; says whether the values of each are finite, where that is seen."""
-        src, dst = [move.src for move in moves], [move.dst for move in moves]
-        if old == SINK:
-            nbytes = self.ladder.sink_nbytes
-            for a, b in zip(src, dst, strict=True):
-                self.memory[b : b + nbytes] = self.memory[a : a + nbytes]
-            return None
-        layout, target = self.ladder.rungs[old].layout, self.ladder.rungs[new].layout
-        return transfer(self.memory, src, dst, layout, target)
+    def _move(self, moves: list[Move], old: int, new: int) -> list[Moving]:
+        """Moves blocks from one rung to another; what will say whether their values are finite, where that is seen."""
+        if old != new:
+            return self._mover.step_down(moves, self.ladder.rungs[old].layout, self.ladder.rungs[new].layout)
+        nbytes = self.ladder.sink_nbytes if old == SINK else self.ladder.rungs[old].layout.nbytes
+        self._mover.copy(moves, nbytes)
+        return []
 
 
 def _nbytes(found: Counter[str]) -> int:

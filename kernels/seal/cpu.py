@@ -11,23 +11,24 @@ from ..pages import even_runs, meta_tile, packed_codes, read_dense, run_rows, to
 from .reference import LIMIT, round_down, round_up
 
 
-def seal_cpu(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> Tensor:
+def seal_cpu(
+    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
+) -> None:
     """See ``seal``."""
     pairs = source.pairs(target).items()
     runs = [(old, new, run) for (old, new), members in pairs for run in even_runs(members)]
-    finite = []
-    for a, b in zip(src.tolist(), dst.tolist(), strict=True):
-        finite.append(True)
+    for index, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for old, new, run in runs:
             if isinstance(old, DenseSide):
                 rows, out = run_rows(memory, a, b, run, old, new)
                 dense = read_dense(rows, old)
                 if isinstance(new, UniformSide):
-                    finite[-1] &= _seal(dense, out, new)
+                    is_finite = _seal(dense, out, new)
                 else:
                     out.copy_(rows)
-                    finite[-1] &= bool(dense.isfinite().all())
-    return torch.tensor(finite, dtype=torch.bool)
+                    is_finite = bool(dense.isfinite().all())
+                if not is_finite:
+                    finite[index] = 0
 
 
 def _seal(dense: Tensor, out: Tensor, side: UniformSide) -> bool:

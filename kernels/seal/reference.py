@@ -61,7 +61,7 @@ def round_up(x: Tensor) -> Tensor:
 
 def seal_reference(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> Tensor:
     """The same as ``seal``, one page side at a time."""
-    finite = torch.ones(len(src), dtype=torch.bool)
+    finite = torch.ones(len(src), dtype=torch.int64)
     for block, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for i, (old, new) in enumerate(zip(source.sides, target.sides, strict=True)):
             if not isinstance(old, DenseSide):

@@ -23,7 +23,7 @@ def seal_kernel(
     """Codes and (min, range) of one head of one side; see ``reference.quantize`` for the arithmetic.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64;  sides [NUM_SIDES, 3] int64 (kind, source offset, target offset);
-             finite [n] int8, set to 0 for a block with a NaN or an infinity
+             finite [n] int64, set to 0 for a block with a NaN or an infinity
     Grid:    (n * NUM_SIDES * H,)
     """
     i_h = tl.program_id(0) % H
@@ -136,20 +136,20 @@ def _quantize(b_x, b_low, b_span, BITS: tl.constexpr):
     return b_codes if BITS == 3 else shrink_codes(b_codes, 8, BITS)
 
 
-def seal_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> Tensor:
+def seal_triton(
+    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
+) -> None:
     """See ``seal``."""
-    finite = torch.ones(len(src), dtype=torch.bool, device=memory.device)
     dense, kinds, sides = _dense_sides(source, target, memory.device)
     if dense is None or len(src) == 0:
-        return finite
+        return
     tile_d = triton.next_power_of_2(dense.head_dim)
     grid = (len(src) * len(sides) * dense.num_kv_heads,)
     seal_kernel[grid](
-        memory, src, dst, sides, finite.view(torch.int8), len(sides), dense.num_kv_heads,
+        memory, src, dst, sides, finite, len(sides), dense.num_kv_heads,
         KINDS=kinds, DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
         num_warps=8 if tile_d <= 128 else 16, enable_fp_fusion=False,
     )  # fmt: skip
-    return finite
 
 
 @lru_cache

@@ -35,7 +35,8 @@ def seal_case(bits: int, head_dim: int, dtype: torch.dtype) -> float:
     blocks = make_blocks(sides, shape, num_blocks=2, dtype=dtype, x=x)
     expected = blocks.memory.clone()
     flags = seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target)
-    finite = seal_triton(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    finite = torch.ones_like(flags)
+    seal_triton(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, finite)
     return float((blocks.memory != expected).sum() + (finite != flags).sum())
 
 
@@ -77,7 +78,7 @@ def far_case() -> float:
     slot(memory, where[0], small.source)[:] = slot(small.memory, small.src, small.source)
     for address in where[1:]:
         slot(memory, address, small.target)[:] = 255
-    seal_triton(memory, where[0], where[1], small.source, small.target)
+    seal_triton(memory, where[0], where[1], small.source, small.target, torch.ones_like(where[0]))
     demote_triton(memory, where[1], where[2], small.target, narrow)
     seal_reference(small.memory, small.src, small.dst, small.source, small.target)
     demote_reference(small.memory, small.dst, small.next, small.target, narrow)

@@ -1,0 +1,79 @@
+"""Carries moves of blocks out on the device: one copy there, few launches, one copy back."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.copies import HostCopies, PinnedRing, RowsCopy
+from qkv_engine.kernels.layout import BlockLayout, DenseSide
+from qkv_engine.kernels.transfer import copy, transfer
+
+from ..graphs import Graphs
+from .table import Block, Move
+
+MOST = 128  # blocks of one launch
+FEW = 8  # so many, steps move again and again: their launches are captured
+
+
+class Moving(NamedTuple):
+    """Moves under way; the last row of ``copy`` will say of each whether the block's values are finite."""
+
+    moves: list[Move]
+    copy: RowsCopy
+
+
+class PendingMoves:
+    """Moves that the device may still be carrying out."""
+
+    def __init__(self, moving: list[Moving]):
+        self._moving = moving
+
+    def wait(self) -> set[Block]:
+        """Blocks found to hold values that are not finite, once the device has looked at them. May be called once."""
+        bad: set[Block] = set()
+        for moves, copy_ in self._moving:
+            finite = copy_.wait()[2]
+            bad.update(move.block for move, ok in zip(moves, finite, strict=True) if not ok)
+        return bad
+
+
+class Mover:
+    """Rewrites blocks of ``memory`` at other places. Nothing here waits for the device."""
+
+    def __init__(self, memory: Tensor, cuda_graphs: bool):
+        self.memory = memory
+        # Of up to MOST blocks one after the other: where they are, where they go, and whether they are finite.
+        self._words = torch.zeros(3 * MOST, dtype=torch.int64, device=memory.device)
+        self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
+        self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
+
+    def copy(self, moves: list[Move], nbytes: int) -> None:
+        """Moves blocks as they are."""
+        copy(self.memory, [move.src for move in moves], [move.dst for move in moves], nbytes)
+
+    def step_down(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> list[Moving]:
+        """Moves blocks to another layout; returns those whose values are looked at on the way."""
+        parts = [moves[i : i + MOST] for i in range(0, len(moves), MOST)]
+        are_dense, moving = any(isinstance(side, DenseSide) for side in source.sides), []
+        for part in parts:
+            self._launch(part, source, target)
+            if are_dense:
+                moving.append(Moving(part, self._copies.begin(3, len(part))))
+        return moving
+
+    def _launch(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> None:
+        number = len(moves)
+        self._ring.send(array("q", [*[move.src for move in moves], *[move.dst for move in moves], *[1] * number]))
+
+        def work() -> None:
+            src, dst, finite = self._words[: 3 * number].view(3, number).unbind()
+            transfer(self.memory, src, dst, source, target, finite)
+
+        if self._graphs is None or number > FEW:
+            work()
+        else:
+            self._graphs.run((source, target, number), work)
