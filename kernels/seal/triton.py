@@ -40,11 +40,14 @@ def seal_kernel(
     m_d = o_d[None, :] < D
     b_raw = tl.load(p_source + o_x, mask=m_d, other=0.0)
     b_x = b_raw.to(tl.float32)
-    m_finite = tl.abs(b_x) < float("inf")
-    if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
-        tl.store(finite_ptr + i_n, 0)
-    # 32752: half of fp16's largest value, so that min and range are both finite in fp16.
-    b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -32752.0), 32752.0), 0.0)
+    # 32752: half of fp16's largest value, so that min and range are both finite in fp16. As integers the bits of absolute
+    # values are in the same order, and those of infinities and NaNs above all others.
+    b_bits = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if tl.max(tl.max(b_bits, 1), 0) > 0x46FFE000:
+        m_finite = tl.abs(b_x) < float("inf")
+        if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
+            tl.store(finite_ptr + i_n, 0)
+        b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -32752.0), 32752.0), 0.0)
     for i in tl.static_range(len(KINDS)):
         if kind == i:
             if KINDS[i][0] == 16:
@@ -129,10 +132,15 @@ def _min_range(b_min, b_max):
 
 @triton.jit
 def _quantize(b_x, b_low, b_span, BITS: tl.constexpr):
-    b_divisor = tl.where(b_span > 0, b_span, 1.0) + tl.zeros_like(b_x)
-    b_level = tl.math.div_rn((b_x - b_low) * (7.0 if BITS == 3 else 255.0), b_divisor)
-    # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, halves to even.
-    b_codes = ((b_level + 12582912.0) - 12582912.0).to(tl.int32)
+    b_divisor = tl.where(b_span > 0, b_span, 1.0)
+    b_inverse = tl.math.div_rn(tl.full(b_divisor.shape, 1.0, tl.float32), b_divisor)
+    b_scaled = (b_x - b_low) * (7.0 if BITS == 3 else 255.0)
+    # The quotient rounded once: the divisor has eleven bits, so that no quotient lies near enough to the middle of two
+    # floats for one correction by the exact rest not to decide it.
+    b_level = b_scaled * b_inverse
+    b_level = tl.fma(tl.fma(-b_level, b_divisor, b_scaled), b_inverse, b_level)
+    # Adding 1.5 * 2^23 rounds to the nearest integer, halves to even, and leaves it in the low bits.
+    b_codes = (b_level + 12582912.0).to(tl.int32, bitcast=True) & 255
     return b_codes if BITS == 3 else shrink_codes(b_codes, 8, BITS)
 
 
@@ -148,7 +156,7 @@ def seal_triton(
     seal_kernel[grid](
         memory, src, dst, sides, finite, len(sides), dense.num_kv_heads,
         KINDS=kinds, DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
-        num_warps=8 if tile_d <= 128 else 16, enable_fp_fusion=False,
+        num_warps=max(4, tile_d // 32), enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -75,8 +75,8 @@ class Watch:
         core.step, core.recover, tables._evacuate = watched_step, watched_recover, watched_evacuate
 
     def look(self) -> Memory:
-        gpu = self.engine._started.core.runner._gpu
-        num_graphs = 0 if gpu is None or gpu._graphs is None else len(gpu._graphs)
+        runner = self.engine._started.core.runner
+        num_graphs = sum(len(owner._graphs or ()) for owner in (runner._gpu, runner.cache._mover) if owner is not None)
         resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return Memory(device_nbytes(), torch.cuda.memory_reserved(), resident, num_graphs)
 
