@@ -39,7 +39,7 @@ from .sweep import parse_batches
 
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
-WARMUP_STEPS = 6
+WARMUP_STEPS = 24  # in which launches are captured that most steps repeat
 WAITING, WORKING = "wait for the tokens", "all but waiting"
 IDLE = "nothing runs"
 
@@ -271,7 +271,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", default="1,32", metavar="LIST", help='sizes; "max" is the largest that fits (default: %(default)s)')
     add("--context", type=int, default=8192, metavar="N", help="tokens of each request (default: %(default)s)")
     add("--memory", default="80GiB", metavar="SIZE", help="weights and KV together (default: %(default)s)")
-    add("--steps", type=int, default=10, metavar="N", help="steps of each measurement (default: %(default)s)")
+    add("--steps", type=int, default=40, metavar="N", help="steps of each measurement (default: %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
