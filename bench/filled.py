@@ -7,6 +7,7 @@ is admitted, and its blocks stand on the rungs on which the ladder's policy puts
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -126,6 +127,7 @@ class FilledCore:
             if self.core.scheduler.num_preemptions:
                 raise QKVError("requests were preempted: the batch does not fit at once")
         self._settle()
+        gc.collect()  # what the prompts left is not the steps' to collect
         self.core.reset_counters()  # what the prompts took at their widest is not the steps' peak
 
     def end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qkv_engine.scheduler import ScheduledRequest
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from .request import Request
 from .sample_row import SampleRow
@@ -18,25 +18,20 @@ class Cohort:
     nothing but the next ones is wanted.
     """
 
-    def __init__(self, items: list[ScheduledRequest], rows: Mapping[Request, SampleRow]):
+    def __init__(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]):
+        items = batch.items
         self.sampling = [i for i, item in enumerate(items) if item.samples]
         self.states = [rows[items[i].request] for i in self.sampling]
         self.is_plain = False not in [state.is_plain for state in self.states]
         self.is_decode = _is_decode(items)
-        self._requests = [item.request for item in items]
-        self._ends = [item.end for item in items]
+        self._members = batch.members
 
-    def goes_on(self, items: list[ScheduledRequest]) -> bool:
-        """Whether ``items`` are the next tokens of the same requests, all of which the last step sampled.
+    def goes_on(self, batch: ScheduledBatch) -> bool:
+        """Whether ``batch`` has the next tokens of the same requests, all of which the batch before it sampled.
 
-        If so the cohort is theirs from here on: what it says is true of them too.
+        That one must have been the cohort's. If so, what the cohort says is true of ``batch`` too.
         """
-        if not self.is_decode or len(self.sampling) < len(self._requests) or items[-1].num_tokens > 1:
-            return False
-        if [item.request for item in items] != self._requests or [item.start for item in items] != self._ends:
-            return False
-        self._ends = [item.end for item in items]
-        return False not in [item.samples for item in items]
+        return self.is_decode and self._members is not None and batch.members is self._members
 
     def note_positions(self, items: list[ScheduledRequest]) -> None:
         """Tells rows whose edits or draws depend on it how many tokens before the next one are in flight."""

@@ -124,9 +124,9 @@ class Runner:
 
     def _launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
         items, cohort = batch.items, self._cohort
-        goes_on = cohort is not None and cohort.goes_on(items)
+        goes_on = cohort is not None and cohort.goes_on(batch)
         if cohort is None or not goes_on:
-            cohort = self._cohort = Cohort(items, rows)
+            cohort = self._cohort = Cohort(batch, rows)
         cohort.note_positions(items)
         if self._gpu is not None and cohort.is_decode:
             return self._launch_decode(self._gpu, items, cohort, goes_on)

@@ -69,7 +69,7 @@ class Scheduler:
             if budget == 0:
                 break
             start, target = request.num_computed_tokens, request.num_tokens
-            if target > len(request.token_ids) and (request.needs_tokens or target > request.max_num_tokens):
+            if (request.needs_tokens or target > request.max_num_tokens) and target > len(request.token_ids):
                 continue  # its last token is in flight, or one the host has to see first
             num_tokens = target - start
             if num_tokens > 1 or start == request.num_reserved_tokens:
@@ -87,7 +87,8 @@ class Scheduler:
                 request.num_tokens += 1
         if started or not are_single:
             items.sort(key=lambda item: item.num_tokens > 1)
-        return ScheduledBatch(items, started)
+            return ScheduledBatch(items, started)
+        return ScheduledBatch(items, members=self.running.members if len(items) == len(self.running) else None)
 
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""

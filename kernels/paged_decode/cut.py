@@ -15,7 +15,7 @@ SHORT_ITEM = 4  # blocks, on average: the sinks and open blocks beside sealed on
 RESIDENT = {True: 5, False: 8}  # programs that a multiprocessor holds: on dense pages, which fetch more ahead, or codes
 LAST_SHARE = 5  # one request in so many is among the last
 LEAST_REQUESTS = 40  # of few, a fifth is too coarse a part
-GRADED_ROUNDS = {True: 1.3, False: 2.4}  # full items for each place on the GPU, from which on the last ones are finer
+GRADED_ROUNDS = {True: 1.45, False: 2.4}  # full items for each place on the GPU, from which on the last ones are finer
 STAY = 0.95  # of these, once they are: another size is another graph
 
 # In units of the time that a block takes in a full launch.

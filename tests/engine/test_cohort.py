@@ -14,7 +14,7 @@ from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kv.step_triton import TritonPlanner
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampler import SampleRow
-from qkv_engine.scheduler import ScheduledRequest
+from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from qkv_engine.submission import Submission
 
 from .kv.test_device_tables import check
@@ -35,24 +35,28 @@ def step(requests: list[Request], start: int, num_tokens: int = 1) -> list[Sched
     return items
 
 
-def cohort_of(items: list[ScheduledRequest]) -> Cohort:
-    return Cohort(items, {i.request: SampleRow(i.request.params, 0, i.request.token_ids, 3) for i in items})
+def cohort_of(items: list[ScheduledRequest], members: object | None = None) -> Cohort:
+    rows = {i.request: SampleRow(i.request.params, 0, i.request.token_ids, 3) for i in items}
+    return Cohort(ScheduledBatch(items, members=members), rows)
 
 
 def test_a_cohort_goes_on_with_the_next_tokens_of_the_same_requests_alone():
-    requests = requests_of(3)
-    cohort = cohort_of(step(requests, 2))
+    requests, members = requests_of(3), object()
+    cohort = cohort_of(step(requests, 2), members)
     assert cohort.is_decode and cohort.is_plain and cohort.sampling == [0, 1, 2]
-    assert cohort.goes_on(step(requests, 3)) and cohort.goes_on(step(requests, 4))
-    again = [ScheduledRequest(request, 4, 1, 5, True) for request in requests]
-    assert not cohort.goes_on(again)  # the same tokens once more
-    assert not cohort.goes_on(step(requests, 6))  # one was left out
-    assert not cohort.goes_on(step(requests[:2], 5)) and not cohort.goes_on(step(requests[::-1], 5))
-    assert not cohort_of(step(requests, 0, 2)).goes_on(step(requests, 2))  # they were chunks
-    quiet = requests_of(2)
-    assert not cohort_of(step(quiet, 1)).goes_on(step(quiet, 2))  # nothing was sampled
-    asking = requests_of(2, prompt_logprobs=1)
-    assert not cohort_of(step(asking, 1)).is_decode and cohort_of(step(asking, 2)).is_decode
+    assert cohort.goes_on(ScheduledBatch(step(requests, 3), members=members))
+    assert not cohort.goes_on(ScheduledBatch(step(requests[:2], 4), members=object()))
+    assert not cohort.goes_on(ScheduledBatch(step(requests[:2], 5)))
+    unknown = cohort_of(step(requests_of(3), 0, 2))  # chunks
+    assert not unknown.goes_on(ScheduledBatch(step(requests, 6), members=members))
+    assert not unknown.goes_on(ScheduledBatch(step(requests, 7)))
+
+
+def test_a_step_that_wants_more_than_tokens_is_no_decode():
+    asking, members = requests_of(2, prompt_logprobs=1), object()
+    cohort = cohort_of(step(asking, 1), members)
+    assert not cohort.is_decode and not cohort.goes_on(ScheduledBatch(step(asking, 2), members=members))
+    assert cohort_of(step(asking, 3)).is_decode
 
 
 def test_rows_are_told_how_many_tokens_are_in_flight():
@@ -62,7 +66,6 @@ def test_rows_are_told_how_many_tokens_are_in_flight():
     cohort.note_positions(items)
     assert cohort.states[0].position == 0 and not cohort.is_plain
     items = step([request], 3)
-    assert cohort.goes_on(items)
     cohort.note_positions(items)
     assert (cohort.states[0].num_in_flight, cohort.states[0].position) == (1, 1)
     request.token_ids.append(7)
@@ -120,8 +123,8 @@ def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: 
     monkeypatch.setattr(TritonPlanner, "begin", begin_step)
     goes_on, found = Cohort.goes_on, list[bool]()
 
-    def noted(cohort: Cohort, items: list[ScheduledRequest]) -> bool:
-        found.append(goes_on(cohort, items))
+    def noted(cohort: Cohort, batch: ScheduledBatch) -> bool:
+        found.append(goes_on(cohort, batch))
         return found[-1]
 
     monkeypatch.setattr(Cohort, "goes_on", noted)

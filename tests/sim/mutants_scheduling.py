@@ -64,6 +64,18 @@ SCHEDULING = (
         "            if name == tenant or name in over:\n",
         "            if True:\n",
     ),
+    Patch(
+        "requests that left are thought to be there",
+        "queue",
+        "        del self._requests[index]\n        self.members = object()\n",
+        "        del self._requests[index]\n",
+    ),
+    Patch(
+        "requests that wait for a token are thought to go on",
+        "scheduler",
+        "self.running.members if len(items) == len(self.running) else None",
+        "self.running.members",
+    ),
     Patch("the oldest gives way", "pressure", "    return running.youngest", "    return running.oldest"),
     Patch(
         "what can never fit is taken",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.cohort import Cohort
 from qkv_engine.runner import StepResult
 
+from .spy import require
+
 if TYPE_CHECKING:
     from .simulator import Simulation
 
@@ -88,11 +90,14 @@ class SimulatedRunner:
         self.simulation = simulation
         self.cache = SimulatedCache(simulation)
         self._cohort: Cohort | None = None  # of the step launched last
+        self._items: list[Any] = []  # its own
 
     def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids
+        cohort, self._cohort = self._cohort, None  # a step that breaks off here is followed by nobody
         found, error = self.simulation.compute(batch)
+        self._cohort = cohort
         token_ids = [token and token.token_id for _, token in found]
         special = {i: token for i, (_, token) in enumerate(found) if token is not None and token.error is not None}
         return Later(
@@ -103,9 +108,13 @@ class SimulatedRunner:
 
     def _lasting_cohort(self, batch: Any, rows: Mapping[Any, Any]) -> Cohort | None:
         """The cohort of a step that goes on with it."""
-        if self._cohort is not None and self._cohort.goes_on(batch.items):
+        before, self._items = self._items, batch.items
+        if self._cohort is not None and self._cohort.goes_on(batch):
+            for old, new in zip(before, batch.items, strict=True):
+                require(new.request is old.request and new.start == old.end, "a step goes on with others")
+                require(old.samples and new.samples and new.num_tokens == 1, "a step goes on with other tokens")
             return self._cohort
-        self._cohort = Cohort(batch.items, rows)
+        self._cohort = Cohort(batch, rows)
         return None
 
     def run(self, batch: Any, rows: Mapping[Any, Any]) -> StepResult:
