@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import BlockLayout, UniformSide
+from ..layout import BlockLayout, Side, UniformSide
+from ..side_table import Kind, side_table
 
 
 @triton.jit
@@ -132,37 +130,25 @@ def _permute(p_from, p_to, PAIRS: tl.constexpr, FROM_LANES: tl.constexpr, TO_LAN
 
 def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
     """See ``demote``."""
-    side, kinds, sides = _uniform_sides(source, target, memory.device)
-    if side is None or len(src) == 0:
+    sides = side_table(source, target, _kind, memory.device)
+    if sides is None or len(src) == 0:
         return
+    side = sides.first
     tile_d = triton.next_power_of_2(side.head_dim)
-    grid = (len(src) * len(sides) * side.num_kv_heads,)
+    grid = (len(src) * len(sides.rows) * side.num_kv_heads,)
     demote_kernel[grid](
-        memory, src, dst, sides, len(sides), side.num_kv_heads,
-        KINDS=kinds, T=side.num_tokens, D=side.head_dim, TILE_D=tile_d, num_warps=8,
+        memory, src, dst, sides.rows, len(sides.rows), side.num_kv_heads,
+        KINDS=sides.kinds, T=side.num_tokens, D=side.head_dim, TILE_D=tile_d, num_warps=8,
     )  # fmt: skip
 
 
-@lru_cache
-def _uniform_sides(
-    source: BlockLayout, target: BlockLayout, device: torch.device
-) -> tuple[UniformSide | None, tuple[tuple[int, ...], ...], Tensor]:
-    """A side to be demoted, if there are any; how they change; (index of that, offset there, offset here) of each."""
-    kinds: dict[tuple[int, ...], int] = {}
-    rows, side = [], None
-    for (old, new), members in source.pairs(target).items():
-        if isinstance(old, UniformSide) and isinstance(new, UniformSide):
-            side = old
-            kind = kinds.setdefault(_kind(old, new), len(kinds))
-            rows += [(kind, *offsets) for offsets in members]
-    return side, tuple(kinds), torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def _kind(old: UniformSide, new: UniformSide) -> tuple[int, ...]:
+def _kind(old: Side, new: Side) -> Kind | None:
     """(bits from, to, K?, metadata bytes a head, tile lanes from, to, metadata offset from, to, top offset from, to)
 
-    Metadata per channel lies the same way at all bits; per token it is a tile that depends on them.
+    Metadata per channel lies the same way at all bits; per token it is a tile that depends on them. Of sealed sides.
     """
+    if not (isinstance(old, UniformSide) and isinstance(new, UniformSide)):
+        return None
     lanes = (old.meta_lanes, new.meta_lanes) if old.axis == "token" else (1, 1)
     return (
         old.bits, new.bits, int(old.side == "k"), old.head_meta_nbytes, *lanes,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from ..layout import BlockLayout, DenseSide, Side, UniformSide
 from ..planes import shrink_codes, store_codes
+from ..side_table import Kind, side_table
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -148,35 +147,27 @@ def seal_triton(
     memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
 ) -> None:
     """See ``seal``."""
-    dense, kinds, sides = _dense_sides(source, target, memory.device)
-    if dense is None or len(src) == 0:
+    sides = side_table(source, target, _kind, memory.device)
+    if sides is None or len(src) == 0:
         return
+    dense = sides.first
+    assert isinstance(dense, DenseSide)
     tile_d = triton.next_power_of_2(dense.head_dim)
-    grid = (len(src) * len(sides) * dense.num_kv_heads,)
+    grid = (len(src) * len(sides.rows) * dense.num_kv_heads,)
     seal_kernel[grid](
-        memory, src, dst, sides, finite, len(sides), dense.num_kv_heads,
-        KINDS=kinds, DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
+        memory, src, dst, sides.rows, finite, len(sides.rows), dense.num_kv_heads,
+        KINDS=sides.kinds, DTYPE=DTYPES[dense.dtype], T=dense.num_tokens, D=dense.head_dim, TILE_D=tile_d,
         num_warps=max(4, tile_d // 32), enable_fp_fusion=False,
     )  # fmt: skip
 
 
-@lru_cache
-def _dense_sides(
-    source: BlockLayout, target: BlockLayout, device: torch.device
-) -> tuple[DenseSide | None, tuple[tuple[int, ...], ...], Tensor]:
-    """A side to be sealed, if there are any; what they become; (index of that, offset there, offset here) of each."""
-    kinds: dict[tuple[int, ...], int] = {}
-    rows, dense = [], None
-    for (old, new), members in source.pairs(target).items():
-        if isinstance(old, DenseSide):
-            dense = old
-            kind = kinds.setdefault(_kind(new), len(kinds))
-            rows += [(kind, *offsets) for offsets in members]
-    return dense, tuple(kinds), torch.tensor(rows, dtype=torch.int64, device=device)
+def _kind(old: Side, side: Side) -> Kind | None:
+    """(bits, per channel?, K?, group, groups, meta lanes, meta stride, meta offset, top offset); (16,) for dense.
 
-
-def _kind(side: Side) -> tuple[int, ...]:
-    """(bits, per channel?, K?, group, groups, meta lanes, meta stride, meta offset, top offset); (16,) for dense."""
+    Of sides that are dense before.
+    """
+    if not isinstance(old, DenseSide):
+        return None
     if not isinstance(side, UniformSide):
         return (16,)
     per_channel, is_k = int(side.axis == "channel"), int(side.side == "k")
