@@ -55,12 +55,12 @@ class GpuSteps:
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
         self._tuned: set[int] = set()  # batches
-        # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these,
-        # their positions in the first step that it goes on from, and how many steps there have been since.
+        # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these as
+        # they were in the first step that it goes on from, how many steps ago that was, and where it leaves what.
         self._step_rows: list[int] = []
-        self._tokens, self._batch, self._likeliest = pack_tokens((), (), ()), 0, self._sampled
-        self._positions: list[int] = []
+        self._tokens, self._batch = pack_tokens((), (), ()), 0
         self._advance = 0
+        self._likeliest = self._sampled
 
     def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
         """Hidden states [N, E] of a step's tokens, single tokens first."""
@@ -92,7 +92,8 @@ class GpuSteps:
         else:
             self._begin(items)
         self._pinned.send(self.tables.step_input(self._tokens, self._advance))
-        cut = self._planner.cut(self._batch, self._positions, self._advance)
+        positions = self._tokens[self._batch : self._batch + len(items)]
+        cut = self._planner.cut(self._batch, positions, self._advance)
         shape = DecodeShape(self._batch, cut, keep_logits)
         if self._graphs is None:
             self._decode(shape)
@@ -114,12 +115,12 @@ class GpuSteps:
         self._rows(items)
         self._batch, self._advance = padded_batch(len(items)), 0
         self._likeliest = self._sampled[: 2 * self._batch].view(2, self._batch)
-        self._positions = [item.start for item in items]
+        positions = [item.start for item in items]
         known = [(item.request.token_ids, item.start) for item in items]
         ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]
         padding = self._batch - len(items)
         rows = self._step_rows + [self.tables.spare_row] * padding
-        self._tokens = pack_tokens(ids + [0] * padding, self._positions + [-1] * padding, rows)
+        self._tokens = pack_tokens(ids + [0] * padding, positions + [-1] * padding, rows)
 
     def _decode(self, shape: DecodeShape) -> None:
         """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""

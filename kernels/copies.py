@@ -35,15 +35,11 @@ class PinnedWords:
 
     def send(self) -> None:
         """Enqueues a copy to the partner."""
-        self._partner.copy_(self._memory, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._copy(self._memory, self._partner)
 
     def fetch(self) -> None:
         """Enqueues a copy from the partner."""
-        self._memory.copy_(self._partner, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._copy(self._partner, self._memory)
 
     @property
     def is_idle(self) -> bool:
@@ -54,6 +50,11 @@ class PinnedWords:
         """Blocks until ``is_idle``."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class PinnedRing:

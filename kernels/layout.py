@@ -102,6 +102,10 @@ class BlockLayout:
         return sum(side.nbytes for side in self.sides)
 
     @cached_property
+    def has_dense(self) -> bool:
+        return any(isinstance(side, DenseSide) for side in self.sides)
+
+    @cached_property
     def _hash(self) -> int:
         return hash(self.sides)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .demote import demote
-from .layout import BlockLayout, DenseSide, UniformSide
+from .layout import BlockLayout, UniformSide
 from .seal import seal
 
 
@@ -17,7 +17,7 @@ def transfer(
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
              finite [n] int64, ones: 0 is written for a block with dense values that are not all finite
     """
-    if any(isinstance(side, DenseSide) for side in source.sides):
+    if source.has_dense:
         seal(memory, src, dst, source, target, finite)
     if any(isinstance(side, UniformSide) for side in source.sides):
         demote(memory, src, dst, source, target)

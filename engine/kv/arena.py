@@ -64,8 +64,12 @@ class Arena:
 
     def has_room(self, extra: Mapping[int, int]) -> bool:
         """Whether ordinary allocations could still get ``extra`` slots by size if sparse slabs were emptied."""
-        wanted = self.live + Counter(extra)
-        return self.slabs_for(wanted) <= self.num_slabs - self.reserve
+        slabs = self.slabs_for(self.live)
+        for nbytes, number in extra.items():
+            if number:  # none may be of size 0
+                per_slab, live = self.per_slab(nbytes), self.live[nbytes]
+                slabs += -(-(live + number) // per_slab) - -(-live // per_slab)
+        return slabs <= self.num_slabs - self.reserve
 
     def room(self, nbytes: int) -> int:
         """Slots of ``nbytes`` ordinary allocations could still get if sparse slabs were emptied."""

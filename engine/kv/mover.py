@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.copies import HostCopies, PinnedRing, RowsCopy
-from qkv_engine.kernels.layout import BlockLayout, DenseSide
+from qkv_engine.kernels.layout import BlockLayout
 from qkv_engine.kernels.transfer import copy, transfer
 
 from ..graphs import Graphs
@@ -57,11 +57,10 @@ class Mover:
 
     def step_down(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> list[Moving]:
         """Moves blocks to another layout; returns those whose values are looked at on the way."""
-        parts = [moves[i : i + MOST] for i in range(0, len(moves), MOST)]
-        are_dense, moving = any(isinstance(side, DenseSide) for side in source.sides), []
-        for part in parts:
+        moving = []
+        for part in (moves[i : i + MOST] for i in range(0, len(moves), MOST)):
             self._launch(part, source, target)
-            if are_dense:
+            if source.has_dense:
                 moving.append(Moving(part, self._copies.begin(3, len(part))))
         return moving
 

@@ -339,10 +339,8 @@ class BlockTables:
             self.journal.blocks.append(block)
 
     def _has_room(self, blocks: int, sinks: int) -> bool:
-        if not sinks:
-            return blocks <= self.arena.room(self._sizes[0])
-        extra = Counter({self._sizes[0]: blocks})
-        extra[self._sizes[SINK]] += sinks  # may be the same size
+        extra = {self._sizes[0]: blocks}
+        extra[self._sizes[SINK]] = extra.get(self._sizes[SINK], 0) + sinks  # may be the same size
         return self.arena.has_room(extra)
 
     def _lift_floor(self, block: Block) -> None:

@@ -61,11 +61,12 @@ def test_a_step_that_wants_more_than_tokens_is_no_decode():
 
 def test_rows_are_told_how_many_tokens_are_in_flight():
     [request] = requests_of(1, logprobs=1)
-    items = step([request], 2)
-    cohort = cohort_of(items)
+    items, members = step([request], 2), object()
+    cohort = cohort_of(items, members)
     cohort.note_positions(items)
     assert cohort.states[0].position == 0 and not cohort.is_plain
     items = step([request], 3)
+    assert cohort.goes_on(ScheduledBatch(items, members=members))
     cohort.note_positions(items)
     assert (cohort.states[0].num_in_flight, cohort.states[0].position) == (1, 1)
     request.token_ids.append(7)

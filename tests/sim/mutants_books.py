@@ -46,8 +46,8 @@ BOOKS = (
     Patch(
         "has_room forgets the reserve",
         "arena",
-        "return self.slabs_for(wanted) <= self.num_slabs - self.reserve",
-        "return self.slabs_for(wanted) <= self.num_slabs",
+        "return slabs <= self.num_slabs - self.reserve",
+        "return slabs <= self.num_slabs",
     ),
     Patch(
         "packed slabs are rounded down",
