@@ -1,4 +1,4 @@
-"""What holds after every event, reckoned from the tables alone.
+"""What holds after every event, reckoned from the tables alone, and of every batch.
 
 Arena: I1 bytes add up, I2 no byte has two owners, I3 slots lie on their grid, I4 no slot is lost and ``room`` is exact,
 I5 references equal owners, I6 tables name live blocks and enough of them, I7 a block never widens and its slot is as
@@ -8,9 +8,9 @@ wrote. I9 concerns metadata, which is tested with the formats; I11 epochs, which
 and whoever shares it sees it change.
 
 Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S8 order of arrival.
-The simulator has S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission sees all that requests
-may need nobody is preempted at all; elsewhere only the youngest. S17, and S16 once more, need real numbers:
-``tests/engine/test_precision_schedule.py``. Threads (S13) are in ``tests/engine/test_engine.py``.
+The simulator and ``check_batch`` have S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission
+sees all that requests may need nobody is preempted at all; elsewhere only the youngest. S17, and S16 once more, need
+real numbers: ``tests/engine/test_precision_schedule.py``. Threads (S13) are in ``tests/engine/test_engine.py``.
 """
 
 from __future__ import annotations
@@ -132,3 +132,33 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
     for request in waiting:
         require(request.status is RequestStatus.WAITING, "a waiting request is in another state")
         require(request.num_computed_tokens == 0, "a waiting request has computed tokens")
+
+
+def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int:
+    """What was scheduled, perhaps ``ahead`` of a step under way; returns how many items' tokens are not known yet."""
+    options, num_ahead = space.options, 0
+    require(ahead or batch.num_tokens > 0, "an empty step")
+    require(batch.num_tokens <= options.budget, f"{batch.num_tokens} tokens in a step")
+    names = [item.request.request_id for item in batch.items]
+    require(len(set(names)) == len(names), "a request is twice in a batch")
+    oldest = scheduler.running.oldest if scheduler.running else None
+    advances = oldest is None or oldest in [item.request for item in batch.items]
+    require(advances or oldest.num_in_flight > 0, "the oldest does not advance")
+    chunks = [item.num_tokens > 1 for item in batch.items]
+    require(chunks == sorted(chunks), "single tokens do not come first")
+    for item in batch.items:
+        request = item.request
+        require(request in scheduler.running, "someone is computed who does not run")
+        require(request.num_computed_tokens == item.end <= request.num_tokens, "not the next tokens")
+        require(item.end <= request.max_num_tokens, "a token is computed that nobody asked for")
+        if item.end > len(request.token_ids):  # the step before samples it
+            require(ahead and item.start == len(request.token_ids), "tokens nobody knows are computed")
+            require(item.num_tokens == 1 == item.samples, "a token in flight is not the last")
+            require(not request.needs_tokens, "the host has to see a token first")
+            num_ahead += 1
+        table = space.tables[request.request_id]
+        require(table.sink is not None or not options.sink, "no sink")
+        blocks = -(-max(0, item.end - options.sink) // options.block)
+        require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
+    space.check_work(len(batch))
+    return num_ahead

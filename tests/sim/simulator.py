@@ -20,8 +20,9 @@ from qkv_engine.sampler import SampledToken
 
 from .code import Code, Patch, load
 from .device import SINK, Device, mix
-from .invariants import check_books, check_queues, check_room
+from .invariants import check_batch, check_books, check_queues, check_room
 from .options import Options, draw
+from .requests import Requests
 from .spy import Broken, SpySpace, require
 from .stand_ins import SimulatedRunner, spy_scheduler
 from .truth import Truth, token
@@ -59,9 +60,7 @@ class Simulation:
         self.unknown: set[Any] = set()  # blocks with such values
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
-        self._prompts = [
-            [self.rng.randrange(50) for _ in range(64 * options.block)] for _ in range(options.num_prompts)
-        ]
+        self._requests = Requests(options, self.rng)
         self.truths: dict[Request, Truth] = {}
         self.space: SpySpace = self._new_space()
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
@@ -159,7 +158,8 @@ class Simulation:
         crowded = len(self.scheduler.waiting) >= options.crowd
         if not self.scheduler.has_work or (not crowded and rng.random() < options.arrivals):
             copies = rng.randint(2, 4) if rng.random() < options.forks else 1
-            name, ids, params, length = f"r{self.counts['add']}", self._prompt(), self._params(), self._length()
+            drawn, name = self._requests, f"r{self.counts['add']}"
+            ids, params, length = drawn.prompt(), drawn.params(), drawn.length()
             if self.scheduler.running and rng.random() < options.forks:  # goes on from where another one stands
                 parent = rng.choice(list(self.scheduler.running))
                 ids, params = list(parent.token_ids), replace(params, cache_salt=parent.params.cache_salt)
@@ -171,29 +171,6 @@ class Simulation:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
             self.recover()
-
-    def _prompt(self) -> list[int]:
-        rng, block = self.rng, self.options.block
-        most = self.options.longest * block
-        ids = list(self._prompts[rng.randrange(len(self._prompts))][: rng.choice((0, most, rng.randint(0, most)))])
-        return ids + [rng.randrange(50) for _ in range(rng.randint(1, max(1, rng.choice((1, block, most // 2)))))]
-
-    def _length(self) -> int:
-        return self.rng.randint(1, self.rng.choice((2, min(self.options.block, 24), min(4 * self.options.block, 40))))
-
-    def _params(self) -> SamplingParams:
-        options, rng = self.options, self.rng
-        floored, open_ended = rng.random() < options.floored, rng.random() < options.open_ended
-        return SamplingParams(
-            max_tokens=None if open_ended else 1,  # the number is the request's
-            ignore_eos=not open_ended and rng.random() < 0.5,
-            kv_pinned=rng.random() < options.pinned,
-            kv_floor=f"rung{rng.randrange(len(options.sizes))}" if floored else None,
-            tenant=f"t{rng.randrange(options.tenants)}",
-            cache_salt=f"s{rng.randrange(options.salts)}",
-            prompt_logprobs=1 if rng.random() < 0.05 else None,
-            presence_penalty=0.5 if rng.random() < 0.1 else 0.0,
-        )
 
     def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
         """Submits a request; one without ``max_tokens`` may go on as long as it fits."""
@@ -278,7 +255,9 @@ class Simulation:
     def scheduled(self, batch: Any) -> None:
         self.counts["hit"] += sum(item.start == item.request.num_cached_tokens > 0 for item in batch.items)
         self.event("schedule", [(i.request.request_id, i.start, i.num_tokens) for i in batch.items])
-        self._check_batch(batch)
+        ahead = bool(self.core._in_flight)
+        require(ahead <= self.options.ahead, "a step runs ahead that must not")
+        self.counts["ahead"] += check_batch(batch, self.scheduler, self.space, ahead)
         oldest, rounds = self._oldest or (None, 0)
         require(oldest is None or oldest.num_preemptions == rounds, "the oldest was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
@@ -363,34 +342,6 @@ class Simulation:
         if item.end == len(truth.tokens):
             truth.tokens.append(found)
         return SampledToken(found)
-
-    def _check_batch(self, batch: Any) -> None:
-        scheduler, ahead = self.scheduler, bool(self.core._in_flight)
-        require(ahead <= self.options.ahead, "a step runs ahead that must not")
-        require(ahead or batch.num_tokens > 0, "an empty step")
-        require(batch.num_tokens <= self.options.budget, f"{batch.num_tokens} tokens in a step")
-        names = [item.request.request_id for item in batch.items]
-        require(len(set(names)) == len(names), "a request is twice in a batch")
-        oldest = scheduler.running.oldest if scheduler.running else None
-        advances = oldest is None or oldest in [item.request for item in batch.items]
-        require(advances or oldest.num_in_flight > 0, "the oldest does not advance")
-        chunks = [item.num_tokens > 1 for item in batch.items]
-        require(chunks == sorted(chunks), "single tokens do not come first")
-        for item in batch.items:
-            request = item.request
-            require(request in scheduler.running, "someone is computed who does not run")
-            require(request.num_computed_tokens == item.end <= request.num_tokens, "not the next tokens")
-            require(item.end <= request.max_num_tokens, "a token is computed that nobody asked for")
-            if item.end > len(request.token_ids):  # the step before samples it
-                require(ahead and item.start == len(request.token_ids), "tokens nobody knows are computed")
-                require(item.num_tokens == 1 == item.samples, "a token in flight is not the last")
-                require(not request.needs_tokens, "the host has to see a token first")
-                self.counts["ahead"] += 1
-            table = self.space.tables[request.request_id]
-            require(table.sink is not None or not self.options.sink, "no sink")
-            blocks = -(-max(0, item.end - self.options.sink) // self.options.block)
-            require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
-        self.space.check_work(len(batch))
 
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
