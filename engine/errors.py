@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+
+MAX_VALUE_CHARS = 80  # of a value in a message: a hostile one cannot flood a log
+
 
 class QKVError(Exception):
     """Base of every error this package raises on purpose.
@@ -42,7 +46,19 @@ def as_request_error(error: Exception) -> QKVError:
     return RequestError(f"the request failed while running: {type(error).__name__}: {error}")
 
 
-def _short(value: object, limit: int = 80) -> str:
-    """``repr`` cut to ``limit`` characters, so that a hostile value cannot flood a log."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+class _ShortRepr(reprlib.Repr):
+    """``repr`` that looks at a few items, levels and characters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 8, 8, 6
+        self.maxstring = self.maxother = self.maxlong = MAX_VALUE_CHARS
+
+
+def _short(value: object) -> str:
+    """``value`` on one line of at most 80 characters, in bounded time and whatever its ``repr`` does."""
+    try:
+        text = " ".join(_ShortRepr().repr(value).split())
+    except Exception:  # an int of more digits than Python writes out, a hostile ``repr``
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
