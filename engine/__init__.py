@@ -9,45 +9,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkv_engine.config import KVConfig
-    from qkv_engine.engine import Engine
-    from qkv_engine.errors import (
-        CapacityError,
-        ConfigError,
-        EngineDeadError,
-        ModelError,
-        QKVError,
-        RequestError,
-    )
-    from qkv_engine.request import CompletionOutput, RequestOutput, SamplingParams
+    from qkv_engine.config import DENSE16, KVConfig, RungConfig
+    from qkv_engine.engine import Engine, RequestStream
+    from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError, QKVError, RequestError
+    from qkv_engine.metrics import EngineStats
+    from qkv_engine.request import CompletionOutput, KVUsage, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Engine": "engine",
+    "DENSE16": "config",
     "KVConfig": "config",
-    "SamplingParams": "request",
-    "RequestOutput": "request",
-    "CompletionOutput": "request",
-    "QKVError": "errors",
-    "ConfigError": "errors",
-    "ModelError": "errors",
-    "RequestError": "errors",
+    "RungConfig": "config",
+    "Engine": "engine",
+    "RequestStream": "engine",
     "CapacityError": "errors",
+    "ConfigError": "errors",
     "EngineDeadError": "errors",
+    "ModelError": "errors",
+    "QKVError": "errors",
+    "RequestError": "errors",
+    "EngineStats": "metrics",
+    "CompletionOutput": "request",
+    "KVUsage": "request",
+    "Logprob": "request",
+    "RequestMetrics": "request",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
 }
 
 __all__ = [
+    "DENSE16",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
     "Engine",
     "EngineDeadError",
+    "EngineStats",
     "KVConfig",
+    "KVUsage",
+    "Logprob",
     "ModelError",
     "QKVError",
     "RequestError",
+    "RequestMetrics",
     "RequestOutput",
+    "RequestStream",
+    "RungConfig",
     "SamplingParams",
     "__version__",
 ]

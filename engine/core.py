@@ -20,12 +20,14 @@ from .kv.mover import PendingMoves
 from .kv.space import KVSpace
 from .kv.table import Block
 from .logprobs import TokenLogprobs
+from .memory import is_out_of_memory
 from .metrics import Counters
-from .request import FINISHED, FinishReason, Logprob, Request, SamplingParams
+from .request import FINISHED, FinishReason, Logprob, Request
 from .runner import Pending, Runner, StepResult
 from .sampler import SampledToken, SampleRow
 from .submission import Completion, Submission
 from .tokenizer import Tokenizer
+from .trials import Trials
 from .unread import Unread
 
 logger = logging.getLogger("qkv_engine")
@@ -52,8 +54,6 @@ class Launched:
 
 class EngineCore:
     """Runs submissions to their end. ``live`` holds every one that has not ended, by request id.
-
-    ``live`` is filled by the loop's ``submit`` in the caller's thread, so that a duplicate id is refused at once.
 
     With ``runs_ahead`` a step is scheduled and launched while the tokens of the one before are still being computed, so
     that the host's work and the device's overlap. What a request that turns out to have ended was given in the step
@@ -82,6 +82,7 @@ class EngineCore:
         self._in_flight: deque[Launched] = deque()
         self._suspects: set[Request] = set()  # were there when a step broke off
         self._unread = Unread()  # for the steps of the last cohort
+        self._trials: Trials | None = None  # while a guilty submission is looked for
 
     @property
     def space(self) -> KVSpace:
@@ -90,16 +91,21 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or self._trials is not None
 
     def add(self, submission: Submission) -> None:
-        """Queues a submission that is already in ``live``; an error goes to its stream and nowhere else.
-
-        May be called again after an interrupt.
-        """
-        if self.live.get(submission.request_id) is not submission:
+        """Takes a submission in; an error goes to its stream alone. May be called again after an interrupt."""
+        if submission.finished:
+            return
+        if self.live.setdefault(submission.request_id, submission) is not submission:
+            error = RequestError("a live request has this id", field="request_id", value=submission.request_id)
+            submission.stream.fail(error)
             return
         self.counters.num_requests += not submission.completions
+        if self._trials is None:
+            self._try_to_begin(submission)
+
+    def _try_to_begin(self, submission: Submission) -> None:
         try:
             self._begin(submission)
         except Exception as error:
@@ -109,9 +115,15 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """Ends a submission wherever it stands; an id that is not live is ignored."""
         submission = self.live.get(request_id)
-        if submission is None:
+        if submission is not None:
+            self.drop(submission)
+
+    def drop(self, submission: Submission) -> None:
+        """Aborts a submission; one that is not live is ignored, even if another one has its id."""
+        if self.live.get(submission.request_id) is not submission:
             return
         self._catch_up()
+        submission.make_completions()  # one that waits for trials to end may have none yet
         for completion in submission.completions:
             if not completion.request.is_finished:
                 self._finish(completion, FinishReason.ABORT)
@@ -135,6 +147,7 @@ class EngineCore:
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
         self._in_flight.clear()
+        self._trials = None
         del self.runner, self.scheduler, self.make_space
 
     def step(self) -> None:
@@ -142,6 +155,8 @@ class EngineCore:
 
         Among suspects no step runs ahead: one that breaks off is known to be the last, and is narrowed down.
         """
+        if self._trials is not None:
+            self._go_on_with_trials(self._trials)
         launched = self._launch(self.scheduler.schedule())
         may_run_ahead = self.runs_ahead and launched and not self._suspects
         while len(self._in_flight) > may_run_ahead:
@@ -249,12 +264,15 @@ class EngineCore:
         if reason is not None:
             self._finish(completion, reason)
 
-    def recover(self) -> None:
+    def recover(self, isolate: bool = False) -> bool:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
 
         Needs nothing but the live requests, their tokens and times, and may itself be interrupted and called again.
+        With ``isolate`` each submission then runs alone for some steps; one with which alone a step breaks off fails.
+        Returns whether one did. Raises ``EngineDeadError`` if the device is lost.
         """
-        for submission in self.live.values():
+        self.runner.check_device()
+        for submission in list(self.live.values()):
             for completion in submission.completions:
                 self._note_usage(completion)
         self._unread.note_times()
@@ -268,6 +286,33 @@ class EngineCore:
                 self._restore(submission)
             except Exception as error:
                 self._fail_submission(submission, as_request_error(error))
+        return self._hold_trials(isolate)
+
+    def _hold_trials(self, isolate: bool) -> bool:
+        """Begins trials if asked, or goes on with them; returns whether the submission on trial was found guilty."""
+        if isolate and self._trials is None:
+            self._trials = Trials(list(self.live.values()))
+        if self._trials is None:
+            return False
+        self.scheduler.withdraw_all()
+        guilty, self._trials.current = self._trials.current, None
+        if guilty is None or guilty.finished:
+            return False
+        self._fail_submission(guilty, RequestError("steps of the engine break off with this request alone"))
+        return True
+
+    def _go_on_with_trials(self, trials: Trials) -> None:
+        """One more step for the submission on trial, or the turn of the next; at the end all go on together."""
+        if trials.has_another_step():
+            return
+        self.runner.cache.reset()
+        self.scheduler.recover(self.make_space())
+        self.scheduler.withdraw_all()
+        following = trials.next()
+        self._trials = None if following is None else trials
+        for submission in list(self.live.values()) if following is None else [following]:
+            self._try_to_begin(submission)
+        self._suspects = set(self.scheduler.requests.values())
 
     def _restore(self, submission: Submission) -> None:
         """Makes anew what follows from a submission's tokens; one that was about to end does so."""
@@ -304,12 +349,16 @@ class EngineCore:
             return self._narrow_down(batch, error)
 
     def _narrow_down(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
-        """A batch that raises is run in halves, until the request that makes it raise stands alone, and fails."""
+        """A batch that raises is run in halves, until the request that makes it raise stands alone, and fails.
+
+        A chunk of a prompt for which there was no memory is run in halves, too.
+        """
         if len(batch.live()) < len(batch):
             return self._run(batch)  # perhaps it was one that has ended meanwhile
-        if len(batch) > 1:
+        if len(batch) > 1 or (is_out_of_memory(error) and batch.num_tokens > 1):
             first, second = batch.halves()
             return self._run(first) + self._run(second)
+        self.runner.check_device()
         for item in batch.items:
             self._fail({self._owners[item.request][0]: error})
         return []
@@ -321,8 +370,13 @@ class EngineCore:
             self._fail_submission(submission, as_request_error(error))
 
     def _finish(self, completion: Completion, reason: FinishReason, error: QKVError | None = None) -> None:
-        self._note_usage(completion)
-        self.scheduler.finish(completion.request, reason, error=error)
+        request = completion.request
+        if self.scheduler.requests.get(request.request_id) is request:
+            self._note_usage(completion)
+            self.scheduler.finish(request, reason, error=error)
+        else:  # never came as far as the scheduler
+            request.error, request.finish_reason = error, reason
+            request.status = FINISHED
         self._close(completion)
 
     def _note_usage(self, completion: Completion) -> None:
@@ -335,22 +389,17 @@ class EngineCore:
         self._owners.pop(completion.request, None)
         self._rows.pop(completion.request, None)
         self._suspects.discard(completion.request)
-        if completion.detokenizer is not None and completion.request.error is None:
-            completion.text += completion.detokenizer.finish()
+        if completion.output_text is not None and completion.request.error is None:
+            completion.output_text.finish()
 
     def _fail_submission(self, submission: Submission, error: QKVError) -> None:
         self._catch_up()
         submission.error = error
-        began = False
+        requests = [completion.request for completion in submission.completions]
+        began = any(self.scheduler.requests.get(request.request_id) is request for request in requests)
         for completion in submission.completions:
-            request = completion.request
-            if self.scheduler.requests.get(request.request_id) is request:
-                began = True
+            if not completion.request.is_finished:
                 self._finish(completion, FinishReason.ERROR, error)
-            elif not request.is_finished:  # never came as far as the scheduler
-                request.error, request.finish_reason = error, FinishReason.ERROR
-                request.status = FINISHED
-                self._close(completion)
         self.counters.num_failed += began
         self._report(submission)
 
@@ -379,30 +428,14 @@ class EngineCore:
     def _enter(self, submission: Submission, completion: Completion) -> None:
         """Files a completion, with nothing of its tokens read."""
         request = completion.request
-        completion.detokenizer = submission.detokenizer(self.tokenizer)
-        completion.num_read, completion.text, completion.cumulative_logprob = 0, "", None
-        completion.ends = self._ends(request.params)
+        completion.output_text = submission.output_text(self.tokenizer)
+        completion.num_read, completion.cumulative_logprob = 0, None
+        completion.ends = submission.ends(self.eos_ids)
         if completion.logprobs is not None:
             del completion.logprobs[request.num_output_tokens :]
         self._owners[request] = (submission, completion)
-        self._rows[request] = row = self._sample_row(submission, request)
+        self._rows[request] = row = submission.sample_row(request, self.eos_ids)
         request.needs_tokens = row.needs_tokens
-
-    def _sample_row(self, submission: Submission, request: Request) -> SampleRow:
-        stop_ids = [*self.eos_ids, *(request.params.stop_token_ids or ())]
-        return SampleRow(
-            request.params,
-            request.seed,
-            request.token_ids,
-            request.num_prompt_tokens,
-            stop_ids,
-            submission.bad_word_ids,
-        )
-
-    def _ends(self, params: SamplingParams) -> dict[int, int | None]:
-        """Tokens that end a request, and the ``stop_reason`` they give."""
-        eos_ids = () if params.ignore_eos else self.eos_ids
-        return {token_id: token_id for token_id in params.stop_token_ids or ()} | dict.fromkeys(eos_ids)
 
     def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
         """Files what a chunk gave; after a preemption the same positions come again and are not filed twice."""

@@ -1,4 +1,7 @@
-"""The engine's one owner thread: takes submissions and aborts from any thread, runs steps while there is work."""
+"""The engine's one owner thread: takes commands from any thread, runs steps while there is work.
+
+Callers' threads take no lock, for the reason given in ``engine/stream.py``: they append to a deque and ring a bell.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,29 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, TypeVar
 
 from .core import EngineCore
-from .errors import EngineDeadError, QKVError, RequestError
+from .errors import EngineDeadError, QKVError, RequestError, as_request_error
+from .stream import forked_error
 from .submission import Submission
 
 logger = logging.getLogger("qkv_engine")
 
-MAX_RECOVERIES = 3  # in a row, without a step in between that went well
+MAX_RECOVERIES = 3  # in a row, without a step that went well or a submission found guilty in between
+MAX_TRIES = 3  # of a command that breaks off; then its caller is told
+HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose caller was interrupted before the bell
 T = TypeVar("T")
+
+
+class Command(NamedTuple):
+    """Work for the owner thread; ``give_up`` tells whoever waits for it that it will not be done."""
+
+    run: Callable[[], None]
+    give_up: Callable[[QKVError], None]
 
 
 class EngineLoop:
@@ -27,112 +40,158 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore):
         self._core = core
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
+        self._inbox: deque[Command] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._names: weakref.WeakValueDictionary[str, Submission] = weakref.WeakValueDictionary()
         self._closing = False
         self._dead: QKVError | None = None
+        self._num_tries = 0  # of the first command in the inbox
         self._thread = threading.Thread(target=self._run, name="qkv-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, which runs until ``close``."""
         _LOOPS.add(self)
         self._thread.start()
 
-    def submit(self, *submissions: Submission) -> None:
-        """Queues requests that the same step is to see.
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the owner thread, which runs finalizers of anybody's objects, too."""
+        return threading.current_thread() is self._thread
 
-        Raises ``RequestError`` for a live id, ``EngineDeadError`` when nothing runs any more; then none is queued.
-        """
-        with self._changed:
-            self._check_alive()
-            for submission in submissions:
-                if submission.request_id in self._core.live:
-                    raise RequestError("a live request has this id", field="request_id", value=submission.request_id)
-            self._core.live.update({submission.request_id: submission for submission in submissions})
-            self._post(lambda: self._add_all(submissions))
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request soon; an id that is not live is ignored."""
-        with self._changed:
-            if self._dead is None and not self._closing:
-                self._post(lambda: self._core.abort(request_id))
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` on the owner thread between two steps and returns its result."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            if done.done():
-                return
-            try:
-                done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
-
-        with self._changed:
-            self._check_alive()
-            self._post(run)
-        while True:
-            try:
-                return done.result(timeout=1.0)
-            except FutureTimeoutError:
-                with self._changed:
-                    self._check_alive()
-
-    def close(self) -> None:
-        """Stops the thread; requests still live end with ``EngineDeadError``. May be called again."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _add_all(self, submissions: tuple[Submission, ...]) -> None:
-        for submission in submissions:
-            self._core.add(submission)
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._inbox.append(command)
-        self._changed.notify_all()
-
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises ``EngineDeadError``, with the cause, once nothing can run any more."""
         if self._dead is not None:
             raise self._dead
         if self._closing:
             raise EngineDeadError("the engine is closed", remedy="Make a new Engine")
 
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Queues requests that the same step is to see.
+
+        Raises ``RequestError`` for a live id, ``EngineDeadError`` when nothing runs any more; then none is queued.
+        """
+        for submission in submissions:
+            holder = self._names.get(submission.request_id)
+            if holder is not None and not holder.finished:
+                raise RequestError("a live request has this id", field="request_id", value=submission.request_id)
+            self._names[submission.request_id] = submission
+
+        def run() -> None:
+            for submission in submissions:
+                self._core.add(submission)
+
+        def give_up(error: QKVError) -> None:
+            for submission in submissions:
+                submission.stream.fail(error)
+
+        self._post(Command(run, give_up))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request soon; an id that is not live is ignored, and so is the call when nothing runs any more."""
+        self._post_if_alive(lambda: self._core.abort(request_id))
+
+    def drop(self, submission: Submission) -> None:
+        """``abort`` for the reader of a submission, which may never have been queued."""
+        self._post_if_alive(lambda: self._core.drop(submission))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Runs ``function`` on the owner thread between two steps and returns its result or raises its error."""
+        if self.is_own_thread:
+            return function()
+        reply: SimpleQueue[T | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                reply.put(function())
+            except Exception as error:
+                reply.put(error)
+
+        self._post(Command(run, reply.put))
+        found = reply.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """Stops the thread; requests still live end with ``EngineDeadError``. May be called again."""
+        self._closing = True
+        self._ring()
+        if self._thread.is_alive() and not self.is_own_thread:
+            self._thread.join()
+
+    def _post(self, command: Command) -> None:
+        self.check_alive()
+        self._inbox.append(command)
+        self._ring()
+        if self._dead is not None:  # the thread ended meanwhile, perhaps without having seen the command
+            command.give_up(self._dead)
+
+    def _post_if_alive(self, run: Callable[[], None]) -> None:
+        with suppress(EngineDeadError):
+            self._post(Command(run, lambda error: None))
+
+    def _ring(self) -> None:
+        if self._bell.empty():
+            self._bell.put(None)
+
     def _run(self) -> None:
         try:
-            failures = 0
-            while self._wait_for_work():
-                try:
-                    self._run_commands()
-                    if self._core.has_work:
-                        self._core.step()
-                    failures = 0
-                except Exception as cause:
-                    failures += 1
-                    if failures > MAX_RECOVERIES:
-                        raise
-                    logger.error("a step broke off; its requests are recomputed", exc_info=cause)
-                    self._core.recover()
+            self._serve()
             error: QKVError = EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
             logger.critical("the engine stopped", exc_info=cause)
-            error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
-        with self._changed:
-            self._dead = error
-            self._core.fail_all(error)
-            self._core.free()
+            error = cause if isinstance(cause, EngineDeadError) else _stopped(cause)
+        self._dead = error
+        while self._inbox:
+            self._inbox.popleft().give_up(error)
+        self._core.fail_all(error)
+        self._core.free()
 
-    def _wait_for_work(self) -> bool:
-        """Sleeps while nothing is posted and nothing runs; ``False`` when closing."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._closing or self._core.has_work)
-            return not self._closing
+    def _serve(self) -> None:
+        """Steps and commands until the engine is closed; what breaks off is recovered from."""
+        failures, is_broken = 0, False
+        while self._wait_for_work(is_broken):
+            try:
+                if is_broken:
+                    found_guilty = self._core.recover(isolate=failures > 1)
+                    failures, is_broken = 0 if found_guilty else failures, False
+                self._run_commands()
+                if self._core.has_work:
+                    self._core.step()
+                failures = 0
+            except EngineDeadError:
+                raise
+            except Exception as cause:
+                failures, is_broken = failures + 1, True
+                if failures > MAX_RECOVERIES:
+                    raise
+                logger.error("a step broke off; its requests are recomputed", exc_info=cause)
+
+    def _wait_for_work(self, is_broken: bool) -> bool:
+        """Sleeps while nothing is posted, runs or is to be recovered from; ``False`` when closing."""
+        while not (is_broken or self._inbox or self._closing or self._core.has_work):
+            with suppress(Empty):
+                self._bell.get(timeout=HEARTBEAT)
+        return not self._closing
 
     def _run_commands(self) -> None:
-        """Does what callers posted. A command is taken out once done: one that breaks off is done again."""
+        """Does the commands of callers. A command is taken out once done, so that one that breaks off is done again."""
         for _ in range(len(self._inbox)):
-            self._inbox[0]()
+            command = self._inbox[0]
+            try:
+                command.run()
+            except Exception as error:
+                self._num_tries += 1
+                if self._num_tries < MAX_TRIES:
+                    raise
+                command.give_up(as_request_error(error))
+                logger.error("a command was given up", exc_info=error)
             self._inbox.popleft()
+            self._num_tries = 0
+
+
+def _stopped(cause: BaseException) -> EngineDeadError:
+    return EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
 
 
 _LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
@@ -141,8 +200,7 @@ _LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
 def _mark_forked() -> None:
     """Threads do not survive a fork: in the child every engine says so instead of hanging."""
     for loop in list(_LOOPS):
-        loop._changed = threading.Condition()  # the parent's lock may have been held at the fork
-        loop._dead = EngineDeadError("the process was forked after the engine started", remedy="Make an Engine here")
+        loop._dead = forked_error()
 
 
 if hasattr(os, "register_at_fork"):

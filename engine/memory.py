@@ -37,6 +37,14 @@ def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> i
     return max(1, min(most, int(CPU_SHARE * free), CPU_LIMIT))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is an allocation that found no memory, on any device."""
+    import torch
+
+    # torch has no type of its own for an allocation that fails on the CPU.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _available_ram() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

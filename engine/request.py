@@ -16,16 +16,52 @@ if TYPE_CHECKING:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is sampled and when it stops; ``validate`` in ``engine/validation.py`` checks the bounds.
+    """How one request is sampled and when it stops. Checked when it is submitted; see ``engine/validation.py``.
 
-    Differs from vLLM in one default: ``max_tokens=None`` generates to the end of the context instead of 16 tokens.
-    ``seed=None`` draws a seed at submit. Tokens of a seeded request never depend on its neighbours.
+    Names are vLLM's where both have a field. One default differs: ``max_tokens`` is None.
+
+    Sampling
+        n: completions of the prompt, 1 to 64.
+        temperature: 0 (greedy) to 100.
+        top_p: share of probability that stays, in (0, 1].
+        top_k: tokens that stay; 0 and -1 for all.
+        min_p: least probability that stays, as a share of the likeliest token's, in [0, 1].
+        repetition_penalty: divides the logits of tokens in prompt and output, in [0.01, 100]; 1 for none.
+        presence_penalty, frequency_penalty: taken off the logits of output tokens, once or as often as they
+            occurred, in [-2, 2].
+        seed: of the random numbers; None draws one. Random numbers do not depend on other requests, but logits do
+            in their last bits: with 16-bit KV a seeded request may differ in a crowd.
+        logit_bias: added to the logits of token ids, each in [-100, 100].
+        allowed_token_ids: the only tokens that may be sampled; None for all.
+        bad_words: strings that are never completed, at most 256.
+
+    When it stops
+        max_tokens: output tokens; None for as many as the context holds.
+        min_tokens: output tokens before which nothing but max_tokens ends it.
+        stop: a string or up to 16 of them, of 1 to 256 characters each, that end the text.
+        stop_token_ids: up to 1,024 tokens that end it.
+        ignore_eos: go on after the model's own end of sequence.
+        include_stop_str_in_output: keep the stop string or token's text.
+
+    Output
+        logprobs: log-probabilities of each output token and of that many likeliest ones, 0 to 20.
+        prompt_logprobs: the same of the prompt's tokens.
+        detokenize: make text of the tokens.
+        skip_special_tokens: leave them out of the text.
+        separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
+            out of ``text``; False gives one raw text.
+
+    KV memory
+        kv_floor: name of the narrowest rung its KV may step down to, such as "int8"; None for the ladder's last.
+        kv_pinned: its KV never steps down.
+        tenant: who pays for its memory: a tenant's own blocks step down before others'.
+        cache_salt: requests share cached prefixes only under equal salts.
     """
 
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 and -1 mean no limit
+    top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -44,10 +80,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    kv_floor: str | None = None  # narrowest rung this request's KV may step down to; None: the ladder's last
-    kv_pinned: bool = False  # its KV never steps down
-    tenant: str = ""  # who pays for its memory: a tenant's own blocks step down before others'
-    cache_salt: str = ""  # requests share cached prefixes only under equal salts
+    separate_reasoning: bool = True
+    kv_floor: str | None = None
+    kv_pinned: bool = False
+    tenant: str = ""
+    cache_salt: str = ""
 
     @property
     def is_greedy(self) -> bool:
@@ -69,16 +106,23 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One of the ``n`` continuations of a prompt: ``text`` and ``token_ids`` so far, ``delta`` the new text."""
+    """One of the ``n`` continuations of a prompt so far: ``text`` and ``token_ids``, ``delta`` the new text.
+
+    ``reasoning`` is what a model marked as its thinking in a conversation, without the marks, and not part of
+    ``text``; None where there was none. ``token_ids`` are all tokens. ``finish_reason`` is "stop", "length", "abort" or
+    "error", None while it runs; ``stop_reason`` the stop token id or string, None for the end of sequence.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = []
     delta: str = ""
+    reasoning: str | None = None
+    reasoning_delta: str = ""
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop, length, abort, error
-    stop_reason: int | str | None = None  # the stop token id or stop string; None for end of sequence
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     @property
     def finished(self) -> bool:
@@ -98,14 +142,23 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class KVUsage(msgspec.Struct, frozen=True):
-    """Where a request's KV stood when it ended: its blocks by rung, and the lowest code bits among them."""
+    """Where a request's KV stood when it ended.
+
+    ``blocks`` counts its blocks of 128 tokens by precision, such as {"dense16": 1, "int4": 3}; the first tokens, which
+    stay at 16 bits in a place of their own, are not in them. ``lowest_bits`` is the fewest bits of a code that any of
+    its tokens is stored in; None if nothing was computed.
+    """
 
     blocks: dict[str, int] = {}
     lowest_bits: float | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """State of one request; while it streams, each output adds ``delta`` to the one before."""
+    """State of one request; while it streams, each output adds ``delta`` to the one before.
+
+    ``outputs`` has one entry a completion; ``text``, ``reasoning``, ``token_ids`` and so on are of the first.
+    ``error`` says why a request ended with ``finish_reason`` "error".
+    """
 
     request_id: str
     prompt: str | None
@@ -126,6 +179,30 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.outputs[0].reasoning
+
+    @property
+    def reasoning_delta(self) -> str:
+        """New reasoning of the first completion since the previous output of the stream."""
+        return self.outputs[0].reasoning_delta
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+    def __repr__(self) -> str:
+        """One line: the whole text and all times would fill a screen."""
+        num_tokens = sum(len(output.token_ids) for output in self.outputs)
+        state = self.error or self.finish_reason or "running"
+        text = f"{self.text[:60]}..." if len(self.text) > 60 else self.text
+        return f"<RequestOutput {self.request_id}: {num_tokens} tokens, {state}: {text!r}>"
 
 
 class RequestStatus(enum.Enum):

@@ -1,85 +1,109 @@
-"""The hand-over of outputs from the engine's thread to whoever reads them."""
+"""The hand-over of outputs from the engine's thread to their reader, without locks.
+
+A lock in a reader's thread would be left taken by a Ctrl-C between its acquisition and its release, and the engine's
+thread would wait for it for ever. Everything here is one operation of CPython on an attribute, a deque or a
+``SimpleQueue``, each of which happens whole or not at all.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import os
+import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
 
-from .errors import QKVError
+from .errors import EngineDeadError, QKVError
 from .request import RequestOutput
 
 
 class OutputStream:
-    """Holds the newest output of one request until it is read; one that is not read in time is replaced, never queued.
+    """The newest output of one request, until its reader has it: an output not read in time is replaced, never queued.
 
-    So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop; ``delta`` is the
-    text that is new to it.
+    So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop; ``delta`` and
+    ``reasoning_delta`` are the text that is new to it.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._num_waiting = 0  # readers that sleep until something has changed
-        self._pending: RequestOutput | None = None
-        self._num_read: list[int] = []  # characters of each completion that were read
+        self._newest: RequestOutput | None = None
+        self._last_read: RequestOutput | None = None
+        self._num_read: list[tuple[int, int]] = []  # characters read of each completion's text and reasoning
         self._error: QKVError | None = None
-        self._wake: Callable[[], None] | None = None
+        self._bells: deque[Callable[[], object]] = deque()  # each wakes a reader that found nothing to read
+        self._pid = os.getpid()
 
     def put(self, output: RequestOutput) -> None:
         """Offers the newest state."""
-        with self._lock:
-            self._pending = output
-            self._notify()
+        self._newest = output
+        self._ring()
 
     def fail(self, error: QKVError) -> None:
-        """Makes every read raise ``error``, once what was put before has been read."""
-        with self._changed:
-            self._error = error
-            self._notify()
+        """Makes every read raise ``error``, once the newest state has been read."""
+        self._error = error
+        self._ring()
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
-        """Waits for a new output; ``None`` after ``timeout`` seconds without one."""
-        with self._changed:
-            self._num_waiting += 1
+        """Waits for a new output; ``None`` after ``timeout`` seconds without one.
+
+        Raises the error of ``fail``, and ``EngineDeadError`` in a process forked from the engine's.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (output := self._take()) is None:
+            bell: SimpleQueue[None] = SimpleQueue()
+            self._bells.append(partial(bell.put, None))
+            if self._is_readable:  # put before the bell was there to be rung
+                continue
+            if os.getpid() != self._pid:
+                raise forked_error()
             try:
-                self._changed.wait_for(self._readable, timeout)
-            finally:
-                self._num_waiting -= 1
-            return self._take()
+                bell.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Empty:
+                return self._take()
+        return output
 
     async def get_async(self) -> RequestOutput:
         """Waits for a new output without blocking the running event loop."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        while True:
-            with self._changed:
-                output = self._take()
-                if output is not None:
-                    return output
-                self._wake = lambda: _call_soon(loop, ready.set)
-            await ready.wait()
+        while (output := self._take()) is None:
             ready.clear()
-
-    def _readable(self) -> bool:
-        return self._pending is not None or self._error is not None
-
-    def _take(self) -> RequestOutput | None:
-        output, self._pending = self._pending, None
-        if output is None and self._error is not None:
-            raise self._error
-        if output is not None:
-            starts = self._num_read or [0] * len(output.outputs)
-            for completion, start in zip(output.outputs, starts, strict=True):
-                completion.delta = completion.text[start:]
-            self._num_read = [len(completion.text) for completion in output.outputs]
+            self._bells.append(partial(_call_soon, loop, ready.set))
+            if not self._is_readable:
+                await ready.wait()
         return output
 
-    def _notify(self) -> None:
-        if self._num_waiting:
-            self._changed.notify_all()
-        if self._wake is not None:
-            self._wake()
-            self._wake = None
+    @property
+    def _is_readable(self) -> bool:
+        return self._newest is not self._last_read or self._error is not None
+
+    def _take(self) -> RequestOutput | None:
+        output = self._newest
+        if output is self._last_read:
+            if self._error is not None:
+                raise self._error
+            return None
+        assert output is not None
+        starts = self._num_read or [(0, 0)] * len(output.outputs)
+        for completion, (text, reasoning) in zip(output.outputs, starts, strict=True):
+            completion.delta = completion.text[text:]
+            completion.reasoning_delta = (completion.reasoning or "")[reasoning:]
+        self._num_read = [(len(c.text), len(c.reasoning or "")) for c in output.outputs]
+        self._last_read = output
+        return output
+
+    def _ring(self) -> None:
+        while self._bells:
+            try:
+                bell = self._bells.popleft()
+            except IndexError:  # ``fail`` of another thread rang it
+                return
+            bell()
+
+
+def forked_error() -> EngineDeadError:
+    """The error of every call in a child process: the engine's thread exists in its parent alone."""
+    return EngineDeadError("the process was forked after the engine started", remedy="Make an Engine here")
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

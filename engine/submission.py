@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
 from .errors import QKVError
+from .reasoning import OutputText, ReasoningMarks
 from .request import (
     FINISHED,
     CompletionOutput,
@@ -20,6 +21,7 @@ from .request import (
     RequestOutput,
     SamplingParams,
 )
+from .sample_row import SampleRow
 from .stream import OutputStream
 from .tokenizer import Tokenizer
 
@@ -35,9 +37,8 @@ class Completion:
     logprobs: list[dict[int, Logprob]] | None
     ends: Mapping[int, int | None] = field(default_factory=dict)  # tokens that end it, and the ``stop_reason`` of each
     # What follows from the request's tokens, and is made anew from them after an interrupt.
-    detokenizer: Detokenizer | None = None
+    output_text: OutputText | None = None  # where the tokens are to be text
     num_read: int = 0  # output tokens that became text and were checked for stops
-    text: str = ""
     cumulative_logprob: float | None = None
     kv: KVUsage = field(default_factory=KVUsage)
 
@@ -56,7 +57,7 @@ class Completion:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
         self.num_read += 1
         is_end = token_id in self.ends and self.num_read >= request.params.min_tokens
-        stopped = None if self.detokenizer is None else self._push(self.detokenizer, token_id, is_end)
+        stopped = None if self.output_text is None else self._push(self.output_text, token_id, is_end)
         if is_end or stopped is not None:
             request.stop_reason = self.ends[token_id] if is_end else stopped
             return FinishReason.STOP
@@ -66,21 +67,23 @@ class Completion:
         """Turns all unread tokens into text, of which it is known that none ends the request."""
         token_ids = self.request.token_ids[self.request.num_prompt_tokens + self.num_read :]
         self.num_read += len(token_ids)
-        if self.detokenizer is not None:
-            self.text += "".join([self.detokenizer.push(token_id) for token_id in token_ids])
+        if self.output_text is not None:
+            for token_id in token_ids:
+                self.output_text.push(token_id)
 
-    def _push(self, detokenizer: Detokenizer, token_id: int, is_end: bool) -> str | None:
+    def _push(self, output_text: OutputText, token_id: int, is_end: bool) -> str | None:
         """Adds the text of a token; returns the stop string that it completes."""
         if not is_end or self.request.params.include_stop_str_in_output:
-            self.text += detokenizer.push(token_id)
-        return detokenizer.stopped
+            output_text.push(token_id)
+        return output_text.stopped
 
     def output(self) -> CompletionOutput:
         request = self.request
         reason = request.finish_reason
         return CompletionOutput(
             index=self.index,
-            text=self.text,
+            text="" if self.output_text is None else self.output_text.text,
+            reasoning=None if self.output_text is None else self.output_text.reasoning,
             token_ids=request.token_ids[request.num_prompt_tokens :],
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
@@ -89,7 +92,7 @@ class Completion:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Submission:
     """What a caller submitted: one prompt, ``n`` completions, and the stream their outputs go to."""
 
@@ -101,6 +104,7 @@ class Submission:
     seed: int
     bad_word_ids: list[list[int]]
     incremental: bool  # report after every step, not only at the end
+    marks: ReasoningMarks | None = None  # of reasoning that is kept apart from the answer
     stream: OutputStream = field(default_factory=OutputStream)
     completions: list[Completion] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
@@ -130,19 +134,35 @@ class Submission:
             metrics.first_token_time = times[0]
         metrics.last_token_time = times[-1]
 
-    def detokenizer(self, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    def output_text(self, tokenizer: Tokenizer | None) -> OutputText | None:
         """A new one for a completion, if it is to be text."""
         params = self.params
         if tokenizer is None or not params.detokenize:
             return None
-        return Detokenizer(
-            tokenizer,
-            stop=params.stop_strings,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            prompt_ids=self.prompt_token_ids,
+
+        def make(num_before: int) -> Detokenizer:
+            return Detokenizer(
+                tokenizer,
+                stop=params.stop_strings,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=max(0, params.min_tokens - num_before),
+                prompt_ids=self.prompt_token_ids,
+            )
+
+        return OutputText(make, self.marks)
+
+    def sample_row(self, request: Request, eos_ids: Collection[int]) -> SampleRow:
+        """How the tokens of a completion are sampled, for a model that ends sequences with ``eos_ids``."""
+        stop_ids = [*eos_ids, *(self.params.stop_token_ids or ())]
+        return SampleRow(
+            self.params, request.seed, request.token_ids, request.num_prompt_tokens, stop_ids, self.bad_word_ids
         )
+
+    def ends(self, eos_ids: Collection[int]) -> dict[int, int | None]:
+        """Tokens that end a completion, and the ``stop_reason`` they give."""
+        own = () if self.params.ignore_eos else eos_ids
+        return {token_id: token_id for token_id in self.params.stop_token_ids or ()} | dict.fromkeys(own)
 
     def make_completions(self) -> None:
         """Makes those of the ``n`` completions that do not exist yet."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from .errors import ModelError, RequestError
 from .request import SamplingParams
 
@@ -17,8 +15,10 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
+MAX_STOP_IDS = 1024  # each is looked at while ``min_tokens`` holds
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
+MAX_NAME_CHARS = 256  # of request ids, tenants and salts, which stand in logs and keys
 
 
 class Bounds(NamedTuple):
@@ -41,7 +41,7 @@ BOUNDS = {
     "top_p": Bounds(float, 0, 1, above=True),
     "top_k": Bounds(int, -1, 2**31 - 1),
     "min_p": Bounds(float, 0, 1),
-    "repetition_penalty": Bounds(float, 0, 100, above=True),
+    "repetition_penalty": Bounds(float, 0.01, 100),
     "presence_penalty": Bounds(float, -2, 2),
     "frequency_penalty": Bounds(float, -2, 2),
     "seed": Bounds(int, -(2**63), 2**63 - 1, optional=True),
@@ -51,7 +51,14 @@ BOUNDS = {
     "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
 }
 BIAS_BOUNDS = Bounds(float, -100, 100)
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "separate_reasoning",
+    "kv_pinned",
+)
 GENERATION_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -63,31 +70,50 @@ GENERATION_FIELDS = {
 
 
 def validate_params(params: SamplingParams, *, vocab_size: int) -> SamplingParams:
-    """Check every field and return the normal form: floats are floats, ``stop`` is a list, ``top_k`` -1
-    becomes 0.
+    """Checks every field and returns the normal form, which shares nothing mutable with ``params``.
 
+    Numbers, strings and lists are of exactly these types, ``stop`` is a list, ``top_k`` -1 is 0, ids occur once.
     ``vocab_size`` is the number of rows of the model's output, which bounds every token id.
     Raises RequestError naming field, value and remedy.
     """
     if not isinstance(params, SamplingParams):
-        raise RequestError("expected SamplingParams", field="params", value=params)
-    fixed: dict[str, Any] = {name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()}
+        remedy = "Use SamplingParams(**options)" if isinstance(params, dict) else None
+        raise RequestError("expected SamplingParams", field="params", value=params, remedy=remedy)
+    fields: dict[str, Any] = {name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()}
     for name in FLAGS:
-        if not isinstance(getattr(params, name), bool):
-            raise RequestError("must be True or False", field=name, value=getattr(params, name))
-    fixed["top_k"] = max(fixed["top_k"], 0)
-    fixed["stop"] = _strings("stop", _as_list(params.stop), MAX_STOP_STRINGS)
-    fixed["bad_words"] = (
-        _strings("bad_words", params.bad_words, MAX_BAD_WORDS) if params.bad_words is not None else None
-    )
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if (ids := getattr(params, name)) is not None:
-            fixed[name] = _token_ids(name, ids, vocab_size)
-    if params.logit_bias is not None:
-        fixed["logit_bias"] = _bias(params.logit_bias, vocab_size)
-    checked = msgspec.structs.replace(params, **fixed)
+        fields[name] = check_flag(name, getattr(params, name))
+    for name in ("tenant", "cache_salt"):
+        fields[name] = check_name(name, getattr(params, name))
+    fields["kv_floor"] = None if params.kv_floor is None else check_name("kv_floor", params.kv_floor)
+    fields["top_k"] = max(fields["top_k"], 0)
+    fields["stop"] = _strings("stop", _as_list(params.stop), MAX_STOP_STRINGS)
+    words, bias = params.bad_words, params.logit_bias
+    fields["bad_words"] = None if words is None else _strings("bad_words", words, MAX_BAD_WORDS)
+    fields["logit_bias"] = None if bias is None else _bias(bias, vocab_size)
+    for name, limit in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", vocab_size)):
+        ids = getattr(params, name)
+        fields[name] = None if ids is None else list(dict.fromkeys(_token_ids(name, ids, vocab_size, limit)))
+    checked = SamplingParams(**fields)
     _refuse_contradictions(checked)
     return checked
+
+
+def check_flag(name: str, value: object) -> bool:
+    """``value`` if it is a bool. Raises RequestError."""
+    if value is not True and value is not False:
+        raise RequestError("must be True or False", field=name, value=value)
+    return value
+
+
+def check_name(name: str, value: object, *, may_be_empty: bool = True) -> str:
+    """A short printable string as a plain ``str``. Raises RequestError."""
+    remedy = f"Use a string of {0 if may_be_empty else 1} to {MAX_NAME_CHARS} printable characters"
+    if not isinstance(value, str):
+        raise RequestError("must be a string", field=name, value=value, remedy=remedy)
+    plain = str.__str__(value)
+    if not (plain or may_be_empty) or len(plain) > MAX_NAME_CHARS or not plain.isprintable():
+        raise RequestError("not a name", field=name, value=plain, remedy=remedy)
+    return plain
 
 
 def _refuse_contradictions(params: SamplingParams) -> None:
@@ -120,13 +146,18 @@ def _refuse_contradictions(params: SamplingParams) -> None:
 def _number(name: str, value: object, bounds: Bounds) -> float | int | None:
     if value is None and bounds.optional:
         return None
-    accepted = (int,) if bounds.kind is int else (int, float)
-    right_kind = isinstance(value, accepted) and not isinstance(value, bool)
+    remedy = f"Use {bounds}{' or None' if bounds.optional else ''}"
+    number: float | int
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = int.__int__(value)
+    elif isinstance(value, float) and bounds.kind is float:
+        number = float.__float__(value)
+    else:
+        raise RequestError("wrong type", field=name, value=value, remedy=remedy)
     # Written so that NaN, for which every comparison is false, is refused.
-    if not right_kind or not (bounds.low < value if bounds.above else bounds.low <= value) or not value <= bounds.high:  # type: ignore[operator]
-        remedy = f"Use {bounds}{' or None' if bounds.optional else ''}"
-        raise RequestError("out of range" if right_kind else "wrong type", field=name, value=value, remedy=remedy)
-    return bounds.kind(value)  # type: ignore[no-any-return]
+    if not (bounds.low < number if bounds.above else bounds.low <= number) or not number <= bounds.high:
+        raise RequestError("out of range", field=name, value=value, remedy=remedy)
+    return bounds.kind(number)  # type: ignore[no-any-return]
 
 
 def _as_list(value: object) -> object:
@@ -140,49 +171,66 @@ def _strings(name: str, value: object, limit: int) -> list[str]:
         raise RequestError("must be a list of strings", field=name, value=value)
     if len(value) > limit:
         raise RequestError(f"has {len(value)} strings", field=name, value=value, remedy=f"Use at most {limit}")
-    for item in value:
-        if not 1 <= len(item) <= MAX_STOP_CHARS:
+    texts = [str.__str__(item) for item in value]
+    for text in texts:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
             remedy = f"Use strings of 1 to {MAX_STOP_CHARS} characters"
-            raise RequestError(f"a string has {len(item)} characters", field=name, value=item, remedy=remedy)
-    return list(value)
+            raise RequestError(f"a string has {len(text)} characters", field=name, value=text, remedy=remedy)
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError("a string holds half a character (a lone surrogate)", field=name, value=text)
+    return texts
 
 
-def _token_ids(name: str, value: object, vocab_size: int) -> list[int]:
-    """``value`` as a list of ids, each an int in [0, vocab_size)."""
+def _token_ids(name: str, value: object, vocab_size: int, limit: int | None = None) -> list[int]:
+    """``value`` as a list of at most ``limit`` ids, each an int in [0, vocab_size)."""
     if not isinstance(value, list | tuple):
         raise RequestError("must be a list of token ids", field=name, value=value)
-    if not set(map(type, value)) <= {int}:
-        wrong = next(item for item in value if type(item) is not int)
+    if limit is not None and len(value) > limit:
+        raise RequestError(f"has {len(value)} ids", field=name, value=value, remedy=f"Use at most {limit}")
+    ids = list(value)
+    if not set(map(type, ids)) <= {int}:
+        wrong = next(item for item in ids if type(item) is not int)
         raise RequestError(
             f"must hold plain ints, not {type(wrong).__name__}",
             field=name,
             value=wrong,
             remedy="Convert with .tolist() or int()",
         )
-    if value and (min(value) < 0 or max(value) >= vocab_size):
-        wrong = next(item for item in value if not 0 <= item < vocab_size)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(item for item in ids if not 0 <= item < vocab_size)
         raise RequestError(
             "no such token", field=name, value=wrong, remedy=f"The model's ids are 0 to {vocab_size - 1}"
         )
-    return list(value)
+    return ids
 
 
 def _bias(value: object, vocab_size: int) -> dict[int, float]:
     if not isinstance(value, dict):
         raise RequestError("must map token ids to numbers", field="logit_bias", value=value)
-    ids = _token_ids("logit_bias", list(value), vocab_size)
-    return {token_id: float(_number("logit_bias", value[token_id], BIAS_BOUNDS) or 0.0) for token_id in ids}
+    biases = list(dict.items(value))
+    ids = _token_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size, vocab_size)
+    numbers = [_number("logit_bias", bias, BIAS_BOUNDS) or 0.0 for _, bias in biases]
+    return dict(zip(ids, numbers, strict=True))
 
 
-def validate_prompt_ids(ids: object, vocab_size: int) -> list[int]:
-    """A prompt given as token ids, or made by the tokenizer: a non-empty list of ints in [0, vocab_size).
+def validate_prompt_ids(ids: object, vocab_size: int, limit: int) -> list[int]:
+    """A prompt given as token ids, or made by the tokenizer: a list of 1 to ``limit`` ints in [0, vocab_size).
 
     ``vocab_size`` is the number of rows of the model's embedding; a tokenizer may know more ids.
     """
+    if isinstance(ids, list | tuple) and len(ids) > limit:
+        raise _too_long(len(ids), limit + 1)
     checked = _token_ids("prompt_token_ids", ids, vocab_size)
     if not checked:
         raise RequestError("the prompt is empty", field="prompt_token_ids", value=[], remedy="Give at least one token")
     return checked
+
+
+def _too_long(num_prompt_tokens: int, max_model_len: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {num_prompt_tokens} tokens and leaves no room in the context of {max_model_len}",
+        remedy=f"Use a prompt of at most {max_model_len - 1} tokens or a larger max_model_len",
+    )
 
 
 def validate_lengths(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
@@ -192,10 +240,7 @@ def validate_lengths(num_prompt_tokens: int, max_tokens: int | None, max_model_l
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and leaves no room in the context of {max_model_len}",
-            remedy=f"Use a prompt of at most {max_model_len - 1} tokens or a larger max_model_len",
-        )
+        raise _too_long(num_prompt_tokens, max_model_len)
     if max_tokens is None:
         return room
     if max_tokens > room:

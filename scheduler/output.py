@@ -29,6 +29,14 @@ class ScheduledRequest(msgspec.Struct, eq=False, gc=False):
         end = start + num_tokens
         return cls(request, start, num_tokens, end, end == request.num_tokens)
 
+    def halves(self) -> tuple[ScheduledRequest, ScheduledRequest]:
+        """A chunk of at least two tokens as two chunks, the second of which samples if the whole does."""
+        first, middle = self.num_tokens // 2, self.start + self.num_tokens // 2
+        return (
+            ScheduledRequest(self.request, self.start, first, middle, False),
+            ScheduledRequest(self.request, middle, self.num_tokens - first, self.end, self.samples),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
@@ -48,7 +56,10 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items)
 
     def halves(self) -> tuple[ScheduledBatch, ScheduledBatch]:
-        """The batch cut in two, to find out which request makes a step fail."""
+        """The batch cut in two, to find out which request makes a step fail; a single chunk becomes two chunks."""
+        if len(self.items) == 1:
+            first, second = self.items[0].halves()
+            return ScheduledBatch([first]), ScheduledBatch([second])
         middle = len(self.items) // 2
         return ScheduledBatch(self.items[:middle]), ScheduledBatch(self.items[middle:])
 

@@ -137,6 +137,12 @@ class Scheduler:
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
 
+    def withdraw_all(self) -> None:
+        """Lets go of all requests, which must be waiting, unended: each may be added again."""
+        for request in list(self.requests.values()):
+            self.waiting.remove(request)
+            del self.requests[request.request_id]
+
     def _admit(self, items: list[ScheduledRequest], budget: int) -> list[Request]:
         """Lets waiting requests run as far as there is room, adds their work to ``items``, and returns them."""
         started: list[Request] = []

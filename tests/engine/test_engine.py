@@ -23,6 +23,7 @@ from qkv_engine import (
 
 QUESTION = [{"role": "user", "content": "What is 47*86?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+RAW = {"temperature": 0.0, "separate_reasoning": False}
 LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 
 
@@ -79,20 +80,20 @@ def test_parameters_may_differ_by_prompt(demo_engine: Engine):
     outputs = demo_engine.generate([[9, 8, 7]] * 3, params)
     assert [len(o.outputs[0].token_ids) for o in outputs] == limits
     assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-    with pytest.raises(RequestError, match="2 sampling parameters for 3 prompts"):
+    with pytest.raises(RequestError, match="2 for 3 prompts"):
         demo_engine.generate([[9]] * 3, params[:2])
 
 
 def test_stop_strings_and_stop_ids(demo_engine: Engine):
-    whole = demo_engine.chat(QUESTION).outputs[0]
-    cut = demo_engine.chat(QUESTION, SamplingParams(temperature=0.0, stop=["so 282", "never"])).outputs[0]
+    whole = demo_engine.chat(QUESTION, SamplingParams(**RAW)).outputs[0]
+    cut = demo_engine.chat(QUESTION, SamplingParams(**RAW, stop=["so 282", "never"])).outputs[0]
     assert cut.finish_reason == "stop" and cut.stop_reason == "so 282"
     assert cut.text == whole.text[: whole.text.index("so 282")]
     stop_id = whole.token_ids[20]
-    ended = demo_engine.chat(QUESTION, SamplingParams(temperature=0.0, stop_token_ids=[stop_id])).outputs[0]
+    ended = demo_engine.chat(QUESTION, SamplingParams(**RAW, stop_token_ids=[stop_id])).outputs[0]
     assert ended.stop_reason == stop_id
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
-    shown = SamplingParams(temperature=0.0, stop_token_ids=[stop_id], include_stop_str_in_output=True)
+    shown = SamplingParams(**RAW, stop_token_ids=[stop_id], include_stop_str_in_output=True)
     last = demo_engine.tokenizer.decode([stop_id])
     assert demo_engine.chat(QUESTION, shown).text == ended.text + last
 

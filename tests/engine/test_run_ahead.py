@@ -40,6 +40,9 @@ class LateRunner:
         self.last: dict[Request, int] = {}
         self.breaks: dict[str, str] = {}  # request ids, and where a step with their fifth token breaks off
 
+    def check_device(self) -> None:
+        """Never lost."""
+
     def launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> LateResults:
         places = {
             self.breaks.get(i.request.request_id) for i in batch.items if i.end >= i.request.num_prompt_tokens + 5

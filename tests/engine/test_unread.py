@@ -10,7 +10,7 @@ import pytest
 
 from qkv_engine import RequestOutput, SamplingParams
 from qkv_engine.core import EngineCore
-from qkv_engine.detokenizer import Detokenizer
+from qkv_engine.reasoning import OutputText
 from qkv_engine.startup import Started
 from qkv_engine.submission import Submission
 from qkv_engine.unread import MOST_UNREAD, PATIENCE, Unread
@@ -137,14 +137,14 @@ def test_what_cannot_be_read_fails_its_request_alone(
 ):
     load = [submission(f"r{i}", SamplingParams(**GREEDY), 60) for i in range(4)]
     expected = serve(make_core(started, True), {0: load})
-    push = Detokenizer.push
+    push = OutputText.push
 
-    def broken(self: Detokenizer, token_id: int) -> str:
-        if self is bad.completions[0].detokenizer and bad.completions[0].request.num_output_tokens > 20:
+    def broken(self: OutputText, token_id: int) -> None:
+        if self is bad.completions[0].output_text and bad.completions[0].request.num_output_tokens > 20:
             raise ValueError("injected")
-        return push(self, token_id)
+        push(self, token_id)
 
-    monkeypatch.setattr(Detokenizer, "push", broken)
+    monkeypatch.setattr(OutputText, "push", broken)
     load = [submission(f"r{i}", SamplingParams(**GREEDY), 60) for i in range(4)]
     bad, core = load[1], make_core(started, True)
     outputs = serve(core, {0: load})

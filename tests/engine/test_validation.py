@@ -152,12 +152,12 @@ def test_ten_thousand_mutations_give_only_request_errors() -> None:
 )
 def test_prompt_ids_refused(ids: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        validate_prompt_ids(ids, VOCAB)
+        validate_prompt_ids(ids, VOCAB, 64)
     assert caught.value.field == "prompt_token_ids"
 
 
 def test_prompt_ids_accepted() -> None:
-    assert validate_prompt_ids((0, VOCAB - 1), VOCAB) == [0, VOCAB - 1]
+    assert validate_prompt_ids((0, VOCAB - 1), VOCAB, 64) == [0, VOCAB - 1]
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ CORE = (
     Patch(
         "an abort leaves tokens unread",
         "core",
-        "        self._catch_up()\n        for completion in submission.completions:\n            if not",
-        "        for completion in submission.completions:\n            if not",
+        "        self._catch_up()\n        submission.make_completions()",
+        "        submission.make_completions()",
     ),
     Patch(
         "recovery reports no end",
@@ -62,14 +62,14 @@ CORE = (
     Patch(
         "a refused request is remembered",
         "core",
-        "                request.status = FINISHED\n                self._close(completion)\n",
-        "                request.status = FINISHED\n",
+        "            request.status = FINISHED\n        self._close(completion)\n",
+        "            request.status = FINISHED\n            return\n        self._close(completion)\n",
     ),
     Patch(
         "one failure takes the batch along",
         "core",
-        "        if len(batch) > 1:\n",
-        "        if False:\n",
+        "        if len(batch) > 1 or ",
+        "        if False and ",
     ),
     Patch(
         "holders of bad values go on",
@@ -85,9 +85,9 @@ CORE = (
     ),
     Patch(
         "ends of sequence are ignored",
-        "core",
-        "        eos_ids = () if params.ignore_eos else self.eos_ids\n",
-        "        eos_ids = ()\n",
+        "submission",
+        "        own = () if self.params.ignore_eos else eos_ids\n",
+        "        own: tuple[int, ...] = ()\n",
     ),
     Patch(
         "recovery keeps steps under way",

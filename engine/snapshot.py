@@ -1,0 +1,47 @@
+"""The snapshot that ``Engine.stats()`` returns."""
+
+from __future__ import annotations
+
+from .metrics import EngineStats
+from .startup import Started
+
+
+def take_snapshot(started: Started) -> EngineStats:
+    """Load, memory and counters now. For the engine's own thread."""
+    core, space = started.core, started.core.space
+    cache, counters = core.runner.cache, core.counters
+    peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
+    held = fullest["codes"] + fullest["meta"] + fullest["dense"]
+    idle = space.prefix.idle_nbytes if space.prefix else 0
+    return EngineStats(
+        model=started.name,
+        device=str(started.device),
+        dtype=str(started.dtype).removeprefix("torch."),
+        kv=ladder.name,
+        max_model_len=started.max_model_len,
+        num_running=len(core.scheduler.running),
+        num_waiting=len(core.scheduler.waiting),
+        num_requests=counters.num_requests,
+        num_finished=counters.num_finished,
+        num_failed=counters.num_failed,
+        num_refused=counters.num_refused,
+        num_steps=counters.num_steps,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_demotions=sum(cache.tables.num_demotions.values()),
+        demotions={f"{old}->{new}": n for (old, new), n in cache.tables.num_demotions.items()},
+        prefix_query_tokens=space.prefix.num_queried_tokens if space.prefix else 0,
+        prefix_hit_tokens=space.prefix.num_hit_tokens if space.prefix else 0,
+        kv_bytes_total=cache.nbytes,
+        kv_bytes_used=cache.arena.used_nbytes - idle,
+        kv_bytes_cached=idle,
+        kv_bytes_peak=peak["codes"] + peak["meta"] + peak["dense"],
+        kv_bytes_codes=peak["codes"],
+        kv_bytes_meta=peak["meta"],
+        kv_bytes_dense=peak["dense"],
+        kv_blocks={ladder.rungs[rung].name: n for rung, n in cache.tables.num_blocks.items() if n and rung >= 0},
+        kv_tokens_capacity=cache.tables.max_tokens(0),
+        kv_tokens_floor=cache.tables.max_tokens(len(ladder.rungs) - 1),
+        effective_bits=8 * held / fullest["elements"] if held else ladder.widest.effective_bits,
+    )
