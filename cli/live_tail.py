@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
+from rich.text import Text
 
 
 class LiveTail:
@@ -26,17 +27,28 @@ class LiveTail:
         self._replace(lines)
         self._lines = []
 
+    def insert(self, lines: list[str]) -> None:
+        """Leave ``lines`` on the screen for good above what is drawn."""
+        drawn = self._lines
+        self.commit(lines)
+        self.draw(drawn)
+
     def _replace(self, lines: list[str]) -> None:
-        if self._console.width != self._width:
-            # The terminal has reflowed what it shows, so nobody knows where the old lines are.
-            self._lines, self._width = [], self._console.width
-        pairs = enumerate(zip(self._lines, lines, strict=False))
-        kept = next((n for n, (old, new) in pairs if old != new), min(len(self._lines), len(lines)))
-        stale = len(self._lines) - kept
+        if self._console.width == self._width:
+            pairs = enumerate(zip(self._lines, lines, strict=False))
+            kept = next((n for n, (old, new) in pairs if old != new), min(len(self._lines), len(lines)))
+            stale = len(self._lines) - kept
+        else:
+            kept, stale, self._width = 0, self._reflowed_rows(), self._console.width
         back = f"\x1b[{stale}A\r\x1b[J" if stale else ""
         self._console.file.write(back + "".join(f"{line}\n" for line in lines[kept:]))
         self._console.file.flush()
         self._lines = lines
+
+    def _reflowed_rows(self) -> int:
+        """Rows on the screen that the drawn lines take since the terminal has wrapped them to its new width."""
+        cells = (Text.from_ansi(line).cell_len for line in self._lines)
+        return min(sum(max(1, -(-count // self._console.width)) for count in cells), self._console.height - 1)
 
 
 def render_lines(console: Console, renderable: RenderableType) -> list[str]:

@@ -194,6 +194,8 @@ def validate_lengths(num_prompt_tokens: int, max_tokens: int | None, max_model_l
     if room < 1:
         raise RequestError(
             f"the prompt has {num_prompt_tokens} tokens and leaves no room in the context of {max_model_len}",
+            field="max_model_len",
+            value=max_model_len,
             remedy=f"Use a prompt of at most {max_model_len - 1} tokens or a larger max_model_len",
         )
     if max_tokens is None:
