@@ -164,6 +164,7 @@ def _exit(shell: Shell, argument: str) -> None:
 
 def _path(argument: str) -> Path:
     """The file that ``argument`` names, with or without quotes round it."""
+    argument = sanitize(argument)
     if len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "\"'":
         argument = argument[1:-1]
     if not argument:

@@ -23,7 +23,7 @@ from .chat_shell import Shell
 if TYPE_CHECKING:
     from .chat_session import Conversation, Turn
 
-_TRY = "Try: What is 47*86?  or  Sort: 5 99 23 11"
+_TRY = "Try: What is 47*86?"  # the demo model answers little else than such questions
 
 
 def chat_on_screen(talk: Conversation, think: ThinkMode) -> int:

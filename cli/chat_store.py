@@ -12,6 +12,9 @@ import msgspec
 from qkv_engine.errors import QKVError
 
 
+_MAX_BYTES = 2**26  # of a file to load, hundreds of times the longest context; a larger one is not read
+
+
 class SavedMessage(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """One message, in the form that chat templates take."""
 
@@ -34,9 +37,9 @@ def save_chat(path: Path, chat: SavedChat, *, replace: bool) -> None:
 
     A saved conversation in its place is only replaced if ``replace``, any other file never. Raises ``QKVError``.
     """
-    _check_place(path, replace)
     text = msgspec.json.format(msgspec.json.encode(chat), indent=2) + b"\n"
     try:
+        _check_place(path, replace)
         _write(path, text)
     except OSError as error:
         raise QKVError(f"{path} cannot be written: {error.strerror}") from error
@@ -45,6 +48,8 @@ def save_chat(path: Path, chat: SavedChat, *, replace: bool) -> None:
 def load_chat(path: Path) -> SavedChat:
     """The conversation in ``path``. Raises ``QKVError`` when there is none."""
     try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):
+            raise QKVError(f"{path} is not a saved conversation: no file, or far too large")
         chat = msgspec.json.decode(path.read_bytes(), type=SavedChat)
     except OSError as error:
         raise QKVError(f"{path} cannot be read: {error.strerror}") from error

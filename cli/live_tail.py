@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.cells import chop_cells
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
@@ -47,8 +48,8 @@ class LiveTail:
 
     def _reflowed_rows(self) -> int:
         """Rows on the screen that the drawn lines take since the terminal has wrapped them to its new width."""
-        cells = (Text.from_ansi(line).cell_len for line in self._lines)
-        return min(sum(max(1, -(-count // self._console.width)) for count in cells), self._console.height - 1)
+        rows = (chop_cells(Text.from_ansi(line).plain, self._console.width) for line in self._lines)
+        return min(sum(max(1, len(row)) for row in rows), self._console.height - 1)
 
 
 def render_lines(console: Console, renderable: RenderableType) -> list[str]:
