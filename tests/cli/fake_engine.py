@@ -76,6 +76,7 @@ class FakeEngine:
         params: SamplingParams | None = None,
         *,
         template_kwargs: dict[str, Any] | None = None,
+        end: int | None = None,
     ) -> Iterator[RequestOutput]:
         self.prompts.append(messages)
         self.params.append(params)
@@ -88,7 +89,7 @@ class FakeEngine:
         if question == "die":
             raise EngineDeadError("the engine stopped")
         text = ANSWERS.get(question, f"echo: {question}")
-        limit = params.max_tokens if params is not None and params.max_tokens else len(text)
+        limit = end or (params.max_tokens if params is not None else None) or len(text)
         reason = "length" if limit < len(text) else "stop"
         delay = 0.1 if question == "logged" else 0.02 * question.startswith("slow")
         return self._outputs(text[:limit], reason, delay)

@@ -70,7 +70,8 @@ def test_help_names_every_command(shell: Shell):
 
 
 @pytest.mark.parametrize(
-    ("line", "hint"), [("/rest", "mean /reset"), ("/clearr", "mean /clear"), ("/QUITT", "mean /quit"), ("/xyzzy", "/help")]
+    ("line", "hint"),
+    [("/rest", "mean /reset"), ("/clearr", "mean /clear"), ("/QUITT", "mean /quit"), ("/xyzzy", "/help")],
 )
 def test_an_unknown_command_suggests_the_nearest(shell: Shell, line: str, hint: str):
     with pytest.raises(QKVError, match=f"{hint}.*second one"):
