@@ -29,18 +29,22 @@ def terminal(width: int = 60, height: int = 20) -> Console:
 def screen(written: str) -> list[str]:
     """The lines a terminal without end shows; the few codes a tail uses, and nothing else."""
     lines, row = [""], 0
-    for part in re.split(r"(\x1b\[\d*[AJ]|\r|\n)", written):
+    for part in re.split(r"(\x1b\[\d*[AJK]|\r|\n)", written):
         if part == "\n":
             row += 1
             lines += [""] * (row == len(lines))
         elif part.endswith("A") and part.startswith("\x1b"):
             row -= int(part[2:-1])
         elif part == "\x1b[J":
+            assert row > 0, "tmux would keep what is erased in its history"
             del lines[row + 1 :]
+            lines[row] = ""
+        elif part == "\x1b[K":
             lines[row] = ""
         elif part != "\r":
             lines[row] += re.sub(r"\x1b\[[\d;]*m", "", part)
-    return lines
+    assert not any(lines[row + 1 :])
+    return lines[: row + 1]
 
 
 def written(console: Console) -> str:
@@ -89,8 +93,20 @@ def test_after_a_resize_the_drawing_is_erased_as_the_terminal_has_wrapped_it(wid
     tail = LiveTail(console)
     tail.draw(["\x1b[1m" + "a" * 60 + "\x1b[0m", "", "b" * 31, "漢" * 30])
     console.width = width
-    tail.draw(["c"])
-    assert written(console).endswith(f"\x1b[{rows}A\r\x1b[Jc\n")
+    tail.commit(["c"])
+    assert written(console).endswith(f"\x1b[{rows}A\r\x1b[Kc\n\x1b[J")
+
+
+def test_while_the_width_changes_nothing_is_drawn():
+    console, times = terminal(), iter([0.0, 0.2, 0.4, 0.8])
+    tail = LiveTail(console, clock=lambda: next(times))
+    tail.draw(["first"])
+    for width in (50, 40, 40):
+        console.width = width
+        tail.draw(["second"])
+        assert "second" not in written(console)
+    tail.draw(["third"])
+    assert screen(written(console)) == ["third", ""]
 
 
 def test_a_line_put_in_stays_above_what_is_drawn():
