@@ -178,7 +178,7 @@ class Conversation:
         for number in range(len(self.messages) - 1, -1, -1):
             if self.messages[number]["role"] == "user":
                 return self.messages[:number], self.messages[number]["content"]
-        raise QKVError("nothing has been asked yet")
+        raise QKVError("the conversation is empty")
 
 
 class _Pump:

@@ -11,7 +11,6 @@ import msgspec
 
 from qkv_engine.errors import QKVError
 
-
 _MAX_BYTES = 2**26  # of a file to load, hundreds of times the longest context; a larger one is not read
 
 

@@ -10,7 +10,6 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-
 # Seconds a new width must last. A terminal tells of its width late while a mouse drags its edge, and what is drawn for
 # another width than it has cannot be erased.
 _SETTLE_SECONDS = 0.3
