@@ -20,9 +20,10 @@ class HeldLog(logging.Handler):
         super().__init__()
         self._lines: deque[str] = deque()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record for the screen."""
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Keep one record for the screen; unlike a handler's ``emit``, without the handler's lock."""
         self._lines.append(self.format(record))
+        return True
 
     def take(self) -> list[str]:
         """The lines since the last call."""

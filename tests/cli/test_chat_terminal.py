@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from .test_live_tail import screen
+
 pty = pytest.importorskip("pty")
 termios = pytest.importorskip("termios")
 
@@ -61,7 +63,7 @@ class Terminal:
     def drain(self) -> None:
         while select.select([self.fd], [], [], 0.05)[0]:
             try:
-                os.read(self.fd, 65536)
+                self.raw += os.read(self.fd, 65536).decode(errors="replace")
             except OSError:
                 return
 
@@ -204,3 +206,14 @@ def test_the_hint_is_as_long_as_the_screen_is_wide(open_terminal: Callable[..., 
     open_terminal(columns=60).expect("Ask something. /help lists the commands, Ctrl-D leaves.")
     open_terminal(columns=40).expect("/help lists commands, Ctrl-D leaves")
     open_terminal(columns=10).expect("/help")
+
+
+def test_one_answer_on_a_terminal_keeps_warnings_on_the_screen(open_terminal: Callable[..., Terminal]):
+    terminal = open_terminal("--prompt", "logged")
+    terminal.expect("block 25 stepped down")
+    assert terminal.child.wait(20) == 0
+    terminal.drain()
+    shown = screen(terminal.raw.replace("\r\n", "\n"))
+    blocks = [line for line in shown if "stepped down" in line]
+    assert blocks == [f"qkv-engine: warning: block {number} stepped down" for number in range(5, 30, 5)]
+    assert [line for line in shown if line.startswith("one")] == ["one two three four five"]
