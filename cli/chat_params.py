@@ -32,15 +32,23 @@ _WANTED = {
 _FIXED = {"n", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs"}
 SETTABLE = tuple(name for name in _TYPES if name not in _FIXED)
 
-_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+_OPTIONS = {
+    "temperature": "0 always takes the likeliest token",
+    "top_p": "only the likeliest tokens that together have this probability",
+    "top_k": "only the N likeliest tokens; 0 is all",
+    "min_p": "only tokens at least X times as likely as the likeliest",
+    "seed": "for the same answers again",
+    "max_tokens": "longest reply, thinking included",
+}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """The parameters that have an option of their own; the others are set with ``/params``."""
     group = parser.add_argument_group("sampling", "the model's own defaults apply where nothing is given")
-    for name in _OPTIONS:
+    for name, meaning in _OPTIONS.items():
         number = float if name in ("temperature", "top_p", "min_p") else int
-        group.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="X" if number is float else "N")
+        metavar = "X" if number is float else "N"
+        group.add_argument(f"--{name.replace('_', '-')}", type=number, metavar=metavar, help=meaning)
 
 
 def sampling_overrides(args: argparse.Namespace) -> dict[str, Any]:

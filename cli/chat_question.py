@@ -28,7 +28,7 @@ def read_question(prompt: str | None) -> str | None:
 
 
 def _piped_text() -> str:
-    """What comes through a pipe or from a file; nothing from a terminal or the null device."""
+    """The text of a pipe or file on stdin; empty for a terminal or the null device."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):  # no file behind it

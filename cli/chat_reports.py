@@ -1,4 +1,4 @@
-"""What a chat prints about itself: its commands, its parameters, the engine's figures, the KV memory."""
+"""The tables of a chat: its commands, its parameters, the engine's figures, the KV memory."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Shell:
         self._print(Text(text, style="dim"))
 
     def complain(self, text: str) -> None:
-        """Print what went wrong."""
+        """Print an error."""
         self._print(Text(text, style="red"))
 
     def set_think(self, mode: ThinkMode) -> None:
@@ -47,7 +47,7 @@ class Shell:
         self.conversation.no_thinking = mode is ThinkMode.OFF
 
     def answer(self, take_turn: Callable[[Reply], Turn]) -> Turn:
-        """Show the reply that ``take_turn`` streams, and what there is to say about it afterwards."""
+        """Show the reply that ``take_turn`` streams; after it its figures, or the limit that cut it off."""
         with self.keyboard():
             turn = take_turn(self.make_reply(self.think))
         if self.with_figures:

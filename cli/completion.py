@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _offer_values(actions: Iterable[argparse.Action]) -> None:
-    """Say what may follow an option, where its parser takes any text."""
+    """Values that shells offer after options whose parser takes any text."""
     import shtab
 
     common.load_torch()  # the shapes' package imports it

@@ -6,12 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from qkv_engine import __version__
-from qkv_engine.cli import common, main
+from qkv_engine.cli import chat_question, common, main
 from qkv_engine.config import PRESETS
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, RequestError
 
@@ -94,6 +96,22 @@ def test_piped_text_is_added_to_the_prompt():
     assert program("chat", "-p", "Summarize:", input="a\nb\n").stdout == "echo: Summarize:\n\na\nb\n"
     assert program("chat", "-p", "Summarize:\n", input="").stdout == "echo: Summarize:\n"
     assert program("chat", "-p", "Sum", stdin=subprocess.DEVNULL).stdout == "echo: Sum\n"
+
+
+def test_who_waits_for_a_silent_pipe_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    reader, writer = os.pipe()
+    monkeypatch.setattr(chat_question, "_PATIENCE", 0.05)
+    with os.fdopen(reader) as stdin, ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        question = pool.submit(chat_question.read_question, "Sort:")
+        err = ""
+        while "waiting for more text on stdin" not in err:
+            assert not question.done()
+            err += capsys.readouterr().err
+            time.sleep(0.01)
+        os.write(writer, b" 3 1 2\n")
+        os.close(writer)
+        assert question.result(10) == "Sort:\n\n3 1 2"
 
 
 def test_lines_of_a_pipe_may_be_commands(tmp_path: Path):
