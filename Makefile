@@ -12,7 +12,7 @@ TORCH := torch>=2.10,<2.14
 demo: .venv/.installed
 	$(BIN)/qkv-engine env
 	@printf '\nWhat is 47*86?\n'
-	@answer=$$($(BIN)/qkv-engine chat --prompt 'What is 47*86?') && echo "$$answer" && test "$$answer" = 4042
+	@answer=$$($(BIN)/qkv-engine chat --prompt 'What is 47*86?' </dev/null) && echo "$$answer" && test "$$answer" = 4042
 	@printf '\n'
 	$(BIN)/qkv-engine bench --batch-sweep 1,4,16 --input-len 64 --output-len 32 --repeats 1
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
+from rich.rule import Rule
 from rich.syntax import Syntax
 from rich.text import Text
 
@@ -16,6 +17,8 @@ from .live_tail import LiveTail, render_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
+    from .chat_log import HeldLog
 
 _REDRAW_INTERVAL = 0.05  # seconds; tokens may come faster than anyone reads
 _TIME_FACTOR = 9  # between two drawings passes this times what one took, so a tenth of the time goes into them
@@ -28,6 +31,11 @@ class ThinkMode(enum.StrEnum):
     SHOW = "show"  # it stays
     FOLD = "fold"  # it streams, then folds to one line
     HIDE = "hide"  # it never shows
+    OFF = "off"  # the model is asked for none; one that thinks all the same is not shown
+
+    @property
+    def is_hidden(self) -> bool:
+        return self in (ThinkMode.HIDE, ThinkMode.OFF)
 
 
 class PlainReply:
@@ -71,10 +79,16 @@ class PlainReply:
 
 
 class TerminalReply:
-    """Prints finished Markdown blocks for good and redraws only the one in progress."""
+    """Prints finished Markdown blocks for good and redraws only the one in progress; ``log`` goes above it."""
 
-    def __init__(self, console: Console, mode: ThinkMode, clock: Callable[[], float] = time.monotonic):
-        self._console, self._mode, self._clock = console, mode, clock
+    def __init__(
+        self,
+        console: Console,
+        mode: ThinkMode,
+        log: HeldLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._console, self._mode, self._log, self._clock = console, mode, log, clock
         self._tail = LiveTail(console)
         self._blocks = MarkdownBlocks()
         self._thinking = ""  # what has been thought and is not printed for good
@@ -96,7 +110,7 @@ class TerminalReply:
     def think_end(self, seconds: float, num_tokens: int) -> None:
         """Fold the thinking, or leave it, with a line that says how long it took."""
         self._keep_thinking()
-        if self._mode is not ThinkMode.HIDE:
+        if not self._mode.is_hidden:
             folded = Text(f"thought for {seconds:.1f} s, {num_tokens:,} tokens", style="dim italic")
             self._tail.commit([*render_lines(self._console, folded), ""])
 
@@ -112,13 +126,19 @@ class TerminalReply:
         for block in self._blocks.finish():
             self._print(block)
         self._tail.commit([])
+        self._show_log()
 
     def _draw(self, lines: Callable[[], list[str]]) -> None:
         started = self._clock()
         if started >= self._next_draw:
+            self._show_log()
             self._tail.draw(lines())
             ended = self._clock()
             self._next_draw = ended + max(_REDRAW_INTERVAL, _TIME_FACTOR * (ended - started))
+
+    def _show_log(self) -> None:
+        for line in self._log.take() if self._log else []:
+            self._tail.insert(render_lines(self._console, Text(line, style="dim")))
 
     def _print(self, block: str) -> None:
         if lines := self._block_lines(block):
@@ -132,12 +152,12 @@ class TerminalReply:
     def _thinking_tail(self, num_tokens: int) -> list[str]:
         header = render_lines(self._console, Text(f"thinking… {num_tokens:,} tokens", style="dim italic"))
         match self._mode:
-            case ThinkMode.HIDE:
-                return header
-            case ThinkMode.FOLD:
-                return header + thinking_lines(self._console, self._thinking, _THINKING_LINES)
             case ThinkMode.SHOW:
                 return thinking_lines(self._console, self._thinking)
+            case ThinkMode.FOLD:
+                return header + thinking_lines(self._console, self._thinking, _THINKING_LINES)
+            case ThinkMode.HIDE | ThinkMode.OFF:
+                return header
 
     def _keep_thinking(self) -> None:
         if self._mode is ThinkMode.SHOW and self._thinking.strip():
@@ -174,6 +194,13 @@ class _BareCodeBlock(CodeBlock):
         )
 
 
+class _LineRule(MarkdownElement):
+    """A rule drawn as a line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Rule(style="dim")
+
+
 class ChatMarkdown(Markdown):
     """Markdown as models write it: line breaks and HTML tags stay in sight, links say where they lead."""
 
@@ -183,6 +210,7 @@ class ChatMarkdown(Markdown):
         "fence": _BareCodeBlock,
         "code_block": _BareCodeBlock,
         "html_block": _BareCodeBlock,
+        "hr": _LineRule,
     }
 
     def __init__(self, markup: str):

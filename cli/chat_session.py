@@ -8,16 +8,21 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from qkv_engine.config import format_size
-from qkv_engine.errors import RequestError
+from qkv_engine.errors import CapacityError, QKVError, RequestError
 
 from .text import Part, Piece, ReplySplitter, sanitize
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, RequestOutput, SamplingParams
+    from qkv_engine.engine import RequestStream
     from qkv_engine.tokenizer import Tokenizer
 
 Message = dict[str, str]
+
+_THINKING_SWITCH = "enable_thinking"  # the variable by which Qwen3's template and others turn thinking off
 
 _STATS_INTERVAL = 0.1  # seconds between two looks at the engine's counters while a reply streams
 
@@ -50,6 +55,8 @@ class Turn:
     kv_nbytes: int = 0
     kv_bits: float | None = None  # the lowest code bits any of its blocks reached
     finish_reason: str | None = None
+    cut_off: str | None = None  # by which limit the reply ended before the model was done
+    attempt: int = 0  # how often the question has been answered before
     interrupted: bool = False
 
     @property
@@ -59,8 +66,8 @@ class Turn:
     def status(self, max_model_len: int) -> str:
         """The figures of the turn in one line."""
         parts = ["stopped"] if self.interrupted else []
-        if self.finish_reason == "length":
-            parts.append("cut off by max_tokens or the end of the context")
+        if self.cut_off:
+            parts.append(self.cut_off)
         if self.first_token_seconds is not None:
             parts.append(f"first token {self.first_token_seconds:.2f} s")
         if self.tokens_per_second is not None:
@@ -93,27 +100,85 @@ class Conversation:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     last: Turn | None = None
+    no_thinking: bool = False  # ask the model to answer at once, where its template can
     clock: Callable[[], float] = time.monotonic
+    _unanswered: str | None = None  # the last question, while history has no reply to it
+
+    @property
+    def num_turns(self) -> int:
+        """Questions in the history."""
+        return sum(message["role"] == "user" for message in self.messages)
+
+    @property
+    def can_skip_thinking(self) -> bool:
+        """Whether the model's chat template has a switch for thinking."""
+        return _THINKING_SWITCH in (_tokenizer(self.engine).chat_template or "")
 
     def reset(self) -> None:
         """Forget what was said; the system prompt and the parameters stay."""
-        self.messages, self.last = [], None
+        self.messages, self.last, self._unanswered = [], None, None
+
+    def undo(self) -> str:
+        """Forget the last turn and return its question. Raises ``QKVError`` if there is none."""
+        self.messages, question = self._before_last()
+        self.last, self._unanswered = None, None
+        return question
 
     def ask(self, question: str, reply: Reply) -> Turn:
         """Stream a reply to ``question`` and remember both. Ctrl-C ends it; what was said so far is kept."""
-        turn = Turn(question)
-        user: Message = {"role": "user", "content": question}
+        self._unanswered = question
+        return self._take_turn(Turn(question), self.messages, reply)
+
+    def retry(self, reply: Reply) -> Turn:
+        """Answer the last question again, in place of the first reply; a fixed seed is counted up for it.
+
+        Raises ``QKVError`` if nothing has been asked.
+        """
+        history, question = self._before_last()
+        attempt = self.last.attempt + 1 if self.last is not None and self.last.question == question else 1
+        return self._take_turn(Turn(question, attempt=attempt), history, reply)
+
+    def _take_turn(self, turn: Turn, history: list[Message], reply: Reply) -> Turn:
+        user: Message = {"role": "user", "content": turn.question}
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        prompt: list[dict[str, Any]] = [*system, *self.messages, user]
+        prompt: list[dict[str, Any]] = [*system, *history, user]
+        params, switch = self._params(turn.attempt), {_THINKING_SWITCH: False} if self.no_thinking else None
         try:
-            with closing(self.engine.stream(prompt, self.params)) as outputs:
+            with closing(self._stream(prompt, params, switch)) as outputs:
                 _Pump(self, turn, reply).run(outputs)
         except KeyboardInterrupt:
             turn.interrupted = True
         self.last = turn
+        if turn.finish_reason == "length":
+            turn.cut_off = _limit_met(turn, params, self.engine.max_model_len)
         if turn.answer or not turn.interrupted:
-            self.messages += [user, _assistant(turn)]
+            self.messages, self._unanswered = [*history, user, _assistant(turn)], None
         return turn
+
+    def _stream(
+        self, prompt: list[dict[str, Any]], params: SamplingParams, template_kwargs: dict[str, Any] | None
+    ) -> RequestStream:
+        try:
+            return self.engine.stream(prompt, params, template_kwargs=template_kwargs)
+        except RequestError as error:
+            full = _full(error, self.engine.max_model_len)
+            if full is None or not self.messages:
+                raise
+            raise full from error
+
+    def _params(self, attempt: int) -> SamplingParams:
+        if not attempt or self.params.seed is None:
+            return self.params
+        return msgspec.structs.replace(self.params, seed=self.params.seed + attempt)
+
+    def _before_last(self) -> tuple[list[Message], str]:
+        """The history before the last turn, and that turn's question."""
+        if self._unanswered is not None:
+            return self.messages, self._unanswered
+        for number in range(len(self.messages) - 1, -1, -1):
+            if self.messages[number]["role"] == "user":
+                return self.messages[:number], self.messages[number]["content"]
+        raise QKVError("the conversation is empty")
 
 
 class _Pump:
@@ -177,6 +242,30 @@ class _Pump:
         if self._clock() >= self._next_look:
             self._turn.kv_nbytes = max(self._turn.kv_nbytes, self._engine.stats().kv_bytes_used)
             self._next_look = self._clock() + _STATS_INTERVAL
+
+
+def _limit_met(turn: Turn, params: SamplingParams, max_model_len: int) -> str:
+    """The limit that ended a reply, and where in the reply it was met."""
+    if params.max_tokens is not None and turn.num_output_tokens >= params.max_tokens:
+        limit = f"cut off by max_tokens={params.max_tokens}"
+    elif turn.context_tokens >= max_model_len:
+        limit = f"cut off: the context is full ({max_model_len:,} tokens)"
+    else:
+        limit = "cut off: the KV memory is full"
+    return f"{limit} while thinking" if turn.thinking and not turn.answer else limit
+
+
+def _full(error: RequestError, max_model_len: int) -> RequestError | None:
+    """``error`` as a chat means it, if the conversation has become too long for another turn."""
+    if isinstance(error, CapacityError):
+        return CapacityError("the KV memory is full", remedy="/reset, /undo, or start with more --kv-memory")
+    if error.field == "max_model_len":
+        remedy = "/reset, /undo, or start with --max-model-len N"
+        return RequestError(f"the context is full ({max_model_len:,} tokens)", remedy=remedy)
+    if error.field == "max_tokens":
+        remedy = "/params max_tokens none, /reset, /undo, or start with --max-model-len N"
+        return RequestError(f"the context ({max_model_len:,} tokens) has too little room left", remedy=remedy)
+    return None
 
 
 def _assistant(turn: Turn) -> Message:

@@ -1,62 +1,61 @@
-"""The interactive chat: read, answer, repeat, until the user leaves."""
+"""A chat as its commands see it: the conversation, how replies are shown, and where remarks go."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
-from qkv_engine import __version__
-from qkv_engine.errors import EngineDeadError, QKVError
-
-from .chat_commands import LeaveChat, Shell, parse_command, run_command
-from .chat_render import TerminalReply, ThinkMode
-from .common import describe_error
-from .terminal import ChatInput, quiet_keyboard
+from .chat_render import ThinkMode
 
 if TYPE_CHECKING:
-    from .chat_session import Conversation
+    from rich.console import Console
+
+    from .chat_session import Conversation, Reply, Turn
 
 
-def chat_in_terminal(conversation: Conversation, think: ThinkMode) -> None:
-    """Talk until Ctrl-D or ``/exit``. No error of a single turn or command ends the chat."""
-    shell = Shell(conversation, terminal_console(), think)
-    prompt = ChatInput(lambda: conversation.last.thinking if conversation.last else "")
-    _greet(shell)
-    while True:
-        try:
-            _take_turn(shell, prompt.read())
-        except (EOFError, LeaveChat):
-            return
-        except EngineDeadError:
-            raise
-        except KeyboardInterrupt:
-            shell.say("stopped")
-        except (QKVError, OSError) as error:
-            shell.console.print(Text(describe_error(error), style="red"))
+@dataclass
+class Shell:
+    """One user's chat. ``console`` takes remarks of the program; ``make_reply`` the words of the model."""
 
+    conversation: Conversation
+    console: Console
+    think: ThinkMode
+    make_reply: Callable[[ThinkMode], Reply]
+    keyboard: Callable[[], AbstractContextManager[None]] = nullcontext
+    with_figures: bool = True
+    path: Path | None = None  # the file this conversation was saved to or loaded from
 
-def terminal_console() -> Console:
-    """A console that prints text as it is: no markup, no emoji codes, nothing highlighted by guess."""
-    return Console(markup=False, emoji=False, highlight=False)
+    def __post_init__(self) -> None:
+        self.set_think(self.think)
 
+    def say(self, text: str) -> None:
+        """Print a remark of the program, as opposed to the model."""
+        self._print(Text(text, style="dim"))
 
-def _take_turn(shell: Shell, line: str) -> None:
-    if not line.strip():
-        return
-    if command := parse_command(line):
-        run_command(shell, *command)
-        return
-    with quiet_keyboard():
-        turn = shell.conversation.ask(line.strip(), TerminalReply(shell.console, shell.think))
-    shell.say(turn.status(shell.conversation.engine.max_model_len))
-    shell.console.print()
+    def complain(self, text: str) -> None:
+        """Print an error."""
+        self._print(Text(text, style="red"))
 
+    def set_think(self, mode: ThinkMode) -> None:
+        """Show thinking in the way of ``mode`` from now on."""
+        self.think = mode
+        self.conversation.no_thinking = mode is ThinkMode.OFF
 
-def _greet(shell: Shell) -> None:
-    engine = shell.conversation.engine
-    shell.console.print(Text.assemble(("qkv-engine", "bold"), f" {__version__}, {engine.stats().model}"))
-    for line in engine.describe():
-        shell.say(line)
-    shell.console.print()
+    def answer(self, take_turn: Callable[[Reply], Turn]) -> Turn:
+        """Show the reply that ``take_turn`` streams; after it its figures, or the limit that cut it off."""
+        with self.keyboard():
+            turn = take_turn(self.make_reply(self.think))
+        if self.with_figures:
+            self.say(turn.status(self.conversation.engine.max_model_len))
+        elif turn.cut_off:
+            self.say(turn.cut_off)
+        return turn
+
+    def _print(self, text: Text) -> None:
+        # A file or a pipe takes lines of any length.
+        self.console.print(text, soft_wrap=not self.console.is_terminal)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import logging
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import resolve_kv
+from qkv_engine.config import DEFAULT_KV, PRESETS, resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
 
 from .text import one_line
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_CAPACITY = 0, 1, 2, 3
 EXIT_TERMINATED, EXIT_INTERRUPTED = 128 + signal.SIGTERM, 130
+
+DEMO = "demo"  # the MODEL that stands for the one inside the package
+
+# Errors name the engine's fields; this one is never an option of its own.
+_OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = ("model", "kv", "kv_memory", "dtype", "device", "max_model_len", "cuda_graphs", "revision")
 
@@ -36,10 +44,15 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The model and how its KV cache is kept."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder or Hugging Face name (default: the demo model)"
+        "model",
+        nargs="?",
+        type=_model,
+        metavar="MODEL",
+        help=f'folder or Hugging Face name (default: "{DEMO}", the demo model)',
     )
     group = parser.add_argument_group("engine")
-    group.add_argument("--kv", metavar="NAME", help="how KV blocks are stored")
+    presets = ", ".join(f"{name} (default)" if name == DEFAULT_KV else name for name in sorted(PRESETS))
+    group.add_argument("--kv", metavar="NAME", help=f"KV preset, how KV blocks are stored: {presets}")
     group.add_argument("--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"')
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
@@ -50,10 +63,27 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
 
 
+def _model(word: str) -> str | None:
+    """The ``model`` of an engine that ``word`` means."""
+    return None if word == DEMO and not Path(word).is_dir() else word
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for ``Engine``: only what was given, so that its defaults stay in one place."""
+    """Keyword arguments for ``Engine``: only what was given, so that its defaults stay in one place.
+
+    Raises ``ConfigError`` where MODEL is a mere shape.
+    """
+    _refuse_shape(args.model)
     options = {name: getattr(args, name, None) for name in _ENGINE_OPTIONS}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse_shape(model: str | None) -> None:
+    from qkv_engine.models.shapes import SHAPES
+
+    if model in SHAPES and not Path(model).is_dir():
+        remedy = f"To measure it with random weights: qkv-engine bench --shape {model}"
+        raise ConfigError("a shape without weights and tokenizer", field="model", value=model, remedy=remedy)
 
 
 def kv_list(text: str) -> tuple[str, ...]:
@@ -138,11 +168,41 @@ def describe_error(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {error} (a bug, or something out of our hands; --debug shows where)")
 
 
-def replace_undecodable() -> None:
-    """Let no stray byte or unencodable character end the program."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+def name_options(error: QKVError, options: Mapping[str, str]) -> QKVError:
+    """``error`` in the words of the command line: ``options`` maps a field to what the user types for it."""
+
+    def option(field: str) -> str | None:
+        return options.get(_OTHER_FIELDS.get(field, field))
+
+    remedy = error.remedy
+    if remedy is not None:
+        # Only names with an underscore, and dtype, cannot be words of a sentence.
+        remedy = re.sub(r"\bdtype\b|\b[a-z]+(?:_[a-z]+)+\b(?!=)", lambda found: option(found[0]) or found[0], remedy)
+    field = error.field and (option(error.field) or error.field)
+    if field is not None and error.value is None:
+        return type(error)(f"{field}: {error.message}", remedy=remedy)
+    return type(error)(error.message, field=field, value=error.value, remedy=remedy)
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str, suffix: str = "") -> str:
+    """The remedy for an unknown ``word``: the ``known`` one it is like, followed by ``suffix``, or ``otherwise``."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {f'{found[0]} {suffix}'.rstrip()}?" if found else otherwise
+
+
+def prepare_streams() -> bool:
+    """Let no stray byte, unencodable character or closed stream end the program; returns whether stdout is open.
+
+    A closed one becomes the null device, which thereby takes its number before a file of ours does.
+    """
+    is_stdout_open = sys.stdout is not None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    return is_stdout_open
 
 
 def _exit_code(error: BaseException) -> int:

@@ -19,10 +19,15 @@ from prompt_toolkit.styles import Style
 from rich.console import Console
 from rich.text import Text
 
-from .chat_commands import COMMANDS
+from .chat_commands import ALIASES, COMMANDS
 
 _STYLE = Style.from_dict({"prompt": "bold ansicyan", "hint": "ansibrightblack", "thinking": "ansibrightblack italic"})
-_HINT = "Ask something. /help lists the commands, Ctrl-D leaves."
+_HINTS = (  # the longest that fits beside the prompt is shown
+    "Ask something. /help lists the commands, Ctrl-D leaves.",
+    "/help lists commands, Ctrl-D leaves",
+    "Ask something, or /help",
+    "/help",
+)
 _ROWS_KEPT = 6  # rows left for the input and its completions below unfolded thinking
 
 
@@ -60,7 +65,10 @@ class ChatInput:
         return [("class:thinking", "".join(f"{line}\n" for line in lines)), *message]
 
     def _placeholder(self) -> StyleAndTextTuples:
-        return [("class:hint", _HINT)] if self._is_new and not get_app().is_done else []
+        if not self._is_new or get_app().is_done:
+            return []
+        room = get_app().output.get_size().columns - len("> ") - 1
+        return [("class:hint", next((hint for hint in _HINTS if len(hint) <= room), ""))]
 
     def _bindings(self) -> KeyBindings:
         keys = KeyBindings()
@@ -100,10 +108,11 @@ class CommandCompleter(Completer):
         if not text.startswith("/"):
             return
         name, space, argument = text[1:].partition(" ")
+        name = name.lower()
         if not space:
             commands = ((key, command.summary) for key, command in COMMANDS.items())
             yield from (_completion(key, name, meta) for key, meta in commands if key.startswith(name))
-        elif command := COMMANDS.get(name):
+        elif command := COMMANDS.get(ALIASES.get(name, name)):
             yield from (_completion(word, argument) for word in command.choices if word.startswith(argument))
             if command.takes_path:
                 yield from self._paths.get_completions(Document(argument), complete_event)

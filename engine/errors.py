@@ -10,11 +10,12 @@ MAX_VALUE_CHARS = 80  # of a value in a message: a hostile one cannot flood a lo
 class QKVError(Exception):
     """Base of every error this package raises on purpose.
 
-    ``field`` and ``value`` name what was wrong; ``remedy`` says what would work. All three end up in the message.
+    ``field`` and ``value`` name what was wrong; ``remedy`` says what would work. All three end up in the text, around
+    ``message``.
     """
 
     def __init__(self, message: str, *, field: str | None = None, value: object = None, remedy: str | None = None):
-        self.field, self.value, self.remedy = field, value, remedy
+        self.message, self.field, self.value, self.remedy = message, field, value, remedy
         text = message if field is None else f"{field}={_short(value)}: {message}"
         super().__init__(text if remedy is None else f"{text}. {remedy}")
 

@@ -229,6 +229,8 @@ def validate_prompt_ids(ids: object, vocab_size: int, limit: int) -> list[int]:
 def _too_long(num_prompt_tokens: int, max_model_len: int) -> RequestError:
     return RequestError(
         f"the prompt has {num_prompt_tokens} tokens and leaves no room in the context of {max_model_len}",
+        field="max_model_len",
+        value=max_model_len,
         remedy=f"Use a prompt of at most {max_model_len - 1} tokens or a larger max_model_len",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
 from qkv_engine.metrics import EngineStats
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
+LOGGER = logging.getLogger("qkv_engine")
+
 ANSWERS = {
     "What is 47*86?": "<think>\n47*80=3760 47*6=282\n</think>\n\n4042",
     "markdown": "# Title\n\nSome *text*.\n\n```python\nprint(1)\n\nprint(2)\n```\n\nThe end.",
@@ -19,6 +22,7 @@ ANSWERS = {
     "slow code": "Look:\n\n```python\n" + "".join(f"x{n} = {n}\n" for n in range(60)) + "```\n\nDone.",
     "slow but short": "word " * 30,
     "slow thinking": "<think>\n" + "hmm " * 400,
+    "logged": "one two three four five",
 }
 
 
@@ -27,13 +31,14 @@ class FakeTokenizer:
 
     specials = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
     special_ids = frozenset(range(4))
+    chat_template = "{{ messages }}{% if enable_thinking is false %}<think></think>{% endif %}"
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.specials[i] if i in self.special_ids else chr(i) for i in ids)
 
 
 class FakeEngine:
-    """Streams scripted answers, five characters a time. ``fail`` and ``die`` are questions that go wrong."""
+    """Streams scripted answers, five characters a time. ``fail``, ``long`` and ``die`` are questions that go wrong."""
 
     max_model_len = 8192
     vocab_size = 1024
@@ -43,8 +48,11 @@ class FakeEngine:
     def __init__(self) -> None:
         self.prompts: list[list[dict[str, Any]]] = []
         self.params: list[SamplingParams | None] = []
+        self.template_kwargs: list[dict[str, Any] | None] = []
         self.aborted = 0
         self.closed = False
+        for line in self.describe():
+            LOGGER.info(line)
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -62,17 +70,31 @@ class FakeEngine:
         blocks = {"kv_blocks": {"dense16": 1}, "demotions": {}, "kv_tokens_floor": 131072}
         return EngineStats(**{**counts, **known, **sizes, **blocks, "effective_bits": 16.0})
 
-    def stream(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+        end: int | None = None,
+    ) -> Iterator[RequestOutput]:
         self.prompts.append(messages)
         self.params.append(params)
+        self.template_kwargs.append(template_kwargs)
         question = messages[-1]["content"]
         if question == "fail":
             raise RequestError("out of range", field="top_k", value=-5)
+        if question == "long":
+            raise RequestError("the prompt leaves no room", field="max_model_len", value=8192)
         if question == "die":
             raise EngineDeadError("the engine stopped")
-        return self._outputs(ANSWERS.get(question, f"echo: {question}"), delay=0.02 * question.startswith("slow"))
+        text = ANSWERS.get(question, f"echo: {question}")
+        limit = end or (params.max_tokens if params is not None else None) or len(text)
+        reason = "length" if limit < len(text) else "stop"
+        delay = 0.1 if question == "logged" else 0.02 * question.startswith("slow")
+        return self._outputs(text[:limit], reason, delay)
 
-    def _outputs(self, text: str, delay: float) -> Iterator[RequestOutput]:
+    def _outputs(self, text: str, reason: str, delay: float) -> Iterator[RequestOutput]:
         metrics = RequestMetrics(arrival_time=time.monotonic())
         finished = False
         try:
@@ -87,8 +109,10 @@ class FakeEngine:
                     text=text[:end],
                     token_ids=list(range(min(end, len(text)))),
                     delta=text[end - 5 : end],
-                    finish_reason="stop" if finished else None,
+                    finish_reason=reason if finished else None,
                 )
+                if text == ANSWERS["logged"]:
+                    LOGGER.warning("block %d stepped down", end)
                 yield RequestOutput(
                     request_id="0",
                     prompt=None,

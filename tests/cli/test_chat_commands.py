@@ -11,10 +11,11 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from rich.console import Console
 
-from qkv_engine.cli.chat_commands import COMMANDS, LeaveChat, Shell, parse_command, run_command
-from qkv_engine.cli.chat_params import SETTABLE, chat_params
+from qkv_engine.cli.chat_commands import ALIASES, COMMANDS, LeaveChat, parse_command, run_command
+from qkv_engine.cli.chat_params import SETTABLE, chat_params, set_param
 from qkv_engine.cli.chat_render import PlainReply, ThinkMode
 from qkv_engine.cli.chat_session import Conversation
+from qkv_engine.cli.chat_shell import Shell
 from qkv_engine.cli.terminal import CommandCompleter
 from qkv_engine.errors import QKVError, RequestError
 
@@ -25,7 +26,8 @@ from .fake_engine import FakeEngine
 def shell() -> Shell:
     engine = FakeEngine()
     talk = Conversation(engine, chat_params(engine, {}))
-    return Shell(talk, Console(file=io.StringIO(), width=100), ThinkMode.FOLD)
+    console = Console(file=io.StringIO(), width=100)
+    return Shell(talk, console, ThinkMode.FOLD, lambda mode: PlainReply(io.StringIO()))
 
 
 def ask(shell: Shell, question: str) -> None:
@@ -48,8 +50,13 @@ def run(shell: Shell, line: str) -> str:
         ("  /save  a b.json ", ("save", "a b.json")),
         ("/system two\nlines", ("system", "two\nlines")),
         ("/", ("", "")),
+        ("/HELP", ("help", "")),
+        ("/?", ("?", "")),
+        ("/Save! A.json", ("save!", "A.json")),
         ("/etc/passwd is what?", None),
-        ("/Users", None),
+        ("/bin/", None),
+        ("//help", None),
+        ("/.bashrc", None),
         ("hello /help", None),
     ],
 )
@@ -62,9 +69,55 @@ def test_help_names_every_command(shell: Shell):
     assert all(f"/{name}" in text for name in COMMANDS)
 
 
-def test_an_unknown_command_suggests_the_nearest(shell: Shell):
-    with pytest.raises(QKVError, match="Did you mean /reset"):
-        run(shell, "/rest")
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [("/rest", "mean /reset"), ("/clearr", "mean /clear"), ("/QUITT", "mean /quit"), ("/xyzzy", "/help")],
+)
+def test_an_unknown_command_suggests_the_nearest(shell: Shell, line: str, hint: str):
+    with pytest.raises(QKVError, match=f"{hint}.*second one"):
+        run(shell, line)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_help_fits_the_screen_and_breaks_no_word(shell: Shell, width: int):
+    shell.console = Console(file=io.StringIO(), width=width)
+    lines = run(shell, "/help").splitlines()
+    assert max(map(len, lines)) <= width
+    words = set(" ".join(lines).split())
+    assert all(set(command.summary.split()) <= words for command in COMMANDS.values())
+
+
+def test_other_names_of_commands(shell: Shell):
+    for name in ("quit", "BYE", "q"):
+        with pytest.raises(LeaveChat):
+            run(shell, f"/{name}")
+    ask(shell, "hello")
+    assert "1 turn" in run(shell, "/clear") and shell.conversation.messages == []
+    assert run(shell, "/?") == run(shell, "/help")
+    assert not set(ALIASES) & set(COMMANDS) and set(ALIASES.values()) <= set(COMMANDS)
+
+
+def test_undo_takes_back_one_turn_at_a_time(shell: Shell):
+    ask(shell, "one")
+    ask(shell, "two " * 100)
+    assert "two two" in run(shell, "/undo")
+    assert [message["content"] for message in shell.conversation.messages] == ["one", "echo: one"]
+    assert "no thinking" in run(shell, "/think")
+    assert "took back: one" in run(shell, "/undo")
+    with pytest.raises(QKVError, match="the conversation is empty"):
+        run(shell, "/undo")
+
+
+def test_retry_asks_again_in_the_place_of_the_first_time(shell: Shell):
+    with pytest.raises(QKVError, match="the conversation is empty"):
+        run(shell, "/retry")
+    ask(shell, "one")
+    ask(shell, "two")
+    assert "temperature 0" in run(shell, "/retry")
+    prompts = shell.conversation.engine.prompts
+    assert prompts[-1] == prompts[-2] and shell.conversation.num_turns == 2
+    run(shell, "/params temperature 1")
+    assert "temperature" not in run(shell, "/retry")
 
 
 def test_reset_forgets_the_conversation(shell: Shell):
@@ -105,7 +158,10 @@ def test_params_are_set_by_type(shell: Shell):
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        ("/params temperature hot", "temperature"),
+        ("/params temperature hot", r"temperature takes a number in \[0, 100\], not 'hot'"),
+        ("/params seed x", "seed takes an integer"),
+        ("/params logit_bias [1]", "logit_bias takes a JSON object"),
+        ("/params ignore_eos 7", "ignore_eos takes true or false"),
         ("/params top_p 1.5", "top_p=1.5"),
         ("/params top_k 1.5", "top_k"),
         ("/params temprature 1", "Did you mean temperature"),
@@ -118,6 +174,14 @@ def test_params_refuse_kindly_and_change_nothing(shell: Shell, line: str, hint: 
     with pytest.raises(RequestError, match=hint):
         run(shell, line)
     assert shell.conversation.params == before
+
+
+def test_every_parameter_says_in_words_what_it_takes(shell: Shell):
+    texts = ("stop", "kv_floor", "tenant", "cache_salt")  # which take any word
+    for name in SETTABLE:
+        if name not in texts:
+            with pytest.raises(RequestError, match=f"{name} takes an? (number|integer|JSON)|true or false"):
+                set_param(shell.conversation.params, name, "?", shell.conversation.engine)
 
 
 def test_params_lists_what_can_be_set(shell: Shell):
@@ -155,17 +219,95 @@ def test_a_malformed_file_changes_nothing(shell: Shell, tmp_path: Path, content:
     assert shell.conversation.messages == before
 
 
+def test_save_replaces_only_the_conversation_it_goes_on_with(shell: Shell, tmp_path: Path):
+    path = tmp_path / "chat.json"
+    ask(shell, "one")
+    run(shell, f"/save {path}")
+    ask(shell, "two")
+    assert "2 turns" in run(shell, f"/save {path}")
+    run(shell, "/reset")
+    ask(shell, "another")
+    with pytest.raises(QKVError, match=r"/save! .* replaces it"):
+        run(shell, f"/save {path}")
+    assert "two" in path.read_text()
+    run(shell, f"/save! {path}")
+    assert "another" in path.read_text()
+    run(shell, f"/load {path}")
+    run(shell, f"/save {path}")
+
+
+@pytest.mark.parametrize("command", ["/save", "/save!"])
+@pytest.mark.parametrize("content", ["# Notes", "{}", '{"messages": 1}', ""])
+def test_save_never_replaces_a_file_that_is_no_conversation(shell: Shell, tmp_path: Path, command: str, content: str):
+    path = tmp_path / "notes.md"
+    path.write_text(content)
+    ask(shell, "hello")
+    with pytest.raises(QKVError, match="is no saved conversation"):
+        run(shell, f"{command} {path}")
+    assert path.read_text() == content and os.listdir(tmp_path) == ["notes.md"]
+
+
+def test_an_empty_conversation_is_not_saved(shell: Shell, tmp_path: Path):
+    with pytest.raises(QKVError, match="nothing to save"):
+        run(shell, f"/save {tmp_path}/chat.json")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("{0}", "is a folder"), ("{0}/no/chat.json", "no folder {0}/no"), ("{0}/" + "x" * 300, "too long")],
+)
+def test_a_name_that_cannot_be_saved_to_is_named_as_given(shell: Shell, tmp_path: Path, name: str, message: str):
+    ask(shell, "hello")
+    with pytest.raises(QKVError, match=message.format(tmp_path)) as caught:
+        run(shell, f"/save {name.format(tmp_path)}")
+    assert str(caught.value).startswith(name.format(tmp_path))
+
+
+def test_load_names_the_file_it_cannot_read(shell: Shell, tmp_path: Path):
+    with pytest.raises(QKVError, match=f"{tmp_path}/none.json cannot be read: No such file"):
+        run(shell, f"/load {tmp_path}/none.json")
+
+
+def test_load_does_not_wait_for_a_device_or_pipe(shell: Shell, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path / "pipe", tmp_path):
+        with pytest.raises(QKVError, match="is not a saved conversation"):
+            run(shell, f"/load {path}")
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_quotes_round_a_name_are_not_part_of_it(shell: Shell, tmp_path: Path, quote: str):
+    ask(shell, "hello")
+    run(shell, f"/save {quote}{tmp_path}/my chat.json{quote}")
+    assert os.listdir(tmp_path) == ["my chat.json"]
+
+
+def test_a_system_message_of_another_program_becomes_the_system_prompt(shell: Shell, tmp_path: Path):
+    path = tmp_path / "chat.json"
+    turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    path.write_text(json.dumps({"messages": [{"role": "system", "content": "Be brief."}, *turn]}))
+    assert "1 turn" in run(shell, f"/load {path}")
+    assert (shell.conversation.system, shell.conversation.messages) == ("Be brief.", turn)
+    path.write_text(json.dumps({"messages": [*turn, {"role": "system", "content": "Be brief."}]}))
+    with pytest.raises(QKVError, match="after the conversation has begun"):
+        run(shell, f"/load {path}")
+
+
 def test_a_failed_save_leaves_the_old_file(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "chat.json"
-    path.write_text("old")
+    ask(shell, "hello")
+    run(shell, f"/save {path}")
+    old = path.read_text()
+    ask(shell, "again")
 
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(QKVError, match=r"chat\.json cannot be written: No space"):
         run(shell, f"/save {path}")
-    assert os.listdir(tmp_path) == ["chat.json"] and path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["chat.json"] and path.read_text() == old
 
 
 def test_save_wants_a_name(shell: Shell):
@@ -186,8 +328,29 @@ def test_think_prints_the_last_thinking_or_sets_the_mode(shell: Shell):
     assert "47*80=3760" in run(shell, "/think")
     run(shell, "/think hide")
     assert shell.think is ThinkMode.HIDE
-    with pytest.raises(QKVError, match="show, fold, hide"):
+    with pytest.raises(QKVError, match="show, fold, hide, off"):
         run(shell, "/think twice")
+
+
+def test_think_off_asks_for_none_until_it_is_shown_again(shell: Shell):
+    assert run(shell, "/think off") == "thinking: off\n"
+    ask(shell, "hello")
+    run(shell, "/think fold")
+    ask(shell, "hello")
+    assert shell.conversation.engine.template_kwargs == [{"enable_thinking": False}, None]
+
+
+def test_think_off_says_where_the_template_has_no_switch(shell: Shell, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeEngine.tokenizer, "chat_template", "{{ messages }}", raising=False)
+    assert "hidden only" in run(shell, "/think off")
+
+
+def test_the_readme_shows_the_kv_listing_as_it_is(shell: Shell):
+    ask(shell, "hello")
+    shown = (Path(__file__).parents[2] / "README.md").read_text().split("\n> /kv\n")[1].split("```")[0]
+    assert [line[:16].strip() for line in shown.splitlines()] == [
+        line[:16].strip() for line in run(shell, "/kv").splitlines()
+    ]
 
 
 def test_exit_leaves(shell: Shell):
@@ -201,7 +364,7 @@ def test_completion(tmp_path: Path):
     def complete(text: str) -> list[str]:
         return [c.text for c in CommandCompleter().get_completions(Document(text), CompleteEvent())]
 
-    assert complete("/s") == ["save", "system", "stats"]
+    assert complete("/s") == complete("/S") == ["save", "save!", "system", "stats"]
     assert complete("/think f") == ["fold"]
     assert complete("/params top") == ["top_p", "top_k"]
     assert complete(f"/load {tmp_path}/ta") == ["lk.json"]

@@ -1,7 +1,9 @@
 """What a turn sends, keeps and counts."""
 
 import io
+from functools import partial
 
+import msgspec
 import pytest
 
 from qkv_engine.cli.chat_params import chat_params
@@ -91,3 +93,78 @@ def test_a_refused_question_is_not_remembered(talk: Conversation):
     with pytest.raises(RequestError):
         ask(talk, "fail")
     assert talk.messages == [] and talk.last is None
+
+
+def test_a_retry_sends_the_same_prompt_and_takes_the_place_of_the_reply(talk: Conversation):
+    ask(talk, "one")
+    ask(talk, "two")
+    first = list(talk.messages)
+    turn = talk.retry(PlainReply(io.StringIO()))
+    assert turn.answer == "echo: two" and talk.messages == first
+    assert talk.engine.prompts[-1] == talk.engine.prompts[-2]
+
+
+def test_each_retry_of_a_seeded_chat_has_a_seed_of_its_own(talk: Conversation):
+    talk.params = msgspec.structs.replace(talk.params, temperature=1.0, seed=7)
+    ask(talk, "one")
+    for _ in range(2):
+        talk.retry(PlainReply(io.StringIO()))
+    ask(talk, "two")
+    assert [params.seed for params in talk.engine.params] == [7, 8, 9, 7]
+
+
+def test_a_retry_that_is_stopped_leaves_the_first_reply(talk: Conversation):
+    ask(talk, "What is 47*86?")
+    before = list(talk.messages)
+    assert talk.retry(StopAfter(3)).interrupted
+    assert talk.messages == before
+
+
+def test_a_question_that_went_wrong_can_be_asked_or_taken_back(talk: Conversation):
+    ask(talk, "one")
+    with pytest.raises(RequestError):
+        ask(talk, "fail")
+    with pytest.raises(RequestError):
+        talk.retry(PlainReply(io.StringIO()))
+    assert talk.engine.prompts[-1][-1]["content"] == "fail"
+    assert (talk.undo(), talk.undo(), talk.messages) == ("fail", "one", [])
+
+
+@pytest.mark.parametrize(
+    ("question", "max_tokens", "limit"),
+    [
+        ("hello", 3, "cut off by max_tokens=3"),
+        ("What is 47*86?", 12, "cut off by max_tokens=12 while thinking"),
+        ("hello", None, None),
+    ],
+)
+def test_a_reply_that_was_cut_off_says_where(talk: Conversation, question: str, max_tokens: int, limit: str | None):
+    talk.params = msgspec.structs.replace(talk.params, max_tokens=max_tokens)
+    turn = talk.ask(question, PlainReply(io.StringIO()))
+    assert turn.cut_off == limit
+    assert turn.status(8192).startswith(limit or "first token")
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "limit"),
+    [(10, "cut off: the context is full (10 tokens)"), (11, "cut off: the KV memory is full")],
+)
+def test_a_reply_that_met_the_end_of_the_memory_says_so(talk: Conversation, max_model_len: int, limit: str):
+    talk.engine.stream = partial(talk.engine.stream, end=8)  # after two tokens of prompt
+    talk.engine.max_model_len = max_model_len
+    assert talk.ask("hello there", PlainReply(io.StringIO())).cut_off == limit
+
+
+def test_a_full_context_is_told_in_the_words_of_a_chat(talk: Conversation):
+    with pytest.raises(RequestError, match="the prompt leaves no room"):
+        ask(talk, "long")
+    ask(talk, "hello")
+    with pytest.raises(RequestError, match=r"the context is full \(8,192 tokens\). /reset, /undo, or start with --max"):
+        ask(talk, "long")
+    assert talk.num_turns == 1
+
+
+def test_no_thinking_is_asked_of_the_template(talk: Conversation):
+    talk.no_thinking = True
+    ask(talk, "hello")
+    assert talk.engine.template_kwargs == [{"enable_thinking": False}] and talk.can_skip_thinking

@@ -6,10 +6,13 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from .test_live_tail import screen
 
 pty = pytest.importorskip("pty")
 termios = pytest.importorskip("termios")
@@ -22,17 +25,17 @@ CTRL_C, CTRL_D, CTRL_T = b"\x03", b"\x04", b"\x14"
 class Terminal:
     """A chat on the other side of a pty."""
 
-    def __init__(self, home: Path):
+    def __init__(self, home: Path, *options: str, term: str = "xterm-256color", columns: int = 100):
         self.fd, child_fd = pty.openpty()
-        termios.tcsetwinsize(child_fd, (40, 100))
+        termios.tcsetwinsize(child_fd, (40, columns))
         self.before = termios.tcgetattr(child_fd)
         environ = os.environ | {
-            "TERM": "xterm-256color",
+            "TERM": term,
             "XDG_STATE_HOME": str(home),
             "PROMPT_TOOLKIT_NO_CPR": "1",
         }
         self.child = subprocess.Popen(
-            PROGRAM,
+            [*PROGRAM, *options],
             stdin=child_fd,
             stdout=child_fd,
             stderr=child_fd,
@@ -41,7 +44,7 @@ class Terminal:
             preexec_fn=lambda: _take_terminal(child_fd),
         )
         self.child_fd = child_fd
-        self.seen = ""
+        self.seen = self.raw = ""
 
     def send(self, data: bytes) -> None:
         os.write(self.fd, data)
@@ -52,14 +55,15 @@ class Terminal:
         while text not in (plain := CODES.sub("", self.seen)):
             assert time.monotonic() < deadline, f"{text!r} not in {plain!r}"
             if select.select([self.fd], [], [], 0.1)[0]:
-                self.seen += os.read(self.fd, 65536).decode(errors="replace")
+                came = os.read(self.fd, 65536).decode(errors="replace")
+                self.seen, self.raw = self.seen + came, self.raw + came
         self.seen = plain[plain.index(text) + len(text) :]
         return plain
 
     def drain(self) -> None:
         while select.select([self.fd], [], [], 0.05)[0]:
             try:
-                os.read(self.fd, 65536)
+                self.raw += os.read(self.fd, 65536).decode(errors="replace")
             except OSError:
                 return
 
@@ -81,6 +85,19 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     opened = Terminal(tmp_path)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def open_terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_one(*options: str, **settings: Any) -> Terminal:
+        opened.append(Terminal(tmp_path, *options, **settings))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
 
 
 def wait_for_prompt(terminal: Terminal) -> None:
@@ -143,3 +160,60 @@ def test_sigterm_restores_the_terminal(terminal: Terminal):
     terminal.drain()
     assert terminal.child.wait(20) == 143
     assert termios.tcgetattr(terminal.child_fd)[3] == terminal.before[3]
+
+
+def test_a_terminal_of_plain_lines_has_commands_and_keeps_the_chat_on_ctrl_c(open_terminal: Callable[..., Terminal]):
+    terminal = open_terminal(term="dumb")
+    terminal.expect("Model fake on cpu")
+    terminal.expect("/help lists the commands, /exit leaves")
+    wait_for_prompt(terminal)
+    terminal.send(b"/HELP\n")
+    terminal.expect("/retry")
+    wait_for_prompt(terminal)
+    terminal.send(b"slow\n")
+    terminal.expect("word word")
+    terminal.send(CTRL_C)
+    terminal.expect("stopped")
+    wait_for_prompt(terminal)
+    terminal.send(b"half" + CTRL_C)
+    terminal.expect("/exit leaves")
+    wait_for_prompt(terminal)
+    terminal.send(b"fail\n")
+    terminal.expect("top_k=-5: out of range")
+    wait_for_prompt(terminal)
+    terminal.send(b"/nonsense\n")
+    terminal.expect("no command /nonsense")
+    wait_for_prompt(terminal)
+    terminal.send(b"What is 47*86?\n")
+    terminal.expect("4042")
+    wait_for_prompt(terminal)
+    assert "\x1b" not in terminal.raw
+    terminal.send(b"/exit\n")
+    assert terminal.child.wait(20) == 0
+
+
+def test_log_lines_stay_on_the_screen_and_the_start_is_told_once(open_terminal: Callable[..., Terminal]):
+    terminal = open_terminal("-v")
+    start = terminal.expect("> ")
+    assert start.count("Model fake on cpu") == 1
+    terminal.send(b"logged\r")
+    reply = terminal.expect("KV 1.0 MiB")
+    found = [int(number) for number in re.findall(r"block (\d+) stepped down\n", reply)]
+    assert found == sorted(found) and set(found) == set(range(5, 30, 5))
+
+
+def test_the_hint_is_as_long_as_the_screen_is_wide(open_terminal: Callable[..., Terminal]):
+    open_terminal(columns=60).expect("Ask something. /help lists the commands, Ctrl-D leaves.")
+    open_terminal(columns=40).expect("/help lists commands, Ctrl-D leaves")
+    open_terminal(columns=10).expect("/help")
+
+
+def test_one_answer_on_a_terminal_keeps_warnings_on_the_screen(open_terminal: Callable[..., Terminal]):
+    terminal = open_terminal("--prompt", "logged")
+    terminal.expect("block 25 stepped down")
+    assert terminal.child.wait(20) == 0
+    terminal.drain()
+    shown = screen(terminal.raw.replace("\r\n", "\n"))
+    blocks = [line for line in shown if "stepped down" in line]
+    assert blocks == [f"qkv-engine: warning: block {number} stepped down" for number in range(5, 30, 5)]
+    assert [line for line in shown if line.startswith("one")] == ["one two three four five"]

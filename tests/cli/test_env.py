@@ -83,7 +83,7 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
         (["--kv", "nope"], 2, "unknown KV preset"),
         (["--dtype", "int3"], 2, "dtype='int3'"),
         (["--device", "tpu"], 2, "device='tpu'"),
-        (["--kv-memory", "lots"], 2, "kv_memory='lots'"),
+        (["--kv-memory", "lots"], 2, "--kv-memory='lots'"),
     ],
 )
 def test_wrong_options(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]):

@@ -1,12 +1,15 @@
 """What is on the screen in the end is what was committed, and only lines that changed are written."""
 
 import io
+import logging
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from qkv_engine.cli.chat_log import HeldLog
 from qkv_engine.cli.chat_render import ChatMarkdown, TerminalReply, ThinkMode
 from qkv_engine.cli.live_tail import LiveTail, render_lines
 
@@ -26,18 +29,22 @@ def terminal(width: int = 60, height: int = 20) -> Console:
 def screen(written: str) -> list[str]:
     """The lines a terminal without end shows; the few codes a tail uses, and nothing else."""
     lines, row = [""], 0
-    for part in re.split(r"(\x1b\[\d*[AJ]|\r|\n)", written):
+    for part in re.split(r"(\x1b\[\d*[AJK]|\r|\n)", written):
         if part == "\n":
             row += 1
             lines += [""] * (row == len(lines))
         elif part.endswith("A") and part.startswith("\x1b"):
             row -= int(part[2:-1])
         elif part == "\x1b[J":
+            assert row > 0, "tmux would keep what is erased in its history"
             del lines[row + 1 :]
+            lines[row] = ""
+        elif part == "\x1b[K":
             lines[row] = ""
         elif part != "\r":
             lines[row] += re.sub(r"\x1b\[[\d;]*m", "", part)
-    return lines
+    assert not any(lines[row + 1 :])
+    return lines[: row + 1]
 
 
 def written(console: Console) -> str:
@@ -80,13 +87,36 @@ def test_a_tail_taller_than_the_screen_shows_its_end_and_is_committed_whole():
     assert screen(written(console)) == [*lines, ""]
 
 
-def test_after_a_resize_nothing_above_is_touched():
+@pytest.mark.parametrize(("width", "rows"), [(80, 4), (60, 4), (30, 7), (31, 6), (7, 19)])
+def test_after_a_resize_the_drawing_is_erased_as_the_terminal_has_wrapped_it(width: int, rows: int):
+    console = terminal(width=60)
+    tail = LiveTail(console)
+    tail.draw(["\x1b[1m" + "a" * 60 + "\x1b[0m", "", "b" * 31, "漢" * 30])
+    console.width = width
+    tail.commit(["c"])
+    assert written(console).endswith(f"\x1b[{rows}A\r\x1b[Kc\n\x1b[J")
+
+
+def test_while_the_width_changes_nothing_is_drawn():
+    console, times = terminal(), iter([0.0, 0.2, 0.4, 0.8])
+    tail = LiveTail(console, clock=lambda: next(times))
+    tail.draw(["first"])
+    for width in (50, 40, 40):
+        console.width = width
+        tail.draw(["second"])
+        assert "second" not in written(console)
+    tail.draw(["third"])
+    assert screen(written(console)) == ["third", ""]
+
+
+def test_a_line_put_in_stays_above_what_is_drawn():
     console = terminal()
     tail = LiveTail(console)
-    tail.draw(["a"])
-    console.width = 30
-    tail.draw(["b"])
-    assert "\x1b" not in written(console)
+    tail.draw(["one", "two"])
+    tail.insert(["log"])
+    assert screen(written(console)) == ["log", "one", "two", ""]
+    tail.commit(["three"])
+    assert screen(written(console)) == ["log", "three", ""]
 
 
 def test_a_streamed_answer_ends_as_the_whole_would_be_rendered():
@@ -115,7 +145,29 @@ def test_thinking_folds_stays_or_hides():
         shown[mode] = screen(written(console))
     assert shown[ThinkMode.SHOW] == ["first", "second", "thought for 1.2 s, 4 tokens", "", "42", ""]
     assert shown[ThinkMode.FOLD] == ["thought for 1.2 s, 4 tokens", "", "42", ""]
-    assert shown[ThinkMode.HIDE] == ["42", ""]
+    assert shown[ThinkMode.HIDE] == shown[ThinkMode.OFF] == ["42", ""]
+
+
+def test_log_lines_go_above_the_reply_and_none_is_lost():
+    console, ticks, log = terminal(), iter(range(10**6)), HeldLog()
+    logger = logging.Logger("test")
+    logger.addHandler(log)
+    reply = TerminalReply(console, ThinkMode.FOLD, log, clock=lambda: next(ticks) // 2)
+    reply.start()
+    for number in range(3):
+        logger.info("step %d", number)
+        reply.think(f"thought {number} ", number)
+    reply.think_end(1.0, 3)
+    logger.info("late")
+    reply.answer("42")
+    logger.info("last")
+    reply.end()
+    shown = screen(written(console))
+    assert shown == ["step 0", "step 1", "step 2", "thought for 1.0 s, 3 tokens", "", "late", "42", "last", ""]
+
+
+def test_a_rule_is_a_line():
+    assert render_lines(terminal(width=8), ChatMarkdown("a\n\n---\n\nb")) == ["a", "", "─" * 8, "", "b"]
 
 
 def test_no_markup_brings_an_escape_sequence_back():

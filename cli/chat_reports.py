@@ -1,0 +1,86 @@
+"""The tables of a chat: its commands, its parameters, the engine's figures, the KV memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from qkv_engine.config import format_size
+from qkv_engine.request import SamplingParams
+
+from .chat_params import SETTABLE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qkv_engine.metrics import EngineStats
+
+    from .chat_session import Turn
+
+_ROOM = 36  # columns that a text beside its name needs, or it goes below
+
+
+def print_help(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Names and their meanings."""
+    _print_rows(console, [(name, Text(meaning)) for name, meaning in rows])
+
+
+def print_params(console: Console, params: SamplingParams) -> None:
+    """The parameters that can be set; bold what differs from the defaults of ``SamplingParams``."""
+    plain, rows = SamplingParams(), []
+    for name in SETTABLE:
+        value = getattr(params, name)
+        rows.append((name, Text(repr(value), style="" if value == getattr(plain, name) else "bold")))
+    _print_rows(console, rows)
+
+
+def print_stats(console: Console, stats: EngineStats) -> None:
+    """All counters of the engine."""
+    _print_rows(console, [(name, Text(_value(name, value))) for name, value in msgspec.to_builtins(stats).items()])
+
+
+def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
+    """How the KV memory is used, and by the chat's ``last`` turn."""
+    floor = f", {stats.kv_tokens_floor:,} at its floor" if stats.kv_tokens_floor > stats.kv_tokens_capacity else ""
+    blocks = ", ".join(f"{number:,} {rung}" for rung, number in stats.kv_blocks.items())
+    steps = ", ".join(f"{number:,} {step}" for step, number in stats.demotions.items())
+    rows = {
+        "preset": stats.kv,
+        "memory": f"{format_size(stats.kv_bytes_total)}, {stats.kv_tokens_capacity:,} tokens{floor}",
+        "in use now": f"{format_size(stats.kv_bytes_used)}, at most {format_size(stats.kv_bytes_peak)} so far",
+        "kept for reuse": format_size(stats.kv_bytes_cached),
+        "blocks": blocks or "none",
+        "stepped down": steps or "none",
+        "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
+    }
+    if last is not None:
+        share = last.context_tokens / stats.max_model_len
+        context = f"{last.context_tokens:,} of {stats.max_model_len:,} tokens ({share:.0%} of the context)"
+        rows["this chat"] = f"{format_size(last.kv_nbytes)}, {context}"
+    _print_rows(console, [(name, Text(text)) for name, text in rows.items()])
+
+
+def _print_rows(console: Console, rows: list[tuple[str, Text]]) -> None:
+    """Names in one column and texts in another; on a narrow screen each text below its name."""
+    if console.width < max(len(name) for name, _ in rows) + _ROOM:
+        for name, text in rows:
+            console.print(Text(name))
+            console.print(Padding(text, (0, 0, 0, 4)))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, text in rows:
+        table.add_row(name, text)
+    console.print(table)
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, int) and "bytes" in name:
+        return format_size(value)
+    return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,8 @@
+"""``python -m qkv_engine``: the command line."""
+
+import sys
+
+from qkv_engine.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
