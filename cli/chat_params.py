@@ -29,7 +29,7 @@ _WANTED = {
 }
 
 # A chat shows one text, so how many there are, and whether they are text at all, is not for the user to set.
-_FIXED = {"n", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs"}
+_FIXED = {"n", "detokenize", "skip_special_tokens", "separate_reasoning", "logprobs", "prompt_logprobs"}
 SETTABLE = tuple(name for name in _TYPES if name not in _FIXED)
 
 _OPTIONS = {
@@ -62,8 +62,8 @@ def sampling_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chat_params(engine: Engine, overrides: dict[str, Any]) -> SamplingParams:
-    """The model's defaults with ``overrides``; special tokens stay in the text: ``<think>`` may be one."""
-    return msgspec.structs.replace(engine.default_params, skip_special_tokens=False, **overrides)
+    """The model's defaults with ``overrides``."""
+    return msgspec.structs.replace(engine.default_params, **overrides)
 
 
 def set_param(params: SamplingParams, name: str, text: str, engine: Engine) -> SamplingParams:

@@ -13,7 +13,7 @@ import msgspec
 from qkv_engine.config import format_size
 from qkv_engine.errors import CapacityError, QKVError, RequestError
 
-from .text import Part, Piece, ReplySplitter, sanitize
+from .text import sanitize
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, RequestOutput, SamplingParams
@@ -187,7 +187,6 @@ class _Pump:
     def __init__(self, conversation: Conversation, turn: Turn, reply: Reply):
         self._engine, self._clock = conversation.engine, conversation.clock
         self._turn, self._reply = turn, reply
-        self._splitter: ReplySplitter | None = None
         self._think_started: float | None = None
         self._think_tokens = 0
         self._next_look = 0.0
@@ -204,33 +203,27 @@ class _Pump:
         for output in outputs:
             self._turn.update(output)
             self._look_at_memory()
-            if self._splitter is None:
-                self._splitter = _splitter(self._engine, output)
-            self._show(self._splitter.feed(sanitize(output.delta)))
+            self._think(sanitize(output.reasoning_delta))
+            self._answer(sanitize(output.delta))
             if output.finished:
-                self._show(self._splitter.finish())
                 self._end_thinking()
             if output.error is not None:
                 raise RequestError(output.error)
 
-    def _show(self, pieces: list[Piece]) -> None:
-        for part, text in pieces:
-            if part is Part.THINKING:
-                self._think(text)
-            else:
-                self._end_thinking()
-                self._turn.answer += text
-                self._reply.answer(text)
-
     def _think(self, text: str) -> None:
+        if not text:
+            return
         if self._think_started is None:
-            text = text.lstrip()
-            if not text:
-                return
             self._think_started = self._clock()
         self._think_tokens = self._turn.num_output_tokens
         self._turn.thinking += text
         self._reply.think(text, self._think_tokens)
+
+    def _answer(self, text: str) -> None:
+        if text:
+            self._end_thinking()
+            self._turn.answer += text
+            self._reply.answer(text)
 
     def _end_thinking(self) -> None:
         if self._think_started is not None:
@@ -274,19 +267,6 @@ def _assistant(turn: Turn) -> Message:
     if turn.thinking:
         message["reasoning_content"] = turn.thinking.strip()
     return message
-
-
-def _splitter(engine: Engine, output: RequestOutput) -> ReplySplitter:
-    tail = _tokenizer(engine).decode(output.prompt_token_ids[-8:], skip_special_tokens=False)
-    return ReplySplitter(_end_markers(engine), thinking=tail.rstrip().endswith("<think>"))
-
-
-def _end_markers(engine: Engine) -> list[str]:
-    """The special tokens that are never part of a reply."""
-    tags = {"<think>", "</think>"}
-    tokenizer = _tokenizer(engine)
-    texts = (tokenizer.decode([token_id], skip_special_tokens=False) for token_id in tokenizer.special_ids)
-    return [text for text in texts if text not in tags]
 
 
 def _tokenizer(engine: Engine) -> Tokenizer:

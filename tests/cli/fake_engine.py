@@ -11,6 +11,7 @@ from typing import Any
 from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
 from qkv_engine.metrics import EngineStats
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from qkv_engine.stream import OutputStream
 
 LOGGER = logging.getLogger("qkv_engine")
 
@@ -88,41 +89,55 @@ class FakeEngine:
             raise RequestError("the prompt leaves no room", field="max_model_len", value=8192)
         if question == "die":
             raise EngineDeadError("the engine stopped")
-        text = ANSWERS.get(question, f"echo: {question}")
-        limit = end or (params.max_tokens if params is not None else None) or len(text)
-        reason = "length" if limit < len(text) else "stop"
+        reasoning, text = split(ANSWERS.get(question, f"echo: {question}"))
+        length = len(reasoning) + len(text)
+        limit = end or (params.max_tokens if params is not None else None) or length
         delay = 0.1 if question == "logged" else 0.02 * question.startswith("slow")
-        return self._outputs(text[:limit], reason, delay)
+        return self._outputs(reasoning[:limit], text[: max(0, limit - len(reasoning))], limit < length, delay)
 
-    def _outputs(self, text: str, reason: str, delay: float) -> Iterator[RequestOutput]:
+    def _outputs(self, reasoning: str, text: str, is_cut: bool, delay: float) -> Iterator[RequestOutput]:
         metrics = RequestMetrics(arrival_time=time.monotonic())
-        finished = False
+        finished, length = False, len(reasoning) + len(text)
+        stream = OutputStream()
         try:
-            for end in range(5, len(text) + 5, 5):
+            for end in range(5, length + 5, 5):
                 time.sleep(delay)
                 now = time.monotonic()
                 metrics.first_token_time = metrics.first_token_time or now
                 metrics.last_token_time = now
-                finished = end >= len(text)
+                finished = end >= length
                 completion = CompletionOutput(
                     index=0,
-                    text=text[:end],
-                    token_ids=list(range(min(end, len(text)))),
-                    delta=text[end - 5 : end],
-                    finish_reason=reason if finished else None,
+                    text=text[: max(0, end - len(reasoning))],
+                    reasoning=reasoning[:end] or None,
+                    token_ids=list(range(min(end, length))),
+                    finish_reason=("length" if is_cut else "stop") if finished else None,
                 )
                 if text == ANSWERS["logged"]:
                     LOGGER.warning("block %d stepped down", end)
-                yield RequestOutput(
-                    request_id="0",
-                    prompt=None,
-                    prompt_token_ids=[60, 61],
-                    outputs=[completion],
-                    finished=finished,
-                    metrics=metrics,
+                stream.put(
+                    RequestOutput(
+                        request_id="0",
+                        prompt=None,
+                        prompt_token_ids=[60, 61],
+                        outputs=[completion],
+                        finished=finished,
+                        metrics=metrics,
+                    )
                 )
+                output = stream.get()
+                assert output is not None
+                yield output
         finally:
             self.aborted += not finished
+
+
+def split(answer: str) -> tuple[str, str]:
+    """The reasoning and the rest of a scripted answer, as the engine tells them apart."""
+    if not answer.startswith("<think>"):
+        return "", answer
+    reasoning, _, text = answer.removeprefix("<think>").partition("</think>")
+    return reasoning.lstrip(), text.lstrip()
 
 
 def open_fake(args: Any) -> FakeEngine:

@@ -42,9 +42,8 @@ def ask(talk: Conversation, question: str) -> str:
     return file.getvalue()
 
 
-def test_special_tokens_stay_in_the_text_and_never_reach_the_reader(talk: Conversation):
-    assert ask(talk, "<|im_end|>") == "echo:\n"
-    assert talk.engine.params[-1].skip_special_tokens is False
+def test_the_models_parameters_are_used(talk: Conversation):
+    assert ask(talk, "hi") == "echo: hi\n"
     assert talk.engine.params[-1].temperature == talk.engine.default_params.temperature
 
 
