@@ -268,8 +268,8 @@ class EngineCore:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
 
         Needs nothing but the live requests, their tokens and times, and may itself be interrupted and called again.
-        With ``isolate`` each submission then runs alone for some steps; one with which alone a step breaks off fails.
-        Returns whether one did. Raises ``EngineDeadError`` if the device is lost.
+        With ``isolate`` each submission then runs alone for some steps; one with which alone steps break off fails.
+        Returns whether such trials are under way. Raises ``EngineDeadError`` if the device is lost.
         """
         self.runner.check_device()
         for submission in list(self.live.values()):
@@ -289,16 +289,15 @@ class EngineCore:
         return self._hold_trials(isolate)
 
     def _hold_trials(self, isolate: bool) -> bool:
-        """Begins trials if asked, or goes on with them; returns whether the submission on trial was found guilty."""
+        """Begins trials if asked, or goes on with them; returns whether there are any."""
         if isolate and self._trials is None:
             self._trials = Trials(list(self.live.values()))
         if self._trials is None:
             return False
         self.scheduler.withdraw_all()
-        guilty, self._trials.current = self._trials.current, None
-        if guilty is None or guilty.finished:
-            return False
-        self._fail_submission(guilty, RequestError("steps of the engine break off with this request alone"))
+        guilty = self._trials.fail()
+        if guilty is not None and not guilty.finished:
+            self._fail_submission(guilty, RequestError("steps of the engine break off with this request alone"))
         return True
 
     def _go_on_with_trials(self, trials: Trials) -> None:
@@ -423,6 +422,7 @@ class EngineCore:
             request = completion.request
             if self.scheduler.requests.get(request.request_id) is not request and not request.is_finished:
                 self._enter(submission, completion)
+                completion.read()  # tokens of an earlier trial, none of which ended it
                 self.scheduler.add(request)
 
     def _enter(self, submission: Submission, completion: Completion) -> None:

@@ -22,7 +22,7 @@ from .submission import Submission
 
 logger = logging.getLogger("qkv_engine")
 
-MAX_RECOVERIES = 3  # in a row, without a step that went well or a submission found guilty in between
+MAX_RECOVERIES = 3  # in a row without a good step; the last one begins trials, and one more ends the engine
 MAX_TRIES = 3  # of a command that breaks off; then its caller is told
 HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose caller was interrupted before the bell
 T = TypeVar("T")
@@ -153,8 +153,8 @@ class EngineLoop:
         while self._wait_for_work(is_broken):
             try:
                 if is_broken:
-                    found_guilty = self._core.recover(isolate=failures > 1)
-                    failures, is_broken = 0 if found_guilty else failures, False
+                    in_trials = self._core.recover(isolate=failures == MAX_RECOVERIES)
+                    failures, is_broken = 0 if in_trials else failures, False
                 self._run_commands()
                 if self._core.has_work:
                     self._core.step()

@@ -8,26 +8,45 @@ from collections.abc import Iterable
 from .submission import Submission
 
 TRIAL_STEPS = 8  # of a submission alone; more than its prompt and first tokens usually take
+TRIAL_ATTEMPTS = 3  # that must all break off before a submission is found guilty: some faults come at random
 
 
 class Trials:
     """Whose turn it is to run alone. A submission that passes waits until all have been tried."""
 
     def __init__(self, submissions: Iterable[Submission]):
-        self.current: Submission | None = None  # runs alone now
         self._untried = deque(submissions)
+        self._current: Submission | None = None  # runs alone now
         self._steps_left = 0
+        self._num_failures = 0  # of the first one untried
 
     def has_another_step(self) -> bool:
         """Counts one step of the submission that runs alone; ``False`` if its turn is over."""
+        if self._current is None:
+            return False
         self._steps_left -= 1
-        return self.current is not None and not self.current.finished and self._steps_left > 0
+        is_over = self._current.finished or self._steps_left <= 0
+        if is_over:
+            self._current, self._num_failures = None, 0
+        return not is_over
 
     def next(self) -> Submission | None:
         """The submission whose turn begins; ``None`` once all were tried."""
-        self._steps_left = TRIAL_STEPS
-        self.current = None
-        while self._untried and self.current is None:
+        while self._untried:
             submission = self._untried.popleft()
-            self.current = None if submission.finished else submission
-        return self.current
+            if not submission.finished:
+                self._current, self._steps_left = submission, TRIAL_STEPS
+                return submission
+        return None
+
+    def fail(self) -> Submission | None:
+        """A step broke off. Returns the submission that ran alone if it is guilty; before that it is tried again."""
+        suspect, self._current = self._current, None
+        if suspect is None:
+            return None
+        self._num_failures += 1
+        if self._num_failures < TRIAL_ATTEMPTS:
+            self._untried.appendleft(suspect)
+            return None
+        self._num_failures = 0
+        return suspect
