@@ -253,7 +253,10 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
         "status": ["" if row.status == OK else row.status for row in rows],
     }
     spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, "95 % interval", "samples", "bits"]
-    return from_columns(_title(rows), columns, [*_notes(rows), *unfilled_notes(rows)], [*spare, "status"])
+    names = [f"{row.task} {row.kv}" for row in rows]
+    return from_columns(
+        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, names)], [*spare, "status", "size"]
+    )
 
 
 def _title(rows: Sequence[AccuracyRow]) -> str:

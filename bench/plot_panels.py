@@ -79,8 +79,7 @@ def draw_bars(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets) 
             if row.status == QUEUED:
                 axes.bar(i, value or 0, width=0.6, color="white", alpha=0.75, hatch="//", edgecolor=preset.color)
             text = row.status if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-            offset = {"xytext": (0, 4), "textcoords": "offset points"}
-            axes.annotate(text, (i, value or 0), ha="center", fontsize="small", **offset)
+            axes.annotate(text, (i, value or 0), (0, 4), textcoords="offset points", ha="center", fontsize="small")
         if row.repeats > 1 and row.output_tok_s is not None:
             ends = [row.output_tok_s_min or 0], [row.output_tok_s_max or 0]
             speed.vlines([i + 0.24], *ends, color="black", linewidth=1.5)
@@ -151,7 +150,8 @@ def _dress_batches(axes: Axes, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
     axes.set_xlabel("batch size (requests)")
     axes.grid(axis="x", color="#DDDDDD", linewidth=0.7)
-    axes.margins(x=0.04)
+    margin = (max(batches) / min(batches)) ** 0.04
+    axes.set_xlim(min(batches) / margin, max(batches) * margin)
 
 
 def _finish(speed: Axes, memory: Axes, rows: Sequence[Row], unit: str, divisor: int) -> None:
@@ -159,13 +159,20 @@ def _finish(speed: Axes, memory: Axes, rows: Sequence[Row], unit: str, divisor: 
     speed.set_ylabel("output tokens per second")
     memory.set_ylabel(unit)
     peak = max((row.kv_bytes_peak or 0 for row in rows), default=0) / divisor
-    fastest = max((row.output_tok_s_max or row.output_tok_s or 0 for row in rows), default=0)
+    fastest = max((max(row.output_tok_s_max or 0, row.output_tok_s or 0) for row in rows), default=0)
     limit = _limit(rows, divisor, peak)
     if limit is not None:
         memory.axhline(limit, color=GREY, linestyle="--", linewidth=1)
         label = f"KV memory {format_size(limit * divisor)}"
-        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        memory.annotate(label, (0.01, limit), xytext=(0, 3), color=GREY, fontsize="small", **where)
+        memory.annotate(
+            label,
+            (0.01, limit),
+            (0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            color=GREY,
+            fontsize="small",
+        )
     for axes, most in ((speed, fastest), (memory, max(peak, limit or 0))):
         axes.set_ylim(0, HEADROOM * most or 1)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -89,7 +89,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
     }
     spare = ["±", "p99", "ITL ms", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "demotions", "preemptions"]
     spare += ["TTFT ms", "status", ratio, "bits", "KV peak"]
-    return from_columns(_title(rows), columns, [*_notes(rows), *unfilled_notes(rows)], spare)
+    return from_columns(_title(rows), columns, [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows])], spare)
 
 
 def workload_table(rows: Sequence[Row]) -> Table:
@@ -114,7 +114,7 @@ def workload_table(rows: Sequence[Row]) -> Table:
         ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
         "status": [row.status if row.status in (NO_FIT, FAILED) else "" for row in rows],
     }
-    notes = [*_notes([row for row in rows if row.status != QUEUED]), *unfilled_notes(rows)]
+    notes = [*_notes([row for row in rows if row.status != QUEUED]), *unfilled_notes(rows, [row.kv for row in rows])]
     spare = [
         "±",
         "finished",
@@ -161,21 +161,24 @@ class _Stored(Protocol):
     def demotions(self) -> int | None: ...
 
 
-def unfilled_notes(rows: Iterable[_Stored]) -> list[str]:
-    """Presets that could have lowered the precision of KV and never did: such rows show nothing of them."""
-    demotions: dict[str, int] = {}
-    for row in rows:
+def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
+    """Presets that could have lowered the precision of KV and never did: such rows show nothing of them.
+
+    Rows of one name are looked at together.
+    """
+    demotions: dict[tuple[str, str], int] = {}
+    for row, name in zip(rows, names, strict=True):
         if row.demotions is not None:
-            demotions[row.kv] = demotions.get(row.kv, 0) + row.demotions
+            demotions[name, row.kv] = demotions.get((name, row.kv), 0) + row.demotions
     reasons: dict[str, list[str]] = {}
-    for kv in (kv for kv, number in demotions.items() if not number):
+    for name, kv in (key for key, number in demotions.items() if not number):
         preset = PRESETS.get(kv)
         if preset is not None and len(preset.rungs) > 1:
             full = preset.sink + preset.recent + BLOCK_TOKENS
             early = f"no block was filled, which takes {full} tokens of context: all KV stayed at 16 bits"
             ample = "memory never ran short: all KV stayed at 16 bits. A smaller --kv-memory makes blocks step down"
-            reasons.setdefault(early if preset.eager else ample, []).append(kv)
-    return [f"{', '.join(kvs)}: {reason}" for reason, kvs in reasons.items()]
+            reasons.setdefault(early if preset.eager else ample, []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _ratio(row: Row, base: dict[int, float | None]) -> str:

@@ -57,9 +57,9 @@ def as_markdown(table: Table) -> str:
     body = [[cell.replace("|", "\\|") for cell in row] for row in [table.headers, *table.cells]]
     widths = [max(3, *(cell_len(row[i]) for row in body)) for i in range(len(table.headers))]
     lefts = [_is_left(table, i) for i in range(len(widths))]
-    lines = ["| " + " | ".join(map(_padded, row, widths, lefts)) + " |" for row in body]
-    rules = ["-" * (width + 2) if left else "-" * (width + 1) + ":" for width, left in zip(widths, lefts, strict=True)]
-    lines.insert(1, f"|{'|'.join(rules)}|")
+    rules = ["-" * width if left else "-" * (width - 1) + ":" for width, left in zip(widths, lefts, strict=True)]
+    body.insert(1, rules)
+    lines = [f"| {' | '.join(map(_padded, row, widths, lefts))} |" for row in body]
     head = [table.title, ""] if table.title else []
     return "\n".join([*head, *lines, *(f"\n{note}" for note in table.notes)]) + "\n"
 

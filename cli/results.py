@@ -75,7 +75,8 @@ def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> 
     The last line on stderr says which files were written; ``what`` names the results there.
     """
     from qkv_engine.bench.files import write_file
-    from qkv_engine.bench.report import PLAIN_WIDTH, format_of
+    from qkv_engine.bench.report import format_of
+    from qkv_engine.bench.table import PLAIN_WIDTH
 
     files = list(extras)
     if args.output is not None:
