@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from qkv_engine.bench.watch import Watched, Work
 
+STOPPING = "stopping after the step under way"
 POLL_SECONDS = 0.5  # between two looks at an engine, which answers between two of its steps
 SPEED_SECONDS = 600.0  # of the past from which the time left is told; sizes differ, so much of it
 
@@ -38,7 +39,9 @@ class Bar:
     @contextmanager
     def watch(self, work: Work, engine: Watched) -> Iterator[None]:
         """Follows ``work`` while it goes on."""
-        self._begin(work.name)
+        if work.name != self._name:
+            self._name = work.name
+            self._say(work.name, f"{self._rows + 1} of {self._total}: {work.name}")
         ended = Event()
 
         def poll() -> None:
@@ -51,19 +54,21 @@ class Bar:
             thread.start()
         try:
             yield
+            self._done += work.share
+        except KeyboardInterrupt:
+            self._say(STOPPING, STOPPING)
+            raise
         finally:
             ended.set()
             if thread.is_alive():
                 thread.join()
-            self._done += work.share
             self._update(self._done)
 
-    def _begin(self, name: str) -> None:
+    def _say(self, on_bar: str, line: str) -> None:
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=name)
-        elif name != self._name:
-            print(f"qkv-engine: {self._rows + 1} of {self._total}: {name}", file=sys.stderr, flush=True)
-        self._name = name
+            self._progress.update(self._task, description=on_bar)
+        else:
+            print(f"qkv-engine: {line}", file=sys.stderr, flush=True)
 
     def _update(self, done: float) -> None:
         if self._progress is not None and self._task is not None:

@@ -57,11 +57,21 @@ def test_the_bar_follows_rows_that_were_never_watched() -> None:
     assert shown.tasks[0].completed == 4
 
 
-def test_the_bar_ends_where_work_fails() -> None:
+@pytest.mark.parametrize(
+    ("error", "said"), [(RuntimeError, "work"), (KeyboardInterrupt, "stopping after the step under way")]
+)
+def test_work_that_breaks_off_is_not_counted_and_an_interrupt_is_answered(error: type, said: str) -> None:
     shown, bar = shown_bar(total=4)
-    with pytest.raises(RuntimeError), bar.watch(Work("work", 1, 1), Running()):
-        raise RuntimeError
-    assert shown.tasks[0].completed == 1
+    bar.reach(1)
+    with pytest.raises(error), bar.watch(Work("work", 1, 1), Running()):
+        raise error
+    assert (shown.tasks[0].completed, shown.tasks[0].description) == (1, said)
+
+
+def test_an_interrupt_is_answered_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), progress_bar(1) as bar, bar.watch(Work("work", 1, 1), Running()):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.splitlines()[1:] == ["qkv-engine: stopping after the step under way"]
 
 
 def test_an_engine_that_died_ends_the_looking_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
