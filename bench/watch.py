@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from qkv_engine.request import SamplingParams
 
 
+PROMPT_TOKEN = 1 / 16  # of an output token's time, roughly: prompts are read many tokens at once
+
+
 class Watched(Protocol):
     """An engine whose counters were set to zero before the work began."""
 
@@ -18,21 +21,22 @@ class Watched(Protocol):
 
 
 class Work(NamedTuple):
-    """Requests handed over together: their name, their number, the tokens they may have, prompts included.
+    """Requests handed over together: their name, their number, the tokens of their prompts and, at most, outputs.
 
     ``share`` is the part of a row that they are, 1 unless several runs make one row.
     """
 
     name: str
     num_requests: int
-    num_tokens: int
+    prompt_tokens: int
+    output_tokens: int
     share: float = 1.0
 
     def done(self, stats: EngineStats) -> float:
         """The part of the work that is done, from 0 to 1, by tokens or by requests, whichever is further."""
         requests = (stats.num_finished + stats.num_failed) / self.num_requests
-        tokens = (stats.prompt_tokens + stats.generation_tokens) / self.num_tokens
-        return min(1.0, max(requests, tokens))
+        tokens = PROMPT_TOKEN * min(stats.prompt_tokens, self.prompt_tokens) + stats.generation_tokens
+        return min(1.0, max(requests, tokens / (PROMPT_TOKEN * self.prompt_tokens + self.output_tokens)))
 
 
 Watch = Callable[[Work, Watched], AbstractContextManager[None]]
@@ -48,5 +52,4 @@ def work_of(
 ) -> Work:
     """The work of ``prompts``, each with its own of ``params`` or all with the same."""
     each = params if isinstance(params, Sequence) else [params] * len(prompts)
-    num_tokens = sum(len(prompt) + (one.max_tokens or 1) for prompt, one in zip(prompts, each, strict=True))
-    return Work(name, len(prompts), num_tokens, share)
+    return Work(name, len(prompts), sum(map(len, prompts)), sum(one.max_tokens or 1 for one in each), share)

@@ -147,23 +147,31 @@ def test_every_run_can_be_watched() -> None:
         return nullcontext()
 
     list(sweep(plan(), lambda kv: FakeEngine(), watch=watch))
-    assert seen == [Work("bf16, batch 1", 1, 16 + 11, 1 / 3)] * 3 + [Work("bf16, batch 4", 4, 4 * 27, 1 / 3)] * 3
+    assert seen == [Work("bf16, batch 1", 1, 16, 11, 1 / 3)] * 3 + [Work("bf16, batch 4", 4, 64, 44, 1 / 3)] * 3
 
 
 @pytest.mark.parametrize(
     ("counts", "done"),
-    [((0, 0, 0, 0), 0), ((1, 0, 0, 0), 0.25), ((1, 1, 8, 8), 0.5), ((0, 0, 64, 16), 0.8), ((0, 0, 900, 0), 1)],
+    [
+        ((0, 0, 0, 0), 0),
+        ((1, 0, 0, 0), 0.25),
+        ((1, 1, 160, 0), 0.5),
+        ((0, 0, 160, 0), 0.25),
+        ((0, 0, 320, 10), 0.75),
+        ((0, 0, 900, 0), 0.5),  # recomputed prompts are no progress
+        ((0, 0, 900, 90), 1),
+    ],
 )
 def test_how_far_work_is(counts: tuple[int, int, int, int], done: float) -> None:
     names = ("num_finished", "num_failed", "prompt_tokens", "generation_tokens")
     stats = SimpleNamespace(**dict(zip(names, counts, strict=True)))
-    assert Work("", 4, 100).done(stats) == pytest.approx(done)
+    assert Work("", 4, 320, 20).done(stats) == pytest.approx(done)
 
 
 def test_work_of_one_and_of_several_parameters() -> None:
     params = SamplingParams(max_tokens=10)
-    assert work_of("a", [[1, 2], [3]], params) == Work("a", 2, 23)
-    assert work_of("a", [[1, 2], [3]], [params, SamplingParams(max_tokens=5)], 0.5) == Work("a", 2, 18, 0.5)
+    assert work_of("a", [[1, 2], [3]], params) == Work("a", 2, 3, 20)
+    assert work_of("a", [[1, 2], [3]], [params, SamplingParams(max_tokens=5)], 0.5) == Work("a", 2, 3, 15, 0.5)
 
 
 def test_rows_say_where_they_come_from() -> None:
