@@ -83,8 +83,8 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         "meta": [_size(row.kv_bytes_meta) for row in rows],
         "dense": [_size(row.kv_bytes_dense) if row.kv_bytes_codes else "" for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "demotions": [str(row.demotions or "") for row in rows],
-        "preemptions": [str(row.preemptions or "") for row in rows],
+        "demotions": [number(row.demotions or None, 0) for row in rows],
+        "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "status": ["" if row.status == OK else row.status for row in rows],
     }
     spare = ["±", "p99", "ITL ms", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "demotions", "preemptions"]

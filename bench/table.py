@@ -6,6 +6,7 @@ import io
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from rich import box
@@ -80,7 +81,7 @@ def as_text(table: Table, width: int | None = PLAIN_WIDTH) -> str:
     console.width = max(width, sum(_least_widths(shown)) + GAP * len(shown.headers))
     hidden = [header for header in table.headers if header not in shown.headers]
     with console.capture() as capture:
-        for line in wrapped(NO_BREAK.join(table.title.split(" ")).replace(f"{NO_BREAK}·{NO_BREAK}", " · "), width):
+        for line in wrapped(NO_BREAK.join(table.title.split(" ")).replace(f"·{NO_BREAK}", "· "), width):
             console.print(Text(line, style="bold"))
         if table.title:
             console.print()
@@ -132,9 +133,10 @@ def _grid(table: Table, width: int) -> Grid:
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding, header_style="bold")
     for i, (header, column) in enumerate(zip(table.headers, _widths(table, width), strict=True)):
         grid.add_column(header, justify="left" if _is_left(table, i) else "right", width=column, overflow="fold")
-    for row, following in zip(table.cells, [*table.cells[1:], None], strict=True):
-        is_last = table.group is not None and following is not None and following[table.group] != row[table.group]
-        grid.add_row(*map(Text, row), end_section=is_last)
+    groups = [None if table.group is None else row[table.group] for row in table.cells]
+    is_grouped = any(before == after for before, after in pairwise(groups))  # not where each row would be a section
+    for row, group, following in zip(table.cells, groups, [*groups[1:], None], strict=True):
+        grid.add_row(*map(Text, row), end_section=is_grouped and group != following)
     return grid
 
 

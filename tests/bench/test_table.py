@@ -144,6 +144,12 @@ def test_sections_are_set_apart_where_asked() -> None:
     rows = [["a", "1"], ["a", "2"], ["b", "3"]]
     assert "" in grid_of(as_text(Table("", ["k", "n"], rows, [])))[1]
     assert "" not in grid_of(as_text(Table("", ["k", "n"], rows, [], group=None)))[1]
+    assert "" not in grid_of(as_text(Table("", ["k", "n"], rows[1:], [])))[1]
+
+
+def test_a_title_breaks_between_its_parts() -> None:
+    table = Table("demo · AMD EPYC · 200 in, 8 out", ["k"], [["a"]], [])
+    assert as_text(table, 20).splitlines()[:2] == ["demo · AMD EPYC ·", "200 in, 8 out"]
 
 
 def test_empty_columns_are_left_out() -> None:
