@@ -26,8 +26,9 @@ from qkv_engine.startup import resolve_device
 
 from .decode_run import MAX_BATCH, WARMUP_STEPS, WINDOWS, DecodeRow, Plan, run
 from .files import check_writable, write_file
+from .forms import FORMATS, format_of
 from .plots import PLOT_SUFFIXES, plot_sweep, require_matplotlib
-from .report import FORMATS, format_of, number, render
+from .report import number, render
 from .sweep import FAILED, OK, parse_batches
 from .table import PLAIN_WIDTH, Table, from_columns
 

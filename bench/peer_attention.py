@@ -23,8 +23,9 @@ import torch
 from qkv_engine.errors import ConfigError, QKVError
 
 from .files import write_file
+from .forms import FORMATS, format_of
 from .peer_kernels import KERNELS, Call, PeerKernel, Shape, load, reference
-from .report import FORMATS, format_of, number, render
+from .report import number, render
 from .roofline import BANDWIDTH
 from .table import PLAIN_WIDTH, Table
 

@@ -23,8 +23,9 @@ from qkv_engine.config import DEFAULT_KV, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
 
 from .contender import Contender, Generate, Generation, Loaded, Run
+from .forms import FORMATS
 from .provenance import cpu_name
-from .report import FORMATS, number, render
+from .report import number, render
 from .sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
 from .table import PLAIN_WIDTH, Table
 from .timing import Timeline

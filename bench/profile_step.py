@@ -35,7 +35,8 @@ from qkv_engine.startup import resolve_device, start
 from .decode_run import WINDOWS, Plan, engine_config, free, size, weight_dtype
 from .files import write_file
 from .filled import FilledCore, spread_prompts
-from .report import FORMATS, format_of, number, render
+from .forms import FORMATS, format_of
+from .report import number, render
 from .roofline import count_weights, limit_seconds
 from .sweep import parse_batches
 from .table import PLAIN_WIDTH, Table

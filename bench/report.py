@@ -7,20 +7,15 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qkv_engine.config import BLOCK_TOKENS, PRESETS, format_size
-from qkv_engine.errors import ConfigError
 
 from .sweep import FAILED, NO_FIT, OK, QUEUED, Row
 from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-FORMATS = ("table", "md", "csv", "json", "jsonl")
-SUFFIXES = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".md": "md", ".txt": "table"}
 
 
 def render(kind: str, records: Sequence[DataclassInstance], table: Table, *, width: int | None = PLAIN_WIDTH) -> str:
@@ -36,15 +31,6 @@ def render(kind: str, records: Sequence[DataclassInstance], table: Table, *, wid
         "jsonl": lambda: "".join(as_json(asdict(record)) + "\n" for record in records),
     }
     return renderers[kind]()
-
-
-def format_of(path: Path, default: str) -> str:
-    """The form that a file's suffix names, ``default`` without one. Raises ``ConfigError`` for an unknown suffix."""
-    suffix = path.suffix.lower()
-    if suffix and suffix not in SUFFIXES:
-        remedy = f"Name a file in {', '.join(SUFFIXES)}, or one without a suffix"
-        raise ConfigError(f"{suffix} is no known form", field="output", value=str(path), remedy=remedy)
-    return SUFFIXES.get(suffix, default)
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

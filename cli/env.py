@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
 from qkv_engine.config import DEFAULT_KV, EngineConfig, format_size, parse_size, resolve_kv
+from qkv_engine.errors import CapacityError
 
 from . import common, results
 from .model import read_model, weight_dtype
@@ -97,6 +98,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     weights, free = config.num_parameters * dtype.itemsize, facts["free_bytes"]
     context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
+    capacities, shortage = _capacities(ladder, nbytes)
     model = {
         "name": args.model or "demo",
         "architecture": config.architecture,
@@ -104,7 +106,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": weights,
         "context_tokens": context,
-        "does_not_fit": _excess(weights, nbytes, free),
+        "does_not_fit": _excess(weights, nbytes, free) or shortage,
     }
     kv = {
         "preset": ladder.name,
@@ -113,7 +115,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "recent_tokens": ladder.recent,
         "admission": _admission(ladder),
         "memory_bytes": nbytes,
-        "rungs": _rungs(ladder, nbytes),
+        "rungs": _rungs(ladder, capacities),
     }
     return {"device": facts, "model": model, "kv": kv}
 
@@ -148,16 +150,25 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     from qkv_engine.startup import most_nbytes
 
     if args.kv_memory is not None:
-        return parse_size(args.kv_memory, field="kv_memory", free=max(1, free_memory(device) - weights))
+        left = max(100, free_memory(device) - weights)  # a share of nothing is no size; 1 % of this is
+        return parse_size(args.kv_memory, field="kv_memory", free=left)
     most = most_nbytes(ladder, EngineConfig().max_num_seqs, context)
     taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
-def _rungs(ladder: Ladder, nbytes: int) -> list[dict[str, Any]]:
+def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], str | None]:
+    """Tokens that ``nbytes`` hold on each rung, and why they hold none, if so."""
     from qkv_engine.bench.sizing import planned_cache
 
-    tables = planned_cache(ladder, nbytes).tables
+    try:
+        tables = planned_cache(ladder, nbytes).tables
+    except CapacityError as error:
+        return [0] * len(ladder.rungs), str(error)
+    return [tables.max_tokens(number) for number in range(len(ladder.rungs))], None
+
+
+def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
     return [
         {
             "rung": rung.name,
@@ -166,9 +177,9 @@ def _rungs(ladder: Ladder, nbytes: int) -> list[dict[str, Any]]:
             "block_bytes": rung.block_nbytes,
             "bytes_per_token": rung.token_nbytes,
             "effective_bits": rung.effective_bits,
-            "capacity_tokens": tables.max_tokens(number),
+            "capacity_tokens": capacity,
         }
-        for number, rung in enumerate(ladder.rungs)
+        for rung, capacity in zip(ladder.rungs, capacities, strict=True)
     ]
 
 

@@ -9,12 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
-
-FORMATS = ("table", "md", "csv", "json", "jsonl")
-FORM_SUFFIXES = (".csv", ".json", ".jsonl", ".md", ".txt")
 
 Form = Callable[[str, int | None], str]  # the text of a format, in so many columns; None: the terminal's
 
@@ -41,7 +39,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"write it to FILE too, in the form of its suffix ({', '.join(FORM_SUFFIXES)}), without one in FORMAT",
+        help=f"write it to FILE too, in the form of its suffix ({', '.join(SUFFIXES)}), without one in FORMAT",
     )
 
 
@@ -51,7 +49,6 @@ def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None
     ``suffixes`` are those that an option's file may have.
     """
     from qkv_engine.bench.files import check_writable
-    from qkv_engine.bench.report import format_of
 
     seen: set[Path] = set()
     for field in ("output", *suffixes):
@@ -75,7 +72,6 @@ def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> 
     The last line on stderr says which files were written; ``what`` names the results there.
     """
     from qkv_engine.bench.files import write_file
-    from qkv_engine.bench.report import format_of
     from qkv_engine.bench.table import PLAIN_WIDTH
 
     files = list(extras)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qkv_engine.bench.report import FORMATS, SUFFIXES, format_of, render, sweep_table, unfilled_notes, workload_table
+from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
+from qkv_engine.bench.report import render, sweep_table, unfilled_notes, workload_table
 from qkv_engine.bench.sweep import Row
 from qkv_engine.errors import ConfigError
 

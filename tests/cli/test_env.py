@@ -92,6 +92,19 @@ def test_what_does_not_fit_is_said_and_is_the_exit_code(
     assert re.search(rf"does not fit +{reason}\n", out) and "163,840" in out
 
 
+def test_memory_without_room_for_a_block_holds_nothing(capsys: pytest.CaptureFixture[str]):
+    assert main.main(["env", "--kv-memory", "1000", "-o", "json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert "no room for one block" in found["model"]["does_not_fit"]
+    assert [rung["capacity_tokens"] for rung in found["kv"]["rungs"]] == [0, 0, 0]
+
+
+def test_a_share_of_what_weights_leave_nothing_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    with_free(monkeypatch, 2**20)
+    assert main.main(["env", "--kv-memory", "1%", "-o", "json"]) == 3
+    assert "weights need" in json.loads(capsys.readouterr().out)["model"]["does_not_fit"]
+
+
 def test_a_share_of_memory_is_of_what_the_weights_leave(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
