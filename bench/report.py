@@ -162,7 +162,7 @@ def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
         if preset is not None and len(preset.rungs) > 1:
             full = preset.sink + preset.recent + BLOCK_TOKENS
             early = f"no block was filled, which takes {full} tokens of context: all KV stayed at 16 bits"
-            ample = "memory never ran short: all KV stayed at 16 bits. A smaller --kv-memory makes blocks step down"
+            ample = f"no block stepped down, which takes {full} tokens and too little memory: all KV stayed at 16 bits"
             reasons.setdefault(early if preset.eager else ample, []).append(name)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
