@@ -145,7 +145,7 @@ def _check_targets(args: argparse.Namespace) -> None:
     if args.plot is not None:
         require_matplotlib()
         if args.plot.suffix.lower() not in PLOT_SUFFIXES:
-            remedy = f"Name a file in {', '.join(PLOT_SUFFIXES)}"
+            remedy = f"Use {', '.join(PLOT_SUFFIXES)}"
             raise ConfigError("its suffix names no known form", field="plot", value=str(args.plot), remedy=remedy)
         check_writable(args.plot, "plot")
 

@@ -14,6 +14,6 @@ def format_of(path: Path, default: str) -> str:
     """The form that a file's suffix names, ``default`` without one. Raises ``ConfigError`` for an unknown suffix."""
     suffix = path.suffix.lower()
     if suffix and suffix not in SUFFIXES:
-        remedy = f"Name a file in {', '.join(SUFFIXES)}, or one without a suffix"
+        remedy = f"Use {', '.join(SUFFIXES)}, or no suffix"
         raise ConfigError(f"{suffix} is no known form", field="output", value=str(path), remedy=remedy)
     return SUFFIXES.get(suffix, default)

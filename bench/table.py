@@ -132,7 +132,7 @@ def _grid(table: Table, width: int) -> Grid:
     padding = (0, GAP - 1, 0, 0)  # the box adds a blank between columns
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding, header_style="bold")
     for i, (header, column) in enumerate(zip(table.headers, _widths(table, width), strict=True)):
-        grid.add_column(header, justify="left" if _is_left(table, i) else "right", width=column, overflow="fold")
+        grid.add_column(Text(header), justify="left" if _is_left(table, i) else "right", width=column, overflow="fold")
     groups = [None if table.group is None else row[table.group] for row in table.cells]
     is_grouped = any(before == after for before, after in pairwise(groups))  # not where each row would be a section
     for row, group, following in zip(table.cells, groups, [*groups[1:], None], strict=True):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from qkv_engine.errors import QKVError
 
+from .text import one_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -68,11 +70,17 @@ class Bar:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=on_bar)
         else:
-            print(f"qkv-engine: {line}", file=sys.stderr, flush=True)
+            note(line)
 
     def _update(self, done: float) -> None:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=min(done, self._total))
+
+
+def note(line: str) -> None:
+    """Says ``line`` on stderr, if there is one: ``print`` would take stdout in its place."""
+    if sys.stderr is not None:
+        print(f"qkv-engine: {one_line(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -92,7 +100,7 @@ def progress_bar(total: int) -> Iterator[Bar]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield Bar(None, total)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     left = (TimeRemainingColumn(), TextColumn("left"))
     with Progress(*columns, *left, console=console, transient=True, speed_estimate_period=SPEED_SECONDS) as progress:
         yield Bar(progress, total)

@@ -13,6 +13,7 @@ from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
+from .progress import note
 
 Form = Callable[[str, int | None], str]  # the text of a format, in so many columns; None: the terminal's
 
@@ -58,7 +59,7 @@ def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None
         if field == "output":
             format_of(path, args.format)
         elif path.suffix.lower() not in suffixes[field]:
-            remedy = f"Name a file in {', '.join(suffixes[field])}"
+            remedy = f"Use {', '.join(suffixes[field])}"
             raise ConfigError("its suffix names no known form", field=field, value=str(path), remedy=remedy)
         check_writable(path, field)
         if path.resolve() in seen:
@@ -90,7 +91,7 @@ def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> 
 
     def report() -> None:
         if written:
-            print(f"qkv-engine: wrote {', '.join(written)}", file=sys.stderr)
+            note(f"wrote {', '.join(written)}")
 
     with ExitStack() as stack:  # calls back in reverse
         stack.callback(report)

@@ -206,6 +206,12 @@ def test_closed_pipe_is_quiet() -> None:
     assert all(" of 6: auto, batch " in line for line in done.stderr.splitlines())
 
 
+def test_without_a_stderr_nothing_but_rows_goes_to_stdout(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c '{PROGRAM}' -o json --output {tmp_path}/rows.csv 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0 and json.loads(done.stdout)[0]["status"] == "ok"
+
+
 def test_help_is_light() -> None:
     script = (
         "import sys\n"

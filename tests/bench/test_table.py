@@ -136,6 +136,10 @@ def test_text_folds_and_numbers_beside_it_stay() -> None:
     assert body[0].split() == ["a-very-long-name", "12,345"] and "-of-a-task" in body[1]
 
 
+def test_markup_in_a_header_or_a_cell_is_text() -> None:
+    assert as_text(Table("", ["vs [b]", "n"], [["[i]", "1"]], [])).splitlines()[::2] == ["vs [b]  n", "[i]     1"]
+
+
 def test_a_number_stays_with_its_unit() -> None:
     assert wrapped("KV memory 256.0 MiB and more", 17) == ["KV memory", "256.0 MiB and", "more"]
 
