@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.request import RequestOutput, SamplingParams
 
-from .grading import score
+from .grading import final_answer, is_correct, score
+from .provenance import Provenance, provenance
 from .questions import Task, ask
-from .report import Table, number
+from .report import number, unfilled_notes
 from .sweep import FAILED, NO_FIT, OK
+from .table import Table, from_columns
+from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
     from qkv_engine.metrics import EngineStats
     from qkv_engine.tokenizer import Tokenizer
+
+    from .watch import Watch
 
 
 class EvalEngine(AbstractContextManager["EvalEngine"], Protocol):
@@ -38,7 +43,6 @@ class EvalEngine(AbstractContextManager["EvalEngine"], Protocol):
 
 
 OpenEngine = Callable[[str], EvalEngine]
-Watch = Callable[[str, Task, EvalEngine], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +53,20 @@ class AccuracyPlan:
     kvs: tuple[str, ...]
     tasks: tuple[Task, ...]
     max_tokens: int | None = None
+    seed: int = 0  # that the tasks were drawn with
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccuracyRow:
+class AccuracyRow(Provenance):
     """One task with one KV preset.
 
     ``low`` and ``high`` are Wilson's 95 % interval of ``accuracy``; ``same`` counts the replies that are, to the
     letter, those of the first preset; ``cut`` those that ran into their token limit. ``effective_bits`` are at the
     peak of KV memory, all metadata counted; ``lowest_bits`` the narrowest codes of any request when it ended.
-    ``status`` is "ok", "does not fit" or "failed"; ``detail`` says why.
+    ``kv_bytes_total`` is the KV memory in bytes. ``status`` is "ok", "does not fit" or "failed"; ``detail`` says why.
     """
 
     model: str
-    device: str | None = None
-    dtype: str | None = None
     task: str
     size: int | None
     kv: str
@@ -74,6 +77,7 @@ class AccuracyRow:
     high: float | None = None
     same: int | None = None
     cut: int | None = None
+    kv_bytes_total: int | None = None
     effective_bits: float | None = None
     lowest_bits: float | None = None
     output_tokens: int | None = None
@@ -84,25 +88,54 @@ class AccuracyRow:
     detail: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question with one KV preset: what was expected, and what was said.
+
+    ``answer`` is the reply without its chain of thought, which is compared with ``expected``. ``index`` counts the
+    questions of a task from 0.
+    """
+
+    model: str
+    kv: str
+    task: str
+    size: int | None
+    index: int
+    question: str
+    expected: str
+    answer: str
+    right: bool
+    finish_reason: str | None
+    reply: str
+
+
+Log = Callable[[list[Sample]], None]
+
+
 def evaluate(
     plan: AccuracyPlan,
     open_engine: OpenEngine,
     *,
-    watch: Watch = lambda kv, task, engine: nullcontext(),
+    watch: Watch = no_watch,
+    log: Log = lambda samples: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[AccuracyRow]:
-    """Yields a row as soon as it is known; ``watch`` is entered around every task.
+    """Yields a row as soon as it is known; ``watch`` is entered around every task, ``log`` is given its samples.
 
     One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
     ``ModelError``, which no other task would cure; every other failure is a row.
     """
-    return _Evaluation(plan, open_engine, watch, clock).rows()
+    return _Evaluation(plan, open_engine, watch, log, clock).rows()
 
 
+@dataclass
 class _Evaluation:
-    def __init__(self, plan: AccuracyPlan, open_engine: OpenEngine, watch: Watch, clock: Callable[[], float]):
-        self.plan, self.open_engine, self.watch, self.clock = plan, open_engine, watch, clock
-        self._first_replies: dict[str, list[str]] = {}  # by task, of the preset that answered it first
+    plan: AccuracyPlan
+    open_engine: OpenEngine
+    watch: Watch
+    log: Log
+    clock: Callable[[], float]
+    _first_replies: dict[str, list[str]] = field(default_factory=dict)  # by task, of the preset that answered it first
 
     def rows(self) -> Iterator[AccuracyRow]:
         for kv in self.plan.kvs:
@@ -128,11 +161,13 @@ class _Evaluation:
     def _task(self, kv: str, task: Task, engine: EvalEngine, tokenizer: Tokenizer) -> AccuracyRow:
         try:
             asks = ask(tokenizer, task.examples, max_tokens=self.plan.max_tokens)
+            prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
             engine.reset_stats()
-            start = self.clock()
-            with self.watch(kv, task, engine):
-                outputs = engine.generate([ask.prompt for ask in asks], [ask.params for ask in asks])
-            seconds = self.clock() - start
+            with self.watch(work_of(f"{kv}, {task.label}", prompts, params), engine):
+                start = self.clock()
+                outputs = engine.generate(prompts, params)
+                seconds = self.clock() - start
+            self.log(self._samples(kv, task, outputs))
             return self._row(kv, task, outputs, engine.stats(), seconds)
         except CapacityError as error:
             return self._failure(kv, task, NO_FIT, str(error))
@@ -152,14 +187,14 @@ class _Evaluation:
         row = self._failure(kv, task, OK, None)
         return replace(
             row,
-            device=stats.device,
-            dtype=stats.dtype,
+            **provenance(device=stats.device, dtype=stats.dtype, seed=self.plan.seed),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),
             high=round(found.high, 4),
             same=sum(map(str.__eq__, replies, first)),
             cut=sum(output.outputs[0].finish_reason == "length" for output in outputs),
+            kv_bytes_total=stats.kv_bytes_total,
             effective_bits=round(stats.effective_bits, 3),
             lowest_bits=min(bits, default=None),
             output_tokens=stats.generation_tokens,
@@ -172,38 +207,61 @@ class _Evaluation:
 
     def _failure(self, kv: str, task: Task, status: str, detail: str | None) -> AccuracyRow:
         names: dict[str, Any] = {"model": self.plan.model, "task": task.name, "size": task.size, "kv": kv}
+        names |= provenance(seed=self.plan.seed)
         return AccuracyRow(**names, samples=len(task.examples), status=status, detail=detail)
+
+    def _samples(self, kv: str, task: Task, outputs: list[RequestOutput]) -> list[Sample]:
+        return [
+            Sample(
+                model=self.plan.model,
+                kv=kv,
+                task=task.name,
+                size=task.size,
+                index=index,
+                question=example.prompt,
+                expected=example.answer,
+                answer=final_answer(output.text),
+                right=is_correct(output.text, example.answer),
+                finish_reason=output.outputs[0].finish_reason,
+                reply=output.text,
+            )
+            for index, (example, output) in enumerate(zip(task.examples, outputs, strict=True))
+        ]
 
 
 def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
     """The rows by task, its presets below one another; columns with nothing in them are left out."""
     tasks = list(dict.fromkeys((row.task, row.size) for row in rows))
     rows = sorted(rows, key=lambda row: tasks.index((row.task, row.size)))  # stable: presets keep their order
+    same = f"same as {rows[0].kv}"
     columns: dict[str, list[str]] = {
         "task": [row.task for row in rows],
-        "size": [str(row.size or "") for row in rows],
+        "size": [number(row.size, 0) for row in rows],
         "kv": [row.kv for row in rows],
-        "samples": [str(row.samples) for row in rows],
+        "samples": [number(row.samples, 0) for row in rows],
         "right": [number(row.right, 0) for row in rows],
         "accuracy": ["" if row.accuracy is None else f"{row.accuracy:.1%}" for row in rows],
-        "95 % interval": ["" if row.low is None else f"{row.low:.1%} - {row.high:.1%}" for row in rows],
-        f"same as {rows[0].kv}": [number(row.same, 0) for row in rows] if len({r.kv for r in rows}) > 1 else [],
-        "cut": [str(row.cut or "") for row in rows],
+        "95 % interval": ["" if row.low is None else f"{100 * row.low:.1f} - {row.high:.1%}" for row in rows],
+        same: [number(row.same, 0) for row in rows] if len({r.kv for r in rows}) > 1 else [],
+        "cut": [number(row.cut or None, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
         "lowest": [number(row.lowest_bits, 0) for row in rows],
         "tokens": [number(row.output_tokens, 0) for row in rows],
-        "demotions": [str(row.demotions or "") for row in rows],
-        "preemptions": [str(row.preemptions or "") for row in rows],
+        "demotions": [number(row.demotions or None, 0) for row in rows],
+        "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "seconds": [number(row.seconds, 1) for row in rows],
         "status": ["" if row.status == OK else row.status for row in rows],
     }
-    shown = {header: cells for header, cells in columns.items() if any(cells)}
-    return Table(_title(rows), list(shown), [list(row) for row in zip(*shown.values(), strict=True)], _notes(rows))
+    spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, "95 % interval", "samples", "bits"]
+    names = [f"{row.task} {row.kv}" for row in rows]
+    return from_columns(
+        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, names)], [*spare, "status", "size"]
+    )
 
 
 def _title(rows: Sequence[AccuracyRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
-    return " · ".join(part for part in (ran.model, ran.device, ran.dtype, "greedy, exact match") if part)
+    return " · ".join(part for part in (ran.model, ran.machine, ran.dtype, "greedy, exact match") if part)
 
 
 def _notes(rows: Sequence[AccuracyRow]) -> list[str]:

@@ -25,9 +25,12 @@ from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import resolve_device
 
 from .decode_run import MAX_BATCH, WARMUP_STEPS, WINDOWS, DecodeRow, Plan, run
-from .plots import plot_sweep, require_matplotlib
-from .report import FORMATS, PLAIN_WIDTH, SUFFIXES, Table, number, render, write_file
+from .files import check_writable, write_file
+from .forms import FORMATS, format_of
+from .plots import PLOT_SUFFIXES, plot_sweep, require_matplotlib
+from .report import number, render
 from .sweep import FAILED, OK, parse_batches
+from .table import PLAIN_WIDTH, Table, from_columns
 
 
 def with_ratios(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
@@ -49,7 +52,7 @@ def decode_table(rows: Sequence[DecodeRow]) -> Table:
     columns: dict[str, list[str]] = {
         "context": [f"{row.context:,}" for row in rows],
         "kv": [row.kv for row in rows],
-        "batch": [str(row.batch) for row in rows],
+        "batch": [f"{row.batch:,}" for row in rows],
         "tok/s": [number(row.output_tok_s, 0) for row in rows],
         "step ms": [number(row.step_ms, 2) for row in rows],
         "KV used": [_size_of(row.kv_bytes_peak) for row in rows],
@@ -62,14 +65,13 @@ def decode_table(rows: Sequence[DecodeRow]) -> Table:
         "method": [row.method for row in rows],
         "status": ["" if row.status == OK else row.status for row in rows],
     }
-    shown = {header: column for header, column in columns.items() if any(column)}
     ran = next((row for row in rows if row.device), rows[0])
-    parts = [ran.model, ran.device, ran.dtype, f"{ran.output_len} tokens out", f"torch {torch.__version__}"]
+    parts = [ran.model, ran.machine, ran.dtype, f"{ran.output_len} tokens out", f"torch {torch.__version__}"]
     if ran.weight_bytes and ran.kv_bytes_total:
         parts.append(f"weights and KV {format_size(ran.weight_bytes + ran.kv_bytes_total)}")
     notes = [f"{row.kv} {row.batch} at {row.context}: {row.detail}" for row in rows if row.detail]
-    cells = [list(row) for row in zip(*shown.values(), strict=True)]
-    return Table(" · ".join(part for part in parts if part), list(shown), cells, notes)
+    spare = ["method", "demotions", "KV used", "KV read", "of roofline", "status", "bits", "step ms", "of limit"]
+    return from_columns(" · ".join(part for part in parts if part), columns, notes, spare)
 
 
 def _size_of(nbytes: int | None) -> str:
@@ -98,7 +100,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: %(default)s)")
     add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="write the rows to FILE too, after each of them")
-    add("--plot", type=Path, metavar="FILE.png", help="draw throughput and KV memory, one picture a context")
+    add("--plot", type=Path, metavar="FILE", help="draw throughput and KV memory, .png, .svg or .pdf, one a context")
     add("-v", "--verbose", action="store_true", help="log what the engine does, on stderr")
     args = parser.parse_args(argv)
     if args.points < 1 or args.steps < WINDOWS:
@@ -135,15 +137,29 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
+def _check_targets(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for what could not be written after the run."""
+    if args.output is not None:
+        format_of(args.output, args.format)
+        check_writable(args.output, "output")
+    if args.plot is not None:
+        require_matplotlib()
+        if args.plot.suffix.lower() not in PLOT_SUFFIXES:
+            remedy = f"Use {', '.join(PLOT_SUFFIXES)}"
+            raise ConfigError("its suffix names no known form", field="plot", value=str(args.plot), remedy=remedy)
+        check_writable(args.plot, "plot")
+
+
 def _save(args: argparse.Namespace, rows: list[DecodeRow]) -> None:
     rows = with_ratios(rows)
     if args.output is not None:
-        kind = SUFFIXES.get(args.output.suffix.lower(), args.format)
+        kind = format_of(args.output, args.format)
         write_file(args.output, render(kind, rows, decode_table(rows)).encode())
     contexts = list(dict.fromkeys(row.context for row in rows))
     for context in contexts if args.plot is not None else ():
         name = args.plot if len(contexts) == 1 else args.plot.with_stem(f"{args.plot.stem}-{context}")
-        write_file(name, plot_sweep([row for row in rows if row.context == context]))
+        found = [row for row in rows if row.context == context]
+        write_file(name, plot_sweep(found, kind=name.suffix.lower().removeprefix(".")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,8 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[DecodeRow] = []
     code = 0
     try:
-        if args.plot is not None:
-            require_matplotlib()
+        _check_targets(args)
         for row in run(make_plan(args)):
             rows.append(row)
             print(_progress(row), file=sys.stderr, flush=True)

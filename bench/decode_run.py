@@ -20,6 +20,7 @@ from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import Started, resolve_device, start
 
 from .filled import FilledCore, spread_prompts
+from .provenance import provenance
 from .roofline import Weights, bytes_seconds, count_weights, limit_seconds
 from .sizing import largest_batch, make_ladder
 from .sweep import FAILED, NO_FIT, OK, Row, parse_batches
@@ -113,7 +114,7 @@ def _measured(plan: Plan, subject: Subject, weights: Weights) -> Iterator[Decode
                 context, batch = sizes[0]
                 row = _measure(plan, core, subject.kv, context, batch, weights)
                 sizes.pop(0)
-                yield _described(row, started)
+                yield _described(row, started, plan.seed)
         except CapacityError as error:
             yield from (_row(plan, subject.kv, c, b, status=NO_FIT, detail=str(error)) for c, b in sizes)
             return
@@ -239,8 +240,9 @@ def _row(plan: Plan, kv: str, context: int, batch: int, *, status: str, **values
     )
 
 
-def _described(row: DecodeRow, started: Started) -> DecodeRow:
-    return replace(row, device=str(started.device), dtype=str(started.dtype).removeprefix("torch."))
+def _described(row: DecodeRow, started: Started, seed: int) -> DecodeRow:
+    dtype = str(started.dtype).removeprefix("torch.")
+    return replace(row, **provenance(device=str(started.device), dtype=dtype, seed=seed))
 
 
 def size(plan: Plan, kv: str, config: ModelConfig, dtype: torch.dtype, kv_nbytes: int) -> Subject:

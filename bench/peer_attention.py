@@ -22,9 +22,12 @@ import torch
 
 from qkv_engine.errors import ConfigError, QKVError
 
+from .files import write_file
+from .forms import FORMATS, format_of
 from .peer_kernels import KERNELS, Call, PeerKernel, Shape, load, reference
-from .report import FORMATS, PLAIN_WIDTH, SUFFIXES, Table, number, render, write_file
+from .report import number, render
 from .roofline import BANDWIDTH
+from .table import PLAIN_WIDTH, Table
 
 OK, SKIPPED, FAILED, WRONG = "ok", "skipped", "failed", "wrong"
 OURS = "qkv-engine"
@@ -274,7 +277,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
     ]
     title = f"decode attention, one layer, {rows[0].batch} x {rows[0].length} tokens · {rows[0].device}"
     notes = [f"{row.kernel}: {row.status}: {row.detail}" for row in rows if row.detail]
-    return Table(title, headers, cells, [*notes, versions()])
+    return Table(title, headers, cells, [*notes, versions()], text=("kernel", "status"))
 
 
 def versions() -> str:
@@ -322,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = with_ratios(rows)
         table = attention_table(rows)
         if args.output is not None:
-            kind = SUFFIXES.get(args.output.suffix.lower(), args.format)
+            kind = format_of(args.output, args.format)
             write_file(args.output, render(kind, rows, table).encode())
         width = None if sys.stdout.isatty() else PLAIN_WIDTH
         print(render(args.format, rows, table, width=width), end="")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import platform
 import statistics
 import sys
 import time
@@ -24,8 +23,11 @@ from qkv_engine.config import DEFAULT_KV, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
 
 from .contender import Contender, Generate, Generation, Loaded, Run
-from .report import FORMATS, PLAIN_WIDTH, Table, number, render
+from .forms import FORMATS
+from .provenance import cpu_name
+from .report import number, render
 from .sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
+from .table import PLAIN_WIDTH, Table
 from .timing import Timeline
 
 if TYPE_CHECKING:
@@ -275,15 +277,7 @@ def machine(device: str) -> str:
     resolved = resolve_device(device)
     if resolved.type == "cuda":
         return str(torch.cuda.get_device_name(resolved))
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def versions(peer: str) -> str:

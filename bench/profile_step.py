@@ -33,10 +33,13 @@ from qkv_engine.runner import Pending
 from qkv_engine.startup import resolve_device, start
 
 from .decode_run import WINDOWS, Plan, engine_config, free, size, weight_dtype
+from .files import write_file
 from .filled import FilledCore, spread_prompts
-from .report import FORMATS, PLAIN_WIDTH, SUFFIXES, Table, number, render, write_file
+from .forms import FORMATS, format_of
+from .report import number, render
 from .roofline import count_weights, limit_seconds
 from .sweep import parse_batches
+from .table import PLAIN_WIDTH, Table
 
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
@@ -258,7 +261,7 @@ def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
     headers = ["side", "part", *(header for batch in batches for header in (f"us, batch {batch}", "share"))]
     first = rows[0]
     title = f"{first.model} · {first.kv} · context {first.context:,} · a decode step, torch {torch.__version__}"
-    return Table(title, headers, cells, [])
+    return Table(title, headers, cells, [], text=("part",))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -313,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     table = profile_table(rows)
     if args.output is not None:
-        kind = SUFFIXES.get(args.output.suffix.lower(), args.format)
+        kind = format_of(args.output, args.format)
         write_file(args.output, render(kind, rows, table).encode())
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     print(render(args.format, rows, table, width=width), end="")

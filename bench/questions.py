@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from qkv_engine.config import format_size
 from qkv_engine.errors import ConfigError
 from qkv_engine.request import SamplingParams
 from qkv_engine.tokenizer import Tokenizer
@@ -17,6 +19,7 @@ from .tasks import TASKS
 
 DEFAULT_SIZES = {"ledger": 40, "lookup": 100, "addition": 10, "subtraction": 2, "multiplication": 12, "sorting": 40}
 OPEN_END_TOKENS = 512  # output allowed where no right reply says how long one is
+MAX_FILE_NBYTES = 64 * 2**20  # of a file of questions, which is read whole
 SLACK_SHARE, SLACK_TOKENS = 0.1, 16  # what a right reply may be longer than the known one
 
 
@@ -56,10 +59,10 @@ class Workload(NamedTuple):
         return max(ask.num_tokens for ask in self.asks)
 
 
-def parse_tasks(text: str, *, samples: int, seed: int = 0) -> tuple[Task, ...]:
+def parse_tasks(text: str, *, samples: int, seed: int = 0, field: str = "tasks") -> tuple[Task, ...]:
     """The demo tasks of "ledger:40,lookup" (no size: a usual one), ``samples`` questions each; the same for a seed.
 
-    Raises ``ConfigError`` for an unknown task or an impossible size.
+    Raises ``ConfigError``, naming ``field``, for an unknown task or an impossible size.
     """
     wanted: dict[tuple[str, int], None] = {}
     for part in text.split(","):
@@ -67,37 +70,52 @@ def parse_tasks(text: str, *, samples: int, seed: int = 0) -> tuple[Task, ...]:
         name = match[1] if match else part.strip()
         if match is None or name not in TASKS or match[2] == "0":
             remedy = f'Give a list such as "ledger:40,lookup": names from {", ".join(TASKS)}, sizes from 1'
-            raise ConfigError("not a task", field="tasks", value=part.strip(), remedy=remedy)
+            raise ConfigError("not a task", field=field, value=part.strip(), remedy=remedy)
         wanted[name, int(match[2]) if match[2] else DEFAULT_SIZES[name]] = None
     return tuple(Task(name, size, tuple(sample_examples(name, size, samples, seed))) for name, size in wanted)
+
+
+class _Question(msgspec.Struct):
+    """A line of a file of questions; other fields are passed over."""
+
+    prompt: str
+    answer: str
+    reply: str = ""
 
 
 def read_questions(path: Path, *, samples: int) -> Task:
     """The first ``samples`` lines of a JSONL file of objects with "prompt" and "answer", and "reply" if it is known.
 
-    Raises ``ConfigError`` for any other line, or none.
+    Raises ``ConfigError`` for any other line, for none, and for what is no regular file of at most 64 MiB.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", field="data", value=str(path)) from error
-    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(_read(path).split(b"\n"), 1)
+    filled = [(number, line) for number, line in lines if line.strip()]
     if not filled:
         raise ConfigError("has no questions", field="data", value=str(path))
     return Task(path.stem, None, tuple(_parse_question(path, number, line) for number, line in filled[:samples]))
 
 
-def _parse_question(path: Path, number: int, line: str) -> Example:
+def _read(path: Path) -> bytes:
     try:
-        found = json.loads(line)
-        fields = [found["prompt"], found["answer"], found.get("reply", "")]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        fields = [None]
-    if not all(isinstance(value, str) for value in fields):
+        if path.exists() and not path.is_file():  # reading a pipe may wait for ever, a device never ends
+            raise ConfigError("not a regular file", field="data", value=str(path))
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_NBYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", field="data", value=str(path)) from error
+    if len(data) > MAX_FILE_NBYTES:
+        remedy = "Split it"
+        raise ConfigError(f"larger than {format_size(MAX_FILE_NBYTES)}", field="data", value=str(path), remedy=remedy)
+    return data
+
+
+def _parse_question(path: Path, number: int, line: bytes) -> Example:
+    try:
+        found = msgspec.json.decode(line, type=_Question)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         remedy = 'Give one object a line: {"prompt": "...", "answer": "..."}, both strings'
-        raise ConfigError(f"line {number} is no question", field="data", value=str(path), remedy=remedy)
-    prompt, answer, reply = fields
-    return Example(path.stem, 0, prompt, answer.strip(), "", reply)
+        raise ConfigError(f"line {number} is no question", field="data", value=str(path), remedy=remedy) from error
+    return Example(path.stem, 0, found.prompt, found.answer.strip(), "", found.reply)
 
 
 def ask(tokenizer: Tokenizer, examples: Sequence[Example], *, max_tokens: int | None = None) -> list[Ask]:

@@ -1,37 +1,21 @@
-"""Results as text and as files: tables, markdown, CSV, JSON; a file is written whole or not at all."""
+"""Measured rows as text: tables of a sweep, Markdown, CSV, JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
-from qkv_engine.config import format_size
+from qkv_engine.config import BLOCK_TOKENS, PRESETS, format_size
 
 from .sweep import FAILED, NO_FIT, OK, QUEUED, Row
+from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-FORMATS = ("table", "md", "csv", "json", "jsonl")
-SUFFIXES = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".md": "md", ".txt": "table"}
-PLAIN_WIDTH = 200  # columns of a table that goes to no terminal
-
-
-class Table(NamedTuple):
-    """A table for people: cells are text, ``group`` is the column whose change starts a new section."""
-
-    title: str
-    headers: list[str]
-    cells: list[list[str]]
-    notes: list[str]
-    group: int = 0
 
 
 def render(kind: str, records: Sequence[DataclassInstance], table: Table, *, width: int | None = PLAIN_WIDTH) -> str:
@@ -40,20 +24,22 @@ def render(kind: str, records: Sequence[DataclassInstance], table: Table, *, wid
     ``width`` in columns is for "table"; None is the terminal's, with its styles.
     """
     renderers: dict[str, Callable[[], str]] = {
-        "table": lambda: _text(table, width),
-        "md": lambda: _markdown(table),
-        "csv": lambda: _csv(records),
-        "json": lambda: _json([asdict(record) for record in records], indent=2) + "\n",
-        "jsonl": lambda: "".join(_json(asdict(record)) + "\n" for record in records),
+        "table": lambda: as_text(table, width),
+        "md": lambda: as_markdown(table),
+        "csv": lambda: as_csv(records),
+        "json": lambda: as_json([asdict(record) for record in records], indent=2) + "\n",
+        "jsonl": lambda: "".join(as_json(asdict(record)) + "\n" for record in records),
     }
     return renderers[kind]()
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def as_json(value: Any, indent: int | None = None) -> str:
+    """``value`` as JSON. Raises ``ValueError`` for a number that JSON cannot hold."""
     return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False)
 
 
-def _csv(records: Sequence[DataclassInstance]) -> str:
+def as_csv(records: Sequence[DataclassInstance]) -> str:
+    """``records`` of one class as CSV with a header; nothing for none."""
     if not records:
         return ""
     text = io.StringIO()
@@ -63,40 +49,16 @@ def _csv(records: Sequence[DataclassInstance]) -> str:
     return text.getvalue()
 
 
-def _markdown(table: Table) -> str:
-    rules = ["---" if i == 0 else "---:" for i in range(len(table.headers))]
-    body = [table.headers, rules, *([cell.replace("|", "\\|") for cell in row] for row in table.cells)]
-    lines = [table.title, "", *(f"| {' | '.join(row)} |" for row in body)]
-    return "\n".join([*lines, *(f"\n{note}" for note in table.notes)]) + "\n"
-
-
-def _text(table: Table, width: int | None) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for i, header in enumerate(table.headers):
-        grid.add_column(header, justify="left" if i in (0, len(table.headers)) else "right")
-    for row, following in zip(table.cells, [*table.cells[1:], None], strict=True):
-        is_last = following is not None and following[table.group] != row[table.group]
-        grid.add_row(*map(Text, row), end_section=is_last)
-    console = Console(width=width, file=io.StringIO() if width else None)
-    with console.capture() as capture:
-        console.print(Text(table.title, style="bold"), grid, *map(Text, table.notes), sep="\n")
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()) + "\n"
-
-
 def sweep_table(rows: Sequence[Row]) -> Table:
     """The table of a sweep; columns with nothing in them are left out, and zeros of counters are nothing."""
+    ratio = f"vs {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
     columns: dict[str, list[str]] = {
         "kv": [row.kv for row in rows],
-        "batch": [str(row.batch) for row in rows],
+        "batch": [number(row.batch, 0) for row in rows],
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
         "±": [_spread(row) for row in rows],
-        f"vs {rows[0].kv}": [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
         "decode tok/s": [number(row.decode_tok_s, 1) for row in rows],
         "TTFT ms": [number(row.ttft_ms, 1) for row in rows],
         "TPOT ms": [number(row.tpot_ms, 2) for row in rows],
@@ -107,24 +69,25 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         "meta": [_size(row.kv_bytes_meta) for row in rows],
         "dense": [_size(row.kv_bytes_dense) if row.kv_bytes_codes else "" for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "demotions": [str(row.demotions or "") for row in rows],
-        "preemptions": [str(row.preemptions or "") for row in rows],
+        "demotions": [number(row.demotions or None, 0) for row in rows],
+        "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "status": ["" if row.status == OK else row.status for row in rows],
     }
-    shown = {header: cells for header, cells in columns.items() if any(cells)}
-    cells = [list(row) for row in zip(*shown.values(), strict=True)]
-    return Table(_title(rows), list(shown), cells, _notes(rows))
+    spare = ["±", "p99", "ITL ms", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "demotions", "preemptions"]
+    spare += ["TTFT ms", "status", ratio, "bits", "KV peak"]
+    return from_columns(_title(rows), columns, [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows])], spare)
 
 
 def workload_table(rows: Sequence[Row]) -> Table:
     """The table of a sweep over questions: what became of the requests, in how much time and memory."""
+    same, ratio = f"same as {rows[0].kv}", f"vs {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
     columns: dict[str, list[str]] = {
         "kv": [row.kv for row in rows],
-        "requests": [str(row.batch) for row in rows],
+        "requests": [number(row.batch, 0) for row in rows],
         "finished": [number(row.finished, 0) for row in rows],
         "right": [number(row.right, 0) for row in rows],
-        f"same as {rows[0].kv}": [number(row.same, 0) for row in rows] if len(base) < len(rows) else [],
+        same: [number(row.same, 0) for row in rows] if len(base) < len(rows) else [],
         "at once": [number(row.max_running, 0) for row in rows],
         "preemptions": [number(row.preemptions, 0) for row in rows],
         "demotions": [number(row.demotions, 0) for row in rows],
@@ -134,17 +97,30 @@ def workload_table(rows: Sequence[Row]) -> Table:
         "seconds": [number(row.seconds, 1) for row in rows],
         "±": [_spread(row) for row in rows],
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        f"vs {rows[0].kv}": [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
         "status": [row.status if row.status in (NO_FIT, FAILED) else "" for row in rows],
     }
-    shown = {header: cells for header, cells in columns.items() if any(cells)}
-    cells = [list(row) for row in zip(*shown.values(), strict=True)]
-    return Table(_title(rows), list(shown), cells, _notes([row for row in rows if row.status != QUEUED]))
+    notes = [*_notes([row for row in rows if row.status != QUEUED]), *unfilled_notes(rows, [row.kv for row in rows])]
+    spare = [
+        "±",
+        "finished",
+        "KV peak",
+        "demotions",
+        "TTFT ms",
+        same,
+        ratio,
+        "seconds",
+        "preemptions",
+        "status",
+        "bits",
+    ]
+    return from_columns(_title(rows), columns, notes, spare)
 
 
 def _title(rows: Sequence[Row]) -> str:
     ran = next((row for row in rows if row.repeats), rows[0])
-    parts = [ran.model, ran.device, ran.dtype, ran.task, f"{ran.input_len} in, {ran.output_len} out"]
+    lengths = f"{ran.input_len:,} in, {ran.output_len:,} out{' on average' if ran.task else ''}"
+    parts = [ran.model, ran.machine, ran.dtype, ran.task, lengths]
     if ran.task and ran.kv_bytes_total:
         parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
     if ran.repeats > 1:
@@ -157,8 +133,38 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.status != OK:
-            reasons.setdefault(f"{row.status}: {row.detail}", []).append(f"{row.kv} {row.batch}")
+            reasons.setdefault(f"{row.status}: {row.detail}", []).append(f"{row.kv} {row.batch:,}")
     return [f"{', '.join(sizes)} {reason}" for reason, sizes in reasons.items()]
+
+
+class _Stored(Protocol):
+    """A row that says how KV was stored."""
+
+    @property
+    def kv(self) -> str: ...
+
+    @property
+    def demotions(self) -> int | None: ...
+
+
+def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
+    """Presets that could have lowered the precision of KV and never did: such rows show nothing of them.
+
+    Rows of one name are looked at together.
+    """
+    demotions: dict[tuple[str, str], int] = {}
+    for row, name in zip(rows, names, strict=True):
+        if row.demotions is not None:
+            demotions[name, row.kv] = demotions.get((name, row.kv), 0) + row.demotions
+    reasons: dict[str, list[str]] = {}
+    for name, kv in (key for key, number in demotions.items() if not number):
+        preset = PRESETS.get(kv)
+        if preset is not None and len(preset.rungs) > 1:
+            full = preset.sink + preset.recent + BLOCK_TOKENS
+            early = f"no block was filled, which takes {full} tokens of context: all KV stayed at 16 bits"
+            ample = f"no block stepped down, which takes {full} tokens and too little memory: all KV stayed at 16 bits"
+            reasons.setdefault(early if preset.eager else ample, []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _ratio(row: Row, base: dict[int, float | None]) -> str:
@@ -180,22 +186,3 @@ def number(value: float | None, digits: int) -> str:
 
 def _size(nbytes: int | None) -> str:
     return format_size(nbytes) if nbytes else ""
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Replaces ``path`` by ``data``: whole or not at all, safe against a crash. Raises ``OSError``."""
-    target = path.resolve()  # a link stays, what it names is replaced
-    if target.exists() and not target.is_file():
-        target.write_bytes(data)  # a device or a pipe cannot be replaced
-        return
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise

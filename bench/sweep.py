@@ -18,13 +18,16 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .grading import score
+from .provenance import Provenance, provenance
 from .timing import RunFigures, Timeline, median, run_figures
+from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
     from qkv_engine.metrics import EngineStats
     from qkv_engine.tokenizer import Tokenizer
 
     from .questions import Workload
+    from .watch import Watch
 
 OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
 MAX_REQUESTS = 4096
@@ -49,7 +52,6 @@ class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
 
 
 OpenEngine = Callable[[str], BenchEngine]
-OnRun = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def parse_requests(size: str | None) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Provenance):
     """One batch size with one KV preset: medians over the repeats, None where there is nothing to tell.
 
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
@@ -117,8 +119,6 @@ class Row:
     """
 
     model: str
-    device: str | None = None
-    dtype: str | None = None
     task: str | None = None
     kv: str
     batch: int
@@ -162,22 +162,22 @@ def sweep(
     plan: SweepPlan,
     open_engine: OpenEngine,
     *,
-    on_run: OnRun = lambda kv, batch: None,
+    watch: Watch = no_watch,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Row]:
-    """Yields a row as soon as it is measured; ``on_run`` is told of every run before it starts.
+    """Yields a row as soon as it is measured; ``watch`` is entered around every run.
 
     One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
     ``ModelError``, which no other batch size would cure; every other failure is a row.
     """
-    return _Sweep(plan, open_engine, on_run, clock).rows()
+    return _Sweep(plan, open_engine, watch, clock).rows()
 
 
 @dataclass
 class _Sweep:
     plan: SweepPlan
     open_engine: OpenEngine
-    on_run: OnRun
+    watch: Watch
     clock: Callable[[], float]
     first_replies: dict[int, list[str]] = field(default_factory=dict)  # by batch, of the first preset
 
@@ -204,8 +204,7 @@ class _Sweep:
         runs = []
         try:
             for index in range(self.plan.warmup + self.plan.repeats):
-                self.on_run(kv, batch)
-                runs.append(self._run(batch, index, engine))
+                runs.append(self._run(kv, batch, index, engine))
         except CapacityError as error:
             return _row(self.plan, kv, batch, status=NO_FIT, detail=str(error))
         except (ConfigError, ModelError):
@@ -216,13 +215,16 @@ class _Sweep:
         row = _summary(self.plan, kv, batch, runs)
         return row if self.plan.workload is None else self._graded(row, self.plan.workload, runs[-1].outputs)
 
-    def _run(self, batch: int, index: int, engine: BenchEngine) -> Run:
+    def _run(self, kv: str, batch: int, index: int, engine: BenchEngine) -> Run:
         """One timed run of ``batch`` greedy requests."""
         prompts, params = self._requests(batch, index, engine)
+        share = 1 / (self.plan.warmup + self.plan.repeats)
+        work = work_of(f"{kv}, batch {batch:,}", prompts, params, share)
         engine.reset_stats()
-        start = self.clock()
-        outputs = engine.generate(prompts, params)
-        seconds = self.clock() - start
+        with self.watch(work, engine):
+            start = self.clock()
+            outputs = engine.generate(prompts, params)
+            seconds = self.clock() - start
         timelines = [timeline(output, None if self.plan.workload else self.plan.output_len) for output in outputs]
         figures = run_figures(timelines, num_prompt_tokens=sum(map(len, prompts)), seconds=seconds)
         return Run(figures, engine.stats(), outputs, seconds)
@@ -289,7 +291,7 @@ def timeline(output: RequestOutput, output_len: int | None) -> Timeline:
 
 
 def _row(plan: SweepPlan, kv: str, batch: int, *, status: str, **values: Any) -> Row:
-    values |= {"input_len": plan.input_len, "output_len": plan.output_len}
+    values = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len} | values
     return Row(model=plan.model, kv=kv, batch=batch, status=status, **values)
 
 
@@ -308,8 +310,7 @@ def _summary(plan: SweepPlan, kv: str, batch: int, runs: Sequence[Run]) -> Row:
         batch,
         status=OK if max_running == batch else QUEUED,
         detail=None if max_running == batch else f"at most {max_running} requests ran at once",
-        device=stats.device,
-        dtype=stats.dtype,
+        **provenance(device=stats.device, dtype=stats.dtype, seed=plan.seed),
         repeats=len(runs),
         seconds=_rounded(median(run.seconds for run in runs)),
         output_tok_s_min=_rounded(min(rates)),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import DEFAULT_KV
 from qkv_engine.errors import ConfigError
 
-from . import common, results
+from . import common, results, tasks
 from .model import read_model
 from .progress import progress_bar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SWEEP = "1..32"
 DEFAULT_PLOT = Path("bench.png")
+DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Prompts are random tokens; outputs are greedy and exactly as long as asked. --kv takes a list, such "
         "as bf16,fp32: the presets run one after another and are compared with the first. Rows go to stdout, "
         "progress to stderr; Ctrl-C prints the rows measured so far. --kv-memory 8x is memory for 8 of the requests at "
-        "16 bits; with --task ledger:100 --batch-sweep 20 it shows what becomes of the other 12."
+        "16 bits: with --task ledger:100 --batch-sweep 20 the table shows whether the other 12 queue or run at fewer "
+        "bits. docs/benchmarks.md explains the columns."
     )
     common.add_model_arguments(parser)
     group = parser.add_argument_group("benchmark")
@@ -47,18 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
     )
-    add("--input-len", type=int, default=128, metavar="N", help="tokens of each prompt (default: %(default)s)")
-    add(
-        "--output-len",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens of each output (default: %(default)s)",
-    )
-    add(
-        "--task",
+    add("--input-len", type=int, metavar="N", help=f"tokens of each prompt (default: {DEFAULT_LEN})")
+    add("--output-len", type=int, metavar="N", help=f"tokens of each output (default: {DEFAULT_LEN})")
+    tasks.add_argument(
+        add,
+        "task",
         metavar="NAME:SIZE",
-        help="ask questions of a demo task, such as ledger:100, instead, and count the right answers",
+        help="ask questions of a demo task, such as ledger:100, instead of random prompts, and count the right answers",
     )
     add("--repeats", type=int, metavar="N", help="measured runs of a size (default: 3, with --task 1)")
     add("--warmup", type=int, metavar="N", help="runs before them (default: 1, with --task 0)")
@@ -69,8 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=DEFAULT_PLOT,
         type=Path,
-        metavar="FILE.png",
-        help=f"draw throughput and KV memory (without FILE: {DEFAULT_PLOT}; needs qkv-engine[bench])",
+        metavar="FILE",
+        help=f"draw throughput and KV memory as .png, .svg or .pdf (without FILE: {DEFAULT_PLOT}; needs "
+        "qkv-engine[bench])",
     )
 
 
@@ -83,16 +81,12 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     try:
         with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
-
-            def on_run(kv: str, batch: int) -> None:
-                bar.begin(f"{kv}, batch {batch}")
-
-            for row in sweep(plan, lambda kv: _open_engine(args, plan, kv), on_run=on_run):
+            for row in sweep(plan, lambda kv: _open_engine(args, plan, kv), watch=bar.watch):
                 rows.append(row)
-                bar.advance()
+                bar.reach(len(rows))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, rows)
+            _deliver(args, plan, rows)
     return results.exit_code(row.status for row in rows)
 
 
@@ -100,49 +94,60 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
     from qkv_engine.bench.sweep import SweepPlan, parse_batches, parse_requests
 
     parse_requests(args.kv_memory)
-    if args.shape is not None:
-        from qkv_engine.models.shapes import SHAPES
-
-        if args.model is not None:
-            raise ConfigError("cannot be combined with MODEL", field="shape", value=args.shape)
-        if args.shape not in SHAPES:
-            remedy = f"Choose from {', '.join(SHAPES)}"
-            raise ConfigError("unknown shape", field="shape", value=args.shape, remedy=remedy)
+    _check_shape(args)
     batches = parse_batches(args.batch_sweep)
-    repeats, warmup = (3, 1) if args.task is None else (1, 0)
+    workload = _workload(args, max(batches))
+    repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
         model=args.shape or args.model or "demo",
         kvs=common.kv_list(args.kv or DEFAULT_KV),
         batches=batches,
-        workload=None if args.task is None else _workload(args, max(batches)),
-        input_len=args.input_len,
-        output_len=args.output_len,
+        workload=workload,
+        input_len=DEFAULT_LEN if args.input_len is None else args.input_len,
+        output_len=DEFAULT_LEN if args.output_len is None else args.output_len,
         repeats=repeats if args.repeats is None else args.repeats,
         warmup=warmup if args.warmup is None else args.warmup,
         seed=args.seed,
     )
 
 
-def _workload(args: argparse.Namespace, number: int) -> Workload:
-    """``number`` questions of the task that ``--task`` names."""
+def _check_shape(args: argparse.Namespace) -> None:
+    from qkv_engine.models.shapes import SHAPES
+
+    if args.shape is None:
+        return
+    if args.model is not None:
+        raise ConfigError("cannot be combined with MODEL", field="shape", value=args.shape)
+    if args.shape not in SHAPES:
+        remedy = f"Choose from {', '.join(SHAPES)}"
+        raise ConfigError("unknown shape", field="shape", value=args.shape, remedy=remedy)
+
+
+def _workload(args: argparse.Namespace, number: int) -> Workload | None:
+    """``number`` questions of the task that was asked for, if any was."""
     from qkv_engine.bench.questions import Workload, ask, parse_tasks
 
-    tasks = parse_tasks(args.task, samples=number, seed=args.seed)
-    if len(tasks) > 1:
-        raise ConfigError("one task at a time", field="task", value=args.task)
-    tokenizer = read_model(args, args.shape).tokenizer("task")
-    return Workload(tasks[0], ask(tokenizer, tasks[0].examples))
+    task = tasks.given(args)
+    if task is None:
+        return None
+    for field in ("input_len", "output_len"):
+        value, remedy = getattr(args, field), f"Leave it or --{task.field} out"
+        if value is not None:
+            raise ConfigError("questions have lengths of their own", field=field, value=value, remedy=remedy)
+    found = parse_tasks(task.text, samples=number, seed=args.seed, field=task.field)
+    if len(found) > 1:
+        raise ConfigError("one task at a time", field=task.field, value=task.text)
+    tokenizer = read_model(args, args.shape).tokenizer(task.field)
+    return Workload(found[0], ask(tokenizer, found[0].examples))
 
 
 def _check_targets(args: argparse.Namespace) -> None:
     """Refuse before the run what could not be written after it."""
-    results.check_targets(args, "plot")
-    if args.plot is not None:
-        from qkv_engine.bench.plots import require_matplotlib
+    from qkv_engine.bench.plots import PLOT_SUFFIXES, require_matplotlib
 
+    results.check_targets(args, plot=PLOT_SUFFIXES)
+    if args.plot is not None:
         require_matplotlib()
-        if args.plot.suffix.lower() != ".png":
-            raise ConfigError("plots are PNG files", field="plot", value=str(args.plot))
 
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: str) -> Engine:
@@ -173,13 +178,15 @@ def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | Non
     return nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
 
 
-def _deliver(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+def _deliver(args: argparse.Namespace, plan: SweepPlan, rows: Sequence[Row]) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
-    from qkv_engine.bench.report import sweep_table, workload_table, write_file
+    from qkv_engine.bench.report import render, sweep_table, workload_table
 
-    more: list[Callable[[], None]] = []
+    table = sweep_table(rows) if plan.workload is None else workload_table(rows)
+    extras = []
     if args.plot is not None:
-        more.append(lambda: write_file(args.plot, plot_sweep(rows)))
-    table = sweep_table(rows) if args.task is None else workload_table(rows)
-    results.deliver(args, rows, table, *more)
+        kind = args.plot.suffix.lower().removeprefix(".")
+        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind), "a plot"))
+    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+    results.deliver(args, lambda form, width: render(form, rows, table, width=width), what, *extras)

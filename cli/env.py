@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
 from qkv_engine.config import DEFAULT_KV, EngineConfig, format_size, parse_size, resolve_kv
+from qkv_engine.errors import CapacityError
 
-from . import common
+from . import common, results
 from .model import read_model, weight_dtype
 
 if TYPE_CHECKING:
     import torch
 
+    from qkv_engine.bench.table import Table
     from qkv_engine.kv.ladder import Ladder
 
 _PACKAGES = (
@@ -33,26 +35,37 @@ _PACKAGES = (
     "rich",
     "prompt-toolkit",
 )
+EPILOG = """\
+Nothing is loaded but the model's configuration, so the figures are those of a
+fresh start. Exit code 3: the model and its KV memory do not fit.
+
+kv:
+  sink, recent tokens   the first and the newest tokens of a request, which stay
+                        on the first rung
+  admission             the rung on which requests are counted: one starts while
+                        all running ones and it would fit there
+rungs, from the widest to the floor:
+  k, v                  formats of keys and values, by layers
+  block                 bytes of a block of 128 tokens in all layers
+  bits                  per KV element, all metadata counted
+  capacity tokens       of one request whose blocks all stand on the rung
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``env``."""
-    parser.epilog = "Nothing is loaded but the model's configuration, so the figures are those of a fresh start."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
     common.add_model_arguments(parser)
-    form = parser.add_argument_group("output")
-    form.add_argument("-o", dest="format", choices=("table", "json"), default="table", help="form of the output")
+    results.add_arguments(parser.add_argument_group("output").add_argument)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what ``args`` ask about and return the exit code."""
+    results.check_targets(args)
     facts = {"versions": _versions(), **_capacity(args)}
-    if args.format == "json":
-        import msgspec
-
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode() + "\n")
-    else:
-        _print_tables(facts)
-    return common.EXIT_OK
+    results.deliver(args, lambda form, width: _render(facts, form, width), "facts")
+    return common.EXIT_CAPACITY if facts["model"]["does_not_fit"] else common.EXIT_OK
 
 
 def _versions() -> dict[str, str]:
@@ -81,9 +94,11 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         head_dim=config.head_dim,
         dtype=dtype,
     )
-    weights = config.num_parameters * dtype.itemsize
+    facts = _device(device)
+    weights, free = config.num_parameters * dtype.itemsize, facts["free_bytes"]
     context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
+    capacities, shortage = _capacities(ladder, nbytes)
     model = {
         "name": args.model or "demo",
         "architecture": config.architecture,
@@ -91,17 +106,28 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": weights,
         "context_tokens": context,
+        "does_not_fit": _excess(weights, nbytes, free) or shortage,
     }
     kv = {
         "preset": ladder.name,
         "policy": _policy(ladder),
         "sink_tokens": ladder.sink,
         "recent_tokens": ladder.recent,
-        "admission": f"counts requests on {ladder.rungs[ladder.admit_at].name}",
+        "admission": _admission(ladder),
         "memory_bytes": nbytes,
-        "rungs": _rungs(ladder, nbytes),
+        "rungs": _rungs(ladder, capacities),
     }
-    return {"device": _device(device), "model": model, "kv": kv}
+    return {"device": facts, "model": model, "kv": kv}
+
+
+def _excess(weights: int, kv_nbytes: int, free: int) -> str | None:
+    """Why the model cannot be started here, if so."""
+    if weights > free:
+        return f"weights need {format_size(weights)}, {format_size(free)} are free"
+    if weights + kv_nbytes > free:
+        left = format_size(free - weights)
+        return f"KV memory of {format_size(kv_nbytes)}, {left} are free beside the weights"
+    return None
 
 
 def _policy(ladder: Ladder) -> str:
@@ -113,22 +139,36 @@ def _policy(ladder: Ladder) -> str:
     return "pressure: blocks step down when memory runs short"
 
 
+def _admission(ladder: Ladder) -> str:
+    name = ladder.rungs[ladder.admit_at].name
+    return f"a request starts while all running ones and it fit with their blocks on {name}"
+
+
 def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: int, device: torch.device) -> int:
     """KV memory as the engine would choose it, once the weights have taken theirs."""
     from qkv_engine.memory import default_kv_memory, free_memory
     from qkv_engine.startup import most_nbytes
 
     if args.kv_memory is not None:
-        return parse_size(args.kv_memory, field="kv_memory", free=free_memory(device))
+        left = max(100, free_memory(device) - weights)  # a share of nothing is no size; 1 % of this is
+        return parse_size(args.kv_memory, field="kv_memory", free=left)
     most = most_nbytes(ladder, EngineConfig().max_num_seqs, context)
     taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
-def _rungs(ladder: Ladder, nbytes: int) -> list[dict[str, Any]]:
+def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], str | None]:
+    """Tokens that ``nbytes`` hold on each rung, and why they hold none, if so."""
     from qkv_engine.bench.sizing import planned_cache
 
-    tables = planned_cache(ladder, nbytes).tables
+    try:
+        tables = planned_cache(ladder, nbytes).tables
+    except CapacityError as error:
+        return [0] * len(ladder.rungs), str(error)
+    return [tables.max_tokens(number) for number in range(len(ladder.rungs))], None
+
+
+def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
     return [
         {
             "rung": rung.name,
@@ -137,18 +177,18 @@ def _rungs(ladder: Ladder, nbytes: int) -> list[dict[str, Any]]:
             "block_bytes": rung.block_nbytes,
             "bytes_per_token": rung.token_nbytes,
             "effective_bits": rung.effective_bits,
-            "capacity_tokens": tables.max_tokens(number),
+            "capacity_tokens": capacity,
         }
-        for number, rung in enumerate(ladder.rungs)
+        for rung, capacity in zip(ladder.rungs, capacities, strict=True)
     ]
 
 
 def by_layers(names: Sequence[str]) -> str:
-    """The formats of all layers, equal neighbours together: "0-6 int4-token-128, 7 dense16"."""
+    """The formats of all layers, equal neighbours together: "layers 0-6: int4-token-128, layer 7: dense16"."""
     parts, first = [], 0
     for name, group in groupby(names):
         last = first + len(list(group)) - 1
-        parts.append(f"{first}-{last} {name}" if last > first else f"{first} {name}")
+        parts.append(f"layers {first}-{last}: {name}" if last > first else f"layer {first}: {name}")
         first = last + 1
     return ", ".join(parts)
 
@@ -156,44 +196,79 @@ def by_layers(names: Sequence[str]) -> str:
 def _device(device: torch.device) -> dict[str, Any]:
     import torch
 
+    from qkv_engine.bench.provenance import device_name, num_cpus
     from qkv_engine.memory import free_memory
 
-    facts: dict[str, Any] = {"name": str(device), "free_bytes": free_memory(device)}
+    facts: dict[str, Any] = {"name": str(device), "product": device_name(str(device))}
+    facts["free_bytes"] = free_memory(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return {**facts, "total_bytes": properties.total_memory, "product": properties.name}
-    return {**facts, "threads": torch.get_num_threads(), "product": platform.machine()}
+        facts["total_bytes"] = torch.cuda.get_device_properties(device).total_memory
+    return {**facts, "threads": torch.get_num_threads(), "cpus": num_cpus()}
 
 
-def _print_tables(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+@dataclass(frozen=True)
+class _Fact:
+    """One line of ``env``'s CSV; of a rung the section is "kv.NAME"."""
 
-    from .live_tail import render_lines
+    section: str
+    name: str
+    value: Any
 
-    # Where nobody looks at a screen there is no width to keep to.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+
+def _render(facts: dict[str, Any], form: str, width: int | None) -> str:
+    from qkv_engine.bench import report, table
+
+    if form in ("json", "jsonl"):
+        return report.as_json(facts, indent=2 if form == "json" else None) + "\n"
+    if form == "csv":
+        return report.as_csv(list(_flat(facts)))
+    shown = [(section, name, _in_words(name, value)) for section, name, value in _entries(facts)]
+    rungs = _rungs_table(facts["kv"]["rungs"])
+    if form == "md":
+        cells = [[section, _label(name), value] for section, name, value in shown]
+        listing = table.Table("", ["section", "name", "value"], cells, [], group=None, text=("name", "value"))
+        return table.as_markdown(listing) + "\n" + table.as_markdown(rungs)
+    longest = max(len(_label(name)) for _, name, _ in shown)
+    parts = []
+    for section in facts:
+        entries = [(f"{_label(name):{longest}}", value) for found, name, value in shown if found == section]
+        parts.append(table.as_listing(section, entries, width))
+    return "".join(parts) + "\n" + table.as_text(rungs, width)
+
+
+def _entries(facts: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Section, name and value of all that is no rung; without what there is nothing to say of."""
     for section, entries in facts.items():
-        table.add_row(Text(section, style="bold"))
         for name, value in entries.items():
-            if name != "rungs":
-                table.add_row(f"  {_label(name)}", Text(_in_words(name, value)))
-    rungs = Table(box=None, padding=(0, 2, 0, 2))
-    for name in facts["kv"]["rungs"][0]:
-        rungs.add_column(_label(name), justify="left" if name in ("rung", "k", "v") else "right")
+            if name != "rungs" and value is not None:
+                yield section, name, value
+
+
+def _flat(facts: dict[str, Any]) -> Iterator[_Fact]:
+    for entry in _entries(facts):
+        yield _Fact(*entry)
     for rung in facts["kv"]["rungs"]:
-        rungs.add_row(*(_in_words(name, value) for name, value in rung.items()))
-    for line in [*render_lines(console, table), *render_lines(console, rungs)]:
-        console.out(line, highlight=False)
+        for name, value in rung.items():
+            yield _Fact(f"kv.{rung['rung']}", name, value)
+
+
+def _rungs_table(rungs: list[dict[str, Any]]) -> Table:
+    from qkv_engine.bench.table import Table
+
+    headers = [_label(name) for name in rungs[0]]
+    cells = [[_in_words(name, value) for name, value in rung.items()] for rung in rungs]
+    return Table(
+        "", headers, cells, [], group=None, text=("k", "v"), spare=("block", "bits", "v", "k", "bytes per token")
+    )
 
 
 def _label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
+    return name.removesuffix("_bytes").removeprefix("effective_").replace("_", " ")
 
 
 def _in_words(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return format_size(value)
+    if name == "effective_bits":
+        return f"{value:.2f}"
     return f"{value:,.10g}" if isinstance(value, int | float) else str(value)

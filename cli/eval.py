@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qkv_engine.config import DEFAULT_KV
 from qkv_engine.errors import ConfigError
 
-from . import common, results
-from .progress import Bar, progress_bar
+from . import common, results, tasks
+from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine
-    from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, EvalEngine
+    from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, Sample
     from qkv_engine.bench.questions import Task
 
 DEFAULT_TASKS = "ledger:40,lookup:100,addition:10"
 DEFAULT_SAMPLES = 24
 
 
+EPILOG = """\
+A reply is right if what follows its <think> block is exactly the answer. Outputs
+are greedy; every preset of --kv is asked the same questions, all of a task at
+once. Rows go to stdout, progress to stderr; Ctrl-C prints the rows there are.
+
+columns:
+  task, size       the questions and their difficulty
+  samples, right   questions asked; answered exactly right
+  95 % interval    Wilson's interval of the accuracy
+  same as KV       replies equal to the letter to those of the first preset
+  cut              replies ended by --max-tokens
+  bits             per KV element when the most KV was held, metadata counted
+  lowest           fewest bits of any block of any request at its end
+  tokens, seconds  of all replies together
+  demotions        blocks that stepped down to fewer bits
+  preemptions      requests that gave their KV back and were computed again
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``eval``."""
-    parser.epilog = (
-        "A reply is right if what follows its <think> block is exactly the answer. Outputs are greedy; every preset "
-        "of --kv is asked the same questions, all of a task at once. Rows go to stdout, progress to stderr; Ctrl-C "
-        "prints the rows there are."
-    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
     common.add_model_arguments(parser)
     add = parser.add_argument_group("evaluation").add_argument
-    add(
-        "--tasks",
+    tasks.add_argument(
+        add,
+        "tasks",
         metavar="LIST",
         help=f'demo tasks with their sizes, such as "ledger:40,sorting" (default: {DEFAULT_TASKS})',
     )
@@ -51,22 +68,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest reply (default: a little more than the right one's; 512 where that is unknown)",
     )
     results.add_arguments(add)
+    add(
+        "--log-samples",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write every question, the expected and the given answer, and whether it is right",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask what ``args`` want asked and return the exit code."""
-    from qkv_engine.bench.accuracy import accuracy_table, evaluate
+    from qkv_engine.bench.accuracy import evaluate
 
     plan = _plan(args)
-    results.check_targets(args)
+    results.check_targets(args, log_samples=(".jsonl",))
     rows: list[AccuracyRow] = []
+    samples: list[Sample] = []
     try:
-        with progress_bar(len(plan.kvs) * sum(len(task.examples) for task in plan.tasks)) as bar:
-            rows.extend(evaluate(plan, lambda kv: _open_engine(args, kv), watch=_Watch(bar)))
+        with progress_bar(len(plan.kvs) * len(plan.tasks)) as bar:
+            for row in evaluate(plan, lambda kv: _open_engine(args, kv), watch=bar.watch, log=samples.extend):
+                rows.append(row)
+                bar.reach(len(rows))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            results.deliver(args, rows, accuracy_table(rows))
+            _deliver(args, rows, samples)
     return results.exit_code(row.status for row in rows)
+
+
+def _deliver(args: argparse.Namespace, rows: list[AccuracyRow], samples: list[Sample]) -> None:
+    """Rows to stdout and to the file, samples to theirs."""
+    from qkv_engine.bench.accuracy import accuracy_table
+    from qkv_engine.bench.report import as_json, render
+
+    table, extras = accuracy_table(rows), []
+    if args.log_samples is not None:
+        lines = "".join(as_json(asdict(sample)) + "\n" for sample in samples)
+        extras.append(results.Extra(args.log_samples, lines.encode, f"{len(samples)} samples"))
+    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+    results.deliver(args, lambda form, width: render(form, rows, table, width=width), what, *extras)
 
 
 def _plan(args: argparse.Namespace) -> AccuracyPlan:
@@ -77,13 +116,15 @@ def _plan(args: argparse.Namespace) -> AccuracyPlan:
         value = getattr(args, field)
         if value is not None and value < 1:
             raise ConfigError("must be at least 1", field=field, value=value)
-    tasks: tuple[Task, ...] = ()
-    if args.tasks is not None or args.data is None:
-        tasks = parse_tasks(args.tasks or DEFAULT_TASKS, samples=args.samples, seed=args.seed)
+    asked: tuple[Task, ...] = ()
+    given = tasks.given(args)
+    if given is not None or args.data is None:
+        text, field = (DEFAULT_TASKS, "tasks") if given is None else (given.text, given.field)
+        asked = parse_tasks(text, samples=args.samples, seed=args.seed, field=field)
     if args.data is not None:
-        tasks += (read_questions(args.data, samples=args.samples),)
+        asked += (read_questions(args.data, samples=args.samples),)
     kvs = common.kv_list(args.kv or DEFAULT_KV)
-    return AccuracyPlan(model=args.model or "demo", kvs=kvs, tasks=tasks, max_tokens=args.max_tokens)
+    return AccuracyPlan(model=args.model or "demo", kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
 
 
 def _open_engine(args: argparse.Namespace, kv: str) -> Engine:
@@ -92,17 +133,3 @@ def _open_engine(args: argparse.Namespace, kv: str) -> Engine:
     from qkv_engine import Engine
 
     return Engine(**common.engine_options(args) | {"kv": kv, "prefix_caching": False})
-
-
-class _Watch:
-    """Moves the bar by one for every answered question."""
-
-    def __init__(self, bar: Bar):
-        self._bar = bar
-
-    def __call__(self, kv: str, task: Task, engine: EvalEngine) -> AbstractContextManager[None]:
-        def count() -> int:
-            stats = engine.stats()
-            return stats.num_finished + stats.num_failed
-
-        return self._bar.following(f"{kv}, {task.label}", len(task.examples), count)

@@ -1,67 +1,106 @@
-"""A progress bar on stderr that measurements share."""
+"""Progress on stderr that measurements share: a bar on a terminal, elsewhere a line for each thing begun."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from qkv_engine.errors import QKVError
 
+from .text import one_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-POLL_SECONDS = 0.5
+    from qkv_engine.bench.watch import Watched, Work
+
+STOPPING = "stopping after the step under way"
+POLL_SECONDS = 0.5  # between two looks at an engine, which answers between two of its steps
+SPEED_SECONDS = 600.0  # of the past from which the time left is told; sizes differ, so much of it
 
 
 class Bar:
-    """The bar of one command: what is being done, and how much of it is."""
+    """How many of ``total`` rows are there, and what is being done. ``progress`` is None where no bar can be drawn."""
 
-    def __init__(self, progress: Progress, total: int):
-        self._progress, self._task = progress, progress.add_task("loading", total=total)
-        self._done = 0
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress, self._total = progress, total
+        self._task = None if progress is None else progress.add_task("loading", total=total)
+        self._rows = 0
+        self._done = 0.0  # rows, and parts of the next one
+        self._name = ""
 
-    def begin(self, description: str) -> None:
-        """Says what comes next."""
-        self._progress.update(self._task, description=description)
-
-    def advance(self, steps: int = 1) -> None:
-        """So much more is done."""
-        self._done += steps
-        self._progress.update(self._task, completed=self._done)
+    def reach(self, rows: int) -> None:
+        """So many rows are there."""
+        self._rows = rows
+        self._done = rows
+        self._update(rows)
 
     @contextmanager
-    def following(self, description: str, steps: int, count: Callable[[], int]) -> Iterator[None]:
-        """Work of ``steps``, of which ``count`` says how many are done while it goes on."""
+    def watch(self, work: Work, engine: Watched) -> Iterator[None]:
+        """Follows ``work`` while it goes on."""
+        if work.name != self._name:
+            self._name = work.name
+            self._say(work.name, f"{self._rows + 1} of {self._total}: {work.name}")
         ended = Event()
 
         def poll() -> None:
             with suppress(QKVError):  # the work itself reports what broke
                 while not ended.wait(POLL_SECONDS):
-                    self._progress.update(self._task, completed=self._done + min(count(), steps))
+                    self._update(self._done + work.share * work.done(engine.stats()))
 
         thread = Thread(target=poll, daemon=True)
-        self.begin(description)
-        if not self._progress.disable:
+        if self._progress is not None:
             thread.start()
         try:
             yield
+            self._done += work.share
+        except KeyboardInterrupt:
+            self._say(STOPPING, STOPPING)
+            raise
         finally:
             ended.set()
             if thread.is_alive():
                 thread.join()
-            self.advance(steps)
+            self._update(self._done)
+
+    def _say(self, on_bar: str, line: str) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=on_bar)
+        else:
+            note(line)
+
+    def _update(self, done: float) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=min(done, self._total))
+
+
+def note(line: str) -> None:
+    """Says ``line`` on stderr, if there is one: ``print`` would take stdout in its place."""
+    if sys.stderr is not None:
+        print(f"qkv-engine: {one_line(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Bar]:
-    """The bar, gone when the work ends; silent where stderr is no terminal."""
+    """A bar of ``total`` rows, gone when the work ends; lines where stderr is no terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    is_silent = not console.is_terminal or console.is_dumb_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_silent) as progress:
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield Bar(None, total)
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = (TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*columns, *left, console=console, transient=True, speed_estimate_period=SPEED_SECONDS) as progress:
         yield Bar(progress, total)

@@ -1,57 +1,102 @@
-"""Where measured rows go: stdout in the form asked for, and a file; the exit code they stand for."""
+"""Where results go: stdout in the form asked for, and files; the exit code they stand for."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
+from .progress import note
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+Form = Callable[[str, int | None], str]  # the text of a format, in so many columns; None: the terminal's
 
-    from qkv_engine.bench.report import Table
 
-FORMATS = ("table", "md", "csv", "json", "jsonl")
+class Extra(NamedTuple):
+    """A file beside the results: its path, its contents when they are wanted, and its name in the report."""
+
+    path: Path
+    contents: Callable[[], bytes]
+    what: str
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
-    """The options that say where rows go; ``add`` is an argument group's ``add_argument``."""
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too, in the form its suffix names")
+    """The options that say where results go; ``add`` is an argument group's ``add_argument``."""
+    add(
+        "-o",
+        "--format",
+        choices=FORMATS,
+        default="table",
+        metavar="FORMAT",
+        help=f"form of what is printed: {', '.join(FORMATS)} (default: %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"write it to FILE too, in the form of its suffix ({', '.join(SUFFIXES)}), without one in FORMAT",
+    )
 
 
-def check_targets(args: argparse.Namespace, *fields: str) -> None:
-    """Refuse before the run what could not be written after it: ``--output``, and the paths of other ``fields``."""
-    for field in ("output", *fields):
+def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
+    """Refuse before the run what could not be written after it: ``--output``, and other files by option.
+
+    ``suffixes`` are those that an option's file may have.
+    """
+    from qkv_engine.bench.files import check_writable
+
+    seen: set[Path] = set()
+    for field in ("output", *suffixes):
         path: Path | None = getattr(args, field)
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError("no such folder", field=field, value=str(path))
+        if path is None:
+            continue
+        if field == "output":
+            format_of(path, args.format)
+        elif path.suffix.lower() not in suffixes[field]:
+            remedy = f"Use {', '.join(suffixes[field])}"
+            raise ConfigError("its suffix names no known form", field=field, value=str(path), remedy=remedy)
+        check_writable(path, field)
+        if path.resolve() in seen:
+            raise ConfigError("another option writes this file", field=field, value=str(path))
+        seen.add(path.resolve())
 
 
-def deliver(
-    args: argparse.Namespace, rows: Sequence[DataclassInstance], table: Table, *more: Callable[[], None]
-) -> None:
-    """Rows to stdout, to the file, and ``more``; each is tried, whatever befalls the others."""
-    from qkv_engine.bench.report import PLAIN_WIDTH, SUFFIXES, render, write_file
+def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> None:
+    """Results to stdout, to ``--output``, and the extras to their files; each is tried, whatever befalls the others.
+
+    The last line on stderr says which files were written; ``what`` names the results there.
+    """
+    from qkv_engine.bench.files import write_file
+    from qkv_engine.bench.table import PLAIN_WIDTH
+
+    files = list(extras)
+    if args.output is not None:
+        kind = format_of(args.output, args.format)
+        files.insert(0, Extra(args.output, lambda: form(kind, PLAIN_WIDTH).encode(), what))
+    written: list[str] = []
+
+    def write(file: Extra) -> None:
+        write_file(file.path, file.contents())
+        written.append(f"{file.what} to {file.path}")
 
     def show() -> None:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        sys.stdout.write(render(args.format, rows, table, width=width))
+        sys.stdout.write(form(args.format, None if sys.stdout.isatty() else PLAIN_WIDTH))
         sys.stdout.flush()
 
-    with ExitStack() as stack:
-        for action in more:
-            stack.callback(action)
-        if args.output is not None:
-            kind = SUFFIXES.get(args.output.suffix.lower(), args.format)
-            stack.callback(write_file, args.output, render(kind, rows, table).encode())
+    def report() -> None:
+        if written:
+            note(f"wrote {', '.join(written)}")
+
+    with ExitStack() as stack:  # calls back in reverse
+        stack.callback(report)
+        for file in reversed(files):
+            stack.callback(write, file)
         stack.callback(show)
 
 

@@ -93,6 +93,10 @@ class FakeEngine:
             effective_bits=4.5,
             num_demotions=3,
             num_preemptions=0,
+            num_finished=0,
+            num_failed=0,
+            prompt_tokens=0,
+            generation_tokens=0,
         )
 
 
@@ -101,6 +105,7 @@ def make_row(**values: Any) -> Row:
     defaults: dict[str, Any] = {
         "model": "demo",
         "device": "cpu",
+        "threads": 2,
         "dtype": "float32",
         "kv": "bf16",
         "batch": 1,

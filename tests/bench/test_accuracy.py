@@ -3,15 +3,16 @@
 import csv
 import io
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qkv_engine import CapacityError, ConfigError, Engine
-from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, accuracy_table, evaluate
+from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, Sample, accuracy_table, evaluate
 from qkv_engine.bench.grading import wilson_interval
+from qkv_engine.bench.provenance import cpu_name
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import render
 from qkv_engine.request import CompletionOutput, KVUsage, RequestMetrics, RequestOutput, SamplingParams
@@ -61,7 +62,7 @@ class Oracle:
 
     def stats(self) -> Any:
         counts = {"generation_tokens": 40, "num_demotions": 3, "num_preemptions": 1, "effective_bits": 5.5}
-        return SimpleNamespace(device="cpu", dtype="float32", **counts)
+        return SimpleNamespace(device="cpu", dtype="float32", kv_bytes_total=2**20, **counts)
 
 
 def plan(**values: Any) -> AccuracyPlan:
@@ -86,6 +87,29 @@ def test_figures_are_exact(demo_engine: Engine) -> None:
     assert (row.effective_bits, row.lowest_bits, row.output_tokens) == (5.5, 4, 40)
     assert (row.demotions, row.preemptions, row.status, row.detail) == (3, 1, "ok", None)
     assert all(oracle.closed == 1 for oracle in oracles.values())
+    assert (row.kv_bytes_total, row.seed, row.device_name) == (2**20, 0, cpu_name())
+
+
+def test_samples_are_logged_with_what_was_said(demo_engine: Engine) -> None:
+    samples: list[Sample] = []
+    oracles = {"bf16": Oracle(demo_engine.tokenizer), "int4": Oracle(demo_engine.tokenizer, wrong=1)}
+    list(evaluate(plan(), lambda kv: oracles[kv], log=samples.extend))
+    assert [(s.kv, s.task, s.index) for s in samples] == [
+        (kv, task, index) for kv in ("bf16", "int4") for task in ("addition", "lookup") for index in range(4)
+    ]
+    assert [s.right for s in samples] == [True] * 8 + [False, True, True, True] * 2
+    wrong, right = samples[8], samples[9]
+    example = TASKS[0].examples[0]
+    assert (wrong.question, wrong.expected, wrong.answer) == (example.prompt, example.answer, "")
+    assert (wrong.reply, wrong.finish_reason) == ("<think>no", "length")
+    assert right.answer == right.expected and right.reply.endswith(right.answer) and "<think>" in right.reply
+
+
+def test_a_preset_that_never_stepped_down_is_named_with_its_task(demo_engine: Engine) -> None:
+    rows = rows_of({"int4": Oracle(demo_engine.tokenizer)}, kvs=("int4",))
+    rows = [rows[0], replace(rows[1], demotions=0)]
+    (note,) = accuracy_table(rows).notes
+    assert note.startswith("lookup int4: no block was filled, which takes 160 tokens")
 
 
 def test_a_task_that_fails_is_a_row_and_the_next_has_a_new_engine(demo_engine: Engine) -> None:

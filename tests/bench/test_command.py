@@ -1,6 +1,7 @@
 """``qkv-engine bench`` over the fake engine: exit codes, streams, files; and once over the real one."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,10 @@ def test_rows_go_to_stdout_and_nothing_else(
         *(("bf16", 1), ("bf16", 2), ("bf16", 4)),
         *(("fp32", 1), ("fp32", 2), ("fp32", 4)),
     ]
-    assert err == ""
+    assert err.splitlines() == [
+        f"qkv-engine: {i} of 6: {kv}, batch {batch}"
+        for i, (kv, batch) in enumerate([(kv, batch) for kv in ("bf16", "fp32") for batch in (1, 2, 4)], 1)
+    ]
 
 
 @pytest.mark.parametrize(("words", "batches"), [([], [1]), (["--batch-sweep"], [1, 2, 4, 8, 16, 32])])
@@ -99,17 +103,43 @@ def test_interrupted_before_the_first_row_prints_nothing(
         ["--task", "ledger", "--shape", "demo"],
         ["--kv-memory", "0x"],
         ["--output", "/nowhere/at/all.json"],
-        ["--plot", "speed.pdf"],
+        ["--output", "/tmp"],
+        ["--output", "/proc/x.csv"],
+        ["--output", "rows.foo"],
+        ["--plot", "speed.gif"],
+        ["--plot", "/proc/speed.png"],
+        ["--plot", "same.txt", "--output", "same.txt"],
+        ["--task", "ledger:2", "--input-len", "16"],
+        ["--tasks", "ledger:2", "--output-len", "4"],
+        ["--task", "ledger:2", "--tasks", "ledger:2"],
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, raises={1: AssertionError("ran")})
-    model = [word for word in words if "/" in word and not word.endswith(".json")]
+    model = [word for word in words if word == "some/model"]
     assert main(["bench", *model, *(word for word in words if word not in model)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--task", "--tasks"])
+def test_an_unknown_task_is_named_by_the_option_it_was_given_by(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", option, "poetry"]) == 2
+    assert re.search(rf"error: -*{option[2:]}\b.*not a task", capsys.readouterr().err)
+
+
+def test_the_last_line_says_what_was_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch)
+    rows, plot = tmp_path / "rows.csv", tmp_path / "speed.svg"
+    assert main(["bench", "--batch-sweep", "1,4", "--format", "md", "--output", str(rows), "--plot", str(plot)]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"qkv-engine: wrote 2 rows to {rows}, a plot to {plot}"
+    assert plot.read_bytes().startswith(b"<?xml")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("rows.json", "json"), ("rows.csv", "csv"), ("rows", "jsonl")])
@@ -154,7 +184,12 @@ def test_full_file_still_prints_the_rows_and_fails() -> None:
     done = run_program("-o", "json", "--output", "/dev/full", stdout=subprocess.PIPE)
     assert done.returncode == 1
     assert json.loads(done.stdout)[0]["status"] == "ok"
-    assert "No space left" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "No space left" in done.stderr
+        and "/dev/full" in done.stderr
+        and "wrote" not in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_full_stdout_still_writes_the_file_and_fails(tmp_path: Path) -> None:
@@ -168,7 +203,13 @@ def test_full_stdout_still_writes_the_file_and_fails(tmp_path: Path) -> None:
 def test_closed_pipe_is_quiet() -> None:
     command = f"{sys.executable} -c '{PROGRAM}' -o csv --batch-sweep | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
+    assert all(" of 6: auto, batch " in line for line in done.stderr.splitlines())
+
+
+def test_without_a_stderr_nothing_but_rows_goes_to_stdout(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c '{PROGRAM}' -o json --output {tmp_path}/rows.csv 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0 and json.loads(done.stdout)[0]["status"] == "ok"
 
 
 def test_help_is_light() -> None:

@@ -1,10 +1,12 @@
 """Questions: tasks by name and size, files of one's own, and requests long enough for a right reply."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from qkv_engine import Engine
+from qkv_engine.bench import questions
 from qkv_engine.bench.grading import is_correct
 from qkv_engine.bench.questions import DEFAULT_SIZES, ask, parse_tasks, read_questions
 from qkv_engine.bench.tasks import TASKS
@@ -51,13 +53,49 @@ def test_questions_of_a_file(tmp_path: Path, demo_engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "7", '{"prompt": "a"}', '{"prompt": 1, "answer": "b"}', '{"prompt": "a", "answer": 2}']
+    "line",
+    [
+        *("{", "[]", "7", '{"prompt": "a"}', '{"prompt": 1, "answer": "b"}', '{"prompt": "a", "answer": 2}'),
+        '{"prompt": "a", "answer": "b", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"prompt": "\\ud800", "answer": "b"}',
+    ],
+    ids=lambda line: line[:40],
 )
 def test_a_line_that_is_no_question_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
     with pytest.raises(ConfigError, match="line 2 is no question"):
         read_questions(path, samples=5)
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b\x85", "answer": "c"}\r\n'.encode())
+    assert [e.prompt for e in read_questions(path, samples=5).examples] == ["a\u2028b\x85"]
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"data=.*not a regular file"):
+            read_questions(path, samples=5)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "big.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    monkeypatch.setattr(questions, "MAX_FILE_NBYTES", path.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"data=.*larger than 30 B"):
+        read_questions(path, samples=1)
+    monkeypatch.setattr(questions, "MAX_FILE_NBYTES", path.stat().st_size)
+    assert len(read_questions(path, samples=1).examples) == 1
+
+
+def test_bytes_that_are_no_text_are_a_line_that_is_no_question(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.jsonl"
+    path.write_bytes(b'{"prompt": "\xff", "answer": "b"}')
+    with pytest.raises(ConfigError, match="line 1 is no question"):
+        read_questions(path, samples=1)
 
 
 def test_a_file_without_questions(tmp_path: Path) -> None:

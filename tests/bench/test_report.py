@@ -3,15 +3,15 @@
 import csv
 import io
 import json
-import os
-import stat
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
-from qkv_engine.bench.report import FORMATS, render, sweep_table, write_file
+from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
+from qkv_engine.bench.report import render, sweep_table, unfilled_notes, workload_table
 from qkv_engine.bench.sweep import Row
+from qkv_engine.errors import ConfigError
 
 from .fake import make_row
 
@@ -73,7 +73,7 @@ def test_table_is_humanised_and_leaves_empty_columns_out() -> None:
     assert "preemptions" not in table.headers and "demotions" in table.headers
     assert "status" not in sweep_table(ROWS[:2]).headers
     assert not any(header.startswith("vs") for header in sweep_table(ROWS[:2]).headers)
-    assert table.title == "demo · cpu · float32 · 16 in, 8 out · median of 3 runs"
+    assert table.title == "demo · cpu, 2 threads · float32 · 16 in, 8 out · median of 3 runs"
 
 
 def test_table_gives_each_reason_once() -> None:
@@ -86,7 +86,7 @@ def test_table_text_is_aligned_and_plain() -> None:
     assert lines[0].startswith("demo")
     assert "\x1b" not in text("table")
     header = next(line for line in lines if "TTFT ms" in line)
-    body = [line for line in lines if line.startswith((" bf16", " int4"))]
+    body = [line for line in lines if line.startswith(("bf16  ", "int4  "))]
     assert len(body) == len(ROWS)
     assert all(line.rstrip()[: header.index("out tok/s") + 9].endswith(("0.0", "  ")) for line in body[:3])
 
@@ -101,44 +101,38 @@ def test_every_format_ends_with_a_newline(kind: str) -> None:
     assert text(kind).endswith("\n") and not text(kind).endswith("\n\n")
 
 
-def test_a_file_is_replaced_and_no_draft_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text("old")
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-    assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0o666 & ~_umask() & 0o077
+def test_rows_say_where_they_come_from() -> None:
+    wanted = "engine_version torch_version date device device_name threads dtype seed kv_bytes_total"
+    assert set(wanted.split()) <= {field.name for field in fields(Row)}
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text("old")
-
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="No space"):
-        write_file(path, b"new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_task_is_in_the_title_and_lengths_are_averages() -> None:
+    rows = [make_row(task="ledger 100", repeats=1, input_len=2012, output_len=800)]
+    assert "ledger 100 · 2,012 in, 800 out on average · KV memory 4.0 MiB" in workload_table(rows).title
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").write_text("old")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    write_file(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_bytes() == b"new"
+@pytest.mark.parametrize(("kv", "tokens"), [("int8", 160), ("int4", 160), ("kivi-4", 256)])
+def test_an_eager_preset_that_filled_no_block_says_so(kv: str, tokens: int) -> None:
+    (note,) = sweep_table([make_row(), make_row(kv=kv)]).notes
+    assert note == f"{kv}: no block was filled, which takes {tokens} tokens of context: all KV stayed at 16 bits"
 
 
-def test_a_full_device_is_an_error_and_stays_a_device() -> None:
-    with pytest.raises(OSError, match="No space left"):
-        write_file(Path("/dev/full"), b"x")
-    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+def test_a_preset_that_never_ran_short_says_so() -> None:
+    (note,) = workload_table([make_row(kv="auto", task="ledger 2")]).notes
+    assert note == "auto: no block stepped down, which takes 160 tokens and too little memory: all KV stayed at 16 bits"
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def test_presets_of_one_reason_share_a_line_and_those_that_stepped_down_are_quiet() -> None:
+    rows = [make_row(kv=kv, batch=batch) for kv in ("int8", "int4", "bf16", "somebody's") for batch in (1, 2)]
+    rows += [make_row(kv="kivi-2", demotions=1), make_row(kv="kivi-2", batch=2)]
+    (note,) = unfilled_notes(rows, [row.kv for row in rows])
+    assert note.startswith("int8, int4: no block")
+    missing = make_row(kv="int4", status="does not fit", demotions=None)
+    assert unfilled_notes([missing], ["int4"]) == []
+
+
+def test_a_suffix_names_the_form() -> None:
+    assert {format_of(Path(f"rows{suffix.upper()}"), "md") for suffix in SUFFIXES} == set(FORMATS)
+    assert format_of(Path("/dev/stdout"), "md") == "md"
+    with pytest.raises(ConfigError, match=r"output='x.tar.gz': .gz is no known form.*\.json, .*\.csv"):
+        format_of(Path("x.tar.gz"), "md")

@@ -1,9 +1,16 @@
 """The sweep over a fake engine with exact times: rows, what does not fit, what fails, what interrupts."""
 
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 
+from qkv_engine import __version__
+from qkv_engine.bench.provenance import cpu_name
 from qkv_engine.bench.sweep import Row, SweepPlan, ordinary_tokens, parse_batches, random_prompts, sweep
+from qkv_engine.bench.watch import Work, work_of
 from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError
+from qkv_engine.request import SamplingParams
 
 from .fake import BLOCK, FakeEngine
 
@@ -132,10 +139,45 @@ def test_an_interrupt_leaves_the_rows_and_closes_the_engine() -> None:
     assert engine.closed == 1
 
 
-def test_progress_is_told_of_every_run() -> None:
-    told: list[tuple[str, int]] = []
-    list(sweep(plan(), lambda kv: FakeEngine(), on_run=lambda kv, batch: told.append((kv, batch))))
-    assert told == [("bf16", 1)] * 3 + [("bf16", 4)] * 3
+def test_every_run_can_be_watched() -> None:
+    seen: list[Work] = []
+
+    def watch(work: Work, engine: object) -> AbstractContextManager[None]:
+        seen.append(work)
+        return nullcontext()
+
+    list(sweep(plan(), lambda kv: FakeEngine(), watch=watch))
+    assert seen == [Work("bf16, batch 1", 1, 16, 11, 1 / 3)] * 3 + [Work("bf16, batch 4", 4, 64, 44, 1 / 3)] * 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "done"),
+    [
+        ((0, 0, 0, 0), 0),
+        ((1, 0, 0, 0), 0.25),
+        ((1, 1, 160, 0), 0.5),
+        ((0, 0, 160, 0), 0.25),
+        ((0, 0, 320, 10), 0.75),
+        ((0, 0, 900, 0), 0.5),  # recomputed prompts are no progress
+        ((0, 0, 900, 90), 1),
+    ],
+)
+def test_how_far_work_is(counts: tuple[int, int, int, int], done: float) -> None:
+    names = ("num_finished", "num_failed", "prompt_tokens", "generation_tokens")
+    stats = SimpleNamespace(**dict(zip(names, counts, strict=True)))
+    assert Work("", 4, 320, 20).done(stats) == pytest.approx(done)
+
+
+def test_work_of_one_and_of_several_parameters() -> None:
+    params = SamplingParams(max_tokens=10)
+    assert work_of("a", [[1, 2], [3]], params) == Work("a", 2, 3, 20)
+    assert work_of("a", [[1, 2], [3]], [params, SamplingParams(max_tokens=5)], 0.5) == Work("a", 2, 3, 15, 0.5)
+
+
+def test_rows_say_where_they_come_from() -> None:
+    ran, missing = rows_of(plan(seed=7), FakeEngine(raises={4: CapacityError("no room")}))
+    assert (ran.device, ran.device_name, ran.seed, ran.engine_version) == ("cpu", cpu_name(), 7, __version__)
+    assert (missing.device, missing.seed, missing.engine_version) == (None, 7, __version__)
 
 
 @pytest.mark.parametrize(

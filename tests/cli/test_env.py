@@ -1,14 +1,19 @@
 """``env``: versions, and capacities that agree with what the engine allocates."""
 
+import csv
+import io
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qkv_engine import Engine, __version__
-from qkv_engine.cli import main
+from qkv_engine import Engine, __version__, memory
+from qkv_engine.bench.provenance import cpu_name
+from qkv_engine.cli import env, main
 
 
 def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -35,11 +40,11 @@ def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
     first, last = found["rungs"][0], found["rungs"][-1]
     assert (first["capacity_tokens"], last["capacity_tokens"]) == (stats.kv_tokens_capacity, stats.kv_tokens_floor)
     assert (first["rung"], first["k"], first["bytes_per_token"], first["effective_bits"]) == (
-        *("dense16", "0-7 dense16"),
+        *("dense16", "layers 0-7: dense16"),
         *(8192, 16),
     )
     bits = {"auto": 4, "kivi-2": 2}[kv]
-    assert (last["k"], last["v"]) == (f"0-7 int{bits}-channel-128", f"0-7 int{bits}-token-128")
+    assert (last["k"], last["v"]) == (f"layers 0-7: int{bits}-channel-128", f"layers 0-7: int{bits}-token-128")
     assert last["effective_bits"] == bits + 0.25 + 8 * 256 / (4 * 128 * 128)  # tops of K and V padded to 128 bytes each
     assert last["bytes_per_token"] == last["block_bytes"] / 128 == last["effective_bits"] * 8192 / 16
     policy, sink, recent = {"auto": ("pressure", 32, 0), "kivi-2": ("eager", 0, 128)}[kv]
@@ -47,9 +52,7 @@ def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_layers_alike_are_named_together():
-    from qkv_engine.cli.env import by_layers
-
-    assert by_layers(["a"] * 3 + ["b"] + ["a"] * 2) == "0-2 a, 3 b, 4-5 a"
+    assert env.by_layers(["a"] * 3 + ["b"] + ["a"] * 2) == "layers 0-2: a, layer 3: b, layers 4-5: a"
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]):
@@ -58,12 +61,56 @@ def test_versions(capsys: pytest.CaptureFixture[str]):
     assert versions["torch"][0].isdigit()
 
 
-def test_a_shape_needs_no_weights(capsys: pytest.CaptureFixture[str]):
+def with_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: nbytes)
+
+
+def test_a_shape_needs_no_weights(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    with_free(monkeypatch, 2**36)
     words = ("--kv", "bf16", "--kv-memory", "20GiB", "--dtype", "bfloat16", "--device", "cpu")
     found = facts(capsys, "llama-3.1-8b", *words)
     assert found["model"]["parameters"] == 8_030_261_248
     assert found["kv"]["rungs"][0]["bytes_per_token"] == 131072
     assert found["kv"]["rungs"][0]["capacity_tokens"] == 163840
+    assert found["model"]["does_not_fit"] is None
+
+
+@pytest.mark.parametrize(
+    ("free", "reason"),
+    [
+        (8 * 2**30, "weights need 15.0 GiB, 8.0 GiB are free"),
+        (20 * 2**30, "KV memory of 20.0 GiB, 5.0 GiB are free beside the weights"),
+    ],
+)
+def test_what_does_not_fit_is_said_and_is_the_exit_code(
+    free: int, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with_free(monkeypatch, free)
+    words = ["--kv", "bf16", "--kv-memory", "20GiB", "--dtype", "bfloat16", "--device", "cpu"]
+    assert main.main(["env", "llama-3.1-8b", *words]) == 3
+    out = capsys.readouterr().out
+    assert re.search(rf"does not fit +{reason}\n", out) and "163,840" in out
+
+
+def test_memory_without_room_for_a_block_holds_nothing(capsys: pytest.CaptureFixture[str]):
+    assert main.main(["env", "--kv-memory", "1000", "-o", "json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert "no room for one block" in found["model"]["does_not_fit"]
+    assert [rung["capacity_tokens"] for rung in found["kv"]["rungs"]] == [0, 0, 0]
+
+
+def test_a_share_of_what_weights_leave_nothing_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    with_free(monkeypatch, 2**20)
+    assert main.main(["env", "--kv-memory", "1%", "-o", "json"]) == 3
+    assert "weights need" in json.loads(capsys.readouterr().out)["model"]["does_not_fit"]
+
+
+def test_a_share_of_memory_is_of_what_the_weights_leave(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with_free(monkeypatch, 2**30)
+    found = facts(capsys, "--kv-memory", "50%")
+    assert found["kv"]["memory_bytes"] == (2**30 - found["model"]["weights_bytes"]) // 2
 
 
 def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str]):
@@ -71,10 +118,47 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert "\x1b" not in out and all(line == line.rstrip() for line in lines)
-    rungs = next(i for i, line in enumerate(lines) if "effective bits" in line)
-    assert [line.split()[0] for line in lines[rungs:]] == ["rung", "dense16", "int8", "int4"]
+    rungs = next(i for i, line in enumerate(lines) if "bytes per token" in line)
+    assert [line.split()[0] for line in lines[rungs:]] == ["rung", lines[rungs + 1], "dense16", "int8", "int4"]
     values = [line for line in lines[:rungs] if line.startswith("  ")]
     assert len({len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in values}) == 1
+    for label, value in (
+        ("product", re.escape(cpu_name())),
+        ("threads", r"\d+"),
+        ("cpus", r"\d+"),
+        ("weights", "29.5 MiB"),
+    ):
+        assert re.search(rf"^  {label} +{value}$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+def test_capacities_are_whole_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch):
+    args = main._build_parser().parse_args(["env", "--kv-memory", "4GiB"])
+    found = {"versions": env._versions(), **env._capacity(args)}
+    text = env._render(found, "table", width)
+    assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
+    for name, tokens in (("dense16", "519,584"), ("int8", "989,344"), ("int4", "1,931,424")):
+        assert any(line.startswith(name) and line.endswith(tokens) for line in text.splitlines())
+    gone = {120: "", 80: "", 60: "2 more columns: block, bits", 40: "4 more columns: k, v, block, bits"}[width]
+    assert gone in " ".join(text.split()) and ("wider" in text) == bool(gone)
+
+
+def test_markdown_and_csv(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "env.csv"
+    assert main.main(["env", "--kv", "int4", "-o", "md", "--output", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"qkv-engine: wrote facts to {file}\n"
+    rows = {(row["section"], row["name"]): row["value"] for row in csv.DictReader(io.StringIO(file.read_text()))}
+    assert rows["versions", "qkv-engine"] == __version__ and rows["kv.int4", "bytes_per_token"] == "2192.0"
+    assert re.search(rf"\| versions +\| qkv-engine +\| {__version__} +\|", out)
+    assert re.search(r"\| int4 +\| layers 0-7: int4-channel-128 \|", out)
+
+
+def test_the_help_explains_the_rows(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main.main(["env", "--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {name}" in out for name in ("admission", "capacity tokens", "bits", "k, v", "sink, recent tokens"))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +168,8 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
         (["--dtype", "int3"], 2, "dtype='int3'"),
         (["--device", "tpu"], 2, "device='tpu'"),
         (["--kv-memory", "lots"], 2, "--kv-memory='lots'"),
+        (["--kv-memory", "8x"], 2, "not a size"),
+        (["--output", "env.foo"], 2, ".foo is no known form"),
     ],
 )
 def test_wrong_options(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]):
@@ -93,8 +179,6 @@ def test_wrong_options(words: list[str], code: int, message: str, capsys: pytest
 
 
 def test_missing_libraries_are_said_to_be_missing(monkeypatch: pytest.MonkeyPatch):
-    from qkv_engine.cli import env
-
     monkeypatch.setattr(env, "_PACKAGES", ("no-such-library",))
     assert env._versions()["no-such-library"] == "not installed"
 

@@ -10,9 +10,7 @@ from qkv_engine.cli.main import main
 
 def rows_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[dict]:
     assert main(["eval", *words, "-o", "json"]) == code
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
+    return json.loads(capsys.readouterr().out)
 
 
 def test_presets_through_the_real_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -53,10 +51,48 @@ def test_what_does_not_fit_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
         ["--samples", "0"],
         ["--max-tokens", "0"],
         ["--output", "/nowhere/at/all.json"],
+        ["--output", "rows.foo"],
+        ["--log-samples", "/tmp"],
+        ["--log-samples", "samples.csv"],
         ["--data", "/nowhere.jsonl"],
+        ["--data", "/dev/zero"],
+        ["--task", "sorting", "--tasks", "sorting"],
     ],
 )
 def test_mistakes_are_found_before_anything_runs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
+
+
+def test_either_spelling_names_tasks_and_samples_are_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    words = ["--task", "sorting:3", "--samples", "2", "--kv", "bf16,int4", "--kv-memory", "96MiB"]
+    assert main(["eval", *words, "--log-samples", str(log)]) == 0
+    out, err = capsys.readouterr()
+    assert "sorting int4: no block was filled" in out
+    assert err.splitlines() == [
+        "qkv-engine: 1 of 2: bf16, sorting 3",
+        "qkv-engine: 2 of 2: int4, sorting 3",
+        f"qkv-engine: wrote 4 samples to {log}",
+    ]
+    samples = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(sample["kv"], sample["index"]) for sample in samples] == [
+        ("bf16", 0),
+        ("bf16", 1),
+        ("int4", 0),
+        ("int4", 1),
+    ]
+    assert all(sample["right"] == (sample["answer"] == sample["expected"]) for sample in samples)
+    assert all(sample["question"] and sample["reply"].startswith("<think>") for sample in samples)
+
+
+def test_the_help_explains_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    out = capsys.readouterr().out
+    for column in ("95 % interval", "same as", "cut", "lowest", "preemptions"):
+        assert f"  {column}" in out
+    assert "--tasks" in out and "--task " not in out
