@@ -194,7 +194,9 @@ def _one_each(field: str, given: object, prompts: list[object], kind: type) -> l
     if given is None or isinstance(given, kind):
         return [given] * len(prompts)
     if not isinstance(given, list | tuple):
-        remedy = f"Give {kind.__name__}, or a list with one a prompt"
+        remedy = (
+            f"Give {kind.__name__}{'(**options)' if isinstance(given, Mapping) else ''}, or a list with one a prompt"
+        )
         raise RequestError(f"expected {kind.__name__}", field=field, value=given, remedy=remedy)
     if len(given) != len(prompts):
         raise RequestError(f"{len(given)} for {len(prompts)} prompts", field=field, value=given)

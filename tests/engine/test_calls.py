@@ -1,0 +1,210 @@
+"""The forms in which requests are made and outputs read."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import qkv_engine
+from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestStream, SamplingParams
+from qkv_engine.detokenizer import Detokenizer
+from qkv_engine.reasoning import OutputText, ReasoningMarks, find_marks
+
+QUESTION = "What is 47*86?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def test_a_string_is_one_user_message(demo_engine: Engine):
+    output = demo_engine.chat(QUESTION)
+    assert output.text == "4042" and output.finish_reason == "stop"
+    assert output.token_ids == demo_engine.chat(MESSAGES).token_ids == demo_engine.chat(tuple(MESSAGES)).token_ids
+    assert output.reasoning is not None and "47*6" in output.reasoning and "think" not in output.reasoning
+
+
+def test_several_conversations_give_a_list(demo_engine: Engine):
+    other = [{"role": "user", "content": "Sort: 5 99 23 11"}]
+    outputs = demo_engine.chat([MESSAGES, other], request_id=["one", "two"])
+    assert [output.text for output in outputs] == ["4042", demo_engine.chat(other).text]
+    assert [output.request_id for output in outputs] == ["one", "two"]
+    assert len(demo_engine.chat([MESSAGES])) == 1
+
+
+def test_raw_text_on_request(demo_engine: Engine):
+    params = demo_engine.params(separate_reasoning=False)
+    output = demo_engine.chat(MESSAGES, params)
+    assert output.reasoning is None and output.text.endswith("\n\n4042") and "47*6" in output.text
+    tagged = demo_engine.chat(MESSAGES, demo_engine.params(separate_reasoning=False, skip_special_tokens=False)).text
+    assert tagged.startswith("<think>") and "</think>" in tagged
+    completion = demo_engine.generate(output.prompt_token_ids)[0]
+    assert completion.reasoning is None and completion.text == output.text
+
+
+def test_a_stream_adds_up_in_both_parts(demo_engine: Engine):
+    whole = demo_engine.chat(MESSAGES)
+    with demo_engine.stream(MESSAGES) as stream:
+        assert isinstance(stream, RequestStream)
+        outputs = list(stream)
+    assert "".join(output.reasoning_delta for output in outputs) == whole.reasoning
+    assert "".join(output.delta for output in outputs) == whole.text == "4042"
+
+
+def test_a_with_block_left_early_aborts(demo_engine: Engine):
+    long = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+    with demo_engine.stream(MESSAGES, long) as stream:
+        next(stream)
+    assert list(stream) == []
+
+
+def test_params_begin_at_the_models(demo_engine: Engine):
+    changed = demo_engine.params(kv_pinned=True, max_tokens=3)
+    assert changed.temperature == demo_engine.default_params.temperature == 0.0
+    assert changed.kv_pinned and changed.max_tokens == 3
+    with pytest.raises(RequestError, match="kv_flor"):
+        demo_engine.params(kv_flor="int8")
+    with pytest.raises(RequestError, match="temperature"):
+        demo_engine.params(temperature="hot")
+
+
+def test_ids_reach_every_call(demo_engine: Engine):
+    outputs = demo_engine.generate([[5], [6]], SHORT, request_id=["a", "b"])
+    assert [output.request_id for output in outputs] == ["a", "b"]
+    assert demo_engine.generate([5, 6], SHORT, request_id="mine")[0].request_id == "mine"
+    assert demo_engine.chat("hi", SHORT, request_id="hello").request_id == "hello"
+    with pytest.raises(RequestError, match="a live request has this id"):
+        demo_engine.generate([[5], [6]], SHORT, request_id=["c", "c"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.chat(MESSAGES[0]), "a message alone.*list such as"),
+        (lambda e: e.chat([]), "not a conversation"),
+        (lambda e: e.chat([[]]), "not a conversation"),
+        (lambda e: e.chat([5, 6]), "not a conversation"),
+        (lambda e: e.generate(MESSAGES), "messages.*chat"),
+        (lambda e: e.generate("hi", {"max_tokens": 3}), r"params={'max_tokens': 3}.*SamplingParams\(\*\*"),
+        (lambda e: e.generate(["a", "b"], [SHORT]), "1 for 2 prompts"),
+        (lambda e: e.generate([1], 3), "params=3"),
+        (lambda e: e.generate({"text": "x"}), "not a prompt.*prompt_token_ids"),
+        (lambda e: e.stream("x", template_kwargs={"a": 1}), "template_kwargs.*conversations"),
+        (lambda e: e.stream(["a", "b"]), "must hold plain ints, not str"),
+        (lambda e: e.chat("hi", request_id="a\nb"), "request_id"),
+        (lambda e: e.chat("hi", request_id=""), "request_id"),
+    ],
+)
+def test_wrong_forms_say_what_would_work(demo_engine: Engine, call, message: str):
+    with pytest.raises(RequestError, match=message):
+        call(demo_engine)
+
+
+def test_things_print_in_a_line(demo_engine: Engine):
+    output = demo_engine.chat(QUESTION)
+    assert repr(output) == f"<RequestOutput {output.request_id}: {len(output.token_ids)} tokens, stop: '4042'>"
+    assert len(repr(demo_engine.chat("hi", demo_engine.params(max_tokens=500, separate_reasoning=False)))) < 200
+    assert repr(demo_engine) == "<Engine demo on cpu in float32, kv='fp32'>"
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(demo_engine)
+    assert pickle.loads(pickle.dumps(output)) == output
+    assert isinstance(demo_engine.stats(), EngineStats) and KVUsage().blocks == {}
+
+
+def test_every_public_name_is_there():
+    for name in qkv_engine.__all__:
+        assert getattr(qkv_engine, name) is not None
+    assert {"EngineStats", "Logprob", "RungConfig", "DENSE16", "RequestStream"} <= set(qkv_engine.__all__)
+
+
+def test_messages_of_typed_dicts_pass_mypy(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            from pathlib import Path
+            from typing import TypedDict
+            from qkv_engine import Engine, RequestOutput, SamplingParams
+
+            class Message(TypedDict):
+                role: str
+                content: str
+
+            def main(engine: Engine, messages: list[Message], ids: list[int]) -> None:
+                one: RequestOutput = engine.chat(messages)
+                two: RequestOutput = engine.chat("hi", SamplingParams(), request_id="a")
+                many: list[RequestOutput] = engine.chat([messages, messages])
+                more: list[RequestOutput] = engine.generate(ids) + engine.generate([ids, ids]) + engine.generate(["a", "b"])
+                with engine.stream(messages) as stream:
+                    text: str = next(stream).delta
+                print(one, two, many, more, text)
+            """
+        )
+    )
+    links = Path(__file__).resolve().parents[2] / ".typecheck"
+    if not links.exists():
+        pytest.skip("make lint lays out the package for mypy")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--follow-imports", "silent", str(script)],
+        capture_output=True, text=True, env={"MYPYPATH": str(links), "PATH": ""}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- reasoning
+
+
+def output_text(engine: Engine, marks: ReasoningMarks | None, **options) -> OutputText:
+    return OutputText(lambda before: Detokenizer(engine.tokenizer, **options), marks)
+
+
+def test_marks_in_any_place(demo_engine: Engine):
+    tokenizer = demo_engine.tokenizer
+    marks = find_marks(tokenizer)
+    opening, closing = marks.opening, marks.closing
+    space, word, other = (tokenizer.encode(t, add_special_tokens=False) for t in ("\n", "47", "so"))
+
+    def parts(ids: list[int], prompt: list[int] = ()) -> tuple[str | None, str]:  # type: ignore[assignment]
+        found = output_text(demo_engine, marks.after(prompt))
+        for token_id in ids:
+            found.push(token_id)
+        found.finish()
+        return found.reasoning, found.text
+
+    think = [opening, *space, *word, *space, closing]
+    assert parts([*think, *space, *space, *other]) == ("47\n", "so")
+    assert parts([*space, *think, *other]) == ("47\n", "so")
+    assert parts(other + word) == (None, "so47")
+    assert parts([*other, *think, *word]) == (None, "so\n47\n47")  # an answer that speaks of thinking
+    assert parts([*word, closing, *other], prompt=[9, opening, *space]) == ("47", "so")
+    assert parts([*word, *other], prompt=[opening, *word, closing]) == (None, "47so")
+    assert parts([opening, *word]) == ("47", "")
+    assert parts([*think, *think, *other]) == ("47\n\n47\n", "so")
+    assert parts([]) == (None, "")
+
+
+def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine):
+    tokenizer, rng = demo_engine.tokenizer, random.Random(3)
+    marks = find_marks(tokenizer)
+    for _ in range(200):
+        ids = [rng.choice((marks.opening, marks.closing, *range(5, 300))) for _ in range(rng.randint(0, 20))]
+        found, raw = output_text(demo_engine, marks), output_text(demo_engine, None)
+        for token_id in ids:
+            found.push(token_id)
+            raw.push(token_id)
+        found.finish()
+        raw.finish()
+        joined = (found.reasoning or "") + found.text
+        assert "".join(joined.split()) == "".join(raw.text.split())
+
+
+def test_stop_strings_end_either_part(demo_engine: Engine):
+    whole = demo_engine.chat(QUESTION)
+    stopped = demo_engine.chat(QUESTION, demo_engine.params(stop=["282"]))
+    assert stopped.outputs[0].stop_reason == "282" and stopped.text == ""
+    assert stopped.reasoning == whole.reasoning[: whole.reasoning.index("282")]
+    assert demo_engine.chat(QUESTION, demo_engine.params(stop=["42"])).outputs[0].finish_reason == "stop"
