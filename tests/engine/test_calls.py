@@ -138,7 +138,8 @@ def test_messages_of_typed_dicts_pass_mypy(tmp_path: Path):
                 one: RequestOutput = engine.chat(messages)
                 two: RequestOutput = engine.chat("hi", SamplingParams(), request_id="a")
                 many: list[RequestOutput] = engine.chat([messages, messages])
-                more: list[RequestOutput] = engine.generate(ids) + engine.generate([ids, ids]) + engine.generate(["a", "b"])
+                more: list[RequestOutput] = engine.generate(ids) + engine.generate([ids, ids])
+                more += engine.generate(["a", "b"])
                 with engine.stream(messages) as stream:
                     text: str = next(stream).delta
                 print(one, two, many, more, text)
