@@ -182,6 +182,8 @@ class Engine:
         self._finalizer()
         if self._started is not None and self._started.device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._started is not None and self._started.tokenizer is not None:
+            self._started.tokenizer.close()
         self._started = None
 
     def __enter__(self) -> Self:
@@ -239,9 +241,8 @@ class Engine:
             remedy = "Give a list of token ids"
             raise RequestError("this model has no tokenizer", field="prompt", value=prompt, remedy=remedy)
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        text = self.tokenizer.apply_chat_template(prompt, **template_kwargs)
-        return text, self.tokenizer.encode_chat(prompt, **template_kwargs)
+            return prompt, self.tokenizer.encode(prompt, max_tokens=self.max_model_len)
+        return self.tokenizer.chat_prompt(prompt, template_kwargs, max_tokens=self.max_model_len)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         if not params.bad_words:
