@@ -18,7 +18,7 @@ import msgspec
 
 from .errors import ModelError, RequestError
 from .special_marks import clean
-from .template_process import TemplateProcess, WorkerEndedError
+from .template_process import TemplateProcess, WorkerEndedError, start_process
 
 MAX_TEMPLATE_CHARS = 1 << 18
 RENDER_SECONDS = 1.25  # to compile and render, on the clock; ten times what the longest honest conversation takes
@@ -67,7 +67,7 @@ class ChatTemplate:
                     return self._process.ask(request, begin + seconds)
                 except WorkerEndedError:  # perhaps before the request, and by no fault of the template
                     seconds -= time.monotonic() - begin
-            self._process = TemplateProcess(self._source)
+            self._process = start_process(self._source)
             return self._process.ask(request, time.monotonic() + seconds)
         except TimeoutError as error:
             raise RequestError(_LIMITS) from error
@@ -81,17 +81,22 @@ class ChatTemplate:
             self._process = None
 
 
-def select_template(value: object) -> str | None:
-    """The template in tokenizer_config.json: a string, or the one called "default" among named ones."""
+def select_template(value: object, name: str = "default") -> str | None:
+    """The template called ``name`` in tokenizer_config.json: among named ones, or the string that is the default.
+
+    A model with another template for conversations with tools calls it "tool_use". Raises ModelError.
+    """
     if isinstance(value, list):
         named = [item for item in value if isinstance(item, dict) and isinstance(item.get("name"), str)]
         if len(named) < len(value):
             raise ModelError("must be a list of named templates", field="chat_template", value=value)
         value = {item["name"]: item.get("template") for item in named}
     if isinstance(value, dict):
-        value = value.get("default")
+        value = value.get(name)
+    elif name != "default":
+        return None
     if value is not None and not isinstance(value, str):
-        raise ModelError("must be a string, or named templates of which one is called default", field="chat_template")
+        raise ModelError("must be a string, or named ones", field="chat_template")
     return value
 
 

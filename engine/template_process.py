@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 import weakref
+from _thread import start_new_thread
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from .errors import ModelError, RequestError
@@ -20,6 +22,9 @@ START_SECONDS = 10.0  # for Python and Jinja to start on a busy machine; our own
 MAX_FRAME_BYTES = 1 << 27  # of a reply; the longest text allowed takes half of it
 FRAME = struct.Struct(">I")
 _WORKER = Path(__file__).with_name("template_worker.py")
+# Looked up while this module is imported: later an interrupt could leave Python's import lock taken.
+_SPECS = [find_spec(name) for name in ("jinja2", "markupsafe")]
+_FOLDERS = sorted({str(Path(spec.origin).parent.parent) for spec in _SPECS if spec is not None and spec.origin})
 
 
 class WorkerEndedError(Exception):
@@ -130,6 +135,29 @@ class TemplateProcess:
         self._socket.close()
 
 
+def start_process(source: str) -> TemplateProcess:
+    """``TemplateProcess(source)``, made in a thread of its own, where no interrupt finds it half made.
+
+    Raises ModelError.
+    """
+    made: SimpleQueue[TemplateProcess | Exception] = SimpleQueue()
+
+    def make() -> None:
+        try:
+            made.put(TemplateProcess(source))
+        except Exception as error:
+            made.put(error)
+
+    try:
+        start_new_thread(make, ())  # a Thread waits for its start under a lock, which an interrupt could leave taken
+    except RuntimeError as error:
+        raise ModelError(f"the process that renders chat templates cannot start: {error}") from error
+    result = made.get()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
@@ -138,24 +166,18 @@ def _left(deadline: float) -> float:
 
 
 def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    folders = {str(Path(found).parent) for name in ("jinja2", "markupsafe") for found in _locations(name)}
     command = [sys.executable, "-I", "-S", str(_WORKER)]
     nothing = subprocess.DEVNULL
     if sys.platform == "win32":  # a socket is no standard input there: its handle is inherited under its number
         theirs.set_inheritable(True)
         return subprocess.Popen(
-            [*command, str(theirs.fileno()), *folders],
+            [*command, str(theirs.fileno()), *_FOLDERS],
             stdin=nothing, stdout=nothing, stderr=nothing, close_fds=False,
             creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
         )  # fmt: skip
     return subprocess.Popen(
-        [*command, "0", *folders], stdin=theirs.fileno(), stdout=nothing, stderr=nothing, start_new_session=True
+        [*command, "0", *_FOLDERS], stdin=theirs.fileno(), stdout=nothing, stderr=nothing, start_new_session=True
     )
-
-
-def _locations(name: str) -> list[str]:
-    spec = find_spec(name)
-    return [] if spec is None else list(spec.submodule_search_locations or [])
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket, pid: int) -> None:

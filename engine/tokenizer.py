@@ -21,6 +21,7 @@ from .text_stream import TextDecoder, TextStream
 from .tokenizer_parts import check_tokenizer
 
 MAX_FILE_BYTES = 1 << 27
+TEMPLATE_DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": True}
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -34,7 +35,11 @@ class Tokenizer:
         self.vocab_size = self._limits.vocab_size
         self._special_tokens = _special_tokens(config)
         self.chat_template = chat_template
-        self._template = None if chat_template is None else ChatTemplate(chat_template)
+        self._template = self._tool_template = None if chat_template is None else ChatTemplate(chat_template)
+        named = config.get("chat_template")
+        if chat_template is not None and chat_template == select_template(named):
+            for_tools = select_template(named, "tool_use")
+            self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools)
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -60,8 +65,9 @@ class Tokenizer:
 
     def close(self) -> None:
         """Ends the process that renders the chat template, if one runs. May be called again."""
-        if self._template is not None:
-            self._template.close()
+        for template in (self._template, self._tool_template):
+            if template is not None:
+                template.close()
 
     # ---- text and ids
 
@@ -114,17 +120,13 @@ class Tokenizer:
         ``max_tokens`` is that of ``encode``. Raises RequestError, or ModelError without a usable template.
         """
         checked = check_messages(messages, self._marks.mark)
-        variables: dict[str, Any] = {
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **self._special_tokens,
-        }
-        variables |= {**check_template_kwargs(template_kwargs), "messages": checked}
-        if self._template is None:
+        given = check_template_kwargs(template_kwargs)
+        template = self._template if given.get("tools") is None else self._tool_template
+        if template is None:
             remedy = "Put a chat_template.jinja beside tokenizer.json"
             raise ModelError("the model has no chat template", remedy=remedy)
-        text, spans = self._marks.unmark(self._template.render(variables))
+        variables = {**TEMPLATE_DEFAULTS, **self._special_tokens, **given, "messages": checked}
+        text, spans = self._marks.unmark(template.render(variables))
         self._check_text(text, max_tokens)
         return text, self._spell_out(text, spans) if spans else self._ids(self._backend, text, False)
 
