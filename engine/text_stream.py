@@ -20,6 +20,7 @@ from .tokenizer_parts import components
 
 REPLACEMENT = "\ufffd"
 WINDOW_CONTEXT = 6  # prompt tokens a window begins with
+MAX_HELD = 16  # tokens a window holds back at most for a character that is not whole; it is decoded again for each
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -59,7 +60,7 @@ class TextDecoder:
         if self._suffix is not None:
             before = next((i for i in reversed(prompt_ids) if i not in skipped), None)
             return _SuffixStream(self._table, self._halves_of, skipped, before)
-        return _WindowStream(self._backend, skip_special_tokens, prompt_ids)
+        return _WindowStream(self._table, self._is_token, skipped, self._decode, prompt_ids)
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self._token(token_id)
@@ -89,6 +90,15 @@ class TextDecoder:
         rest = token[len(sure) :]
         halves = self._table[token_id] = sure, rest.replace(self._suffix, ""), rest.replace(self._suffix, " ")
         return halves
+
+    def _is_token(self, token_id: int) -> bool:
+        known = self._table[token_id] = self._token(token_id) is not None
+        return known
+
+    def _decode(self, ids: list[int]) -> str:
+        return contain(
+            RequestError, "the tokens cannot be decoded", self._backend.decode, ids, skip_special_tokens=False
+        )
 
     def _token(self, token_id: int) -> str | None:
         return contain(RequestError, "the id cannot be decoded", self._backend.id_to_token, token_id)
@@ -197,12 +207,26 @@ class _SuffixStream:
 class _WindowStream:
     """Any decoder: decodes the last few tokens with and without the newest, and gives the difference."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]):
-        self._backend, self._skip = backend, skip_special_tokens
-        self._ids = list(prompt_ids[-WINDOW_CONTEXT:])
+    __slots__ = ("_decode", "_ids", "_lookup", "_read", "_skipped", "_table")
+
+    def __init__(
+        self,
+        table: dict[int, bool],
+        lookup: Callable[[int], bool],
+        skipped: frozenset[int],
+        decode: Callable[[list[int]], str],
+        prompt_ids: Sequence[int],
+    ):
+        self._table, self._lookup, self._skipped, self._decode = table, lookup, skipped, decode
+        self._ids = [token_id for token_id in prompt_ids[-WINDOW_CONTEXT:] if token_id not in skipped]
         self._read = len(self._ids)  # ids before it are already given out
 
     def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        known = self._table.get(token_id)
+        if not (self._lookup(token_id) if known is None else known):
+            return ""
         self._ids.append(token_id)
         return self._advance(is_last=False)
 
@@ -211,15 +235,20 @@ class _WindowStream:
 
     def _advance(self, is_last: bool) -> str:
         given, known = self._decode(self._ids[: self._read]), self._decode(self._ids)
-        if len(known) <= len(given) or (known.endswith(REPLACEMENT) and not is_last):
+        end = len(self._ids)
+        if not is_last and known.endswith(REPLACEMENT):
+            if end - self._read < MAX_HELD:
+                return ""
+            # No character has so many bytes: the first of them stand for themselves, if the rest agrees.
+            end -= MAX_HELD // 2
+            whole, known = known, self._decode(self._ids[:end])
+            if not whole.startswith(known):
+                return ""
+        if len(known) <= len(given):
             return ""
         del self._ids[: self._read]
-        self._read = len(self._ids)
+        self._read = end - self._read
         return known[len(given) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        message, decode = "the tokens cannot be decoded", self._backend.decode
-        return contain(RequestError, message, decode, ids, skip_special_tokens=self._skip)
 
 
 def _byte_fallback_replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:

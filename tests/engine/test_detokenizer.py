@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,18 @@ def test_worst_case_stop_strings_are_cheap() -> None:
     deltas = [detokenizer.push(letter) for _ in range(1000)]
     assert "".join(deltas) == "a" * 745
     assert detokenizer.finish() == "a" * 255
+
+
+def test_a_text_of_replacement_characters_costs_its_length() -> None:
+    """A token may be U+FFFD itself, or no text at all: what a window holds back stays short."""
+    backend = tokenizers.Tokenizer(models.BPE({"\ufffd": 0, "a": 1, "\ufffdb": 2}, []))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer = Tokenizer(backend, {})
+    for ids in ([0] * 4000, [3] * 4000, [9] * 4000, [1, 0, 0] * 1300 + [2], [0, 2, 9, 3] * 1000):
+        begin = time.process_time()
+        assert stream(Detokenizer(tokenizer), ids)[0] == tokenizer.decode(ids)
+        assert time.process_time() - begin < 1
 
 
 def panicking_tokenizer() -> Tokenizer:
