@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_MEMORY = 1 << 30  # bytes of address space; beyond it the template gets a MemoryError
 MAX_CPU_SECONDS = 1  # of one exchange, rounded up to a full second; the kernel ends the process then
-MAX_TEXT_CHARS = 1 << 24  # of a rendered prompt
+MAX_TEXT_CHARS = 1 << 23  # of a rendered prompt
 MAX_ERROR_CHARS = 500  # of a template's own message, so that it cannot flood a log
 FRAME = struct.Struct(">I")
 
@@ -42,43 +43,59 @@ def main() -> None:
     limit_process()
     stream = cast(BinaryIO, socket.socket(fileno=int(sys.argv[1])).makefile("rwb"))
     reply(stream)  # ready
-    source, template, walks_parts = read_frame(stream), None, False
+    worker = Worker(read_frame(stream))
     while (variables := read_frame(stream)) is not None:
         limit_cpu()
         try:
-            if template is None:
-                template = compile_template(source)
-                walks_parts = loops_over_content(template.environment.parse(source))
-        except Exception as error:  # also RecursionError and Python's own SyntaxError on nested blocks
+            text = worker.render(variables)
+        except BrokenTemplateError as error:
             reply(stream, template_error=describe(error))
-            continue
-        if not walks_parts:
+        except MemoryError:  # what is left of it is in pieces: the next request is for a new process
+            return reply(stream, error=f"it needs more than {MAX_MEMORY >> 20} MiB of memory")
+        except Exception as error:
+            reply(stream, error=describe(error))
+        else:
+            reply(stream, text=text)
+
+
+class BrokenTemplateError(Exception):
+    """The source does not compile."""
+
+
+class Worker:
+    """A source and, once it was compiled, its template."""
+
+    def __init__(self, source: str):
+        self._source = source
+        self._template: jinja2.Template | None = None
+        self._walks_parts = False
+
+    def render(self, variables: dict[str, Any]) -> bytes:
+        """The text in UTF-8. Raises BrokenTemplateError, or whatever the template raises."""
+        if self._template is None:
+            self._compile()
+        assert self._template is not None
+        if not self._walks_parts:
             join_parts(variables["messages"])
-        if not answer(stream, template, variables):
-            return
-
-
-def answer(stream: BinaryIO, template: jinja2.Template, variables: dict[str, Any]) -> bool:
-    """Renders and replies. False if memory ran out: what is left of it is in pieces."""
-    try:
-        text = template.render(variables)
+        text = self._template.render(variables)
         if len(text) > MAX_TEXT_CHARS:
             raise ValueError(f"it makes a text of {len(text)} characters; {MAX_TEXT_CHARS} are allowed")
-        data = text.encode("utf-8", "surrogatepass")  # a lone surrogate is for the other side to refuse
-    except MemoryError:
-        reply(stream, error=f"it needs more than {MAX_MEMORY >> 20} MiB of memory")
-        return False
-    except Exception as error:
-        reply(stream, error=describe(error))
-    else:
-        reply(stream, text=data)
-    return True
+        return text.encode("utf-8", "surrogatepass")  # a lone surrogate is for the other side to refuse
+
+    def _compile(self) -> None:
+        try:
+            self._template = compile_template(self._source)
+            self._walks_parts = loops_over_content(self._template.environment.parse(self._source))
+        except MemoryError:
+            raise
+        except Exception as error:  # also RecursionError and Python's own SyntaxError on nested blocks
+            raise BrokenTemplateError(describe(error)) from error
 
 
 def describe(error: Exception) -> str:
-    """The error's own words, or its type where it has none."""
+    """The error's own words on one line, or its type where it has none."""
     try:
-        return str(error)[:MAX_ERROR_CHARS] or type(error).__name__
+        return " ".join(str(error)[: 4 * MAX_ERROR_CHARS].split())[:MAX_ERROR_CHARS] or type(error).__name__
     except Exception:  # raise_exception was given a value that cannot be written out
         return type(error).__name__
 
@@ -208,7 +225,7 @@ class DictFactory:
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+        raise SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
 
 
 def to_json(
@@ -224,7 +241,7 @@ def to_json(
 
 def raise_exception(message: Any) -> Never:
     """The template's way to refuse a conversation."""
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)
 
 
 def strftime_now(format: str) -> str:

@@ -20,8 +20,13 @@ NEST = (
 )
 TUPLES = NEST.replace("[ns.x, ns.x]", "(ns.x, ns.x)")
 PASSES = "{%% for i in range(99999) %%}{%% for j in range(9999) %%}%s{%% endfor %%}{%% endfor %%}"
-KEPT = "{%% set ns = namespace(l=[]) %%}{%% set s = %s %%}" + PASSES % "{%% set ns.l = ns.l + [%s] %%}"
 DOUBLE = "{%% set ns = namespace(s='ab') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.s }}"
+
+
+def kept(value: str, item: str) -> str:
+    """A template that keeps one more ``item`` of the value ``s`` in each pass."""
+    return "{% set ns = namespace(l=[]) %}{% set s = " + value + " %}" + PASSES % f"{{% set ns.l = ns.l + [{item}] %}}"
+
 
 QUICK = {
     "compare": NEST + "{{ ns.x == ns.y }}",
@@ -31,8 +36,8 @@ QUICK = {
     "raise": NEST + "{{ raise_exception(ns.x) }}",
     "namespace repr": NEST + "{{ ns }}",
     "slices": "{% set s = 'x' * 1000000 %}" + PASSES % "{% set t = s[::-1] %}",
-    "kept slices": KEPT % ("'x' * 1000000", "s[1:]"),
-    "split": KEPT % ("'x ' * 1000000", "s.split()"),
+    "kept slices": kept("'x' * 1000000", "s[1:]"),
+    "split": kept("'x ' * 1000000", "s.split()"),
     "range": PASSES % "{{ 9999.5 in range(10000) }}",
     "compile": "{{a}}" * 52_000,
     "multiply": "{{ 'a' * 10**10 }}",
@@ -59,8 +64,8 @@ MORE = {
     "string": NEST + "{{ ns.x | string }}",
     "tojson": NEST + "{{ ns.x | tojson }}",
     "pprint": NEST + "{{ ns.x | pprint }}",
-    "copies": KEPT % ("range(99999) | list", "s.copy()"),
-    "dicts": KEPT % ("dict.fromkeys(range(99999))", "dict(s)"),
+    "copies": kept("range(99999) | list", "s.copy()"),
+    "dicts": kept("dict.fromkeys(range(99999))", "dict(s)"),
     "fromkeys": PASSES % "{% set d = dict.fromkeys(range(10000)) %}",
     "list in": "{% set l = range(10000) | list %}" + PASSES % "{{ -1 in l }}",
     "list equals": "{% set l = range(10000) | list %}{% set m = range(10000) | list %}" + PASSES % "{{ l == m }}",
