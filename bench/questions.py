@@ -132,7 +132,7 @@ def ask(tokenizer: Tokenizer, examples: Sequence[Example], *, max_tokens: int | 
 def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return tokenizer.chat_prompt([{"role": "user", "content": prompt}])[1]
 
 
 def _reply_limit(tokenizer: Tokenizer, reply: str) -> int:

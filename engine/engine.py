@@ -224,6 +224,8 @@ class Engine:
         self._finalizer()
         if self._started is not None and self._started.device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._started is not None and self._started.tokenizer is not None:
+            self._started.tokenizer.close()
         self._started = None
 
     def __enter__(self) -> Self:

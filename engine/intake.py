@@ -114,8 +114,8 @@ class Intake:
     def _tokenize(self, prompt: object, kwargs: object) -> tuple[str | None, list[Any], ReasoningMarks | None]:
         """Text of a prompt, if it has one, its token ids, not checked yet, and the marks of a conversation."""
         if _is_conversation(prompt):
-            tokenizer = self._need_tokenizer("messages", prompt)
-            text, ids = self._render(tokenizer, prompt, kwargs)
+            render = self._need_tokenizer("messages", prompt).chat_prompt
+            text, ids = render(prompt, {} if kwargs is None else kwargs, max_tokens=self._max_model_len)  # type: ignore[arg-type]
             return text, ids, self._marks
         if kwargs:
             raise RequestError("is for conversations", field="template_kwargs", value=kwargs)
@@ -124,16 +124,8 @@ class Intake:
             return None, list(found), None
         if not isinstance(found, str):
             raise RequestError("not a prompt", field="prompt", value=found, remedy=_PROMPT_REMEDY)
-        return found, self._need_tokenizer("prompt", found).encode(found), None
-
-    def _render(self, tokenizer: Tokenizer, messages: Any, kwargs: Any) -> tuple[str, list[int]]:
-        options = {} if kwargs is None else kwargs
-        if not isinstance(options, Mapping):
-            raise RequestError("must be a dict", field="template_kwargs", value=kwargs)
-        return (
-            tokenizer.apply_chat_template(messages, **options),
-            tokenizer.encode_chat(messages, **options),
-        )
+        encode = self._need_tokenizer("prompt", found).encode
+        return found, encode(found, max_tokens=self._max_model_len), None
 
     def _need_tokenizer(self, field: str, value: object) -> Tokenizer:
         if self._tokenizer is None:

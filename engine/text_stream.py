@@ -8,15 +8,19 @@ in a table; anything else is decoded in a small window (as vLLM does).
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tokenizers
 
+from .errors import RequestError
+from .rust_calls import contain
+from .tokenizer_parts import components
+
 REPLACEMENT = "\ufffd"
 WINDOW_CONTEXT = 6  # prompt tokens a window begins with
+MAX_HELD = 16  # tokens a window holds back at most for a character that is not whole; it is decoded again for each
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -35,10 +39,11 @@ class TextDecoder:
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]):
         self._backend, self._special_ids = backend, special_ids
-        steps = _decoder_steps(backend)
+        steps = components(backend.decoder)
         kinds = [step.get("type") for step in steps]
         self._table: dict[int, Any] = {}
         self._is_byte_level = kinds == ["ByteLevel"]
+        self._suffix: str | None = steps[0]["suffix"] if kinds == ["BPEDecoder"] else None
         self._strips_first = kinds[-1:] == ["Strip"]
         replaced = _byte_fallback_replacements(steps)
         self._is_byte_fallback = replaced is not None
@@ -52,17 +57,20 @@ class TextDecoder:
         if self._is_byte_fallback:
             strips = self._strips_first and not any(i not in skipped for i in prompt_ids)
             return _ByteFallbackStream(self._table, self._piece_of, skipped, strips)
-        return _WindowStream(self._backend, skip_special_tokens, prompt_ids)
+        if self._suffix is not None:
+            before = next((i for i in reversed(prompt_ids) if i not in skipped), None)
+            return _SuffixStream(self._table, self._halves_of, skipped, before)
+        return _WindowStream(self._table, self._is_token, skipped, self._decode, prompt_ids)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self._token(token_id)
         piece = b"" if token is None else _byte_level_bytes(token)
         self._table[token_id] = piece
         return piece
 
     def _piece_of(self, token_id: int) -> str | bytes:
         """Text, or the byte of a byte token; no byte for an id without a token, which does not end a run."""
-        token = self._backend.id_to_token(token_id)
+        token = self._token(token_id)
         piece: str | bytes = b""
         if token is not None:
             for old, new in self._replaced:
@@ -71,6 +79,29 @@ class TextDecoder:
             piece = bytes.fromhex(match[1]) if match else token
         self._table[token_id] = piece
         return piece
+
+    def _halves_of(self, token_id: int) -> tuple[str, str, str] | None:
+        """Text of a token of ``BPEDecoder``: for certain, and the rest as the last token and before another one."""
+        token = self._token(token_id)
+        if token is None:
+            return None
+        assert self._suffix is not None
+        sure = token.split(self._suffix, 1)[0] if self._suffix else ""
+        rest = token[len(sure) :]
+        halves = self._table[token_id] = sure, rest.replace(self._suffix, ""), rest.replace(self._suffix, " ")
+        return halves
+
+    def _is_token(self, token_id: int) -> bool:
+        known = self._table[token_id] = self._token(token_id) is not None
+        return known
+
+    def _decode(self, ids: list[int]) -> str:
+        return contain(
+            RequestError, "the tokens cannot be decoded", self._backend.decode, ids, skip_special_tokens=False
+        )
+
+    def _token(self, token_id: int) -> str | None:
+        return contain(RequestError, "the id cannot be decoded", self._backend.id_to_token, token_id)
 
 
 class _ByteLevelStream:
@@ -139,15 +170,63 @@ class _ByteFallbackStream:
         return text
 
 
+class _SuffixStream:
+    """GPT-1 style: a suffix ends a word, and stands for a space unless the text ends with it."""
+
+    __slots__ = ("_inside", "_last", "_lookup", "_skipped", "_table")
+
+    def __init__(
+        self,
+        table: dict[int, tuple[str, str, str]],
+        lookup: Callable[[int], tuple[str, str, str] | None],
+        skipped: frozenset[int],
+        before: int | None,
+    ):
+        """``before`` is the token that precedes the text, if there is one."""
+        self._table, self._lookup, self._skipped = table, lookup, skipped
+        self._last = self._inside = ""  # the rest of the newest token, if it is the last and if it is not
+        if before is not None:
+            self.push(before)
+            self._last = ""
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        halves = self._table.get(token_id) or self._lookup(token_id)
+        if halves is None:
+            return ""
+        held = self._inside
+        sure, self._last, self._inside = halves
+        return held + sure
+
+    def finish(self) -> str:
+        rest, self._last, self._inside = self._last, "", ""
+        return rest
+
+
 class _WindowStream:
     """Any decoder: decodes the last few tokens with and without the newest, and gives the difference."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]):
-        self._backend, self._skip = backend, skip_special_tokens
-        self._ids = list(prompt_ids[-WINDOW_CONTEXT:])
+    __slots__ = ("_decode", "_ids", "_lookup", "_read", "_skipped", "_table")
+
+    def __init__(
+        self,
+        table: dict[int, bool],
+        lookup: Callable[[int], bool],
+        skipped: frozenset[int],
+        decode: Callable[[list[int]], str],
+        prompt_ids: Sequence[int],
+    ):
+        self._table, self._lookup, self._skipped, self._decode = table, lookup, skipped, decode
+        self._ids = [token_id for token_id in prompt_ids[-WINDOW_CONTEXT:] if token_id not in skipped]
         self._read = len(self._ids)  # ids before it are already given out
 
     def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        known = self._table.get(token_id)
+        if not (self._lookup(token_id) if known is None else known):
+            return ""
         self._ids.append(token_id)
         return self._advance(is_last=False)
 
@@ -156,22 +235,20 @@ class _WindowStream:
 
     def _advance(self, is_last: bool) -> str:
         given, known = self._decode(self._ids[: self._read]), self._decode(self._ids)
-        if len(known) <= len(given) or (known.endswith(REPLACEMENT) and not is_last):
+        end = len(self._ids)
+        if not is_last and known.endswith(REPLACEMENT):
+            if end - self._read < MAX_HELD:
+                return ""
+            # No character has so many bytes: the first of them stand for themselves, if the rest agrees.
+            end -= MAX_HELD // 2
+            whole, known = known, self._decode(self._ids[:end])
+            if not whole.startswith(known):
+                return ""
+        if len(known) <= len(given):
             return ""
         del self._ids[: self._read]
-        self._read = len(self._ids)
+        self._read = end - self._read
         return known[len(given) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=self._skip)
-
-
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's components in order; empty if there is no decoder."""
-    if backend.decoder is None:
-        return []
-    found: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    return found["decoders"] if found.get("type") == "Sequence" else [found]
 
 
 def _byte_fallback_replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:

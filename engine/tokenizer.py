@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from .chat_template import ChatTemplate, check_messages, select_template
-from .errors import ModelError, QKVError, RequestError
+from .chat_messages import check_messages, check_template_kwargs
+from .chat_template import ChatTemplate, select_template
+from .errors import ModelError, RequestError
+from .rust_calls import contain
+from .special_marks import SpecialMarks
 from .text_stream import TextDecoder, TextStream
+from .tokenizer_parts import check_tokenizer
 
 MAX_FILE_BYTES = 1 << 27
-MAX_TEXT_CHARS = 1 << 24
-MAX_EXPANSION = 4096  # times a normalizer's replacements may lengthen a text
+TEMPLATE_DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": True}
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Noncharacters, which no text may hold, around the number of a special token that a user wrote out.
-MARK_BEGIN, MARK_END = "\ufdd0", "\ufdd1"
-MARKED = re.compile(f"{MARK_BEGIN}([0-9]+){MARK_END}")
-
-T = TypeVar("T")
 
 
 class Tokenizer:
@@ -34,16 +31,22 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None = None):
         """``config`` is tokenizer_config.json. Raises ModelError."""
         self._backend = backend
+        self._limits = contain(ModelError, "tokenizer.json cannot be used", check_tokenizer, backend)
+        self.vocab_size = self._limits.vocab_size
         self._special_tokens = _special_tokens(config)
         self.chat_template = chat_template
+        self._template = self._tool_template = None if chat_template is None else ChatTemplate(chat_template)
+        named = config.get("chat_template")
+        if chat_template is not None and chat_template == select_template(named):
+            for_tools = select_template(named, "tool_use")
+            self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools)
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(special)
+        self._marks = SpecialMarks(token.content for token in special.values())
         backend.no_truncation()
         backend.no_padding()
-        _check_expansion(backend)
         self._set_sequence_tokens(config)
         self._decoder = TextDecoder(backend, self.special_ids)
 
@@ -54,38 +57,40 @@ class Tokenizer:
         if not file.is_file():
             raise ModelError(f"{path} has no tokenizer.json", remedy=_missing_remedy(path))
         source = _read(file)
-        backend = _contain(ModelError, f"{file} cannot be read", tokenizers.Tokenizer.from_str, source)
+        backend = contain(ModelError, f"{file} cannot be read", tokenizers.Tokenizer.from_str, source)
         config = _read_config(path / "tokenizer_config.json")
         beside = path / "chat_template.jinja"
         template = _read(beside) if beside.is_file() else select_template(config.get("chat_template"))
         return cls(backend, config, template)
 
+    def close(self) -> None:
+        """Ends the process that renders the chat template, if one runs. May be called again."""
+        for template in (self._template, self._tool_template):
+            if template is not None:
+                template.close()
+
     # ---- text and ids
 
-    def encode(self, text: str | bytes, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens written out in ``text`` are recognized. Raises RequestError."""
-        return self._encode(self._backend, _check_text(text), add_special_tokens).ids
+    def encode(self, text: str | bytes, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids; special tokens written out in ``text`` are recognized.
+
+        A text that is too long for ``max_tokens`` whatever its tokens are is refused before it is tokenized.
+        Raises RequestError.
+        """
+        return self._ids(self._backend, self._check_text(text, max_tokens), add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str | bytes], add_special_tokens: bool = True) -> list[list[int]]:
         """``encode`` of each text, in parallel. Raises RequestError."""
-        checked = [_check_text(text) for text in texts]
-        encode = self._backend.encode_batch_fast
-        found = _contain(
-            RequestError,
-            "the texts cannot be tokenized",
-            encode,
-            checked,
-            add_special_tokens=add_special_tokens,
-        )
-        return [encoding.ids for encoding in found]
+        checked = [self._check_text(text) for text in texts]
+        return self._ids_of_all(self._backend, checked, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a token give none. Raises RequestError."""
         message = "the ids cannot be decoded"
-        return _contain(RequestError, message, self._backend.decode, list(ids), skip_special_tokens=skip_special_tokens)
+        return contain(RequestError, message, self._backend.decode, list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token inside a text: leading space kept, U+FFFD for part of a character."""
+        """Text of one token inside a text: leading space kept, U+FFFD for part of a character. Raises RequestError."""
         stream = self._decoder.stream(False, prompt_ids=(token_id,))
         return stream.push(token_id) + stream.finish()
 
@@ -101,99 +106,105 @@ class Tokenizer:
 
     # ---- chat
 
-    def apply_chat_template(
+    def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         *,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> str:
-        """The conversation as prompt text. Raises RequestError, or ModelError without a usable template."""
-        variables = {**self._special_tokens, **template_kwargs}
-        return self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        max_tokens: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """The conversation as the chat template writes it, and its ids, without a second BOS.
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> list[int]:
-        """The conversation as ids: ``apply_chat_template``, encoded without a second BOS.
-
-        A special token written out in a message stays ordinary text: a user cannot end a turn or speak
-        as the system; only an assistant's messages are trusted. Raises RequestError, or ModelError as above.
+        A special token written out in a message stays ordinary text: a user cannot end a turn or speak as the system;
+        only an assistant's messages are trusted, and ``template_kwargs``, the template's other variables.
+        ``max_tokens`` is that of ``encode``. Raises RequestError, or ModelError without a usable template.
         """
-        marked = [m if m["role"] == "assistant" else self._mark(m) for m in check_messages(messages)]
-        text = self.apply_chat_template(marked, add_generation_prompt=add_generation_prompt, **template_kwargs)
-        if MARK_BEGIN not in text:
-            return self.encode(text, add_special_tokens=False)
-        return self._encode_marked(text)
+        checked = check_messages(messages, self._marks.mark)
+        given = check_template_kwargs(template_kwargs)
+        template = self._template if given.get("tools") is None else self._tool_template
+        if template is None:
+            remedy = "Put a chat_template.jinja beside tokenizer.json"
+            raise ModelError("the model has no chat template", remedy=remedy)
+        variables = {**TEMPLATE_DEFAULTS, **self._special_tokens, **given, "messages": checked}
+        text, spans = self._marks.unmark(template.render(variables))
+        self._check_text(text, max_tokens)
+        return text, self._spell_out(text, spans) if spans else self._ids(self._backend, text, False)
 
-    @cached_property
-    def _compiled_template(self) -> ChatTemplate:
-        if self.chat_template is None:
-            raise ModelError(
-                "the model has no chat template",
-                remedy="Put a chat_template.jinja beside tokenizer.json",
-            )
-        return ChatTemplate(self.chat_template)
+    def _spell_out(self, text: str, spans: list[tuple[int, int]]) -> list[int]:
+        """The ids of ``text``, with each special token that touches one of ``spans`` spelled in ordinary tokens.
 
-    @cached_property
-    def _special_texts(self) -> list[str]:
-        """Longest first, so that a token is found before one that it contains."""
-        added = self._backend.get_added_tokens_decoder()
-        return sorted((added[i].content for i in self.special_ids), key=len, reverse=True)
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._special_texts)) or "(?!)")
-
-    @cached_property
-    def _plain_backend(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, to which special tokens are ordinary text."""
-        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        plain.encode_special_tokens = True
-        return plain
-
-    def _mark(self, value: Any) -> Any:
-        """``value`` with the special tokens in its strings replaced by marks."""
-        if isinstance(value, str):
-            clean = value.replace(MARK_BEGIN, "\ufffd").replace(MARK_END, "\ufffd")
-            index = self._special_texts.index
-            return self._special_pattern.sub(lambda m: f"{MARK_BEGIN}{index(m[0])}{MARK_END}", clean)
-        if isinstance(value, Mapping):
-            return {key: self._mark(item) for key, item in value.items()}
-        return [self._mark(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def _encode_marked(self, text: str) -> list[int]:
-        """Encode the text as a whole, then spell out each special token that came from a mark."""
-        pieces = MARKED.split(text)  # text, number, text, number, ..., text
-        spans, whole = [], pieces[0]
-        for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            special = self._special_texts[int(number)]
-            spans.append((len(whole), len(whole) + len(special)))
-            whole += special + piece
-        encoding = self._encode(self._backend, _check_text(whole), False)
+        Tokens and spans are both in order, so one pass finds which of them touch.
+        """
+        message, encode = "the text cannot be tokenized", self._backend.encode_batch
+        encoding = contain(RequestError, message, encode, [text], add_special_tokens=False)[0]
         ids: list[int] = []
+        spellings: dict[str, list[int]] = {}
+        at = 0
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id in self.special_ids and any(start < b and a < end for a, b in spans):
-                ids += self._spell(whole[start:end])
+            while at < len(spans) and spans[at][1] <= start:
+                at += 1
+            if token_id in self.special_ids and at < len(spans) and spans[at][0] < end:
+                piece = text[start:end]
+                if piece not in spellings:
+                    spellings[piece] = self._spell(piece)
+                ids += spellings[piece]
             else:
                 ids.append(token_id)
         return ids
 
     def _spell(self, text: str) -> list[int]:
-        ids: list[int] = self._encode(self._plain_backend, text, False).ids
+        ids = self._ids(self._plain_backend, text, False)
         if not self.special_ids.isdisjoint(ids):
             raise RequestError("a message holds a special token", field="messages", value=text, remedy="Remove it")
         return ids
 
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, to which special tokens are ordinary text. Raises ModelError."""
+        message = "tokenizer.json cannot be copied to spell special tokens"
+        source = contain(ModelError, message, self._backend.to_str)
+        plain = contain(ModelError, message, tokenizers.Tokenizer.from_str, source)
+        plain.encode_special_tokens = True
+        return plain
+
     # ---- inside
 
-    def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        message = "the text cannot be tokenized"
-        return _contain(RequestError, message, backend.encode, text, add_special_tokens=add_special_tokens)
+    def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of one text as a batch: the library lets other threads run only while it encodes a batch."""
+        return self._ids_of_all(backend, [text], add_special_tokens)[0]
+
+    def _ids_of_all(self, backend: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        message, encode = "the text cannot be tokenized", backend.encode_batch_fast
+        found = contain(RequestError, message, encode, texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+    def _check_text(self, text: str | bytes, max_tokens: int | None = None) -> str:
+        if isinstance(text, bytes):
+            try:
+                text = text.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise RequestError(f"the text is not UTF-8: {error}") from error
+        if not isinstance(text, str):
+            raise RequestError("must be a string", field="prompt", value=text)
+        self._check_length(text, max_tokens)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text holds half a character (a lone surrogate): {error.reason}") from error
+        return text
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        limits = self._limits
+        if len(text) > limits.max_chars:
+            raise RequestError(f"the text has {len(text)} characters", remedy=f"Use at most {limits.max_chars}")
+        if max_tokens is None or limits.chars_per_token is None:
+            return
+        most = max_tokens * limits.chars_per_token
+        if len(text) > most and (not limits.drops_spaces or len("".join(text.split())) > most):
+            raise RequestError(
+                f"the text has {len(text)} characters, which are more than {max_tokens} tokens",
+                remedy=f"Use at most {most}",
+            )
 
     def _named_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
@@ -201,7 +212,7 @@ class Tokenizer:
 
     def _set_sequence_tokens(self, config: Mapping[str, Any]) -> None:
         """Honour ``add_bos_token`` and ``add_eos_token`` where tokenizer.json disagrees, like HF."""
-        added = _contain(ModelError, "the tokenizer fails", self._backend.encode, "").ids
+        added = contain(ModelError, "the tokenizer fails", self._backend.encode, "").ids
         has_bos, has_eos = self.bos_token_id in added[:1], self.eos_token_id in added[-1:]
         wants_bos, wants_eos = config.get("add_bos_token", has_bos), config.get("add_eos_token", has_eos)
         if (bool(wants_bos), bool(wants_eos)) == (has_bos, has_eos):
@@ -214,33 +225,6 @@ class Tokenizer:
         template = [part for part in (bos, "$A", eos) if part]
         processor = TemplateProcessing(single=template, special_tokens=list(ids.items()))
         self._backend.post_processor = processor
-
-
-def _contain(error_type: type[QKVError], message: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call into the Rust library, whose panics derive from BaseException and must not end a thread."""
-    try:
-        return call(*args, **kwargs)
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise error_type(f"{message}: {error}") from error
-
-
-def _check_text(text: str | bytes) -> str:
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"the text is not UTF-8: {error}") from error
-    if not isinstance(text, str):
-        raise RequestError("must be a string", field="prompt", value=text)
-    if len(text) > MAX_TEXT_CHARS:
-        raise RequestError(f"the text has {len(text)} characters", remedy=f"Use at most {MAX_TEXT_CHARS}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text holds half a character (a lone surrogate): {error.reason}") from error
-    return text
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -275,19 +259,3 @@ def _missing_remedy(path: Path) -> str:
     if any(path.glob("*.model")):
         return "It has only a sentencepiece model; transformers' AutoTokenizer converts it and saves the file"
     return "Download the model again with its tokenizer files"
-
-
-def _check_expansion(backend: tokenizers.Tokenizer) -> None:
-    """Refuse chained replacements that blow a short text up until memory ends: that aborts the process."""
-    for part in (backend.normalizer, backend.pre_tokenizer):
-        state = json.loads(part.__getstate__()) if part is not None else {}
-        if _expansion(state) > MAX_EXPANSION:
-            raise ModelError("tokenizer.json: its replacements lengthen a text without bound")
-
-
-def _expansion(state: dict[str, Any]) -> int:
-    """How many times longer a chain of components can make a text, at most."""
-    if state.get("type") == "Sequence":
-        parts = state.get("normalizers") or state.get("pretokenizers") or []
-        return math.prod(_expansion(part) for part in parts)
-    return 1 + len(state["content"]) if state.get("type") == "Replace" else 1

@@ -71,7 +71,7 @@ def test_no_interval_of_nothing(correct: int, total: int) -> None:
 
 def test_the_prompt_is_the_models_chat_template(demo_engine: Engine) -> None:
     example = sample_examples("lookup", 3, 1)[0]
-    template = demo_engine.tokenizer.apply_chat_template([{"role": "user", "content": example.prompt}])
+    template = demo_engine.tokenizer.chat_prompt([{"role": "user", "content": example.prompt}])[0]
     assert template == example.chat
 
 

@@ -1,9 +1,9 @@
-"""Templates render as under transformers, and a hostile one ends with an error, soon and without harm."""
+"""Templates render as under transformers, tools included, and give nothing to those who would break out."""
 
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import qkv_engine
-from qkv_engine.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate, check_messages, select_template
+from qkv_engine.chat_messages import check_messages
+from qkv_engine.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate, select_template
 from qkv_engine.errors import ModelError, RequestError
+from qkv_engine.template_worker import compile_template
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
 CHATML: str = json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
@@ -102,7 +104,35 @@ ASSISTANT:{% break %}
 {% endfor %}
 """
 
-TOOLS = [{"name": "add", "parameters": {"x": "<a & 'é'>"}}]
+PARTS = """\
+{%- for message in messages %}
+    {{- '[' ~ message.role ~ ']' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if part.type == 'text' %}
+                {{- part.text ~ ('|' if not loop.last else '') }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+"""
+RAG = """\
+{%- for document in documents or [] %}
+    {{- loop.index ~ '. ' ~ document['title'] | title ~ ': ' ~ document.text | truncate(12) ~ '\\n' }}
+{%- endfor %}
+{%- for message in messages if message.role != 'system' %}
+    {{- message.content.replace('a', 'b').strip().split(' ', 1) | last }}
+{%- else -%}
+    nothing
+{%- endfor %}
+{{- messages | map(attribute='role') | unique | sort | join(',') }}
+"""
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "<a & 'é'>", "parameters": {"x": [1, 2.5, None]}}},
+    {"type": "function", "function": {"name": "neg", "description": "", "parameters": {"x": {"b": True, "a": "🙂"}}}},
+]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": " Be kind. "}, {"role": "user", "content": "é <b>🙂</b>\n"}],
@@ -117,39 +147,84 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
         {"role": "assistant", "content": "<think>a</think>b"},
     ],
 ]
+MESSAGES = CONVERSATIONS[2]
 USER = [{"role": "user", "content": "hi"}]
+# One construct a line, of those that templates in the wild are made of; ⏎ is a line break.
+CONSTRUCTS = Path(__file__).with_name("chat_constructs.txt").read_text("utf-8").rstrip("\n").split("\n")
+CONSTRUCTS = [line.replace("⏎", "\n") for line in CONSTRUCTS]
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA3, QWEN3, PLAIN], ids=["chatml", "llama3", "qwen3", "plain"])
+@pytest.fixture(scope="module")
+def render() -> Iterator[Any]:
+    """Renders messages by a source; one process for each source."""
+    templates: dict[str, ChatTemplate] = {}
+
+    def render(source: str, messages: Any, **variables: Any) -> str:
+        template = templates.setdefault(source, ChatTemplate(source))
+        values = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
+        return template.render({**values, "messages": check_messages(messages)})
+
+    yield render
+    for template in templates.values():
+        template.close()
+
+
+def reference(source: str, messages: Any, **variables: Any) -> str:
+    module = pytest.importorskip("transformers.utils.chat_template_utils")
+    texts, _ = module.render_jinja_template([messages], chat_template=source, **variables)
+    return str(texts[0])
+
+
+SOURCES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN, "rag": RAG}
+
+
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("kwargs", [{}, {"tools": TOOLS}, {"enable_thinking": False}, {"add_generation_prompt": False}])
-def test_renders_as_transformers(source: str, kwargs: dict[str, Any]) -> None:
-    reference = pytest.importorskip("transformers.utils.chat_template_utils")
-    template = ChatTemplate(source)
+def test_renders_as_transformers(name: str, kwargs: dict[str, Any], render: Any) -> None:
+    documents = [{"title": "the tale", "text": "once upon a time in a land"}]
+    variables = {"add_generation_prompt": True, "bos_token": "<|begin|>", "documents": documents, **kwargs}
     for messages in CONVERSATIONS:
-        tools = kwargs.get("tools")
-        rest = {key: value for key, value in kwargs.items() if key != "tools"}
-        expected, _ = reference.render_jinja_template(
-            [messages], tools=tools, chat_template=source, bos_token="<|begin|>",
-            **{"add_generation_prompt": True, **rest},
-        )  # fmt: skip
-        assert template.render(messages, bos_token="<|begin|>", **kwargs) == expected[0]
+        expected = reference(SOURCES[name], messages, **variables)
+        assert render(SOURCES[name], messages, **variables) == expected
+        assert expected
 
 
-def test_chatml_text() -> None:
+@pytest.mark.parametrize("source", CONSTRUCTS)
+def test_constructs_render_as_transformers(source: str) -> None:
+    """Compiled as in the worker, but in this process, to save the start of many."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "c", "thinking": "hm"}]
+    variables = {"tools": TOOLS, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+    text = compile_template(source).render({**variables, "documents": None, "messages": check_messages(messages)})
+    assert text == reference(source, messages, **variables)
+    assert text
+
+
+def test_text_parts(render: Any) -> None:
+    """A template that goes through parts gets them, as under transformers; any other gets their text."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    expected = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
-    assert ChatTemplate(CHATML).render(messages) == expected
+    assert render(PARTS, messages) == reference(PARTS, messages) == "[user]a|b"
+    assert render(CHATML, messages) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    assert render(PARTS, USER) == "[user]hi"
 
 
-def test_template_refusal_reaches_the_caller() -> None:
+def test_template_refusal_reaches_the_caller(render: Any) -> None:
     with pytest.raises(RequestError, match="unknown role robot"):
-        ChatTemplate(LLAMA3).render([*USER, {"role": "robot", "content": "x"}], bos_token="")
+        render(LLAMA3, [*USER, {"role": "robot", "content": "x"}], bos_token="")
 
 
-def test_strftime_now() -> None:
-    text = ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(USER)
-    assert text in {datetime.now().strftime("%d %b %Y"), text}
-    assert datetime.strptime(text, "%d %b %Y")
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('a' * 10**6) }}", "{{ raise_exception([[1]]) }}", "{{ 1 / 0 }}"]
+)
+def test_refusals_are_short(source: str, render: Any) -> None:
+    with pytest.raises(RequestError, match="refuses") as caught:
+        render(source, USER)
+    assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+def test_strftime_now(render: Any) -> None:
+    before = datetime.now().replace(microsecond=0)
+    text = render("{{ strftime_now('%d %b %Y %H:%M:%S') }}", USER)
+    assert before <= datetime.strptime(text, "%d %b %Y %H:%M:%S") <= datetime.now()
 
 
 ESCAPES = [
@@ -171,112 +246,85 @@ ESCAPES = [
     "{{ self.__init__.__globals__ }}",
     "{{ namespace.__init__.__globals__ }}",
     "{{ cycler.__init__.__globals__.os }}",
-    "{{ lipsum(5) }}",
     "{% macro m() %}{% endmacro %}{{ m.__globals__ }}",
-    "{{ _budget }}{{ environment.filters }}",
     "{{ loop.__init__.__globals__ }}",
-]
-DOUBLE = "{%% set ns = namespace(s='ab') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.s }}"
-BOMBS = [
-    "{% set x = range(9999) %}{% for i in x %}{% for j in x %}{% for k in x %}{% endfor %}{% endfor %}{% endfor %}",
-    "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-    "{% for i in range(9999) %}{% for j in range(9999) %}{{ 'x' }}{% endfor %}{% endfor %}",
-    "{{ range(10**9)|list }}",
-    "{{ 9**(9**9) }}",
-    "{% set x = 9 %}{{ x**(x**x) }}",
-    "{{ (10**5000)|string }}",
-    "{{ 'a' * 10**10 }}",
-    "{{ 10**10 * 'a' }}",
-    "{{ [0] * 10**10 }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '%1000000000d'|format(1) }}",
-    "{{ '{:1000000000}'.format(1) }}",
-    "{{ 'a'|center(10**9) }}",
-    "{{ 'a'.ljust(10**9) }}",
-    "{{ 'a'.zfill(10**9) }}",
-    "{{ ('a\\n' * 9999)|indent(10**9) }}",
-    "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
-    "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
-    "{{ (range(9999)|list)|join('b' * 99999) }}",
-    "{{ ('b' * 99999).join(['a'] * 9999) }}",
-    "{{ [1]|batch(10**9)|list }}",
-    "{{ messages|tojson(indent=10**9) }}",
-    "{{ (1).to_bytes(10**10, 'big') }}",
-    "{{ strftime_now('%999999999Y') }}",
-    "{{ strftime_now('%-0999999999d') }}",
-    DOUBLE % "{% set ns.s = ns.s ~ ns.s %}",
-    DOUBLE % "{% set ns.s = ns.s + ns.s %}",
-    DOUBLE % "{% set ns.s = ns.s * 2 %}",
-    DOUBLE % "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}",
-    DOUBLE % "{% set ns.s = [ns.s, ns.s]|join %}",
-    DOUBLE % "{% set ns.s = [ns.s, ns.s] %}",
-    DOUBLE % "{% set ns.s = [ns.s, ns.s] %}{% set t = ns.s|tojson %}",
-    DOUBLE % "{% set ns.s = [ns.s, ns.s] %}{% set t = ns.s|string %}",
-    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    "{% for c in [1, 2] recursive %}{{ loop([1, 2, 3]) }}{% endfor %}",
-    "(" * 10,
-    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
-    "{{ " + "+".join("1" * 5000) + " }}",
-    "x" * (MAX_TEMPLATE_CHARS + 1),
+    "{{ lipsum.__globals__ }}",
+    "{{ environment.filters }}{{ to_json }}{{ stream }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ dict.__class__ }}{{ dict.__globals__ }}",
+    "{{ (namespace(__class__=1)).x }}",
+    "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+    "{{ namespace(_a=1) }}",
+    "{{ tools.pop() }}{{ messages.sort() }}",
+    "{{ messages[0].__class__.__base__.__subclasses__() }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ (messages|map('attr', '__class__')|list)[0].x }}",
+    "{{ ''.join.__self__.__class__ }}",
+    "{{ '{0.__class__}'.format_map({'0': 1}) }}",
 ]
 
 
 @pytest.mark.parametrize("source", ESCAPES)
 def test_escapes_give_nothing(source: str) -> None:
     try:
-        text = ChatTemplate("{% for m in messages %}" + source + "{% endfor %}").render(USER)
-    except (ModelError, RequestError):
+        text = compile_template("{% for m in messages %}" + source + "{% endfor %}").render(messages=USER, tools=[{}])
+    except Exception:
         return
     assert text == ""
 
 
-@pytest.mark.parametrize("source", BOMBS, ids=lambda s: s[:40])
-def test_bombs_end_soon(source: str) -> None:
-    start = time.process_time()
-    try:
-        text = ChatTemplate(source).render(USER)
-    except (ModelError, RequestError):
-        text = ""
-    assert len(text) < 300_000
-    assert time.process_time() - start < 3
-
-
-def test_large_honest_conversations_fit() -> None:
+def test_large_honest_conversations_fit(render: Any) -> None:
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "word " * 2000} for i in range(200)]
-    text = ChatTemplate(QWEN3).render(messages)
-    assert len(text) > 2_000_000
-    assert len(ChatTemplate(CHATML).render([{"role": "user", "content": ""}] * 5000)) > 100_000
+    assert len(render(QWEN3, messages)) > 2_000_000
+    assert len(render(CHATML, [{"role": "user", "content": ""}] * 5000)) > 100_000
+    assert len(render(CHATML, [{"role": "user", "content": "中🙂" * 3_000_000}])) > 6_000_000
 
 
 @pytest.mark.parametrize(
-    "source", ["{% if %}", "{{ x", "{% for %}", "{{ x|nonsense }}", "{% generation %}", "{% unknown %}"]
-)
-def test_broken_template_is_a_model_error(source: str) -> None:
-    with pytest.raises(ModelError, match="does not compile"):
-        ChatTemplate(source)
-
-
-@pytest.mark.parametrize(
-    "messages",
+    "source",
     [
-        [], None, "hi", {}, [None], ["hi"], [{}], [{"role": 1, "content": "x"}], [{"role": "", "content": "x"}],
-        [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image"}]}],
-        [{"role": "user", "content": [5]}], [{"role": "user", "content": {"text": "x"}}],
+        "{% if %}", "{{ x", "{% for %}", "{{ x|nonsense }}", "{% generation %}", "{% unknown %}", "(" * 10 + "{{ ) }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
     ],
 )  # fmt: skip
-def test_malformed_messages(messages: Any) -> None:
-    with pytest.raises(RequestError) as caught:
-        check_messages(messages)
-    assert caught.value.field is not None and caught.value.field.startswith("messages")
+def test_broken_template_is_a_model_error(source: str, render: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(ModelError, match="does not compile"):
+            render(source, USER)
+
+
+def test_template_too_long() -> None:
+    with pytest.raises(ModelError, match="longer"):
+        ChatTemplate("x" * (MAX_TEMPLATE_CHARS + 1))
+
+
+@pytest.mark.parametrize("variables", [{"x": object()}, {"x": "\ud800"}, {"x": {object(): 1}}])
+def test_variables_that_are_not_json(variables: dict[str, Any]) -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    for values in (variables, {"x": cycle}):
+        with pytest.raises(RequestError, match="JSON"):
+            ChatTemplate("x").render({"messages": USER, **values})
+
+
+@pytest.mark.parametrize("source", ["{{ '\\ud800' }}", "{{ '\\udfff' ~ messages[0].content }}"])
+def test_a_template_that_writes_half_a_character(source: str, render: Any) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        render(source, USER)
 
 
 def test_select_template() -> None:
     assert select_template(None) is None
     assert select_template("x") == "x"
     assert select_template({"default": "a", "rag": "b"}) == "a"
-    assert select_template([{"name": "rag", "template": "b"}, {"name": "default", "template": "a"}]) == "a"
+    named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
+    assert select_template(named) == "a"
+    assert select_template(named, "tool_use") == "b"
+    assert select_template("x", "tool_use") is None
     assert select_template([{"name": "rag", "template": "b"}]) is None
+
+
+@pytest.mark.parametrize("value", [5, [{"name": []}], [{"name": {}, "template": "x"}], [5], [{}], {"default": 5}])
+def test_select_template_of_nonsense(value: Any) -> None:
     with pytest.raises(ModelError):
-        select_template(5)
+        select_template(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 import qkv_engine
 from qkv_engine.detokenizer import Detokenizer
+from qkv_engine.errors import RequestError
 from qkv_engine.tokenizer import Tokenizer
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
@@ -46,7 +48,17 @@ def windowed_byte_level_backend() -> tokenizers.Tokenizer:
     return backend
 
 
+def suffix_backend() -> tokenizers.Tokenizer:
+    """GPT-1 style: a suffix ends a word; some tokens have it inside, or more than once."""
+    words = ["a</w>", "b", "ab</w>", "a</w>b", "</w>", "</w></w>x", "é</w>", "c</w>c</w>"]
+    backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="b"))
+    backend.decoder = decoders.BPEDecoder("</w>")
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return backend
+
+
 TOKENIZERS = {
+    "suffix": Tokenizer(suffix_backend(), {}),
     "byte_level": Tokenizer.from_folder(DEMO),
     "byte_fallback": Tokenizer(byte_fallback_backend(strip=True), {"bos_token": "<s>"}),
     "byte_fallback_unstripped": Tokenizer(byte_fallback_backend(strip=False), {}),
@@ -175,6 +187,9 @@ def test_leading_space_is_kept_after_a_prompt() -> None:
     assert stream(Detokenizer(tokenizer), [the, the])[0] == "the the"
     assert stream(Detokenizer(tokenizer, prompt_ids=[bos]), [the])[0] == "the"
     assert stream(Detokenizer(tokenizer, prompt_ids=[bos, the]), [the])[0] == " the"
+    suffix, a, start = TOKENIZERS["suffix"], 0, 8
+    assert stream(Detokenizer(suffix), [a, a])[0] == "a a"
+    assert stream(Detokenizer(suffix, prompt_ids=[a, start]), [start, a])[0] == " a"
     window = TOKENIZERS["metaspace"]
     assert stream(Detokenizer(window, prompt_ids=[the, the]), [the])[0] == " the"
 
@@ -195,3 +210,42 @@ def test_worst_case_stop_strings_are_cheap() -> None:
     deltas = [detokenizer.push(letter) for _ in range(1000)]
     assert "".join(deltas) == "a" * 745
     assert detokenizer.finish() == "a" * 255
+
+
+def test_a_text_of_replacement_characters_costs_its_length() -> None:
+    """A token may be U+FFFD itself, or no text at all: what a window holds back stays short."""
+    backend = tokenizers.Tokenizer(models.BPE({"\ufffd": 0, "a": 1, "\ufffdb": 2}, []))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer = Tokenizer(backend, {})
+    for ids in ([0] * 4000, [3] * 4000, [9] * 4000, [1, 0, 0] * 1300 + [2], [0, 2, 9, 3] * 1000):
+        begin = time.process_time()
+        assert stream(Detokenizer(tokenizer), ids)[0] == tokenizer.decode(ids)
+        assert time.process_time() - begin < 1
+
+
+def panicking_tokenizer() -> Tokenizer:
+    """The library panics when this decoder meets the token "a" alone."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    backend.decoder = decoders.Strip("a", 1, 1)
+    return Tokenizer(backend, {})
+
+
+def test_a_panic_of_the_library_is_an_ordinary_error() -> None:
+    tokenizer = panicking_tokenizer()
+    for call in (
+        lambda: Detokenizer(tokenizer).push(0),
+        lambda: Detokenizer(tokenizer, prompt_ids=[0]).push(1),
+        lambda: tokenizer.token_text(0),
+        lambda: tokenizer.decode([0]),
+    ):
+        with pytest.raises(RequestError, match="cannot be decoded"):
+            call()
+    assert Detokenizer(tokenizer).push(1) == "b"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
+def test_ids_beyond_any_vocabulary(name: str, token_id: int) -> None:
+    with pytest.raises(RequestError, match="cannot be decoded"):
+        TOKENIZERS[name].text_stream().push(token_id)

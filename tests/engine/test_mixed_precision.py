@@ -22,7 +22,7 @@ def ledgers(engine: Engine, number: int, size: int) -> tuple[list[list[int]], li
     """Prompts and right answers of ledger tasks."""
     rng = random.Random(1)
     items = [tasks.ledger(rng, size) for _ in range(number)]
-    chats = [engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt, _, _ in items]
+    chats = [engine.tokenizer.chat_prompt([{"role": "user", "content": prompt}])[1] for prompt, _, _ in items]
     return chats, [answer for _, _, answer in items]
 
 

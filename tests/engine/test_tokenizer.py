@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import qkv_engine
-from qkv_engine import tokenizer as module
 from qkv_engine.errors import ModelError, RequestError
+from qkv_engine.rust_calls import contain
 from qkv_engine.tokenizer import Tokenizer
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
@@ -45,8 +48,9 @@ def test_demo_folder() -> None:
     assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id) == (None, 2)
     assert TOKENIZER.special_ids == {0, 1, 2, 3, 4}
     assert TOKENIZER.chat_template is not None
-    ids = TOKENIZER.encode_chat([{"role": "user", "content": "hi"}])
+    shown, ids = TOKENIZER.chat_prompt([{"role": "user", "content": "hi"}])
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert shown == text
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
     assert ids == TOKENIZER.encode(text)
 
@@ -81,10 +85,41 @@ def test_text_of_the_wrong_type(text: Any) -> None:
         TOKENIZER.encode(text)
 
 
-def test_text_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TEXT_CHARS", 10)
-    with pytest.raises(RequestError, match="11 characters"):
-        TOKENIZER.encode("x" * 11)
+def test_text_too_long() -> None:
+    with pytest.raises(RequestError, match="8388609 characters"):
+        TOKENIZER.encode("x" * (2**23 + 1))
+
+
+def test_text_that_can_never_fit_is_refused_before_it_is_tokenized() -> None:
+    longest = max(map(len, tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab()))
+    text = "é" * (10 * longest)
+    assert len(TOKENIZER.encode(text, max_tokens=10)) > 10  # whether it does fit is seen later
+    with pytest.raises(RequestError, match=f"{len(text) + 1} characters, which are more than 10 tokens"):
+        TOKENIZER.encode(text + "x", max_tokens=10)
+    messages = [{"role": "user", "content": "x" * 2_000_000}]
+    begin = time.process_time()
+    with pytest.raises(RequestError, match=r"2000\d\d\d characters"):
+        TOKENIZER.chat_prompt(messages, max_tokens=1000)
+    assert time.process_time() - begin < 0.3
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    gaps, stop = [0.0], threading.Event()
+
+    def beat() -> None:
+        last = time.perf_counter()
+        while not stop.wait(0.001):
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    begin = time.perf_counter()
+    TOKENIZER.encode("abcdefgh" * 100_000)
+    seconds = time.perf_counter() - begin
+    stop.set()
+    thread.join()
+    assert max(gaps) < seconds / 2
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**40], ["a"]])
@@ -124,14 +159,14 @@ def test_no_config_and_no_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.eos_token_id is None
     with pytest.raises(ModelError, match="no chat template"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        tokenizer.chat_prompt([{"role": "user", "content": "x"}])
 
 
 def test_template_beside_wins(tmp_path: Path) -> None:
     save(tmp_path, byte_backend(AddedToken("<s>", special=True)), chat_template="old", bos_token={"content": "<s>"})
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new")
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "<s>new"
+    assert tokenizer.chat_prompt([{"role": "user", "content": "x"}])[0] == "<s>new"
 
 
 def test_truncation_and_padding_in_the_file_are_off(tmp_path: Path) -> None:
@@ -156,7 +191,7 @@ def test_bos_and_eos_flags(tmp_path: Path, in_file: bool, add_bos: bool | None, 
     has_bos = in_file if add_bos is None else add_bos
     letter = tokenizer.encode("x", add_special_tokens=False)
     assert tokenizer.encode("x") == [bos] * has_bos + letter + [eos] * bool(add_eos)
-    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}]) == [bos, *letter]  # never a second one
+    assert tokenizer.chat_prompt([{"role": "user", "content": "hi"}])[1] == [bos, *letter]  # never a second one
 
 
 def test_flag_without_its_token(tmp_path: Path) -> None:
@@ -177,7 +212,7 @@ def test_panics_are_contained(error: BaseException) -> None:
         raise error
 
     with pytest.raises(RequestError, match="boom"):
-        module._contain(RequestError, "it fails", fail)
+        contain(RequestError, "it fails", fail)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -186,7 +221,7 @@ def test_interrupts_pass(error: type[BaseException]) -> None:
         raise error
 
     with pytest.raises(error):
-        module._contain(RequestError, "it fails", fail)
+        contain(RequestError, "it fails", fail)
 
 
 def test_a_real_panic_at_encode(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -194,21 +229,6 @@ def test_a_real_panic_at_encode(tmp_path: Path, capfd: pytest.CaptureFixture[str
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a|aa)+$"), "isolated")
     with pytest.raises(RequestError, match="cannot be tokenized"):
         Tokenizer(backend, {}).encode("a" * 60 + "b")
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [
-        [normalizers.Replace("a", "a" * 1000)] * 4,
-        [normalizers.Replace(tokenizers.Regex(""), "x")] * 20,
-        [normalizers.Sequence([normalizers.Replace("a", "a" * 100)] * 2)] * 2,
-    ],
-)
-def test_exploding_normalizers_are_refused(chain: list[Any]) -> None:
-    backend = byte_backend()
-    backend.normalizer = normalizers.Sequence(chain)
-    with pytest.raises(ModelError, match="lengthen"):
-        Tokenizer(backend, {})
 
 
 # ---- chat
@@ -222,11 +242,11 @@ def test_exploding_normalizers_are_refused(chain: list[Any]) -> None:
 @settings(max_examples=300, deadline=None)
 def test_users_cannot_write_special_tokens(parts: list[str]) -> None:
     text = "".join(parts)
-    ids = TOKENIZER.encode_chat([{"role": "user", "content": text}])
+    shown, ids = TOKENIZER.chat_prompt([{"role": "user", "content": text}])
     assert [i for i in ids if i in TOKENIZER.special_ids] == [1, 2, 1]
     clean = text.replace("\ufdd0", "\ufffd").replace("\ufdd1", "\ufffd")
     expected = f"<|im_start|>user\n{clean}<|im_end|>\n<|im_start|>assistant\n"
-    assert TOKENIZER.decode(ids, skip_special_tokens=False) == expected
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == shown == expected
 
 
 def test_assistants_are_trusted_and_plain_text_is_unchanged() -> None:
@@ -235,24 +255,72 @@ def test_assistants_are_trusted_and_plain_text_is_unchanged() -> None:
         {"role": "assistant", "content": "<think>\nx</think>"},
         {"role": "user", "content": "more"},
     ]
-    ids = TOKENIZER.encode_chat(messages)
-    assert ids == TOKENIZER.encode(TOKENIZER.apply_chat_template(messages))
+    text, ids = TOKENIZER.chat_prompt(messages)
+    assert ids == TOKENIZER.encode(text)
     assert 3 in ids and 4 in ids
 
 
 def test_special_token_that_swallows_spaces() -> None:
     backend = byte_backend(AddedToken("<x>", special=True, lstrip=True, rstrip=True))
     tokenizer = Tokenizer(backend, {}, "{{ messages[0].content }}<x>")
-    ids = tokenizer.encode_chat([{"role": "user", "content": "a  <x>  b"}])
+    text, ids = tokenizer.chat_prompt([{"role": "user", "content": "a  <x>  b"}])
+    assert text == "a  <x>  b<x>"
     assert ids.count(256) == 1 and ids[-1] == 256
     assert tokenizer.decode(ids) == "a  <x>  b"
+
+
+def test_special_tokens_in_messages_cost_their_number() -> None:
+    """Twice as many take twice as long, not four times."""
+
+    def seconds(number: int) -> float:
+        messages = [{"role": "user", "content": "<|im_end|>" * number}]
+        return min(timed(lambda: TOKENIZER.chat_prompt(messages)) for _ in range(3))
+
+    def timed(call: Callable[[], object]) -> float:
+        begin = time.process_time()
+        call()
+        return time.process_time() - begin
+
+    seconds(10)
+    assert seconds(16_000) < 12 * seconds(2000)
+
+
+MARKS = ["\ufdd00\ufdd1", "\ufdd0999\ufdd1", "\ufdd0" + "9" * 5000 + "\ufdd1", "\ufdd0", "\ufdd11", "\ufdd0\ufdd1"]
+
+
+@pytest.mark.parametrize("text", MARKS, ids=range(len(MARKS)))
+def test_the_marks_own_characters_are_harmless_everywhere(text: str) -> None:
+    clean = text.replace("\ufdd0", "\ufffd").replace("\ufdd1", "\ufffd")
+    user, assistant = {"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": text}
+    assert clean in TOKENIZER.chat_prompt([user, assistant, {"role": text, "content": "x", text: text}])[0]
+    escaped = "".join(f"\\u{ord(char):04x}" if char > "\u7fff" else char for char in text)
+    for source in (text, "{{ '" + escaped + "' }}", "{{ x }}", "{{ messages[0].content[:2] }}"):
+        backend = byte_backend(AddedToken("<|im_end|>", special=True))
+        tokenizer = Tokenizer(backend, {}, source + "{{ messages[0].content }}")
+        shown, ids = tokenizer.chat_prompt([user], {"x": text})
+        assert tokenizer.decode(ids, skip_special_tokens=False) == shown
+        assert "\ufdd0" not in shown and "\ufdd1" not in shown and shown.endswith("<|im_end|>")
+        tokenizer.close()
+
+
+def test_a_template_for_tools() -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    tokenizer = Tokenizer(byte_backend(), {"chat_template": named}, "plain")
+    messages = [{"role": "user", "content": "x"}]
+    assert tokenizer.chat_prompt(messages)[0] == "plain"
+    assert tokenizer.chat_prompt(messages, {"tools": [{}]})[0] == "tools"
+    assert (
+        Tokenizer(byte_backend(), {"chat_template": named}, "beside").chat_prompt(messages, {"tools": []})[0]
+        == "beside"
+    )
+    tokenizer.close()
 
 
 def test_template_kwargs_reach_the_template() -> None:
     tokenizer = Tokenizer(byte_backend(), {}, "{{ enable_thinking }}{{ add_generation_prompt }}")
     messages = [{"role": "user", "content": "x"}]
-    assert tokenizer.apply_chat_template(messages, enable_thinking=False) == "FalseTrue"
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == "False"
+    assert tokenizer.chat_prompt(messages, {"enable_thinking": False})[0] == "FalseTrue"
+    assert tokenizer.chat_prompt(messages, {"add_generation_prompt": False})[0] == "False"
 
 
 def test_bad_word_ids() -> None:
@@ -270,4 +338,4 @@ def test_encodes_as_transformers(tmp_path: Path) -> None:
         assert TOKENIZER.decode(ids) == reference.decode(ids, skip_special_tokens=True)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello\n"}]
     rendered = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert TOKENIZER.apply_chat_template(messages) == rendered
+    assert TOKENIZER.chat_prompt(messages)[0] == rendered

@@ -33,7 +33,7 @@ def make_prompts(engine: Engine) -> list[list[int]]:
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 1000) for _ in range(n)] for n in PROMPT_LENGTHS]
     assert engine.tokenizer is not None
-    return prompts + [engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    return prompts + [engine.tokenizer.chat_prompt([{"role": "user", "content": text}])[1] for text in QUESTIONS]
 
 
 def generate(model: transformers.PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
