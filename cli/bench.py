@@ -101,6 +101,7 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
 
     parse_requests(args.kv_memory)
     if args.shape is not None:
+        common.load_torch()
         from qkv_engine.models.shapes import SHAPES
 
         if args.model is not None:

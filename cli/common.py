@@ -8,8 +8,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import resolve_kv
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_CAPACITY = 0, 1, 2, 3
 EXIT_TERMINATED, EXIT_INTERRUPTED = 128 + signal.SIGTERM, 130
 
-_ENGINE_OPTIONS = ("model", "kv", "kv_memory", "dtype", "device", "max_model_len", "cuda_graphs", "revision")
+_ENGINE_OPTIONS = (
+    *("model", "kv", "kv_memory", "dtype", "device"),
+    *("max_model_len", "extend_context", "cuda_graphs", "revision"),
+)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +48,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
+    group.add_argument(
+        "--extend-context",
+        action="store_const",
+        const=True,
+        help="allow --max-model-len beyond what the model was made for",
+    )
     group.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured decode steps on a GPU (default)"
     )
@@ -73,22 +83,19 @@ def open_engine(args: argparse.Namespace) -> Engine:
 
 
 def load_torch() -> None:
-    """Import torch, which takes a while; interrupted inside, it aborts the process or loses the signal."""
+    """Import torch and the engine, which takes a while; interrupted inside, torch aborts or loses the signal."""
     with interrupt_later():
-        import torch  # noqa: F401
+        import qkv_engine.engine  # noqa: F401
 
 
 @contextmanager
 def interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended."""
+    """Hold Ctrl-C and SIGTERM back until the block has ended."""
     caught: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    try:
+    with _handlers(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: caught.append(number))):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
     if caught:
-        raise KeyboardInterrupt
+        signal.raise_signal(caught[0])
 
 
 def configure_logging(args: argparse.Namespace) -> None:
@@ -153,16 +160,27 @@ def _exit_code(error: BaseException) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that the terminal is restored and the engine closed."""
+    """Let Ctrl-C and SIGTERM unwind the stack, so that the terminal is restored and the engine closed."""
 
     def unwind(signum: int, frame: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
-    previous = signal.signal(signal.SIGTERM, unwind)
+    with _handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: unwind}):
+        yield
+
+
+@contextmanager
+def _handlers(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    """Handle signals in the block; one that the program was started to ignore stays ignored."""
+    previous = {number: signal.getsignal(number) for number in handlers}
+    changed = {number: handler for number, handler in previous.items() if handler not in (None, signal.SIG_IGN)}
+    for number in changed:
+        signal.signal(number, handlers[number])
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in changed.items():
+            signal.signal(number, handler)
 
 
 def _discard_stdout() -> None:
