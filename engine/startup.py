@@ -166,7 +166,7 @@ def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.devi
         return
     remedy = "Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model"
     raise CapacityError(
-        f"weights need {format_size(need)} in {str(dtype).removeprefix('torch.')}, "
+        f"loading the weights takes {format_size(need)} in {str(dtype).removeprefix('torch.')}, "
         f"{format_size(free)} are free on {device}",
         remedy=remedy,
     )

@@ -160,7 +160,7 @@ def _declared_root(folder: Path) -> Path:
 
 def _is_deeper(value: Any, limit: int) -> bool:
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
     return bool(level)
 
