@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import socket
 import struct
@@ -25,6 +26,8 @@ from qkv_engine.startup import start
 from .tiny import INDEX, WEIGHTS, shard, write_tiny
 
 HANG_SECONDS = 60  # of one case on a busy machine; usual are 0.02
+MAX_BYTES = 16 * 2**30  # of address space, four times what a run takes: memory without bound is a failure, too
+MESSAGES = [{"role": "user", "content": "the </s> cat"}, {"role": "assistant", "content": "a<s>"}]
 RUN_EVERY = 20  # one folder in so many that load also answers a request
 
 VALUES: list[Any] = [
@@ -160,6 +163,8 @@ class Fuzzer:
         is_sharded = name == INDEX or (name == WEIGHTS and rng.random() < 0.2)
         files = self.sharded if is_sharded else self.single
         self._write(files)
+        if name.startswith("tokenizer"):  # its own template is read only where there is no file with one
+            (self.folder / "chat_template.jinja").unlink()
         target = self.folder / (rng.choice([n for n in files if n.endswith("tensors")]) if name == WEIGHTS else name)
         may_load, way = True, rng.random()
         if way < 0.12:
@@ -176,7 +181,7 @@ class Fuzzer:
 
     def _load(self, seed: int, name: str, may_load: bool) -> None:
         try:
-            self._run() if seed % RUN_EVERY == 0 else self._start()
+            self._run() if seed % RUN_EVERY == 0 else self._start(name)
         except QKVError as error:
             self.outcomes[f"{name}: {type(error).__name__}"] += 1
         except BaseException as error:  # a panic of a library in Rust is no Exception
@@ -186,9 +191,13 @@ class Fuzzer:
             if not may_load:
                 self.failures.append(f"seed {seed}, {name}: was loaded")
 
-    def _start(self) -> None:
+    def _start(self, name: str) -> None:
         config = EngineConfig(model=self.folder, kv=resolve_kv("bf16"), kv_memory="1MiB", device="cpu", max_num_seqs=4)
-        start(config).core.free()
+        started = start(config)
+        started.core.free()
+        if name.startswith("tokenizer") and started.tokenizer is not None:
+            ids = started.tokenizer.encode_chat(MESSAGES)
+            started.tokenizer.decode(ids)
 
     def _run(self) -> None:
         """A request that meets the ids that end a sequence; its own error is its own affair."""
@@ -208,6 +217,7 @@ def main(folder: str, first: str, count: str, *names: str) -> None:
     """Seeds from ``first`` on, for each of the files called ``names``; prints outcomes and failures as JSON."""
     torch.set_num_threads(1)
     logging.disable()
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     os.chdir(folder)  # a socket's path has few characters
     fuzzer = Fuzzer(Path(folder))
     for seed in range(int(first), int(first) + int(count)):

@@ -43,7 +43,10 @@ TOKENIZER_CONFIG: dict[str, Any] = {
     "add_bos_token": True,
     "add_eos_token": False,
     "model_max_length": 512,
-    "chat_template": "{{ messages[0].content }}",
+    "chat_template": [
+        {"name": "default", "template": "{% for message in messages %}{{ message.content }}</s>{% endfor %}"},
+        {"name": "rag", "template": "x"},
+    ],
     "added_tokens_decoder": {"0": {"content": "<pad>", "special": True}},
 }
 
