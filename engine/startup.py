@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock, Thread
+from time import sleep
 from typing import TypeVar, cast
 
 import torch
@@ -177,16 +178,35 @@ def _in_a_thread_of_its_own(work: Callable[[Event], T]) -> T:
 
     A thread that computes on the CPU keeps OpenMP workers for life, and as soon as the workers of all threads
     outnumber the cores OpenMP makes each wait for its work asleep: the engine's owner thread decodes at half speed.
-    A process must not end while a thread of it is inside torch, which would abort it; the executor's threads are
-    waited for at exit.
+    A process that ended while a thread is inside torch would be aborted, so the thread is waited for in any case.
     """
-    stop = Event()
-    with ThreadPoolExecutor(1, "qkv-engine-load") as executor:
+    stop, begun, ended = Event(), list[bool](), Lock()
+    results, errors = list[T](), list[BaseException]()
+
+    def run() -> None:
+        begun.append(True)
         try:
-            return executor.submit(work, stop).result()
-        except BaseException:
-            stop.set()
-            raise
+            if not stop.is_set():
+                results.append(work(stop))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.release()
+
+    # A bare lock: an interrupted ``join`` takes the thread for ended, an interrupted Future can stay locked for ever.
+    ended.acquire()
+    try:
+        Thread(target=run, name="qkv-engine-load", daemon=True).start()
+        ended.acquire()
+    except BaseException:
+        stop.set()
+        while begun and not (results or errors):
+            with suppress(BaseException):  # one more Ctrl-C: the load ends soon enough
+                sleep(0.01)
+        raise
+    if errors:
+        raise errors.pop()
+    return results.pop()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -247,8 +247,11 @@ def test_an_interrupted_load_ends_and_leaves_nothing(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupted_in(patch, loader, step)
         open_tiny(folder, load_format=load_format)
-    gc.collect()
     assert not packed, "the load went on"
+    deadline = time.monotonic() + 10  # the thread has done its work, and is about to end
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gc.collect()
     assert (live_tensors(), threading.active_count()) == (tensors, threads)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     monkeypatch.undo()
