@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from _thread import start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock
 from time import sleep
 from typing import TypeVar, cast
 
@@ -142,8 +143,8 @@ def _load(config: EngineConfig, device: torch.device) -> tuple[LoadedModel, torc
         )  # fmt: skip
     dtype = resolve_dtype(config.dtype, source.config, device)
     loaded = _in_a_thread_of_its_own(
-        lambda stop: load_weights(
-            source, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, stop=stop
+        lambda stopped: load_weights(
+            source, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, stopped=stopped
         )
     )
     return loaded, dtype
@@ -173,33 +174,34 @@ def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.devi
     )
 
 
-def _in_a_thread_of_its_own(work: Callable[[Event], T]) -> T:
-    """Runs ``work`` in a thread that ends with it; an interrupt sets the event, waits for the end, and goes on up.
+def _in_a_thread_of_its_own(work: Callable[[Callable[[], bool]], T]) -> T:
+    """Runs ``work`` in a thread that ends with it; an interrupt makes its argument true and waits for the end.
 
     A thread that computes on the CPU keeps OpenMP workers for life, and as soon as the workers of all threads
     outnumber the cores OpenMP makes each wait for its work asleep: the engine's owner thread decodes at half speed.
     A process that ended while a thread is inside torch would be aborted, so the thread is waited for in any case.
     """
-    stop, begun, ended = Event(), list[bool](), Lock()
-    results, errors = list[T](), list[BaseException]()
+    stop, begun, results, errors = list[bool](), list[bool](), list[T](), list[BaseException]()
+    ended = Lock()
 
     def run() -> None:
         begun.append(True)
         try:
-            if not stop.is_set():
-                results.append(work(stop))
+            if not stop:
+                results.append(work(lambda: bool(stop)))
         except BaseException as error:
             errors.append(error)
         finally:
             ended.release()
 
-    # A bare lock: an interrupted ``join`` takes the thread for ended, an interrupted Future can stay locked for ever.
+    # Nothing of ``threading`` but a bare lock: interrupted, an Event, a Future and the start of a Thread can stay
+    # locked for ever, and a Thread that is joined is taken for ended.
     ended.acquire()
     try:
-        Thread(target=run, name="qkv-engine-load", daemon=True).start()
+        start_new_thread(run, ())
         ended.acquire()
     except BaseException:
-        stop.set()
+        stop.append(True)
         while begun and not (results or errors):
             with suppress(BaseException):  # one more Ctrl-C: the load ends soon enough
                 sleep(0.01)

@@ -47,13 +47,16 @@ def open_inside(folder: Path, name: str) -> FileIO:
     if not Path(path).is_relative_to(_declared_root(folder)):
         raise ModelError(f"{name} is a link that leaves the model folder {folder}")
     try:
-        descriptor = os.open(path, _OPEN_FLAGS)
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)  # merely opening a device may do something
+        if is_regular:
+            # The descriptor gets its owner within one call of C, so that no interrupt comes between and loses it.
+            file = next(map(FileIO, map(os.open, (path,), (_OPEN_FLAGS,))))
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # it may have been exchanged
     except OSError as error:
         raise ModelError(f"{folder / name} cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    if not is_regular:
         raise ModelError(f"{folder / name} is not a regular file")
-    return FileIO(descriptor, "r", closefd=True)
+    return file
 
 
 def check_file_name(name: object) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 
 import torch
 from torch import Tensor, nn
@@ -114,25 +113,24 @@ def load_weights(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
-    stop: Event | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> LoadedModel:
     """The model of ``source`` on ``device``: filled from its checkpoint, or with seeded random weights; then packed.
 
-    Setting ``stop`` from another thread ends the load within about a second. Raises ``ModelError`` for a
-    checkpoint that does not fit the configuration, ``CapacityError`` if the device has too little memory, and
-    ``concurrent.futures.CancelledError`` once ``stop`` is set.
+    ``stopped`` is asked a few times a second. Raises ``ModelError`` for a checkpoint that does not fit the
+    configuration, ``CapacityError`` if the device has too little memory, and ``concurrent.futures.CancelledError``
+    once ``stopped`` says so.
     """
-    stop = Event() if stop is None else stop
     if load_format == "random":
         net = _build(source.config)
         _materialize(net, dtype, device)
-        _fill_randomly(net, torch.Generator(device).manual_seed(seed), stop)
+        _fill_randomly(net, torch.Generator(device).manual_seed(seed), stopped)
     else:
         assert source.folder is not None, "only random weights have no folder"
-        net = _load_checkpoint(source.folder, source.config, dtype, device, stop)
+        net = _load_checkpoint(source.folder, source.config, dtype, device, stopped)
     for module in net.modules():
         if isinstance(module, Layer):
-            _go_on_unless(stop)
+            _go_on_unless(stopped)
             module.pack()
     return LoadedModel(net.eval(), source.config, source.folder, source.name)
 
@@ -238,16 +236,16 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device) -> No
         raise CapacityError(f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free") from error
 
 
-def _go_on_unless(stop: Event) -> None:
-    if stop.is_set():
+def _go_on_unless(stopped: Callable[[], bool]) -> None:
+    if stopped():
         raise CancelledError
 
 
-def _fill_randomly(net: nn.Module, generator: torch.Generator, stop: Event) -> None:
+def _fill_randomly(net: nn.Module, generator: torch.Generator, stopped: Callable[[], bool]) -> None:
     norms = {module.weight for module in net.modules() if isinstance(module, RMSNorm)}
     for parameter in net.parameters():
         for piece in torch.split(parameter.view(-1), _RANDOM_PIECE):
-            _go_on_unless(stop)
+            _go_on_unless(stopped)
             if parameter in norms:
                 piece.fill_(1.0)
             else:
@@ -255,7 +253,7 @@ def _fill_randomly(net: nn.Module, generator: torch.Generator, stop: Event) -> N
 
 
 def _load_checkpoint(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, stop: Event
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, stopped: Callable[[], bool]
 ) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
         # No supported dtype takes less than a byte an element: the config cannot belong to these files.
@@ -267,9 +265,9 @@ def _load_checkpoint(
         net = _build(config)
         _check_tensors(checkpoint, expected_tensors(net, config), config)
         _materialize(net, dtype, device)
-        _fill(checkpoint, expected_tensors(net, config), stop)
+        _fill(checkpoint, expected_tensors(net, config), stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
-            _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stop)
+            _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
     return net
 
 
@@ -295,21 +293,21 @@ def _check_tensors(checkpoint: Checkpoint, slots: dict[str, Slot], config: Model
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
 
 
-def _fill(checkpoint: Checkpoint, slots: dict[str, Slot], stop: Event) -> None:
+def _fill(checkpoint: Checkpoint, slots: dict[str, Slot], stopped: Callable[[], bool]) -> None:
     with _progress(sum(checkpoint.tensors[name].nbytes for name in slots)) as advance:
         for name, slot in slots.items():
             target = slot.parameter[slot.start : slot.stop]
             for start, end, piece in checkpoint.pieces(name):
-                _go_on_unless(stop)
+                _go_on_unless(stopped)
                 # A head norm's [D] fills every row; all other tensors have the target's rows.
                 rows = target if piece.dim() < target.dim() else target[start:end]
                 rows.copy_(piece)
                 advance(piece.nbytes)
 
 
-def _check_tied(checkpoint: Checkpoint, table: Tensor, stop: Event) -> None:
+def _check_tied(checkpoint: Checkpoint, table: Tensor, stopped: Callable[[], bool]) -> None:
     for start, end, piece in checkpoint.pieces("lm_head.weight"):
-        _go_on_unless(stop)
+        _go_on_unless(stopped)
         if not torch.equal(table[start:end], piece.to(table.device, table.dtype)):
             raise ModelError("lm_head.weight differs from the embedding although tie_word_embeddings is true")
 
