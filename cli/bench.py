@@ -112,10 +112,11 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
 
 
 def _check_shape(args: argparse.Namespace) -> None:
-    from qkv_engine.models.shapes import SHAPES
-
     if args.shape is None:
         return
+    common.load_torch()
+    from qkv_engine.models.shapes import SHAPES
+
     if args.model is not None:
         raise ConfigError("cannot be combined with MODEL", field="shape", value=args.shape)
     if args.shape not in SHAPES:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import DEFAULT_KV, PRESETS, resolve_kv
@@ -31,7 +32,10 @@ DEMO = "demo"  # the MODEL that stands for the one inside the package
 # Errors name the engine's fields; this one is never an option of its own.
 _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
-_ENGINE_OPTIONS = ("model", "kv", "kv_memory", "dtype", "device", "max_model_len", "cuda_graphs", "revision")
+_ENGINE_OPTIONS = (
+    *("model", "kv", "kv_memory", "dtype", "device"),
+    *("max_model_len", "extend_context", "cuda_graphs", "revision"),
+)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +61,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
+    group.add_argument(
+        "--extend-context",
+        action="store_const",
+        const=True,
+        help="allow --max-model-len beyond what the model was made for",
+    )
     group.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured decode steps on a GPU (default)"
     )
@@ -103,22 +113,19 @@ def open_engine(args: argparse.Namespace) -> Engine:
 
 
 def load_torch() -> None:
-    """Import torch, which takes a while; interrupted inside, it aborts the process or loses the signal."""
+    """Import torch and the engine, which takes a while; interrupted inside, torch aborts or loses the signal."""
     with interrupt_later():
-        import torch  # noqa: F401
+        import qkv_engine.engine  # noqa: F401
 
 
 @contextmanager
 def interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended."""
+    """Hold Ctrl-C and SIGTERM back until the block has ended."""
     caught: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    try:
+    with _handlers(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: caught.append(number))):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
     if caught:
-        raise KeyboardInterrupt
+        signal.raise_signal(caught[0])
 
 
 def configure_logging(args: argparse.Namespace) -> None:
@@ -213,16 +220,27 @@ def _exit_code(error: BaseException) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that the terminal is restored and the engine closed."""
+    """Let Ctrl-C and SIGTERM unwind the stack, so that the terminal is restored and the engine closed."""
 
     def unwind(signum: int, frame: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
-    previous = signal.signal(signal.SIGTERM, unwind)
+    with _handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: unwind}):
+        yield
+
+
+@contextmanager
+def _handlers(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    """Handle signals in the block; one that the program was started to ignore stays ignored."""
+    previous = {number: signal.getsignal(number) for number in handlers}
+    changed = {number: handler for number, handler in previous.items() if handler not in (None, signal.SIG_IGN)}
+    for number in changed:
+        signal.signal(number, handlers[number])
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in changed.items():
+            signal.signal(number, handler)
 
 
 def _discard_stdout() -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from qkv_engine.errors import ConfigError
 
+from .common import load_torch
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,28 +34,23 @@ class ModelFiles(NamedTuple):
 
 def read_model(args: argparse.Namespace, shape: str | None = None) -> ModelFiles:
     """A shape, a folder or a Hub model, of which only the small files are fetched."""
-    from qkv_engine.models import hub
+    load_torch()
     from qkv_engine.models.config import ModelConfig
-    from qkv_engine.models.loader import read_config
+    from qkv_engine.models.loader import find_folder, read_config
     from qkv_engine.models.shapes import SHAPES
     from qkv_engine.startup import demo_folder
 
     if shape in SHAPES:
         return ModelFiles(ModelConfig.from_hf(SHAPES[shape]), None)
-    folder = demo_folder() if args.model is None else Path(args.model).expanduser()
-    if not folder.is_dir():
-        folder = hub.download(args.model, revision=args.revision, token=None, weights=False, check=read_config)
+    if args.model is None:
+        folder = demo_folder()
+    else:
+        folder = find_folder(args.model, revision=args.revision, weights=False, check=read_config)
     return ModelFiles(read_config(folder), folder)
 
 
 def weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """What ``--dtype`` stands for. Raises ``ConfigError`` for an unknown name."""
-    import torch
+    from qkv_engine.models.loader import resolve_dtype
 
-    from qkv_engine.models.config import DTYPES
-
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else config.dtype
-    if name not in DTYPES:
-        raise ConfigError("unknown", field="dtype", value=name, remedy=f"Use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return resolve_dtype(name, config, device)

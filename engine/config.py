@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
 from .errors import ConfigError
 
-BLOCK_TOKENS = 128  # tokens of one request in one KV block (DESIGN 4)
+BLOCK_TOKENS = 128  # tokens of one request in one KV block
+MAX_RUNGS = 8  # of a ladder; each holds a slab of KV memory in reserve
+MAX_NAME_CHARS = 64  # of a ladder or a rung: they stand in tables and in every output
+MAX_SIZE = 2**62  # bytes; anything above is a slip of the pen and would not fit the kernels' int64 addresses
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+# Docker's and Java's habit: G, Gi and GiB are 2^30 bytes, only GB is 10^9. In upper case; what was given may be in any.
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    name: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for name, base in ((letter, 1024), (f"{letter}I", 1024), (f"{letter}IB", 1024), (f"{letter}B", 1000))
 }
+_SIZE_REMEDY = 'Give bytes, a size such as "20GiB", or a share of free memory such as 0.5 or "50%"'
+_SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{0,19})?|\.[0-9]{1,19})\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError("not an integer", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
+    if not low <= value <= high:
         raise ConfigError("out of range", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
+
+
+def _check_flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError("not a bool", field=field, value=value, remedy="Give True or False")
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError("not a string", field=field, value=value, remedy="Give a string")
+
+
+def _check_name(field: str, value: object) -> None:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME_CHARS or not value.isprintable():
+        remedy = f"Give a string of 1 to {MAX_NAME_CHARS} printable characters"
+        raise ConfigError("not a name", field=field, value=value, remedy=remedy)
 
 
 @dataclass(frozen=True)
 class RungConfig:
-    """One rung of a ladder: the format of K and of V, by name; one for all layers, or one a layer."""
+    """One rung of a ladder: the format of K and of V, by name; one for all layers, or one a layer.
+
+    Raises ``ConfigError`` for anything but names; whether formats of these names exist and fit a model is checked
+    when a ladder is built for it.
+    """
 
     name: str
     k: str | tuple[str, ...]
     v: str | tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _check_name("rung", self.name)
+        for field in ("k", "v"):
+            value = getattr(self, field)
+            names = value if isinstance(value, tuple) else (value,)
+            if not names or not all(isinstance(name, str) for name in names):
+                remedy = 'Give the name of a format such as "int4-channel-128", or a tuple of one name a layer'
+                raise ConfigError("not a format", field=field, value=value, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +75,7 @@ class KVConfig:
     The first ``sink`` tokens of a request stay on the first rung for life, and so do the newest ``recent`` ones until
     they are older. With ``eager`` a block goes to the last rung as soon as it may; otherwise blocks step down only
     when memory runs short. Admission counts requests on the last rung, or on ``admit_at`` for an operator who would
-    rather queue than lose precision.
+    rather queue than lose precision. Raises ``ConfigError`` for a value of the wrong type or out of range.
     """
 
     name: str
@@ -54,12 +86,27 @@ class KVConfig:
     admit_at: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.rungs:
-            raise ConfigError("a ladder needs a rung", field="rungs", value=self.rungs)
-        if self.sink not in (0, 1, 2, 4, 8, 16, 32, 64, 128):
+        _check_name("name", self.name)
+        self._check_rungs()
+        if type(self.sink) is not int or self.sink not in (0, 1, 2, 4, 8, 16, 32, 64, 128):
             remedy = f"Give 0 or a power of two up to {BLOCK_TOKENS}, so that sinks tile a block"
             raise ConfigError("not supported", field="sink", value=self.sink, remedy=remedy)
         _check_int("recent", self.recent, 0, 2**20)
+        _check_flag("eager", self.eager)
+        names = [rung.name for rung in self.rungs]
+        if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
+            remedy = f"Choose from {', '.join(names)}, or None for the last rung"
+            raise ConfigError("no rung of this ladder", field="admit_at", value=self.admit_at, remedy=remedy)
+
+    def _check_rungs(self) -> None:
+        rungs, remedy = self.rungs, f"Give a tuple of 1 to {MAX_RUNGS} RungConfig, widest first"
+        if not isinstance(rungs, tuple) or not all(isinstance(rung, RungConfig) for rung in rungs):
+            raise ConfigError("not rungs", field="rungs", value=rungs, remedy=remedy)
+        if not 1 <= len(rungs) <= MAX_RUNGS:
+            raise ConfigError(f"a ladder of {len(rungs)} rungs", field="rungs", value=rungs, remedy=remedy)
+        if len({rung.name for rung in rungs}) < len(rungs):
+            remedy = "Give each rung a name of its own"
+            raise ConfigError("two rungs have one name", field="rungs", value=[r.name for r in rungs], remedy=remedy)
 
 
 DENSE16 = RungConfig("dense16", "dense16", "dense16")
@@ -86,43 +133,53 @@ DEFAULT_KV = "auto"
 
 
 def resolve_kv(kv: str | KVConfig) -> KVConfig:
-    """The KV configuration a preset name or ``KVConfig`` stands for. Raises ``ConfigError`` for an unknown name."""
+    """The KV configuration a preset name or ``KVConfig`` stands for. Raises ``ConfigError`` for anything else."""
     if isinstance(kv, KVConfig):
         return kv
-    if kv not in PRESETS:
-        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=f"Choose from {', '.join(PRESETS)}")
+    if not isinstance(kv, str) or kv not in PRESETS:
+        remedy = f"Choose from {', '.join(PRESETS)}, or give a KVConfig"
+        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
     return PRESETS[kv]
 
 
 def parse_size(size: int | str | float, *, field: str, free: int) -> int:
-    """Bytes named by ``size``: an int (bytes), "20GiB", or a share of ``free`` bytes as a float in (0, 1] or "50%".
+    """Bytes named by ``size``: an int (bytes), a text such as "20GiB", or a share of ``free`` bytes.
 
-    Raises ``ConfigError`` for anything else.
+    A share is a float in (0, 1], the same as a text with a decimal point ("0.5"), or "50%". Units in any case: K, M,
+    G, T, also written Ki or KiB, are powers of 1,024; KB, MB, GB, TB powers of 1,000. Raises ``ConfigError`` for
+    anything else, and for sizes that are not positive or above 4 EiB.
     """
-    remedy = 'Give bytes, a size such as "20GiB", or a share of free memory such as 0.5 or "50%"'
     if isinstance(size, bool) or not isinstance(size, int | float | str):
-        raise ConfigError("not a size", field=field, value=size, remedy=remedy)
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b|)\s*", size, re.IGNORECASE)
-        if match is None:
-            raise ConfigError("not a size", field=field, value=size, remedy=remedy)
-        number, unit = float(match[1]), match[2].upper()
-        if unit != "%" and unit not in _UNITS:
-            raise ConfigError("unknown unit", field=field, value=size, remedy=remedy)
-        nbytes = int(number / 100 * free) if unit == "%" else int(number * _UNITS[unit])
-    elif isinstance(size, float):
-        if not 0.0 < size <= 1.0:
-            raise ConfigError("a share lies in (0, 1]", field=field, value=size, remedy=remedy)
-        nbytes = int(size * free)
-    else:
-        nbytes = size
-    if nbytes <= 0:
-        raise ConfigError("must be positive", field=field, value=size, remedy=remedy)
-    return nbytes
+        raise ConfigError("not a size", field=field, value=size, remedy=_SIZE_REMEDY)
+    number = _parse_words(size, field) if isinstance(size, str) else size
+    if isinstance(number, float):
+        if not 0.0 < number <= 1.0:
+            raise ConfigError("a share lies in (0, 1]", field=field, value=size, remedy=_SIZE_REMEDY)
+        return max(1, int(number * free))
+    if number <= 0:
+        raise ConfigError("must be positive", field=field, value=size, remedy=_SIZE_REMEDY)
+    if number > MAX_SIZE:
+        raise ConfigError("more than any machine has", field=field, value=size, remedy=_SIZE_REMEDY)
+    return number
+
+
+def _parse_words(text: str, field: str) -> int | float:
+    """Bytes as an int, or a share as a float."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError("not a size", field=field, value=text, remedy=_SIZE_REMEDY)
+    digits, unit = match[1], match[2].upper()
+    if unit == "%":
+        return float(digits) / 100
+    if unit not in _UNITS:
+        raise ConfigError("unknown unit", field=field, value=text, remedy=_SIZE_REMEDY)
+    if "." not in digits:
+        return int(digits) * _UNITS[unit]
+    return int(float(digits) * _UNITS[unit]) if unit else float(digits)
 
 
 def format_size(nbytes: float) -> str:
-    """``nbytes`` in words, three significant digits: 20.0 GiB."""
+    """``nbytes`` in words with one decimal: 20.0 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -130,11 +187,25 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def format_least(nbytes: int) -> str:
+    """A size in words that, given as an option, is at least ``nbytes``: rounded up, never down."""
+    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if nbytes >= unit), 1)
+    return format_size(-(-nbytes * 10 // unit) * unit / 10)
+
+
+_INTEGERS = {"max_num_seqs": (1, 4096), "max_num_batched_tokens": (1, 2**20), "seed": (0, 2**63 - 1)}
+_FLAGS = ("prefix_caching", "extend_context", "cuda_graphs")
+_TEXTS = ("dtype", "device", "load_format")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The options of ``Engine``, checked. Machine-dependent values are resolved by the engine at start."""
+    """The options of ``Engine``, checked for type and range; ``ConfigError`` names the one that is wrong.
 
-    model: str | None = None
+    Values that depend on the machine or the model are resolved and checked by the engine at start.
+    """
+
+    model: str | os.PathLike[str] | None = None
     kv: KVConfig = PRESETS[DEFAULT_KV]
     kv_quota: float | None = None
     prefix_caching: bool = True
@@ -142,6 +213,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
+    extend_context: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     cuda_graphs: bool = True
@@ -151,17 +223,48 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_num_seqs", 1, 4096),
-            ("max_num_batched_tokens", 1, 2**20),
-            ("seed", 0, 2**63 - 1),
-        ):
+        _check_model(self.model)
+        if not isinstance(self.kv, KVConfig):
+            raise ConfigError("not a KVConfig", field="kv", value=self.kv, remedy="resolve_kv makes one of a name")
+        if self.kv_quota is not None:
+            _check_share("kv_quota", self.kv_quota)
+        if self.kv_memory is not None:
+            parse_size(self.kv_memory, field="kv_memory", free=MAX_SIZE)
+        for name, (low, high) in _INTEGERS.items():
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2, 2**24)
-        if self.kv_quota is not None and not (isinstance(self.kv_quota, float) and 0.0 < self.kv_quota <= 1.0):
-            raise ConfigError("out of range", field="kv_quota", value=self.kv_quota, remedy="Give a share in (0, 1]")
-        if not isinstance(self.cuda_graphs, bool):
-            raise ConfigError("not a bool", field="cuda_graphs", value=self.cuda_graphs, remedy="Give True or False")
+        for name in _FLAGS:
+            _check_flag(name, getattr(self, name))
+        for name in _TEXTS:
+            _check_text(name, getattr(self, name))
+        if self.revision is not None:
+            _check_text("revision", self.revision)
+        if self.token is not None and not isinstance(self.token, str):  # a secret: its value stays out of the message
+            raise ConfigError("must be a string", field="token", value=type(self.token).__name__)
         if self.load_format not in ("auto", "random"):
             raise ConfigError("unknown", field="load_format", value=self.load_format, remedy='Use "auto" or "random"')
+
+    @property
+    def source(self) -> str | None:
+        """``model`` as a string; a ``PathLike`` as an absolute path, which cannot be taken for a name on the Hub."""
+        if self.model is None or isinstance(self.model, str):
+            return self.model
+        return os.path.abspath(os.path.expanduser(os.fspath(self.model)))
+
+
+def _check_model(model: object) -> None:
+    path = model
+    if isinstance(model, os.PathLike):
+        try:
+            path = os.fspath(model)
+        except Exception as error:
+            raise ConfigError(f"its path cannot be had: {error}", field="model", value=model) from error
+    if path is not None and not isinstance(path, str):
+        remedy = "Give a folder or a Hub name as a string or a Path, or None for the demo model"
+        raise ConfigError("not a model", field="model", value=model, remedy=remedy)
+
+
+def _check_share(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError("out of range", field=field, value=value, remedy="Give a share in (0, 1]")

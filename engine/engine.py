@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Never, Self, overload
 
@@ -27,13 +28,15 @@ class Engine:
 
     ``model`` is a local folder, a Hub id, or with ``load_format="random"`` a named shape; ``None`` is the demo model
     inside the package. ``kv`` is a preset name or a ``KVConfig``; ``kv_memory`` is bytes, "20GiB", or a share of
-    free memory. ``cuda_graphs=False`` saves a GPU the memory of captured steps and makes small ones slower.
+    the memory that is free once the weights are loaded. ``max_model_len`` may be longer than the model was made for
+    only with ``extend_context=True``. ``cuda_graphs=False`` saves a GPU the memory of captured steps and makes small
+    ones slower.
     Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
     """
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         kv: str | KVConfig = DEFAULT_KV,
         kv_memory: int | str | float | None = None,
@@ -42,6 +45,7 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
+        extend_context: bool = False,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         cuda_graphs: bool = True,
@@ -59,6 +63,7 @@ class Engine:
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
+            extend_context=extend_context,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cuda_graphs=cuda_graphs,

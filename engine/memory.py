@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -11,6 +13,20 @@ if TYPE_CHECKING:
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
 GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations and libraries take the rest
 GRAPHS_NBYTES = 2**29  # captured steps: about 1 MiB each, and what they compute in
+UNLIMITED = 2**62  # bytes of headroom where nothing limits the process
+
+
+class _CgroupFiles(NamedTuple):
+    """Names of one version's files in a memory cgroup's folder; ``cache`` is a line of memory.stat."""
+
+    mount: str
+    limit: str
+    usage: str
+    cache: str
+
+
+_V1 = _CgroupFiles("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 def free_memory(device: torch.device) -> int:
@@ -19,13 +35,14 @@ def free_memory(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_available_ram(), _cgroup_headroom())
+    return max(0, min(_available_ram(), cgroup_headroom()))
 
 
 def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> int:
     """Bytes for the KV cache when the caller gave none; ``most`` is what all requests together could ever use.
 
-    ``graphs``: whether a GPU's steps are captured, which takes memory, too.
+    The share is of what is free when asked, which an engine does once its weights are loaded. ``graphs``: whether a
+    GPU's steps are captured, which takes memory, too.
     """
     free = free_memory(device)
     if device.type == "cuda":
@@ -45,6 +62,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def cgroup_headroom(root: Path = Path("/")) -> int:
+    """Bytes left under the limits of this process's memory cgroups, of version 1 and 2; ``UNLIMITED`` without any.
+
+    A limit binds everything below it, so the process's own group and all around it count. Page cache that nobody uses
+    is given up before anything fails and counts as free. ``root`` is where /proc and /sys are looked for.
+    """
+    return min((_headroom(folder, files) for folder, files in _memory_cgroups(root)), default=UNLIMITED)
+
+
 def _available_ram() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -52,15 +78,28 @@ def _available_ram() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no count of available pages
 
 
-def _cgroup_headroom() -> int:
-    """Bytes left under a container's limit; very large where there is none."""
-    root = Path("/sys/fs/cgroup")
+def _memory_cgroups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
+    """Folders of the process's memory cgroups up to the mounts; in a container only some of them may be in sight."""
     try:
-        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 2**62
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # version 2 names no controllers
+            files = _V1 if controllers else _V2
+            group = PurePosixPath("/", *(part for part in PurePosixPath(path).parts if part != ".."))
+            for folder in (group, *group.parents):
+                yield root / files.mount / folder.relative_to("/"), files
+
+
+def _headroom(folder: Path, files: _CgroupFiles) -> int:
+    try:
+        limit, usage = (int((folder / name).read_text()) for name in (files.limit, files.usage))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - usage + int(stat.get(files.cache, 0))
+    except (OSError, ValueError):  # no such folder, or "max" for no limit
+        return UNLIMITED

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
+from _thread import start_new_thread
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from threading import Lock
+from time import sleep
+from typing import TypeVar, cast
 
 import torch
 
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.loader import LoadedModel, load_model
+from qkv_engine.models.files import file_names, read_json_object
+from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
 from qkv_engine.scheduler import Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig, format_size, parse_size
 from .core import EngineCore
-from .errors import CapacityError, ConfigError, ModelError
+from .errors import CapacityError, ConfigError
 from .kv.cache import MAX_SLAB_BLOCKS, KVCache
 from .kv.ladder import Ladder, build_ladder
 from .kv.prefix import PrefixCache
@@ -33,6 +35,7 @@ from .validation import default_params, describe_defaults, eos_token_ids
 from .warm_up import warm_up
 
 logger = logging.getLogger("qkv_engine")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,18 @@ def demo_folder() -> Path:
 
 
 def start(config: EngineConfig) -> Started:
-    """Loads the model and allocates KV memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``."""
+    """Loads the model and allocates KV memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``.
+
+    What an interrupt leaves behind is freed before it is raised again; a load under way ends within about a second.
+    """
     device = resolve_device(config.device)
-    source = str(demo_folder()) if config.model is None else config.model
-    loaded = _in_a_thread_of_its_own(
-        lambda: load_model(
-            source,
-            dtype=config.dtype,
-            device=device,
-            load_format=config.load_format,
-            revision=config.revision,
-            token=config.token,
-            seed=config.seed,
-        )
-    )
+    loaded, dtype = _load(config, device)
     model_config = loaded.config
-    dtype = next(loaded.model.parameters()).dtype
     tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder)
-    generation = {} if loaded.folder is None else _read_generation_config(loaded.folder)
+    generation = {} if loaded.folder is None else read_json_object(loaded.folder, "generation_config.json")
+    eos_ids = frozenset(
+        eos_token_ids(generation, model_config.eos_token_ids, tokenizer, vocab_size=model_config.vocab_size)
+    )
     ladder = build_ladder(
         config.kv,
         num_layers=model_config.num_layers,
@@ -94,7 +91,6 @@ def start(config: EngineConfig) -> Started:
     scheduler = Scheduler(
         make_space(), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    eos_ids = frozenset(eos_token_ids(generation, model_config.eos_token_ids, tokenizer))
     runner = Runner(
         cast(CausalLM, loaded.model),
         cache,
@@ -126,22 +122,93 @@ def start(config: EngineConfig) -> Started:
     )
 
 
-def _in_a_thread_of_its_own(work: Callable[[], LoadedModel]) -> LoadedModel:
-    """Runs ``work`` in a thread that ends with it.
+def _load(config: EngineConfig, device: torch.device) -> tuple[LoadedModel, torch.dtype]:
+    """The model and the dtype of its weights; whatever can be refused is, before weights are downloaded or read."""
+
+    def check(model: ModelConfig) -> None:
+        check_context(model, config.max_model_len, config.extend_context)
+        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device)
+
+    source = find_model(
+        str(demo_folder()) if config.source is None else config.source,
+        load_format=config.load_format,
+        revision=config.revision,
+        token=config.token,
+        check=check,
+    )
+    if config.max_model_len is not None and config.max_model_len > source.config.max_context:
+        logger.warning(
+            "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
+            source.config.max_context,
+        )  # fmt: skip
+    dtype = resolve_dtype(config.dtype, source.config, device)
+    loaded = _in_a_thread_of_its_own(
+        lambda stopped: load_weights(
+            source, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, stopped=stopped
+        )
+    )
+    return loaded, dtype
+
+
+def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:
+    """Raises ``ConfigError`` if ``max_model_len`` tokens are more than the model was made for, unless that is asked."""
+    if max_model_len is not None and max_model_len > model.max_context and not extend_context:
+        raise ConfigError(
+            f"the model was made for {model.max_context} tokens",
+            field="max_model_len",
+            value=max_model_len,
+            remedy=f"Use at most {model.max_context}, or ask for a longer context with extend_context",
+        )
+
+
+def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ``CapacityError`` if loading a model's weights in ``dtype`` needs more memory than ``device`` has free."""
+    need, free = load_nbytes(model, dtype, device), free_memory(device)
+    if need <= free:
+        return
+    remedy = "Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model"
+    raise CapacityError(
+        f"loading the weights takes {format_size(need)} in {str(dtype).removeprefix('torch.')}, "
+        f"{format_size(free)} are free on {device}",
+        remedy=remedy,
+    )
+
+
+def _in_a_thread_of_its_own(work: Callable[[Callable[[], bool]], T]) -> T:
+    """Runs ``work`` in a thread that ends with it; an interrupt makes its argument true and waits for the end.
 
     A thread that computes on the CPU keeps OpenMP workers for life, and as soon as the workers of all threads
     outnumber the cores OpenMP makes each wait for its work asleep: the engine's owner thread decodes at half speed.
+    A process that ended while a thread is inside torch would be aborted, so the thread is waited for in any case.
     """
-    future: Future[LoadedModel] = Future()
+    stop, begun, results, errors = list[bool](), list[bool](), list[T](), list[BaseException]()
+    ended = Lock()
 
     def run() -> None:
+        begun.append(True)
         try:
-            future.set_result(work())
+            if not stop:
+                results.append(work(lambda: bool(stop)))
         except BaseException as error:
-            future.set_exception(error)
+            errors.append(error)
+        finally:
+            ended.release()
 
-    threading.Thread(target=run, name="qkv-engine-load", daemon=True).start()
-    return future.result()
+    # Nothing of ``threading`` but a bare lock: interrupted, an Event, a Future and the start of a Thread can stay
+    # locked for ever, and a Thread that is joined is taken for ended.
+    ended.acquire()
+    try:
+        start_new_thread(run, ())
+        ended.acquire()
+    except BaseException:
+        stop.append(True)
+        while begun and not (results or errors):
+            with suppress(BaseException):  # one more Ctrl-C: the load ends soon enough
+                sleep(0.01)
+        raise
+    if errors:
+        raise errors.pop()
+    return results.pop()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -151,9 +218,9 @@ def resolve_device(name: str) -> torch.device:
     remedy = 'Use "auto", "cpu", "cuda" or "cuda:N"'
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError("unknown device", field="device", value=name, remedy=remedy) from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise ConfigError("unsupported device", field="device", value=name, remedy=remedy)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError("no such GPU here", field="device", value=name, remedy=remedy)
@@ -164,23 +231,10 @@ def resolve_device(name: str) -> torch.device:
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer; without any tokenizer file the engine takes and gives token ids alone."""
-    if not any(folder.glob("*token*")):
+    if not any("token" in name for name in file_names(folder)):
         logger.warning("%s has no tokenizer: prompts must be token ids, and outputs have no text", folder)
         return None
     return Tokenizer.from_folder(folder)
-
-
-def _read_generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return found
 
 
 def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from qkv_engine.models.files import has_file, parse_json, read_file, read_json_object, read_text
+
 from .chat_messages import check_messages, check_template_kwargs
 from .chat_template import ChatTemplate, select_template
 from .errors import ModelError, RequestError
@@ -20,7 +21,6 @@ from .special_marks import SpecialMarks
 from .text_stream import TextDecoder, TextStream
 from .tokenizer_parts import check_tokenizer
 
-MAX_FILE_BYTES = 1 << 27
 TEMPLATE_DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": True}
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -53,14 +53,16 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError."""
-        file = path / "tokenizer.json"
-        if not file.is_file():
+        if not has_file(path, "tokenizer.json"):
             raise ModelError(f"{path} has no tokenizer.json", remedy=_missing_remedy(path))
-        source = _read(file)
-        backend = contain(ModelError, f"{file} cannot be read", tokenizers.Tokenizer.from_str, source)
-        config = _read_config(path / "tokenizer_config.json")
-        beside = path / "chat_template.jinja"
-        template = _read(beside) if beside.is_file() else select_template(config.get("chat_template"))
+        source = read_file(path, "tokenizer.json")
+        parse_json(source, "tokenizer.json")  # our rules are stricter than the library's
+        backend = contain(ModelError, "tokenizer.json is refused", tokenizers.Tokenizer.from_buffer, bytes(source))
+        config = read_json_object(path, "tokenizer_config.json")
+        if has_file(path, "chat_template.jinja"):
+            template: str | None = read_text(path, "chat_template.jinja")
+        else:
+            template = select_template(config.get("chat_template"))
         return cls(backend, config, template)
 
     def close(self) -> None:
@@ -232,27 +234,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     found = {name: config.get(name) for name in SPECIAL_NAMES}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
-
-
-def _read(file: Path) -> str:
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{file} is larger than {MAX_FILE_BYTES} bytes")
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} is not a JSON object")
-    return config
 
 
 def _missing_remedy(path: Path) -> str:

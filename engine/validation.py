@@ -258,7 +258,7 @@ def validate_lengths(num_prompt_tokens: int, max_tokens: int | None, max_model_l
 def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters a model recommends in generation_config.json; unknown keys are ignored.
 
-    ``do_sample: false`` means greedy. Raises ModelError if a value is out of bounds.
+    ``do_sample: false`` means greedy. Raises ModelError, naming the file, if a value is out of bounds.
     """
     values = _recommended(generation_config)
     try:
@@ -285,14 +285,20 @@ def _recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def eos_token_ids(
-    generation_config: Mapping[str, Any], config_eos: Iterable[int], tokenizer: Tokenizer | None
+    generation_config: Mapping[str, Any], config_eos: Iterable[int], tokenizer: Tokenizer | None, *, vocab_size: int
 ) -> list[int]:
-    """Ids that end a sequence: from generation_config.json, else config.json, and the tokenizer's own."""
+    """Ids that end a sequence: from generation_config.json, else config.json, and the tokenizer's own.
+
+    Raises ModelError, naming the file, for anything that is no id below ``vocab_size``, the rows of the model's output.
+    """
     declared = generation_config.get("eos_token_id")
     found: list[Any] = [*config_eos] if declared is None else declared if isinstance(declared, list) else [declared]
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found = [*found, tokenizer.eos_token_id]
+    remedy = f"The model's ids are 0 to {vocab_size - 1}"
     for token_id in found:
-        if type(token_id) is not int or token_id < 0:
-            raise ModelError("must be a token id or a list of them", field="eos_token_id", value=token_id)
-    return list(dict.fromkeys(found))
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            field = "generation_config.json: eos_token_id"
+            raise ModelError("must be a token id or a list of them", field=field, value=token_id, remedy=remedy)
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    if own is not None and own >= vocab_size:
+        raise ModelError("the model has no such token", field="tokenizer.json: eos_token", value=own, remedy=remedy)
+    return list(dict.fromkeys(found if own is None else [*found, own]))

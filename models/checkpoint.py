@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qkv_engine.errors import ModelError
 
-from .files import check_file_name, open_inside, parse_json, read_exactly, read_into, read_json
+from .files import check_file_name, file_names, has_file, open_inside, parse_json, read_exactly, read_into, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -54,6 +54,8 @@ _MAX_TENSORS = 100_000
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _PIECE_BYTES = 32 * 2**20
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# First bytes of a zip of torch.save and of a bare pickle. A safetensors header of 640 bytes begins like one, too.
+_PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _CONVERT = (
     "Convert it with transformers: AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(FOLDER) "
     "writes safetensors"
@@ -132,26 +134,35 @@ class Checkpoint:
 
 
 def read_header(file: FileIO, file_name: str) -> dict[str, StoredTensor]:
-    """Tensors of one safetensors file, after checking that they tile the data exactly."""
+    """Tensors of one safetensors file, after checking that they tile the data exactly. Raises ``ModelError``."""
     total = os.fstat(file.fileno()).st_size
-    start = bytes(read_exactly(file, 0, 8, file_name)) if total >= 8 else b""
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
-        raise ModelError(f"{file_name} is a pickle, whatever its name says, and is not read", remedy=_CONVERT)
-    header_bytes = int.from_bytes(start, "little")
-    if not start or header_bytes > min(_MAX_HEADER_BYTES, total - 8):
-        raise ModelError(
-            f"{file_name} is not a safetensors file or is truncated: {total} bytes in all, "
-            f"a header of {header_bytes} bytes announced"
-        )
-    raw = read_exactly(file, 8, header_bytes, file_name)
+    raw = _raw_header(file, file_name, total)
     header = parse_json(raw, f"the header of {file_name}")
-    if not raw.startswith(b"{") or not isinstance(header, dict) or len(header) > _MAX_TENSORS:
+    if len(header) > _MAX_TENSORS:
         raise ModelError(f"the header of {file_name} is not an object of at most {_MAX_TENSORS} tensors")
     header.pop("__metadata__", None)
-    data_start = 8 + header_bytes
+    data_start = 8 + len(raw)
     tensors = {name: _stored_tensor(name, entry, file_name, data_start) for name, entry in header.items()}
     _check_tiling(tensors, file_name, data_start, total)
     return tensors
+
+
+def _raw_header(file: FileIO, file_name: str, total: int) -> bytearray:
+    """The bytes between the length of the header and the data, which begin with a brace."""
+    start = bytes(read_exactly(file, 0, 8, file_name)) if total >= 8 else b""
+    header_bytes = int.from_bytes(start, "little")
+    fits = bool(start) and header_bytes <= min(_MAX_HEADER_BYTES, total - 8)
+    raw = read_exactly(file, 8, header_bytes, file_name) if fits else bytearray()
+    if raw.startswith(b"{"):
+        return raw
+    if start.startswith(_PICKLE_MAGIC):
+        raise ModelError(f"{file_name} is a pickle, whatever its name says, and is not read", remedy=_CONVERT)
+    if fits:
+        raise ModelError(f"{file_name} is not a safetensors file: its header is not an object")
+    raise ModelError(
+        f"{file_name} is not a safetensors file or is truncated: {total} bytes in all, "
+        f"a header of {header_bytes} bytes announced"
+    )
 
 
 def _stored_tensor(name: str, entry: Any, file_name: str, data_start: int) -> StoredTensor:
@@ -190,11 +201,11 @@ def _are_sizes(values: object) -> bool:
 
 def _shards(folder: Path) -> dict[str, set[str] | None]:
     """File names of the checkpoint, each with the tensors its index promises (``None`` without an index)."""
-    if os.path.lexists(folder / SINGLE_FILE):
+    if has_file(folder, SINGLE_FILE):
         return {SINGLE_FILE: None}
-    if not os.path.lexists(folder / INDEX_FILE):
+    if not has_file(folder, INDEX_FILE):
         raise _no_weights(folder)
-    index = read_json(folder, INDEX_FILE, _MAX_HEADER_BYTES)
+    index = read_json(folder, INDEX_FILE)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= _MAX_TENSORS:
         raise ModelError(f"{INDEX_FILE} has no weight_map from tensor names to files")
@@ -212,7 +223,7 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _no_weights(folder: Path) -> ModelError:
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(_PICKLE_SUFFIXES))
+    pickles = [name for name in file_names(folder) if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
         message = f"{folder} has only pickled weights ({pickles[0]}), which can run code and are not read"
         return ModelError(message, remedy=_CONVERT)

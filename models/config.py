@@ -113,6 +113,16 @@ class ModelConfig:
         )
 
     @property
+    def max_context(self) -> int:
+        """Tokens of the longest context the model was made for: what its rope scaling stretches it to counts."""
+        rope, positions = self.rope, self.max_position_embeddings
+        if rope.rope_type == "linear":  # where configs leave the context as it was before scaling
+            return int(positions * rope.factor)
+        if rope.rope_type == "yarn":
+            return max(positions, int(rope.original_max_position_embeddings * rope.factor))
+        return positions
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all checkpoint tensors, a tied output embedding counted once."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

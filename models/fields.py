@@ -18,7 +18,7 @@ class Fields:
         if not isinstance(values, dict):
             raise ModelError(f"{where or 'config.json'} must be a JSON object, not {type(values).__name__}")
         self.values: dict[str, Any] = values
-        self._prefix = f"{where}." if where else ""
+        self._prefix = f"config.json: {where}." if where else "config.json: "
 
     def get(self, name: str) -> Any:
         return self.values.get(name)

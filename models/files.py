@@ -1,6 +1,7 @@
 """Opening the files of a model folder, which may have been written by somebody hostile.
 
-Only regular files inside the folder are opened, once, and what is read comes from that one descriptor.
+Only regular files inside the folder are opened, once, and what is read comes from that one descriptor. Every file of
+a model is read through this module: configurations, tokenizer, chat template, weights and their index.
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ from typing import Any
 
 from qkv_engine.errors import ModelError
 
+# Bytes of the largest file of each name that is read, several times those of the largest released one.
+MAX_BYTES = {
+    "config.json": 2**20,
+    "generation_config.json": 2**20,
+    "tokenizer.json": 2**27,
+    "tokenizer_config.json": 2**24,
+    "chat_template.jinja": 2**20,
+    "model.safetensors.index.json": 2**24,
+}
+MAX_JSON_DEPTH = 64  # levels of arrays and objects; deeper JSON is refused, real files have about ten
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # No-ops where the platform lacks them. O_NONBLOCK: opening a FIFO must not wait for its writer.
 _OPEN_FLAGS = os.O_RDONLY
 for _flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"):
@@ -34,13 +47,16 @@ def open_inside(folder: Path, name: str) -> FileIO:
     if not Path(path).is_relative_to(_declared_root(folder)):
         raise ModelError(f"{name} is a link that leaves the model folder {folder}")
     try:
-        descriptor = os.open(path, _OPEN_FLAGS)
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)  # merely opening a device may do something
+        if is_regular:
+            # The descriptor gets its owner within one call of C, so that no interrupt comes between and loses it.
+            file = next(map(FileIO, map(os.open, (path,), (_OPEN_FLAGS,))))
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # it may have been exchanged
     except OSError as error:
         raise ModelError(f"{folder / name} cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    if not is_regular:
         raise ModelError(f"{folder / name} is not a regular file")
-    return FileIO(descriptor, "r", closefd=True)
+    return file
 
 
 def check_file_name(name: object) -> None:
@@ -49,18 +65,48 @@ def check_file_name(name: object) -> None:
         raise ModelError("is not a plain file name", field="file", value=name)
 
 
-def read_json(folder: Path, name: str, max_bytes: int) -> Any:
-    """Parse one JSON file of the folder, with ``parse_json``'s rules; ``ModelError`` also if it is over
-    ``max_bytes``.
-    """
+def has_file(folder: Path, name: str) -> bool:
+    """Whether the folder has an entry of that name, be it one that ``open_inside`` refuses."""
+    return os.path.lexists(folder / name)
+
+
+def file_names(folder: Path) -> list[str]:
+    """Names of the folder's entries in order; none of a folder that cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def read_file(folder: Path, name: str) -> bytearray:
+    """All bytes of one file in ``MAX_BYTES``. Raises ``ModelError``, naming the file, also if it is too large."""
     with open_inside(folder, name) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > max_bytes:
-            raise ModelError(f"{name} has {nbytes} bytes; at most {max_bytes} are read")
-        return parse_json(read_exactly(file, 0, nbytes, name), name)
+        nbytes, limit = os.fstat(file.fileno()).st_size, MAX_BYTES[name]
+        if nbytes > limit:
+            raise ModelError(f"{name} has {nbytes} bytes; at most {limit} are read")
+        return read_exactly(file, 0, nbytes, name)
+
+
+def read_text(folder: Path, name: str) -> str:
+    """The UTF-8 text of one file in ``MAX_BYTES``. Raises ``ModelError``, naming the file."""
+    return _decode(read_file(folder, name), name)
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """The value of one JSON file in ``MAX_BYTES``, under ``parse_json``'s rules. Raises ``ModelError``."""
+    return parse_json(read_file(folder, name), name)
+
+
+def read_json_object(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a JSON file that a model may lack; empty without the file. Raises ``ModelError``."""
+    value = read_json(folder, name) if has_file(folder, name) else {}
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} is not a JSON object")
+    return value
 
 
 def read_exactly(file: FileIO, offset: int, nbytes: int, name: str) -> bytearray:
+    """``nbytes`` bytes of the file from byte ``offset`` on. Raises ``ModelError`` if the file ends first."""
     buffer = bytearray(nbytes)
     read_into(file, offset, memoryview(buffer), name)
     return buffer
@@ -70,21 +116,40 @@ def read_into(file: FileIO, offset: int, buffer: memoryview, name: str) -> None:
     """Fill ``buffer`` from byte ``offset``; ``ModelError`` if the file ends first (it may shrink while it is
     read).
     """
-    file.seek(offset)
     done = 0
-    while done < len(buffer):
-        count = file.readinto(buffer[done:])
-        if not count:
-            raise ModelError(f"{name} is truncated: it ends at byte {offset + done}, in the middle of a tensor")
-        done += count
+    try:
+        file.seek(offset)
+        while done < len(buffer):
+            count = file.readinto(buffer[done:])
+            if not count:
+                end, missing = offset + done, len(buffer) - done
+                raise ModelError(f"{name} is truncated: it ends at byte {end}, {missing} too early")
+            done += count
+    except OSError as error:  # a broken disk, a network share that went away
+        raise ModelError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:
-    """Strict JSON: UTF-8, no repeated keys, no NaN or Infinity. ``ModelError`` names ``where`` it is from."""
+    """Strict JSON: UTF-8, no repeated keys, no NaN or Infinity, no half characters, at most ``MAX_JSON_DEPTH`` levels.
+
+    Raises ``ModelError`` that names ``where`` the data is from.
+    """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(_decode(data, where), object_pairs_hook=_unique, parse_constant=_refuse)
+        if _ESCAPED_SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON: {str(error)[:200]}") from error
+    if _is_deeper(value, MAX_JSON_DEPTH):
+        raise ModelError(f"{where} is not valid JSON: more than {MAX_JSON_DEPTH} levels deep")
+    return value
+
+
+def _decode(data: bytes | bytearray, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _declared_root(folder: Path) -> Path:
@@ -94,6 +159,17 @@ def _declared_root(folder: Path) -> Path:
     root = folder.resolve()
     is_snapshot = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
     return root.parent.parent if is_snapshot else root
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
+    return bool(level)
+
+
+def _children(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +16,32 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qkv_engine.errors import ConfigError, ModelError
+from qkv_engine.errors import CapacityError, ConfigError, ModelError
 
 from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
-from .files import read_json
+from .files import file_names, has_file, read_json
 from .layers import Embedding, Layer, Linear, RMSNorm, Slot
 from .registry import MODELS
 from .shapes import SHAPES
 
 LOAD_FORMATS = ("auto", "random")
-_MAX_CONFIG_BYTES = 2**20
 _RANDOM_STD = 0.02
+_RANDOM_PIECE = 2**24  # elements drawn between two looks at whether to stop: about 0.2 s of a CPU
 # Written by old releases of transformers; computed from the config here.
 _DERIVED_TENSOR = ".rotary_emb.inv_freq"
 _PROGRESS_FROM_BYTES = 2**30
+_NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model whose configuration has been read and whose weights have not. ``folder`` is ``None`` for a bare shape."""
+
+    name: str
+    config: ModelConfig
+    folder: Path | None
 
 
 @dataclass(frozen=True)
@@ -62,31 +73,90 @@ def load_model(
     bad option and ``ModelError`` for everything wrong with the model; nothing is allocated before config and
     checkpoint agree.
     """
+    source = find_model(model, load_format=load_format, revision=revision, token=token)
+    weight_dtype = resolve_dtype(dtype, source.config, device)
+    return load_weights(source, dtype=weight_dtype, device=device, load_format=load_format, seed=seed)
+
+
+def find_model(
+    model: str,
+    *,
+    load_format: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    check: Callable[[ModelConfig], object] = lambda config: None,
+) -> ModelSource:
+    """The configuration of a model and, of one on the Hub, all its files downloaded; see ``load_model``.
+
+    ``check`` may refuse the configuration before weights are downloaded. Raises ``ConfigError`` for a bad option,
+    ``ModelError`` for a model that is not there or not supported, and whatever ``check`` raises.
+    """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("unknown", field="load_format", value=load_format, remedy="Use auto or random")
     is_random = load_format == "random"
     if is_random and model in SHAPES:
-        folder, config = None, ModelConfig.from_hf(SHAPES[model])
+        config = ModelConfig.from_hf(SHAPES[model])
+        check(config)
+        return ModelSource(model, config, None)
+    folder = find_folder(
+        model, revision=revision, token=token, weights=not is_random, check=lambda folder: check(read_config(folder))
+    )
+    config = read_config(folder)
+    check(config)
+    return ModelSource(model, config, folder)
+
+
+def load_weights(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> LoadedModel:
+    """The model of ``source`` on ``device``: filled from its checkpoint, or with seeded random weights; then packed.
+
+    ``stopped`` is asked a few times a second. Raises ``ModelError`` for a checkpoint that does not fit the
+    configuration, ``CapacityError`` if the device has too little memory, and ``concurrent.futures.CancelledError``
+    once ``stopped`` says so.
+    """
+    if load_format == "random":
+        net = _build(source.config)
+        _materialize(net, dtype, device)
+        _fill_randomly(net, torch.Generator(device).manual_seed(seed), stopped)
     else:
-        folder = _find_folder(model, revision, token, weights=not is_random)
-        config = read_config(folder)
-    weight_dtype = _weight_dtype(dtype, config, device)
-    if is_random:
-        net = _build(config)
-        _materialize(net, weight_dtype, device)
-        _fill_randomly(net, torch.Generator(device).manual_seed(seed))
-    else:
-        assert folder is not None, "only random weights have no folder"
-        net = _load_checkpoint(folder, config, weight_dtype, device)
+        assert source.folder is not None, "only random weights have no folder"
+        net = _load_checkpoint(source.folder, source.config, dtype, device, stopped)
     for module in net.modules():
         if isinstance(module, Layer):
+            _go_on_unless(stopped)
             module.pack()
-    return LoadedModel(net.eval(), config, folder, model)
+    return LoadedModel(net.eval(), source.config, source.folder, source.name)
 
 
 def read_config(folder: Path) -> ModelConfig:
     """``folder/config.json`` as a ``ModelConfig``; ``ModelError`` for whatever is wrong with it."""
-    return ModelConfig.from_hf(read_json(folder, "config.json", _MAX_CONFIG_BYTES))
+    if not has_file(folder, "config.json"):
+        gguf = next((name for name in file_names(folder) if name.endswith(".gguf")), None)
+        why = "" if gguf is None else f", but {gguf}: GGUF files are not read"
+        raise ModelError(f"{folder} has no config.json{why}", remedy=_NEEDS_SAFETENSORS)
+    return ModelConfig.from_hf(read_json(folder, "config.json"))
+
+
+def weights_nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights of a model in ``dtype``, a tied output embedding counted once."""
+    return config.num_parameters * dtype.itemsize
+
+
+def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of ``device`` that loading the weights takes at its peak.
+
+    On the CPU a packed copy of the output embedding, the largest matrix, comes on top: while it is made, and for
+    life where the embedding shares it.
+    """
+    packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
+    return weights_nbytes(config, dtype) + packed
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, Slot]:
@@ -105,23 +175,36 @@ def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, Slot]:
     return slots
 
 
-def _find_folder(model: str, revision: str | None, token: str | None, *, weights: bool) -> Path:
+def find_folder(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    weights: bool = True,
+    check: Callable[[Path], object],
+) -> Path:
+    """The local folder of a model; a Hub name ``org/name`` is downloaded, without ``weights`` only its small files.
+
+    ``check`` sees a downloaded folder while it has nothing but ``config.json``. A path that does not exist is never
+    looked for on the Hub. Raises ``ModelError``, and whatever ``check`` raises.
+    """
     # os.path answers False where pathlib raises: a name may be too long for a path, or contain a null.
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return Path(path)
     if os.path.exists(path):
-        raise ModelError("is a file", field="model", value=model, remedy="Pass the folder with config.json")
+        raise ModelError("is a file", field="model", value=model, remedy=_NEEDS_SAFETENSORS)
     if model in SHAPES:
         message = "is a shape without weights"
         raise ModelError(message, field="model", value=model, remedy='Pass load_format="random"')
     if not hub.REPO_ID.fullmatch(model):
         remedy = f"Pass a folder, a Hub name org/name, or for random weights one of {', '.join(SHAPES)}"
         raise ModelError("there is no such folder", field="model", value=model, remedy=remedy)
-    return hub.download(model, revision=revision, token=token, weights=weights, check=read_config)
+    return hub.download(model, revision=revision, token=token, weights=weights, check=check)
 
 
-def _weight_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of the weights that an option stands for. Raises ``ConfigError`` for an unknown one."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype
     resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -150,19 +233,28 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device) -> No
     # torch reports a failed allocation as OutOfMemoryError on a GPU and as RuntimeError on the CPU.
     except RuntimeError as error:
         gib = sum(parameter.numel() for parameter in net.parameters()) * dtype.itemsize / 2**30
-        raise ModelError(f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free") from error
+        raise CapacityError(f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free") from error
 
 
-def _fill_randomly(net: nn.Module, generator: torch.Generator) -> None:
+def _go_on_unless(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise CancelledError
+
+
+def _fill_randomly(net: nn.Module, generator: torch.Generator, stopped: Callable[[], bool]) -> None:
     norms = {module.weight for module in net.modules() if isinstance(module, RMSNorm)}
     for parameter in net.parameters():
-        if parameter in norms:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, _RANDOM_STD, generator=generator)
+        for piece in torch.split(parameter.view(-1), _RANDOM_PIECE):
+            _go_on_unless(stopped)
+            if parameter in norms:
+                piece.fill_(1.0)
+            else:
+                piece.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
-def _load_checkpoint(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _load_checkpoint(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, stopped: Callable[[], bool]
+) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
         # No supported dtype takes less than a byte an element: the config cannot belong to these files.
         if config.num_parameters > checkpoint.nbytes:
@@ -173,9 +265,9 @@ def _load_checkpoint(folder: Path, config: ModelConfig, dtype: torch.dtype, devi
         net = _build(config)
         _check_tensors(checkpoint, expected_tensors(net, config), config)
         _materialize(net, dtype, device)
-        _fill(checkpoint, expected_tensors(net, config))
+        _fill(checkpoint, expected_tensors(net, config), stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
-            _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"))
+            _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
     return net
 
 
@@ -201,20 +293,22 @@ def _check_tensors(checkpoint: Checkpoint, slots: dict[str, Slot], config: Model
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
 
 
-def _fill(checkpoint: Checkpoint, slots: dict[str, Slot]) -> None:
+def _fill(checkpoint: Checkpoint, slots: dict[str, Slot], stopped: Callable[[], bool]) -> None:
     with _progress(sum(checkpoint.tensors[name].nbytes for name in slots)) as advance:
         for name, slot in slots.items():
             target = slot.parameter[slot.start : slot.stop]
-            for start, stop, piece in checkpoint.pieces(name):
+            for start, end, piece in checkpoint.pieces(name):
+                _go_on_unless(stopped)
                 # A head norm's [D] fills every row; all other tensors have the target's rows.
-                rows = target if piece.dim() < target.dim() else target[start:stop]
+                rows = target if piece.dim() < target.dim() else target[start:end]
                 rows.copy_(piece)
                 advance(piece.nbytes)
 
 
-def _check_tied(checkpoint: Checkpoint, table: Tensor) -> None:
-    for start, stop, piece in checkpoint.pieces("lm_head.weight"):
-        if not torch.equal(table[start:stop], piece.to(table.device, table.dtype)):
+def _check_tied(checkpoint: Checkpoint, table: Tensor, stopped: Callable[[], bool]) -> None:
+    for start, end, piece in checkpoint.pieces("lm_head.weight"):
+        _go_on_unless(stopped)
+        if not torch.equal(table[start:end], piece.to(table.device, table.dtype)):
             raise ModelError("lm_head.weight differs from the embedding although tie_word_embeddings is true")
 
 

@@ -11,7 +11,7 @@ import torch
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch
 
-from ..config import BLOCK_TOKENS
+from ..config import BLOCK_TOKENS, format_least, format_size
 from ..errors import CapacityError
 from .arena import Arena
 from .ladder import Ladder
@@ -33,8 +33,8 @@ class KVCache:
             raise CapacityError(
                 f"no room for one block of {BLOCK_TOKENS} tokens, its sink and the reserve",
                 field="kv_memory",
-                value=nbytes,
-                remedy=f"Give at least {least} bytes",
+                value=format_size(nbytes),
+                remedy=f"Give at least {format_least(least)}",
             )
         self.ladder = ladder
         self.arena = _best_arena(ladder, nbytes)

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from qkv_engine.kernels.layout import BlockLayout, check_step
+from qkv_engine.kernels.layout import BlockLayout, DenseSide, check_step
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
@@ -118,12 +118,16 @@ class Ladder:
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
     """The ladder of ``config`` for a model that computes in ``dtype``.
 
-    Raises ``ConfigError`` if the first rung is not dense, a rung does not fit the model, or a step is impossible.
+    Raises ``ConfigError`` if the first rung is not dense in one dtype, a rung does not fit the model, or a step is
+    impossible.
     """
     shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
     rungs = tuple(_build_rung(rung, num_layers, shape, dtype) for rung in config.rungs)
     if not rungs[0].is_dense:
         raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name)
+    if len({side.dtype for side in rungs[0].layout.sides if isinstance(side, DenseSide)}) > 1:
+        remedy = "Store K and V of all its layers in one dense format"
+        raise ConfigError("the first rung mixes dtypes", field="rungs", value=rungs[0].name, remedy=remedy)
     for wide, narrow in pairwise(rungs):
         _check_step(wide, narrow)
     ladder = Ladder(config.name, rungs, config.sink, config.recent, config.eager, len(rungs) - 1)

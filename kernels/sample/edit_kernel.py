@@ -33,7 +33,7 @@ def edit_kernel(
     source_ptr, penalties_ptr, entry_rows_ptr, tokens_ptr, counts_ptr, biases_ptr, edited_ptr, stride, V, START, END,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Applies entries START to END; see ``edit``.
+    """Applies entries START to END; see ``edit``. An entry whose token is no column of the logits does nothing.
 
     Shapes:  source [M, V], may be ``edited``;  rows, tokens, counts [E] int32;  biases [E] fp32;  edited [M, V] fp32
     Grid:    (S,); TILE entries each
@@ -42,6 +42,7 @@ def edit_kernel(
     m_e = o_e < END
     b_row = tl.load(entry_rows_ptr + o_e, mask=m_e, other=0)
     b_token = tl.load(tokens_ptr + o_e, mask=m_e, other=0)
+    m_e = m_e & (b_token >= 0) & (b_token < V)  # tokens are checked before; here they would reach another row
     b_count = tl.load(counts_ptr + o_e, mask=m_e, other=-1)
     b_x = tl.load(source_ptr + b_row.to(tl.int64) * stride + b_token, mask=m_e, other=0.0).to(tl.float32)
     b_x = b_x + tl.load(biases_ptr + o_e, mask=m_e, other=0.0)

@@ -190,10 +190,12 @@ def test_eos_token_ids() -> None:
         eos_token_id = 7
 
     tokenizer: Any = WithEos()
-    assert eos_token_ids({"eos_token_id": [2, 0]}, (5,), None) == [2, 0]
-    assert eos_token_ids({"eos_token_id": 2}, (), tokenizer) == [2, 7]
-    assert eos_token_ids({}, (5, 7), tokenizer) == [5, 7]
-    assert eos_token_ids({}, (), None) == []
-    for bad in (True, -1, "2", [None], 1.0):
-        with pytest.raises(ModelError):
-            eos_token_ids({"eos_token_id": bad}, (), None)
+    assert eos_token_ids({"eos_token_id": [2, 0]}, (5,), None, vocab_size=8) == [2, 0]
+    assert eos_token_ids({"eos_token_id": 2}, (), tokenizer, vocab_size=8) == [2, 7]
+    assert eos_token_ids({}, (5, 7), tokenizer, vocab_size=8) == [5, 7]
+    assert eos_token_ids({}, (), None, vocab_size=8) == []
+    for bad in (True, -1, "2", [None], 1.0, 8, [2, 8], 10**5000, {}, [[2]]):
+        with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id=.* 0 to 7"):
+            eos_token_ids({"eos_token_id": bad}, (), None, vocab_size=8)
+    with pytest.raises(ModelError, match=r"tokenizer\.json: eos_token=7: .* 0 to 6"):
+        eos_token_ids({"eos_token_id": 2}, (), tokenizer, vocab_size=7)

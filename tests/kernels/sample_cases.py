@@ -192,6 +192,30 @@ def edits(seed: int, device: str = "cpu") -> float:
     return float((~((found == expected) | found.isnan() & expected.isnan())).sum())
 
 
+def foreign_tokens(device: str = "cpu") -> float:
+    """Entries whose token is no column change nothing: not the next row, not what lies around the tensor."""
+    num_rows, vocab_size, bad = 3, 7, [7, 8, 13, 14, 21, 1000, 2**31 - 1, -1, -7, -(2**31)]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=generator)
+    rows = torch.tensor([row for row in range(num_rows) for _ in (*bad, 3)], dtype=torch.int32)
+    tokens = torch.tensor([*bad, 3] * num_rows, dtype=torch.int32)
+    penalties = torch.tensor([[1.5, 0.5, 0.5, 0.0]] * num_rows)
+    wrong = 0
+    for kind in range(3):
+        ends = tuple(0 if end < kind else len(rows) for end in range(3))
+        counts = torch.full_like(rows, 1 if kind == 1 else UNSEEN)
+        biases = torch.full((len(rows),), (2.0, 0.0, -math.inf)[kind])
+        table = Edits(penalties, rows, tokens, counts, biases, ends)
+        good = tokens == 3
+        only_good = Edits(
+            *(penalties, rows[good], tokens[good], counts[good], biases[good]),
+            tuple(0 if end < kind else num_rows for end in range(3)),
+        )
+        found, _ = (x.cpu() for x in kernels.edit_triton(on(device, logits), on(device, table)))
+        wrong += int((found != edit_reference(logits, only_good)[0]).sum())
+    return float(wrong)
+
+
 cases = {
     "small": fuzz(SIZES, 2048, 5, 16, 150),
     "narrow lists": fuzz([130, 1000], 16, 4, 16, 80),
@@ -201,6 +225,7 @@ cases = {
     "shares": shares,
     "edges": edges,
     "edits": lambda: sum(map(edits, range(25))),
+    "foreign tokens": foreign_tokens,
 }
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_dtype(dtype, expected, demo_folder, load):
 
 def test_auto_dtype_on_a_gpu_is_the_checkpoints(demo_folder):
     config = loader.read_config(demo_folder)
-    assert loader._weight_dtype("auto", config, torch.device("cuda")) is torch.bfloat16
+    assert loader.resolve_dtype("auto", config, torch.device("cuda")) is torch.bfloat16
 
 
 def test_harmless_extra_tensors(tiny_folder, load, logits_of):
@@ -108,9 +108,10 @@ def test_bad_options(tiny_folder, load):
 def test_names_that_lead_nowhere(tmp_path, refuses):
     refuses(tmp_path / "absent", "no such folder.*llama-3.1-8b")
     refuses("llama-3.1-8b", 'shape without weights.*load_format="random"')
+    refuses(tmp_path, r"has no config\.json.*safetensors files are needed")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refuses(tmp_path / "model.gguf", "is a file.*folder")
-    refuses(tmp_path, r"config\.json cannot be opened: No such file")
+    refuses(tmp_path, r"no config\.json, but model\.gguf: GGUF .*safetensors files are needed")
 
 
 # Random weights
