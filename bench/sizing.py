@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,13 +50,11 @@ def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
         space = KVSpace(planned_cache(ladder, nbytes).tables, None)
     except CapacityError:
         return 0
-    request = Request("", [0], SamplingParams(max_tokens=num_tokens), num_tokens)
-    if space.capacity(request) < num_tokens:
+    params = SamplingParams(max_tokens=num_tokens)
+    if space.capacity_of(params) < num_tokens:
         return 0
-    low, high = 1, 2
-    while space.admits(request, [request] * (high - 1)):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if space.admits(request, [request] * (middle - 1)) else (low, middle)
-    return low
+    for number in count():
+        request = Request(str(number), [0], params, num_tokens)
+        if not space.admits(request):
+            return number
+        space.open(request)

@@ -42,11 +42,15 @@ class KVSpace(Protocol):
         """Tokens that fit for ``request`` alone, on its floor."""
         ...
 
-    def admits(self, request: Request, running: Iterable[Request]) -> bool:
+    def begin_admission(self) -> None:
+        """To be called in each step before the next two, which go by how far running requests have come."""
+        ...
+
+    def admits(self, request: Request) -> bool:
         """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""
         ...
 
-    def within_quota(self, request: Request, running: Iterable[Request]) -> bool:
+    def within_quota(self, request: Request) -> bool:
         """Whether the tenant of ``request`` stays within its share of memory if it runs too."""
         ...
 
@@ -127,21 +131,29 @@ class Candidate(NamedTuple):
 
 
 class Pressure:
-    """Makes room, and keeps some ahead of need. One object a scheduler; its candidate list lives for one step."""
+    """Makes room, and keeps some ahead of need. One object a scheduler; what it finds of requests is for one step."""
 
     def __init__(self, space: KVSpace, running: ArrivalQueue):
         self.space, self.running = space, running
         self._has_quota = space.over_quota(2**62)
         self._coldest: list[Candidate] | None = None  # heap of what may step down this step
         self._payer: str | None = None  # the tenant it was found for
+        self._lacking: set[Request] | None = None  # running requests without room for their next token
 
     def forget(self) -> None:
         """To be called when blocks changed hands: what was found of them is no longer true."""
         self._coldest = None
 
+    def left(self, request: Request) -> None:
+        """To be called when ``request``, whose blocks were taken back, does not run any more."""
+        if self._lacking is not None:
+            self._lacking.discard(request)
+        self.forget()
+
     def begin_step(self) -> None:
         """Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""
         self.forget()
+        self._lacking = None
         if self.space.num_rungs == 1:
             return
         if self.space.is_eager:
@@ -150,7 +162,7 @@ class Pressure:
 
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
-        while not self.space.reserve(request, num_tokens):
+        while not self._reserve(request, num_tokens):
             if not self._relieve(request):
                 return False
         return True
@@ -162,12 +174,24 @@ class Pressure:
         """
         room = self.space.room_for(request, num_tokens)
         if room == num_tokens <= request.num_computed_tokens + 1:
-            return room if self.space.reserve(request, room) else 0
-        spare = sum(self.space.needs_block(other) for other in self.running if other is not request)
+            return room if self._reserve(request, room) else 0
+        spare = self._num_lacking(request)
         room = self.space.room_for(request, num_tokens, spare)
         while room < num_tokens and self._relieve(request):
             room = self.space.room_for(request, num_tokens, spare)
-        return room if room and self.space.reserve(request, room) else 0
+        return room if room and self._reserve(request, room) else 0
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        done = self.space.reserve(request, num_tokens)
+        if done and self._lacking is not None and not self.space.needs_block(request):
+            self._lacking.discard(request)
+        return done
+
+    def _num_lacking(self, request: Request) -> int:
+        """Running requests but ``request`` whose next token begins a block; all are looked at once a step."""
+        if self._lacking is None:
+            self._lacking = {other for other in self.running if self.space.needs_block(other)}
+        return len(self._lacking) - (request in self._lacking)
 
     def _relieve(self, request: Request) -> bool:
         """One bounded piece of relief; ``False`` when nothing is left to give."""

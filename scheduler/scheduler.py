@@ -141,14 +141,16 @@ class Scheduler:
         """Lets waiting requests run as far as there is room, adds their work to ``items``, and returns them."""
         started: list[Request] = []
         over_quota: set[str] = set()
+        if self.waiting:
+            self.space.begin_admission()
         for request in list(self.waiting):
             if not budget or len(self.running) == self.max_num_seqs:
                 break
             # A tenant that waits for its own requests to end holds nobody else up.
-            if request.params.tenant in over_quota or not self.space.within_quota(request, self.running):
+            if request.params.tenant in over_quota or not self.space.within_quota(request):
                 over_quota.add(request.params.tenant)
                 continue
-            if not self.space.admits(request, self.running):
+            if not self.space.admits(request):
                 break
             while not (num_tokens := self._start(request, budget)):
                 # Blocks it shares may be narrower than its own would be, and their slabs leave no room for the rest.
@@ -172,7 +174,7 @@ class Scheduler:
             request.num_computed_tokens = 0
             self.running.remove(request)
             self.space.release(request)
-            self.pressure.forget()
+            self.pressure.left(request)
             return 0
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -196,7 +198,7 @@ class Scheduler:
         free = self.space.free_blocks()
         self.running.remove(request)
         self.space.release(request)
-        self.pressure.forget()
+        self.pressure.left(request)
         logger.info(
             "preempted %s: %d tokens to recompute, free blocks %d -> %d",
             request.request_id, request.num_computed_tokens, free, self.space.free_blocks(),

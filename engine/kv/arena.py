@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import QKVError
@@ -30,10 +30,33 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class _Slab:
-    base: int
-    slot_nbytes: int = 0  # 0: in the common pool
+    slot_nbytes: int
+    free: list[int]  # heap of addresses
     live: dict[int, Slot] = field(default_factory=dict)  # by address
-    free: list[int] = field(default_factory=list)  # heap of addresses
+
+
+class _Pool:
+    """Numbers of slabs that belong to no size, lowest first. Of those never taken only the first is noted."""
+
+    def __init__(self, num_slabs: int):
+        self._num_slabs, self._untouched = num_slabs, 0
+        self._returned: list[int] = []  # heap
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_slabs - self._untouched
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._returned
+        yield from range(self._untouched, self._num_slabs)
+
+    def take(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self._untouched += 1
+        return self._untouched - 1
+
+    def give(self, number: int) -> None:
+        heapq.heappush(self._returned, number)
 
 
 class Arena:
@@ -48,8 +71,8 @@ class Arena:
         self.num_slabs = nbytes // slab_nbytes
         self.nbytes = self.num_slabs * slab_nbytes
         self.reserve = reserve
-        self._slabs = [_Slab(i * slab_nbytes) for i in range(self.num_slabs)]
-        self._pool = list(range(self.num_slabs))  # heap of slab numbers that belong to no size
+        self._slabs: dict[int, _Slab] = {}  # those that belong to a size, by number
+        self._pool = _Pool(self.num_slabs)
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self.live: Counter[int] = Counter()  # slot size -> live slots
         self.used_nbytes = 0
@@ -87,14 +110,14 @@ class Arena:
         if not partial:
             if len(self._pool) <= (0 if urgent else self.reserve):
                 return None
-            self._carve(heapq.heappop(self._pool), nbytes)
+            self._carve(self._pool.take(), nbytes)
         return self._take(max(partial, key=self._fullness), nbytes)
 
     def release(self, slot: Slot) -> None:
         """Frees a slot. Raises ``ArenaError`` for a dead one."""
         number = slot.address // self.slab_nbytes
-        slab = self._slabs[number]
-        if slab.live.get(slot.address) is not slot:
+        slab = self._slabs.get(number)
+        if slab is None or slab.live.get(slot.address) is not slot:
             raise ArenaError(f"slot at {slot.address} is not alive")
         del slab.live[slot.address]
         slot.alive = False
@@ -105,8 +128,8 @@ class Arena:
             self._partial[slot.nbytes].add(number)
         else:
             self._partial[slot.nbytes].discard(number)
-            slab.slot_nbytes, slab.free = 0, []
-            heapq.heappush(self._pool, number)
+            del self._slabs[number]
+            self._pool.give(number)
 
     def evacuate(self) -> list[tuple[Slot, Slot]]:
         """Empties the sparsest slab that fits into its siblings: (old slot, new slot) pairs, the new ones allocated.
@@ -137,14 +160,11 @@ class Arena:
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless every byte is owned once and every counter agrees."""
         live: Counter[int] = Counter()
-        for number, slab in enumerate(self._slabs):
-            pooled = self._pool.count(number)
-            if pooled != (slab.slot_nbytes == 0) or (pooled and (slab.live or slab.free)):
-                raise ArenaError(f"slab {number} is pooled {pooled} times, its slot size is {slab.slot_nbytes}")
-            if pooled:
-                continue
+        if sorted([*self._pool, *self._slabs]) != list(range(self.num_slabs)):
+            raise ArenaError("a slab is neither pooled nor given to a size, or both")
+        for number, slab in self._slabs.items():
             size = slab.slot_nbytes
-            expected = {slab.base + i * size for i in range(self.per_slab(size))}
+            expected = {number * self.slab_nbytes + i * size for i in range(self.per_slab(size))}
             addresses = list(slab.live) + slab.free
             if len(addresses) != len(expected) or set(addresses) != expected:
                 raise ArenaError(f"slab {number} does not own each of its slots once")
@@ -162,9 +182,8 @@ class Arena:
             raise ArenaError(f"{self.used_nbytes} bytes are counted as used")
 
     def _carve(self, number: int, nbytes: int) -> None:
-        slab = self._slabs[number]
-        slab.slot_nbytes = nbytes
-        slab.free = [slab.base + i * nbytes for i in range(self.per_slab(nbytes))]
+        base = number * self.slab_nbytes
+        self._slabs[number] = _Slab(nbytes, [base + i * nbytes for i in range(self.per_slab(nbytes))])
         self._partial[nbytes].add(number)
 
     def _take(self, number: int, nbytes: int) -> Slot:

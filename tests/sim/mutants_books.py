@@ -14,14 +14,14 @@ BOOKS = (
     Patch(
         "the grid of a slab begins one byte late",
         "arena",
-        "slab.free = [slab.base + i * nbytes",
-        "slab.free = [slab.base + 1 + i * nbytes",
+        "[base + i * nbytes",
+        "[base + 1 + i * nbytes",
     ),
     Patch(
         "a slab is carved into one slot too many",
         "arena",
-        "for i in range(self.per_slab(nbytes))]\n",
-        "for i in range(self.per_slab(nbytes) + 1)]\n",
+        "for i in range(self.per_slab(nbytes))])\n",
+        "for i in range(self.per_slab(nbytes) + 1)])\n",
     ),
     Patch(
         "a freed slot is forgotten",
@@ -32,7 +32,7 @@ BOOKS = (
     Patch(
         "an empty slab does not return to the pool",
         "arena",
-        "            heapq.heappush(self._pool, number)\n",
+        "            self._pool.give(number)\n",
         "            pass\n",
     ),
     Patch("used bytes are not counted down", "arena", "        self.used_nbytes -= slot.nbytes\n", ""),
@@ -79,8 +79,8 @@ BOOKS = (
     Patch(
         "a shared block is not counted",
         "table",
-        "            block.refs += 1\n            block.holders.append(floor)",
-        "            block.holders.append(floor)",
+        "            block.refs += 1\n            insort(block.holders, floor)",
+        "            insort(block.holders, floor)",
     ),
     Patch(
         "a request's blocks are not taken back",
@@ -91,7 +91,7 @@ BOOKS = (
     Patch(
         "the floor of a new holder is ignored",
         "table",
-        "                block.floor = min(block.holders)\n                table.blocks",
+        "                block.floor = block.holders[0]\n                table.blocks",
         "                table.blocks",
     ),
     Patch(
@@ -103,7 +103,7 @@ BOOKS = (
     Patch(
         "settled blocks are not looked at again when a floor is lifted",
         "table",
-        "            table.num_settled = 0\n",
+        "            table.num_settled, table.num_lifts = 0, self.num_lifts\n",
         "            pass\n",
     ),
     Patch(
@@ -169,14 +169,14 @@ BOOKS = (
     Patch(
         "a demotion gives up before it frees its wave",
         "table",
-        "                slot = self.arena.allocate(self._sizes[rung], urgent=True)\n            while",
+        "                slot = self.arena.allocate(self.sizes[rung], urgent=True)\n            while",
         "            while",
     ),
     Patch(
         "a sink as large as a block is not counted",
         "table",
-        "        extra[self._sizes[SINK]] += sinks  # may be the same size\n",
-        "        extra[self._sizes[SINK]] = max(sinks, extra[self._sizes[SINK]])\n",
+        "        extra[self.sizes[SINK]] += sinks  # may be the same size\n",
+        "        extra[self.sizes[SINK]] = max(sinks, extra[self.sizes[SINK]])\n",
     ),
     Patch(
         "room for a sink is not looked for",
@@ -234,12 +234,14 @@ BOOKS = (
     Patch(
         "admission looks at the newcomer alone",
         "space",
-        "together = [*running, request]",
-        "together = [request]",
+        "        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))\n"
+        "        if self.ladder.admit_at",
+        "        together = Demand(self.tables).plus(self.demand.share(request, self.floor(request)))\n"
+        "        if self.ladder.admit_at",
     ),
     Patch(
         "admission forgets what may still be written",
-        "space",
+        "demand",
         "        return request.max_num_tokens\n",
         "        return request.num_tokens\n",
     ),

@@ -346,7 +346,7 @@ class Simulation:
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
         table = self.space.tables[item.request.request_id]
-        sizes, blocks = self.space.tables._sizes, list(table)
+        sizes, blocks = self.space.tables.sizes, list(table)
         return [
             (block, sizes[block.rung], start, end)
             for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)

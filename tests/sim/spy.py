@@ -55,9 +55,8 @@ class SpySpace:
     def live(self) -> Counter[int]:
         """Slots in use by size, counted slab by slab."""
         counts: Counter[int] = Counter()
-        for slab in self.tables.arena._slabs:
-            if slab.slot_nbytes:
-                counts[slab.slot_nbytes] += len(slab.live)
+        for slab in self.tables.arena._slabs.values():
+            counts[slab.slot_nbytes] += len(slab.live)
         return counts
 
     def packed(self, extra: Iterable[int] = ()) -> int:
