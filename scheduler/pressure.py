@@ -62,8 +62,8 @@ class KVSpace(Protocol):
         """How many of the first ``num_tokens`` tokens could be stored now with ``spare`` blocks left over."""
         ...
 
-    def needs_block(self, request: Request) -> bool:
-        """Whether the next token of a running request begins a block that is not reserved yet."""
+    def lacking(self, running: Iterable[Request]) -> set[Request]:
+        """Running requests whose next token begins a block that is not reserved yet."""
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -172,9 +172,8 @@ class Pressure:
 
         Leaves the block that each other running request needs for its next token, which admission promised it.
         """
-        room = self.space.room_for(request, num_tokens)
-        if room == num_tokens <= request.num_computed_tokens + 1:
-            return room if self._reserve(request, room) else 0
+        if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
+            return num_tokens
         spare = self._num_lacking(request)
         room = self.space.room_for(request, num_tokens, spare)
         while room < num_tokens and self._relieve(request):
@@ -183,14 +182,14 @@ class Pressure:
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         done = self.space.reserve(request, num_tokens)
-        if done and self._lacking is not None and not self.space.needs_block(request):
+        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:
             self._lacking.discard(request)
         return done
 
     def _num_lacking(self, request: Request) -> int:
         """Running requests but ``request`` whose next token begins a block; all are looked at once a step."""
         if self._lacking is None:
-            self._lacking = {other for other in self.running if self.space.needs_block(other)}
+            self._lacking = self.space.lacking(self.running)
         return len(self._lacking) - (request in self._lacking)
 
     def _relieve(self, request: Request) -> bool:

@@ -62,7 +62,7 @@ class Scheduler:
         Empty only when there is no request, or when all wait for tokens in flight.
         """
         budget = self.max_num_batched_tokens
-        items: list[ScheduledRequest] = []
+        items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted, are_single = self.num_preemptions, True
         self.pressure.begin_step()
         for request in self.running:  # whoever is preempted for an older one is the last, and leaves
@@ -77,17 +77,20 @@ class Scheduler:
                 num_tokens = self._make_room(request, min(num_tokens, budget))
             if num_tokens:
                 end = start + num_tokens
-                items.append(ScheduledRequest(request, start, num_tokens, end, end == target))
+                item = ScheduledRequest(request, start, num_tokens, end, end == target)
+                (items if num_tokens == 1 else chunks).append(item)
                 budget -= num_tokens
-        started = self._admit(items, budget) if self.num_preemptions == preempted else ()
+        started = self._admit(budget) if self.num_preemptions == preempted else []
+        for item in started:
+            (items if item.num_tokens == 1 else chunks).append(item)
+        items += chunks
         for item in items:
             request = item.request
             request.num_computed_tokens = item.end
             if item.samples:
                 request.num_tokens += 1
         if started or not are_single:
-            items.sort(key=lambda item: item.num_tokens > 1)
-            return ScheduledBatch(items, started)
+            return ScheduledBatch(items, [item.request for item in started])
         return ScheduledBatch(items, members=self.running.members if len(items) == len(self.running) else None)
 
     def computed(self, item: ScheduledRequest) -> None:
@@ -137,9 +140,9 @@ class Scheduler:
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
 
-    def _admit(self, items: list[ScheduledRequest], budget: int) -> list[Request]:
-        """Lets waiting requests run as far as there is room, adds their work to ``items``, and returns them."""
-        started: list[Request] = []
+    def _admit(self, budget: int) -> list[ScheduledRequest]:
+        """Lets waiting requests run as far as there is room; returns their work."""
+        started: list[ScheduledRequest] = []
         over_quota: set[str] = set()
         if self.waiting:
             self.space.begin_admission()
@@ -156,8 +159,7 @@ class Scheduler:
                 # Blocks it shares may be narrower than its own would be, and their slabs leave no room for the rest.
                 if self.running or not self.space.evict():
                     return started
-            items.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
-            started.append(request)
+            started.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
         return started
 

@@ -75,6 +75,7 @@ class Arena:
         self._pool = _Pool(self.num_slabs)
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self.live: Counter[int] = Counter()  # slot size -> live slots
+        self._num_packed = 0  # slabs that all live slots take when they are packed
         self.used_nbytes = 0
         self.peak_nbytes = 0
 
@@ -87,7 +88,7 @@ class Arena:
 
     def has_room(self, extra: Mapping[int, int]) -> bool:
         """Whether ordinary allocations could still get ``extra`` slots by size if sparse slabs were emptied."""
-        slabs = self.slabs_for(self.live)
+        slabs = self._num_packed
         for nbytes, number in extra.items():
             if number:  # none may be of size 0
                 per_slab, live = self.per_slab(nbytes), self.live[nbytes]
@@ -96,8 +97,9 @@ class Arena:
 
     def room(self, nbytes: int) -> int:
         """Slots of ``nbytes`` ordinary allocations could still get if sparse slabs were emptied."""
-        others = self.slabs_for({size: n for size, n in self.live.items() if size != nbytes})
-        return max(0, (self.num_slabs - self.reserve - others) * self.per_slab(nbytes) - self.live[nbytes])
+        per_slab, live = self.slab_nbytes // nbytes, self.live[nbytes]
+        others = self._num_packed - -(-live // per_slab)
+        return max(0, (self.num_slabs - self.reserve - others) * per_slab - live)
 
     def allocate(self, nbytes: int, *, urgent: bool = False) -> Slot | None:
         """A slot of ``nbytes`` in the fullest slab of that size, lowest address first.
@@ -122,6 +124,7 @@ class Arena:
         del slab.live[slot.address]
         slot.alive = False
         self.live[slot.nbytes] -= 1
+        self._num_packed -= self.live[slot.nbytes] % self.per_slab(slot.nbytes) == 0
         self.used_nbytes -= slot.nbytes
         if slab.live:
             heapq.heappush(slab.free, slot.address)
@@ -178,6 +181,8 @@ class Arena:
             live[size] += len(slab.live)
         if live != +self.live:
             raise ArenaError(f"{dict(live)} slots are live, {dict(self.live)} are counted")
+        if self._num_packed != self.slabs_for(live):
+            raise ArenaError(f"{self._num_packed} slabs are counted as taken")
         if sum(size * number for size, number in live.items()) != self.used_nbytes:
             raise ArenaError(f"{self.used_nbytes} bytes are counted as used")
 
@@ -192,6 +197,7 @@ class Arena:
         slab.live[slot.address] = slot
         if not slab.free:
             self._partial[nbytes].discard(number)
+        self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0
         self.live[nbytes] += 1
         self.used_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)

@@ -92,8 +92,8 @@ class KVSpace:
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
         return self.tables.room_for(request.request_id, num_tokens, spare)
 
-    def needs_block(self, request: Request) -> bool:
-        return request.num_computed_tokens >= request.num_reserved_tokens
+    def lacking(self, running: Iterable[Request]) -> set[Request]:
+        return {r for r in running if r.num_computed_tokens >= r.num_reserved_tokens}
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         done = self.tables.reserve(request.request_id, num_tokens)

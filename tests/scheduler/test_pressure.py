@@ -114,7 +114,7 @@ def test_a_floor_is_respected_when_its_owner_joined_during_the_same_step():
     scheduler.pressure._step_down("", 0)  # the coldest blocks are looked up
     pinned = make_request("pinned", ids(1, 1.2), kv_pinned=True)
     scheduler.add(pinned)
-    scheduler._admit([], 512)
+    scheduler._admit(512)
     assert pinned.num_cached_tokens == BLOCK
     assert scheduler.pressure._step_down("", 99) == 0
 
