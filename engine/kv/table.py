@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
@@ -84,6 +84,7 @@ class BlockTables:
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
         self.num_entries: Counter[int] = Counter()  # the same, each as often as requests hold it
         self.journal: Journal | None = None  # for one who keeps a copy of the tables
+        self.on_lone: Callable[[Block], None] | None = None  # told of each block that has one owner left
         self.num_demotions: Counter[tuple[str, str]] = Counter()
         self.num_lifts = 0  # times that settled blocks may have become unsettled
         self._tables: dict[str, BlockTable] = {}
@@ -238,6 +239,8 @@ class BlockTables:
         if block.refs < 1:
             raise ArenaError("a block was dropped more often than it was shared")
         block.refs -= 1
+        if block.refs == 1 and self.on_lone is not None:
+            self.on_lone(block)
         if not block.refs:
             self.num_blocks[block.rung] -= 1
             self._spare_numbers.append(block.number)

@@ -35,6 +35,18 @@ BOOKS = (
         "            self._pool.give(number)\n",
         "            pass\n",
     ),
+    Patch(
+        "a slab is not counted when it is begun",
+        "arena",
+        "self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0",
+        "self._num_packed += self.live[nbytes] == 0",
+    ),
+    Patch(
+        "a slab is counted when it is empty",
+        "arena",
+        "self._num_packed -= self.live[slot.nbytes] % self.per_slab(slot.nbytes) == 0",
+        "self._num_packed -= self.live[slot.nbytes] == 0",
+    ),
     Patch("used bytes are not counted down", "arena", "        self.used_nbytes -= slot.nbytes\n", ""),
     Patch("live slots are not counted down", "arena", "        self.live[slot.nbytes] -= 1\n", ""),
     Patch(
@@ -73,8 +85,8 @@ BOOKS = (
     Patch(
         "a full slab stays filed as partial",
         "arena",
-        "            self._partial[nbytes].discard(number)\n        self.live[nbytes] += 1",
-        "            pass\n        self.live[nbytes] += 1",
+        "            self._partial[nbytes].discard(number)\n        self._num_packed",
+        "            pass\n        self._num_packed",
     ),
     Patch(
         "a shared block is not counted",
@@ -104,7 +116,7 @@ BOOKS = (
         "settled blocks are not looked at again when a floor is lifted",
         "table",
         "            table.num_settled, table.num_lifts = 0, self.num_lifts\n",
-        "            pass\n",
+        "            table.num_lifts = self.num_lifts\n",
     ),
     Patch(
         "an old slot is freed within its wave",
@@ -175,8 +187,8 @@ BOOKS = (
     Patch(
         "a sink as large as a block is not counted",
         "table",
-        "        extra[self.sizes[SINK]] += sinks  # may be the same size\n",
-        "        extra[self.sizes[SINK]] = max(sinks, extra[self.sizes[SINK]])\n",
+        "extra.get(self.sizes[SINK], 0) + sinks  # may be the same size\n",
+        "max(sinks, extra.get(self.sizes[SINK], 0))\n",
     ),
     Patch(
         "room for a sink is not looked for",
@@ -210,17 +222,17 @@ BOOKS = (
     Patch(
         "blocks in use are given up",
         "prefix",
-        "            if entry.block.refs == 1:\n                if not",
-        "            if entry.block.refs >= 1:\n                if not",
+        "            if entry is not None and entry.is_idle and entry.used == used:",
+        "            if entry is not None and entry.used == used:",
     ),
     Patch(
-        "idle blocks before one in use are kept", "prefix", "        if inner is not None:  #", "        if False:  #"
+        "idle blocks before one in use are kept", "prefix", "        if entry is not None:  #", "        if False:  #"
     ),
     Patch(
         "bad values stay on offer",
         "prefix",
-        "        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful]:",
-        "        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful][1:]:",
+        "for block in blocks if block in self._of_block]:",
+        "for block in blocks if block in self._of_block][1:]:",
     ),
     Patch(
         "every token may come from the cache", "space", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
@@ -244,6 +256,48 @@ BOOKS = (
         "demand",
         "        return request.max_num_tokens\n",
         "        return request.num_tokens\n",
+    ),
+    Patch(
+        "what ended is still admitted with",
+        "demand",
+        "        self.total.add(share, -1)\n",
+        "",
+    ),
+    Patch(
+        "a tenant pays for what ended",
+        "demand",
+        "        tenant.add(share, -1)\n",
+        "",
+    ),
+    Patch(
+        "what open ends grow by is forgotten",
+        "demand",
+        "if r.num_tokens > tokens]",
+        "if r.num_tokens > 2 * tokens]",
+    ),
+    Patch(
+        "floors are counted once a request",
+        "demand",
+        "        self._requests[share.floor] += times\n",
+        "        self._requests[share.floor] += 1\n",
+    ),
+    Patch(
+        "a block that falls idle is not noted",
+        "prefix",
+        "        tables.on_lone = self._note_lone\n",
+        "",
+    ),
+    Patch(
+        "a block whose followers went is not noted",
+        "prefix",
+        "            if entry.parent in self._entries:\n",
+        "            if False:\n",
+    ),
+    Patch(
+        "a block found again keeps its old place",
+        "prefix",
+        "            entry.used = next(self._uses)\n",
+        "            next(self._uses)\n",
     ),
     Patch(
         "what a failed request shared is still offered",

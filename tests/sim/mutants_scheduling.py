@@ -76,6 +76,24 @@ SCHEDULING = (
         "self.running.members if len(items) == len(self.running) else None",
         "self.running.members",
     ),
+    Patch(
+        "who lacks a block is asked once for all",
+        "pressure",
+        "        self.forget()\n        self._lacking = None\n",
+        "        self.forget()\n",
+    ),
+    Patch(
+        "who got a block is thought to lack it",
+        "pressure",
+        "        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:",
+        "        if False:",
+    ),
+    Patch(
+        "who left is thought to lack a block",
+        "pressure",
+        "        if self._lacking is not None:\n            self._lacking.discard(request)\n        self.forget()",
+        "        self.forget()",
+    ),
     Patch("the oldest gives way", "pressure", "    return running.youngest", "    return running.oldest"),
     Patch(
         "what can never fit is taken",
