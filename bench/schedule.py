@@ -89,9 +89,9 @@ class Bench:
                 self.scheduler.append_token(item.request, 7)
 
     def cancel(self, count: int) -> list[float]:
-        """Ends the youngest requests; returns the seconds of each call."""
-        times = []
-        for request in list(self.scheduler.requests.values())[-count:]:
+        """Ends requests of all ages; returns the seconds of each call."""
+        times, requests = [], list(self.scheduler.requests.values())
+        for request in requests[:: len(requests) // count][:count]:
             started = time.perf_counter()
             self.scheduler.finish(request, FinishReason.ABORT)
             times.append(time.perf_counter() - started)
@@ -123,9 +123,9 @@ def arrive(running: int) -> Iterator[float]:
 
 
 def churn(running: int) -> Iterator[float]:
-    """Some end in each step, and as many arrive."""
+    """Some end in each step, and as many arrive: slabs are left half empty."""
     bench = Bench(running)
-    bench.add(running, spread=BLOCK_TOKENS)
+    bench.add(running, 4 * BLOCK_TOKENS, spread=BLOCK_TOKENS)
     bench.start()
     for _ in range(STEPS):
         bench.cancel(CHURN)
@@ -149,7 +149,7 @@ def tenants(running: int) -> Iterator[float]:
     bench = Bench(2 * running, quota=1e-4)
     capacity = bench.scheduler.space.capacity(Request("", [0], SamplingParams(), 1))
     for tenant in range(running):
-        bench.add(1, length=64, max_tokens=64, tenant=f"t{tenant}")
+        bench.add(1, length=1024, max_tokens=1024, tenant=f"t{tenant}")
     bench.start()
     for tenant in range(running):
         bench.add(1, length=capacity - PROMPT, max_tokens=capacity - PROMPT, tenant=f"t{tenant}")

@@ -74,6 +74,7 @@ class Arena:
         self._slabs: dict[int, _Slab] = {}  # those that belong to a size, by number
         self._pool = _Pool(self.num_slabs)
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
+        self._ranked: dict[int, list[tuple[int, int]]] = {}  # and heaps of (-live slots, slab), some out of date
         self.live: Counter[int] = Counter()  # slot size -> live slots
         self._num_packed = 0  # slabs that all live slots take when they are packed
         self.used_nbytes = 0
@@ -113,7 +114,7 @@ class Arena:
             if len(self._pool) <= (0 if urgent else self.reserve):
                 return None
             self._carve(self._pool.take(), nbytes)
-        return self._take(max(partial, key=self._fullness), nbytes)
+        return self._take(self._fullest(nbytes), nbytes)
 
     def release(self, slot: Slot) -> None:
         """Frees a slot. Raises ``ArenaError`` for a dead one."""
@@ -128,7 +129,7 @@ class Arena:
         self.used_nbytes -= slot.nbytes
         if slab.live:
             heapq.heappush(slab.free, slot.address)
-            self._partial[slot.nbytes].add(number)
+            self._file(number, slot.nbytes)
         else:
             self._partial[slot.nbytes].discard(number)
             del self._slabs[number]
@@ -150,14 +151,10 @@ class Arena:
                 best = sparsest
         if best is None:
             return []
-        slab = self._slabs[best]
-        siblings = self._partial[slab.slot_nbytes] - {best}
-        moves = []
-        for _, old in sorted(slab.live.items()):
-            number = max(siblings, key=self._fullness)
-            moves.append((old, self._take(number, slab.slot_nbytes)))
-            if not self._slabs[number].free:
-                siblings.discard(number)
+        size, live = self._slabs[best].slot_nbytes, self._slabs[best].live
+        self._partial[size].remove(best)
+        moves = [(old, self._take(self._fullest(size), size)) for _, old in sorted(live.items())]
+        self._file(best, size)
         return moves
 
     def check_integrity(self) -> None:
@@ -189,13 +186,30 @@ class Arena:
     def _carve(self, number: int, nbytes: int) -> None:
         base = number * self.slab_nbytes
         self._slabs[number] = _Slab(nbytes, [base + i * nbytes for i in range(self.per_slab(nbytes))])
-        self._partial[nbytes].add(number)
+        self._file(number, nbytes)
+
+    def _file(self, number: int, nbytes: int) -> None:
+        """Notes how full a slab with a free slot is."""
+        partial, ranked = self._partial[nbytes], self._ranked.setdefault(nbytes, [])
+        partial.add(number)
+        heapq.heappush(ranked, self._fullness(number))
+        if len(ranked) > 2 * len(partial) + 64:  # most are out of date
+            ranked[:] = sorted(map(self._fullness, partial))
+
+    def _fullest(self, nbytes: int) -> int:
+        """The fullest slab with a free slot, the lowest if several. There must be one."""
+        partial, ranked = self._partial[nbytes], self._ranked[nbytes]
+        while ranked[0][1] not in partial or ranked[0] != self._fullness(ranked[0][1]):
+            heapq.heappop(ranked)
+        return ranked[0][1]
 
     def _take(self, number: int, nbytes: int) -> Slot:
         slab = self._slabs[number]
         slot = Slot(heapq.heappop(slab.free), nbytes)
         slab.live[slot.address] = slot
-        if not slab.free:
+        if slab.free:
+            self._file(number, nbytes)
+        else:
             self._partial[nbytes].discard(number)
         self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0
         self.live[nbytes] += 1
@@ -204,7 +218,7 @@ class Arena:
         return slot
 
     def _fullness(self, number: int) -> tuple[int, int]:
-        return len(self._slabs[number].live), -number
+        return -len(self._slabs[number].live), number
 
     def _live_nbytes(self, number: int) -> int:
         slab = self._slabs[number]

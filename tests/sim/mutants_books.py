@@ -294,12 +294,6 @@ BOOKS = (
         "            if False:\n",
     ),
     Patch(
-        "a block found again keeps its old place",
-        "prefix",
-        "            entry.used = next(self._uses)\n",
-        "            next(self._uses)\n",
-    ),
-    Patch(
         "what a failed request shared is still offered",
         "space",
         "            self.distrust(self.tables[request.request_id])\n",

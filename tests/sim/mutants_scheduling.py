@@ -88,12 +88,6 @@ SCHEDULING = (
         "        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:",
         "        if False:",
     ),
-    Patch(
-        "who left is thought to lack a block",
-        "pressure",
-        "        if self._lacking is not None:\n            self._lacking.discard(request)\n        self.forget()",
-        "        self.forget()",
-    ),
     Patch("the oldest gives way", "pressure", "    return running.youngest", "    return running.oldest"),
     Patch(
         "what can never fit is taken",
