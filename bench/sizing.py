@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,8 +52,8 @@ def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
     params = SamplingParams(max_tokens=num_tokens)
     if space.capacity_of(params) < num_tokens:
         return 0
-    for number in count():
-        request = Request(str(number), [0], params, num_tokens)
-        if not space.admits(request):
-            return number
+    number = 0
+    while space.admits(request := Request(str(number), [0], params, num_tokens)):
         space.open(request)
+        number += 1
+    return number

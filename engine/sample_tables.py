@@ -24,7 +24,8 @@ def make_tables(rows: Sequence[SampleRow], device: torch.device) -> tuple[Settin
     is_drawn = not all(row.params.is_greedy for row in rows)
     if is_drawn:
         positions = array("q", [row.position for row in rows])
-        parts += [[row.settings for row in rows], [positions]]
+        parts.append([row.settings for row in rows])
+        parts.append([positions])
     entries = _Entries(rows) if any(row.is_edited for row in rows) else None
     if entries is not None and entries.ends[-1]:
         parts += entries.parts
