@@ -13,8 +13,9 @@ from qkv_engine.errors import CapacityError, QKVError, RequestError
 from qkv_engine.request import FinishReason, Request, RequestStatus
 
 from .output import ScheduledBatch, ScheduledRequest
-from .pressure import KVSpace, Pressure, choose_victim
+from .pressure import Pressure, choose_victim
 from .queue import ArrivalQueue
+from .space import KVSpace
 
 logger = logging.getLogger("qkv_engine")
 

@@ -131,6 +131,9 @@ class KVSpace:
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self.tables.unsettled(request.request_id, request.num_computed_tokens)
 
+    def coldest(self, request: Request) -> tuple[Block, int] | None:
+        return self.tables.coldest(request.request_id, request.num_computed_tokens)
+
     def aged(self, running: Iterable[Request]) -> list[Request]:
         if self._num_lifts != self.tables.num_lifts:
             for request in running:

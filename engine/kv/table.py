@@ -259,11 +259,26 @@ class BlockTables:
 
         A negative age means that the block is too new (or not full) and must stay as it is.
         """
-        blocks = self._tables[request_id].blocks
-        newest = num_computed - self.ladder.recent - self.ladder.sink
+        blocks, newest = self._tables[request_id].blocks, self._newest(num_computed)
         for index in range(self._num_settled(request_id), len(blocks)):
             if not _is_settled(blocks[index]):
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
+
+    def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
+        """The first of the widest blocks of ``unsettled`` that are old enough and that nobody shares, and its age."""
+        newest = self._newest(num_computed)
+        first, found = self._num_settled(request_id), None
+        blocks = self._tables[request_id].blocks[first : max(0, newest // BLOCK_TOKENS)]
+        for number, block in enumerate(blocks, first + 1):
+            if block.rung < (block.floor if found is None else found[0].rung) and len(block.holders) == 1:
+                found = block, newest - number * BLOCK_TOKENS
+                if not block.rung:
+                    break
+        return found
+
+    def _newest(self, num_computed: int) -> int:
+        """Tokens behind the sink that are older than the recent window."""
+        return num_computed - self.ladder.recent - self.ladder.sink
 
     def ages_at(self, request_id: str) -> int:
         """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.

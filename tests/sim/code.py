@@ -26,6 +26,7 @@ MODULES = {  # in order of their imports
     "space": "qkv_engine.kv.space",
     "queue": "qkv_engine.scheduler.queue",
     "output": "qkv_engine.scheduler.output",
+    "coldest": "qkv_engine.scheduler.coldest",
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
     "submission": "qkv_engine.submission",

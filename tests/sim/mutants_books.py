@@ -26,8 +26,8 @@ BOOKS = (
     Patch(
         "a freed slot is forgotten",
         "arena",
-        "            heapq.heappush(slab.free, slot.address)\n            self._partial",
-        "            self._partial",
+        "            heapq.heappush(slab.free, slot.address)\n            self._file",
+        "            self._file",
     ),
     Patch(
         "an empty slab does not return to the pool",
@@ -142,14 +142,14 @@ BOOKS = (
     Patch(
         "the recent window is ignored",
         "table",
-        "newest = num_computed - self.ladder.recent - self.ladder.sink",
-        "newest = num_computed - self.ladder.sink",
+        "return num_computed - self.ladder.recent - self.ladder.sink",
+        "return num_computed - self.ladder.sink",
     ),
     Patch(
         "the sink is forgotten when ages are counted",
         "table",
-        "newest = num_computed - self.ladder.recent - self.ladder.sink",
-        "newest = num_computed - self.ladder.recent",
+        "return num_computed - self.ladder.recent - self.ladder.sink",
+        "return num_computed - self.ladder.recent",
     ),
     Patch(
         "a block is old one block too early",

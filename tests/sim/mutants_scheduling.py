@@ -7,22 +7,34 @@ from .code import Patch
 SCHEDULING = (
     Patch(
         "the hottest block steps down first",
-        "pressure",
+        "coldest",
         "newness = 1 if payer is None else -age",
         "newness = 1 if payer is None else min(1, age - 10**9) if age >= 0 else 1",
     ),
     Patch(
         "blocks in the recent window step down",
-        "pressure",
+        "coldest",
         "if candidate.newness <= 0]",
         "if candidate.newness <= 10**9]",
     ),
     Patch(
         "a shared block is named twice",
-        "pressure",
-        "        return [candidate for candidate in found.values() if candidate.newness <= 0]",
-        "        both = [candidate for candidate in found.values() if candidate.newness <= 0]\n"
-        "        return both + [c for c in both if c.shared][:1]",
+        "coldest",
+        "    return [candidate for candidate in found.values() if candidate.newness <= 0]",
+        "    both = [candidate for candidate in found.values() if candidate.newness <= 0]\n"
+        "    return both + [c for c in both if c.shared][:1]",
+    ),
+    Patch(
+        "shared blocks are never looked at",
+        "coldest",
+        "        if self._followers is not None and len(self._heap) < number:\n",
+        "        if False:\n",
+    ),
+    Patch(
+        "a block that others share goes as if it were one's own",
+        "table",
+        " and len(block.holders) == 1:",
+        ":",
     ),
     Patch(
         "cached blocks are given up last",

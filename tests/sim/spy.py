@@ -223,19 +223,18 @@ class SpySpace:
 
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
         """Only under declared pressure, only one rung, the coldest first, and nobody within a quota pays for others."""
-        running, tenant = self.scheduler.running, None
+        running, tenant, most = self.scheduler.running, None, 8
         require(self._idle() == 0, "blocks step down while cached ones are idle")
         if self.needy is None:
             require(self.room(self.options.sizes[0]) < len(running), "blocks step down without need")
             most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 64)
-            require(len(steps) <= most, "too many blocks step down ahead of need")
         else:
             require(self.short, "blocks step down although there is room")
-            require(len(steps) <= 8, "too many blocks step down at once")
             tenant = self.needy.params.tenant
         expected = sorted(self._eligible(self._ranks(tenant)))
+        require(len(steps) == min(most, len(expected)), f"{len(steps)} blocks step down at once")
         require(
-            [id(block) for block, _ in steps] == [found.key for found in expected[: len(steps)]],
+            [id(block) for block, _ in steps] == [found.key for found in expected[:most]],
             "the blocks that step down are not the coldest",
         )
         require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
