@@ -129,6 +129,17 @@ def test_cached_blocks_nobody_uses_are_given_up_before_anything_steps_down():
     assert len(scheduler.space.prefix) == 5 and scheduler.space.prefix.idle_nbytes == 16  # as much as was needed
 
 
+def test_who_left_or_got_a_block_lacks_none():
+    scheduler = started(make_scheduler(8, LADDER), *(make_request(name, ids(1, 1)) for name in "abc"))
+    a, b, c = scheduler.running
+    pressure = scheduler.pressure
+    pressure.begin_step()
+    assert {r.num_computed_tokens for r in (a, b, c)} == {BLOCK} and pressure._num_lacking(a) == 2
+    assert pressure.make_room(b, BLOCK + 1) and pressure._num_lacking(a) == 1
+    scheduler._preempt(c)
+    assert pressure._num_lacking(a) == 0 and pressure._num_lacking(b) == 1
+
+
 def test_an_eager_ladder_settles_after_the_prompt_and_not_within_it():
     scheduler = make_scheduler(20, EAGER, budget=2 * BLOCK)
     scheduler.add(make_request("a", ids(1, 4.5), 3 * BLOCK))
