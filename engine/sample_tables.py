@@ -28,7 +28,7 @@ def make_tables(rows: Sequence[SampleRow], device: torch.device) -> tuple[Settin
         parts.append([positions])
     entries = _Entries(rows) if any(row.is_edited for row in rows) else None
     if entries is not None and entries.ends[-1]:
-        parts += entries.parts
+        parts.extend(entries.parts)
     else:
         entries = None
     if not parts:
@@ -66,7 +66,8 @@ class _Entries:
             banned = row.banned_ids()
             self._add(i, banned, array("i", [UNSEEN]) * len(banned), array("f", [-math.inf]) * len(banned))
         self.ends = fixed, penalized, self._num_entries
-        self.parts = [[row.penalties for row in rows], self._rows, self._tokens, self._counts, self._biases]
+        penalties: list[Piece] = [row.penalties for row in rows]
+        self.parts = [penalties, self._rows, self._tokens, self._counts, self._biases]
 
     def _add(self, row: int, tokens: array[int], counts: array[int], biases: array[float]) -> None:
         """Notes the pieces of the columns, which are copied once, when all are known."""
