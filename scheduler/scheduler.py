@@ -36,6 +36,7 @@ class Scheduler:
         self.running = ArrivalQueue()
         self.pressure = Pressure(space, self.running)
         self.num_preemptions = 0
+        self._num_steps = 0
         self._arrivals = count()
 
     @property
@@ -65,6 +66,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted, are_single = self.num_preemptions, True
+        self._num_steps += 1
         self.pressure.begin_step()
         for request in self.running:  # whoever is preempted for an older one is the last, and leaves
             if budget == 0:
@@ -146,7 +148,7 @@ class Scheduler:
         started: list[ScheduledRequest] = []
         over_quota: set[str] = set()
         if self.waiting:
-            self.space.begin_admission()
+            self.space.begin_admission(self._num_steps)
         for request in list(self.waiting):
             if not budget or len(self.running) == self.max_num_seqs:
                 break

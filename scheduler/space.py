@@ -26,8 +26,8 @@ class KVSpace(Protocol):
         """Tokens that fit for ``request`` alone, on its floor."""
         ...
 
-    def begin_admission(self) -> None:
-        """To be called in each step before the next two, which go by how far running requests have come."""
+    def begin_admission(self, step: int) -> None:
+        """To be called before the next two with the number of the step; a step gives a request at most one token."""
         ...
 
     def admits(self, request: Request) -> bool:

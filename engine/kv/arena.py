@@ -114,7 +114,7 @@ class Arena:
             if len(self._pool) <= (0 if urgent else self.reserve):
                 return None
             self._carve(self._pool.take(), nbytes)
-        return self._take(self._fullest(nbytes), nbytes)
+        return self._take(nbytes)
 
     def release(self, slot: Slot) -> None:
         """Frees a slot. Raises ``ArenaError`` for a dead one."""
@@ -153,7 +153,7 @@ class Arena:
             return []
         size, live = self._slabs[best].slot_nbytes, self._slabs[best].live
         self._partial[size].remove(best)
-        moves = [(old, self._take(self._fullest(size), size)) for _, old in sorted(live.items())]
+        moves = [(old, self._take(size)) for _, old in sorted(live.items())]
         self._file(best, size)
         return moves
 
@@ -203,13 +203,16 @@ class Arena:
             heapq.heappop(ranked)
         return ranked[0][1]
 
-    def _take(self, number: int, nbytes: int) -> Slot:
+    def _take(self, nbytes: int) -> Slot:
+        """A slot of the fullest slab that has a free one. There must be one."""
+        number = self._fullest(nbytes)
         slab = self._slabs[number]
         slot = Slot(heapq.heappop(slab.free), nbytes)
         slab.live[slot.address] = slot
         if slab.free:
-            self._file(number, nbytes)
+            heapq.heapreplace(self._ranked[nbytes], self._fullness(number))
         else:
+            heapq.heappop(self._ranked[nbytes])
             self._partial[nbytes].discard(number)
         self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0
         self.live[nbytes] += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from ..config import BLOCK_TOKENS
@@ -51,21 +52,24 @@ class Demand:
         """The floors of all requests, each once."""
         return (floor for floor, number in enumerate(self._requests) if number)
 
-    def slots(self, rung: int) -> Counter[int]:
+    def slots(self, rung: int) -> dict[int, int]:
         """Slots by size when all blocks stand on their floors, or on ``rung`` where that is wider."""
         sizes = self._tables.sizes
-        slots = Counter({sizes[0]: self._dense})
+        slots = {sizes[0]: self._dense}
         for floor, number in enumerate(self._narrow):
-            slots[sizes[min(floor, rung)]] += number
+            if number:
+                size = sizes[min(floor, rung)]
+                slots[size] = slots.get(size, 0) + number
         if self._tables.ladder.sink:
-            slots[sizes[SINK]] += len(self)
+            slots[sizes[SINK]] = slots.get(sizes[SINK], 0) + len(self)
         return slots
 
 
 class RunningDemand:
     """The demand of all running requests, and of each tenant's. A request may still write up to its ``max_tokens``.
 
-    One that named none is expected to write a usual answer from where it stands, so what it demands grows.
+    One that named none is expected to write a usual answer from where it stands, so what it demands grows. A request
+    gets at most one token a step, so each is looked at in the first step in which its demand may have grown.
     """
 
     def __init__(self, tables: BlockTables):
@@ -73,38 +77,52 @@ class RunningDemand:
         self.total = Demand(tables)
         self._tenants: dict[str, Demand] = {}
         self._shares: dict[Request, Share] = {}
-        self._holds_until: dict[Request, int] = {}  # tokens of an open-ended request up to which its share is right
+        self._step = 0
+        self._due: dict[Request, int] = {}  # the step in which an open-ended request is looked at
+        self._calendar: list[tuple[int, int, Request]] = []  # heap by that step; what is not in ``_due`` is void
+        self._serials = count()
 
     def __len__(self) -> int:
         return len(self._shares)
 
     def add(self, request: Request, floor: int) -> None:
         """Counts in a request that begins to run."""
-        share = self._shares[request] = self.share(request, floor)
-        self._tenants.setdefault(request.params.tenant, Demand(self._tables)).add(share)
-        self.total.add(share)
-        if expected_tokens(request) < request.max_num_tokens:
-            blocks = share.dense + share.narrow
-            self._holds_until[request] = self._tables.ladder.sink + blocks * BLOCK_TOKENS - OPEN_END_TOKENS
+        self._count(request, self.share(request, floor))
 
     def remove(self, request: Request) -> None:
         """Counts out a request that does not run any more; nothing happens if it did not."""
         share = self._shares.pop(request, None)
         if share is None:
             return
-        self._holds_until.pop(request, None)
+        self._due.pop(request, None)
         self.total.add(share, -1)
         tenant = self._tenants[request.params.tenant]
         tenant.add(share, -1)
         if not len(tenant):
             del self._tenants[request.params.tenant]
 
-    def catch_up(self) -> None:
-        """Counts what open-ended requests have grown by."""
-        for request in [r for r, tokens in self._holds_until.items() if r.num_tokens > tokens]:
-            floor = self._shares[request].floor
-            self.remove(request)
-            self.add(request, floor)
+    def catch_up(self, step: int) -> None:
+        """Counts what open-ended requests have grown by until ``step``, which is later than any before."""
+        self._step = step
+        while self._calendar and self._calendar[0][0] <= step:
+            due, _, request = heappop(self._calendar)
+            if self._due.get(request) == due:
+                share = self._shares[request]
+                self.remove(request)
+                self._count(request, self.share(request, share.floor))
+
+    def _count(self, request: Request, share: Share) -> None:
+        self._shares[request] = share
+        self.total.add(share)
+        tenant = request.params.tenant
+        if tenant not in self._tenants:
+            self._tenants[tenant] = Demand(self._tables)
+        self._tenants[tenant].add(share)
+        blocks = share.dense + share.narrow
+        most = self._tables.ladder.sink + blocks * BLOCK_TOKENS  # tokens that fit in them
+        if request.params.max_tokens is None and most < request.max_num_tokens:
+            due = self._due[request] = self._step + max(1, most + 1 - OPEN_END_TOKENS - request.num_tokens)
+            heappush(self._calendar, (due, next(self._serials), request))
 
     def of_tenant(self, name: str) -> Demand | None:
         """The demand of a tenant's requests; ``None`` if none runs."""

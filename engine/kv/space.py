@@ -56,9 +56,9 @@ class KVSpace:
         """Tokens that fit alone for a request with ``params``. Raises ``RequestError`` for an unknown ``kv_floor``."""
         return self._capacity[self.floor_of(params)]
 
-    def begin_admission(self) -> None:
+    def begin_admission(self, step: int) -> None:
         """Looks at how far running requests have come, which ``admits`` and ``within_quota`` count with."""
-        self.demand.catch_up()
+        self.demand.catch_up(step)
 
     def admits(self, request: Request) -> bool:
         """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
@@ -124,20 +124,21 @@ class BlockTables:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-max(0, num_tokens - self.ladder.sink) // BLOCK_TOKENS)
 
-    def fits(self, demand: Counter[int], share: float = 1.0) -> bool:
+    def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
         return self.arena.slabs_for(demand) <= int(share * (self.arena.num_slabs - self.arena.reserve))
 
-    def fits_whatever_stepped_down(self, demand: Counter[int], floors: Iterable[int]) -> bool:
+    def fits_whatever_stepped_down(self, demand: Mapping[int, int], floors: Iterable[int]) -> bool:
         """``fits``, also while some of the blocks counted dense have stepped down to ``floors`` already.
 
         These may begin a slab of their own before they have emptied a dense one.
         """
-        slabs, dense = self.arena.slabs_for(demand), demand[self.sizes[0]]
+        slabs, dense = self.arena.slabs_for(demand), demand.get(self.sizes[0], 0)
         early = (dense - 1) % self.arena.per_slab(self.sizes[0]) if dense else 0
         for size in {self.sizes[rung] for rung in floors if rung}:
             per_slab = self.arena.per_slab(size)
-            slabs += -(-(demand[size] + early) // per_slab) - -(-demand[size] // per_slab)
+            slots = demand.get(size, 0)
+            slabs += -(-(slots + early) // per_slab) - -(-slots // per_slab)
         return slabs <= self.arena.num_slabs - self.arena.reserve
 
     def max_tokens(self, rung: int, share: float = 1.0) -> int:

@@ -272,8 +272,14 @@ BOOKS = (
     Patch(
         "what open ends grow by is forgotten",
         "demand",
-        "if r.num_tokens > tokens]",
-        "if r.num_tokens > 2 * tokens]",
+        "        while self._calendar and self._calendar[0][0] <= step:",
+        "        while False:",
+    ),
+    Patch(
+        "open ends are looked at a step late",
+        "demand",
+        "self._step + max(1, most + 1 - OPEN_END_TOKENS",
+        "self._step + max(1, most + 2 - OPEN_END_TOKENS",
     ),
     Patch(
         "floors are counted once a request",

@@ -62,10 +62,14 @@ def test_an_open_end_is_counted_as_a_usual_answer():
     usual = (BLOCK + OPEN_END_TOKENS) // BLOCK
     space.open(request)
     assert space.demand.total.slots(0) == {16: usual}
-    request.num_tokens += 1
-    assert space.demand.total.slots(0) == {16: usual}
-    space.begin_admission()
-    assert space.demand.total.slots(0) == {16: usual + 1}
+    seen = []
+    for step in range(1, 2 * BLOCK + 2):
+        request.num_tokens += 1
+        space.begin_admission(step)
+        seen.append(space.demand.total.slots(0)[16])
+    assert seen == [usual + 1] * BLOCK + [usual + 2] * BLOCK + [usual + 3]
+    space.release(request)
+    assert not space.demand and space.demand.total.slots(0) == {16: 0}
 
 
 def test_a_hit_leaves_a_token_to_compute_and_prompt_logprobs_need_them_all():
