@@ -37,6 +37,7 @@ class Scheduler:
         self.pressure = Pressure(space, self.running)
         self.num_preemptions = 0
         self._num_steps = 0
+        self._over_quota: set[str] = set()  # tenants whose next request has to wait for one of theirs to leave
         self._arrivals = count()
 
     @property
@@ -119,6 +120,7 @@ class Scheduler:
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         request.finish_reason, request.error = reason, error
         request.status = RequestStatus.FINISHED  # from here on it has ended, whatever happens
+        self._over_quota.discard(request.params.tenant)
         queue.remove(request)
         if error is None:
             self.space.release(request)
@@ -134,6 +136,7 @@ class Scheduler:
         self.space = space
         self.waiting, self.running = ArrivalQueue(), ArrivalQueue()
         self.pressure = Pressure(space, self.running)
+        self._over_quota.clear()
         for request in list(self.requests.values()):
             if request.is_finished:
                 del self.requests[request.request_id]
@@ -146,15 +149,14 @@ class Scheduler:
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         """Lets waiting requests run as far as there is room; returns their work."""
         started: list[ScheduledRequest] = []
-        over_quota: set[str] = set()
         if self.waiting:
             self.space.begin_admission(self._num_steps)
         for request in list(self.waiting):
             if not budget or len(self.running) == self.max_num_seqs:
                 break
             # A tenant that waits for its own requests to end holds nobody else up.
-            if request.params.tenant in over_quota or not self.space.within_quota(request):
-                over_quota.add(request.params.tenant)
+            if request.params.tenant in self._over_quota or not self.space.within_quota(request):
+                self._over_quota.add(request.params.tenant)
                 continue
             if not self.space.admits(request):
                 break
@@ -208,6 +210,7 @@ class Scheduler:
             "preempted %s: %d tokens to recompute, free blocks %d -> %d",
             request.request_id, request.num_computed_tokens, free, self.space.free_blocks(),
         )  # fmt: skip
+        self._over_quota.discard(request.params.tenant)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING

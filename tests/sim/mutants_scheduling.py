@@ -134,6 +134,12 @@ SCHEDULING = (
         "        request.num_preemptions += 1",
     ),
     Patch(
+        "a tenant over its quota stays so",
+        "scheduler",
+        "        self._over_quota.discard(request.params.tenant)\n        queue.remove(request)",
+        "        queue.remove(request)",
+    ),
+    Patch(
         "an abort leaks the blocks",
         "scheduler",
         "        if error is None:\n            self.space.release(request)",
