@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,8 +46,8 @@ class FilledSpace(KVSpace):
         super().__init__(core.runner.cache.tables, None)
         self._core, self._patterns = core, patterns
 
-    def admits(self, request: Request, running: Iterable[Request]) -> bool:
-        """Always: the batch was sized by this question, and a thousand requests would ask it for seconds."""
+    def admits(self, request: Request) -> bool:
+        """Always: the batch was sized by this question."""
         return True
 
     def open(self, request: Request) -> int:

@@ -49,13 +49,11 @@ def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
         space = KVSpace(planned_cache(ladder, nbytes).tables, None)
     except CapacityError:
         return 0
-    request = Request("", [0], SamplingParams(max_tokens=num_tokens), num_tokens)
-    if space.capacity(request) < num_tokens:
+    params = SamplingParams(max_tokens=num_tokens)
+    if space.capacity_of(params) < num_tokens:
         return 0
-    low, high = 1, 2
-    while space.admits(request, [request] * (high - 1)):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if space.admits(request, [request] * (middle - 1)) else (low, middle)
-    return low
+    number = 0
+    while space.admits(request := Request(str(number), [0], params, num_tokens)):
+        space.open(request)
+        number += 1
+    return number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qkv_engine.kernels.sample import pack_settings
@@ -55,6 +55,9 @@ class SampleRow:
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
     fixed_ids: array[int] = field(init=False)  # tokens edited alike in every step, and their biases
     fixed_biases: array[float] = field(init=False)
+    _stops: array[int] = field(init=False)  # ``stop_ids``, each once
+    _bad_tokens: array[int] = field(init=False)  # bad words of one token
+    _bad_words: dict[int, list[tuple[list[int], int]]] = field(init=False)  # others, by the last token but one
     counts: TokenCounts | None = field(init=False)  # where there are penalties
     is_edited: bool = field(init=False)
     is_plain: bool = field(init=False)  # greedy with nothing else to do
@@ -72,24 +75,24 @@ class SampleRow:
         self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
         self.is_edited = bool(self.counts or biases or params.min_tokens or self.bad_word_ids)
         self.is_plain = params.is_greedy and not self.is_edited and params.logprobs is None
-        self.needs_tokens = self.counts is not None or any(len(word) > 1 for word in self.bad_word_ids)
+        self._stops = array("i", dict.fromkeys(self.stop_ids)) if params.min_tokens else array("i")
+        self._bad_tokens = array("i", {word[0]: None for word in self.bad_word_ids if len(word) == 1})
+        self._bad_words = {}
+        for *prefix, last in self.bad_word_ids:
+            if prefix:
+                self._bad_words.setdefault(prefix[-1], []).append((prefix, last))
+        self.needs_tokens = self.counts is not None or bool(self._bad_words)
 
     @property
     def position(self) -> int:
         """Index in the output of the token to be sampled."""
         return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens
 
-    def banned_ids(self) -> Iterator[int]:
+    def banned_ids(self) -> array[int]:
         """Tokens that may not come next, some perhaps twice."""
-        if self.position < self.params.min_tokens:
-            yield from self.stop_ids
-        for word in self.bad_word_ids:
-            if self._is_due(word):
-                yield word[-1]
-
-    def _is_due(self, word: Sequence[int]) -> bool:
-        """Whether the output ends in all but the last token of ``word``."""
-        prefix_len = len(word) - 1
-        if prefix_len > self.position:
-            return False
-        return prefix_len == 0 or self.token_ids[-prefix_len:] == list(word[:-1])
+        banned = self._bad_tokens + self._stops if self.position < self.params.min_tokens else self._bad_tokens[:]
+        if self._bad_words and self.position > 0:
+            for prefix, last in self._bad_words.get(self.token_ids[-1], ()):
+                if len(prefix) <= self.position and self.token_ids[-len(prefix) :] == prefix:
+                    banned.append(last)
+        return banned

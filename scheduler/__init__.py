@@ -1,7 +1,7 @@
 """Scheduling decisions, without tensors."""
 
 from .output import ScheduledBatch, ScheduledRequest
-from .pressure import KVSpace
 from .scheduler import Scheduler
+from .space import KVSpace
 
 __all__ = ["KVSpace", "ScheduledBatch", "ScheduledRequest", "Scheduler"]

@@ -7,14 +7,13 @@ The oldest running request never gives way. Since every request fits alone on it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, Protocol
 
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.request import Request
 
+from .coldest import Candidate, Coldest, eligible
 from .queue import ArrivalQueue
+from .space import KVSpace
 
 logger = logging.getLogger("qkv_engine")
 
@@ -24,124 +23,30 @@ AHEAD_PER_STEP = 1  # for every 64 running requests
 EAGER_PER_STEP = 8  # for every 32 running requests
 
 
-class Block(Protocol):
-    """A block as pressure sees it."""
-
-    rung: int
-    refs: int
-    floor: int
-
-    @property
-    def is_shared(self) -> bool: ...
-
-
-class KVSpace(Protocol):
-    """What the scheduler needs of KV memory; ``engine/kv/space.py`` provides it."""
-
-    def capacity(self, request: Request) -> int:
-        """Tokens that fit for ``request`` alone, on its floor."""
-        ...
-
-    def admits(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""
-        ...
-
-    def within_quota(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether the tenant of ``request`` stays within its share of memory if it runs too."""
-        ...
-
-    def open(self, request: Request) -> int:
-        """Begins a request's table; returns how many of its tokens were found in the prefix cache."""
-        ...
-
-    def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
-        """How many of the first ``num_tokens`` tokens could be stored now with ``spare`` blocks left over."""
-        ...
-
-    def needs_block(self, request: Request) -> bool:
-        """Whether the next token of a running request begins a block that is not reserved yet."""
-        ...
-
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Room for the first ``num_tokens`` tokens; all or nothing."""
-        ...
-
-    def release(self, request: Request) -> None: ...
-
-    def discard(self, request: Request) -> None:
-        """Like ``release`` for a request whose KV is not to be trusted."""
-        ...
-
-    def computed(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is in the cache. Need not be told before ``request.files_at``."""
-        ...
-
-    def free_blocks(self) -> int:
-        """Blocks on the widest rung that could be allocated now."""
-        ...
-
-    def evict(self) -> bool:
-        """Gives up one cached block that no request uses."""
-        ...
-
-    def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
-        """Blocks that may still step down, with how many tokens beyond the recent window they are; see the tables."""
-        ...
-
-    def aged(self, running: Iterable[Request]) -> list[Request]:
-        """Those of all running requests of which a block of ``unsettled`` is beyond the recent window."""
-        ...
-
-    def demote(self, steps: list[tuple[Any, int]]) -> int:
-        """Lets blocks step down to the given rungs, in order; returns how many did."""
-        ...
-
-    @property
-    def num_rungs(self) -> int: ...
-
-    @property
-    def is_eager(self) -> bool: ...
-
-    def rung_name(self, rung: int) -> str: ...
-
-    def nbytes(self, request: Request) -> int:
-        """Bytes of a request's blocks."""
-        ...
-
-    def over_quota(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` are more than one tenant's share."""
-        ...
-
-
-class Candidate(NamedTuple):
-    """A block that may step down, in the order in which blocks do: tuples compare field by field."""
-
-    tenant: int  # 0 who pays first, 1 second; see ``Pressure._ranks``
-    shared: bool
-    rung: int
-    newness: int  # minus the age, so that the coldest come first
-    arrival: int
-    place: int  # among its request's unsettled blocks
-    block: Block
-    request: Request
-
-
 class Pressure:
-    """Makes room, and keeps some ahead of need. One object a scheduler; its candidate list lives for one step."""
+    """Makes room, and keeps some ahead of need. One object a scheduler; what it finds of requests is for one step."""
 
     def __init__(self, space: KVSpace, running: ArrivalQueue):
         self.space, self.running = space, running
         self._has_quota = space.over_quota(2**62)
-        self._coldest: list[Candidate] | None = None  # heap of what may step down this step
+        self._coldest: Coldest | None = None  # what may step down this step
         self._payer: str | None = None  # the tenant it was found for
+        self._lacking: set[Request] | None = None  # running requests without room for their next token
 
     def forget(self) -> None:
         """To be called when blocks changed hands: what was found of them is no longer true."""
         self._coldest = None
 
+    def left(self, request: Request) -> None:
+        """To be called when ``request``, whose blocks were taken back, does not run any more."""
+        if self._lacking is not None:
+            self._lacking.discard(request)
+        self.forget()
+
     def begin_step(self) -> None:
         """Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""
         self.forget()
+        self._lacking = None
         if self.space.num_rungs == 1:
             return
         if self.space.is_eager:
@@ -150,7 +55,7 @@ class Pressure:
 
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
-        while not self.space.reserve(request, num_tokens):
+        while not self._reserve(request, num_tokens):
             if not self._relieve(request):
                 return False
         return True
@@ -160,14 +65,25 @@ class Pressure:
 
         Leaves the block that each other running request needs for its next token, which admission promised it.
         """
-        room = self.space.room_for(request, num_tokens)
-        if room == num_tokens <= request.num_computed_tokens + 1:
-            return room if self.space.reserve(request, room) else 0
-        spare = sum(self.space.needs_block(other) for other in self.running if other is not request)
+        if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
+            return num_tokens
+        spare = self._num_lacking(request)
         room = self.space.room_for(request, num_tokens, spare)
         while room < num_tokens and self._relieve(request):
             room = self.space.room_for(request, num_tokens, spare)
-        return room if room and self.space.reserve(request, room) else 0
+        return room if room and self._reserve(request, room) else 0
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        done = self.space.reserve(request, num_tokens)
+        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:
+            self._lacking.discard(request)
+        return done
+
+    def _num_lacking(self, request: Request) -> int:
+        """Running requests but ``request`` whose next token begins a block; all are looked at once a step."""
+        if self._lacking is None:
+            self._lacking = self.space.lacking(self.running)
+        return len(self._lacking) - (request in self._lacking)
 
     def _relieve(self, request: Request) -> bool:
         """One bounded piece of relief; ``False`` when nothing is left to give."""
@@ -189,19 +105,15 @@ class Pressure:
         ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prompt_tokens]
         if not ready:
             return
-        self._demote([(found, found.block.floor) for found in self._eligible(dict.fromkeys(ready, 0))[:budget]])
+        found = eligible(self.space, self.running, dict.fromkeys(ready, 0))[:budget]
+        self._demote([(candidate, candidate.block.floor) for candidate in found])
 
     def _step_down(self, tenant: str | None, number: int) -> int:
         """The ``number`` coldest blocks go down one rung; returns how many did."""
         # With quotas, who is over one changes with every block.
         if self._coldest is None or self._payer != tenant or self._has_quota:
-            self._coldest, self._payer = self._eligible(self._ranks(tenant)), tenant
-            heapify(self._coldest)
-        chosen = [heappop(self._coldest) for _ in range(min(number, len(self._coldest)))]
-        for candidate in chosen:
-            if candidate.rung + 1 < candidate.block.floor:
-                heappush(self._coldest, candidate._replace(rung=candidate.rung + 1))
-        return self._demote([(candidate, candidate.rung + 1) for candidate in chosen])
+            self._coldest, self._payer = Coldest(self.space, self.running, self._ranks(tenant)), tenant
+        return self._demote([(candidate, candidate.rung + 1) for candidate in self._coldest.take(number)])
 
     def _ranks(self, tenant: str | None) -> dict[Request, int]:
         """Whose blocks may step down now, if ``tenant`` needs room, and who pays first.
@@ -222,31 +134,6 @@ class Pressure:
             if name == tenant or name in over:
                 ranks[request] = int(name != tenant if tenant in over else name not in over)
         return ranks
-
-    def _eligible(self, ranks: dict[Request, int]) -> list[Candidate]:
-        """Blocks of the requests in ``ranks`` that may step down now, each once.
-
-        Of a shared block's owners the one to whom it is newest decides, and the one who pays last.
-        """
-        found: dict[int, Candidate] = {}
-        counts_all = len(ranks) == len(self.running) or self._have_shared(ranks)
-        for request in self.running if counts_all else ranks:
-            payer = ranks.get(request)
-            for index, (block, age) in enumerate(self.space.unsettled(request)):
-                twin = found.get(id(block))
-                rank = max(payer or 0, twin.tenant if twin else 0)
-                newness = 1 if payer is None else -age
-                if twin is None or newness > twin.newness:
-                    found[id(block)] = Candidate(
-                        rank, block.is_shared, block.rung, newness, request.arrival, index, block, request
-                    )
-                elif rank > twin.tenant:
-                    found[id(block)] = twin._replace(tenant=rank)
-        return [candidate for candidate in found.values() if candidate.newness <= 0]
-
-    def _have_shared(self, requests: Iterable[Request]) -> bool:
-        """Whether some of the blocks that ``requests`` could let step down are others' too."""
-        return any(block.is_shared for r in requests for block, age in self.space.unsettled(r) if age >= 0)
 
     def _demote(self, chosen: list[tuple[Candidate, int]]) -> int:
         if not chosen:

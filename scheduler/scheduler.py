@@ -13,8 +13,9 @@ from qkv_engine.errors import CapacityError, QKVError, RequestError
 from qkv_engine.request import FinishReason, Request, RequestStatus
 
 from .output import ScheduledBatch, ScheduledRequest
-from .pressure import KVSpace, Pressure, choose_victim
+from .pressure import Pressure, choose_victim
 from .queue import ArrivalQueue
+from .space import KVSpace
 
 logger = logging.getLogger("qkv_engine")
 
@@ -35,6 +36,8 @@ class Scheduler:
         self.running = ArrivalQueue()
         self.pressure = Pressure(space, self.running)
         self.num_preemptions = 0
+        self._num_steps = 0
+        self._over_quota: set[str] = set()  # tenants whose next request has to wait for one of theirs to leave
         self._arrivals = count()
 
     @property
@@ -62,8 +65,9 @@ class Scheduler:
         Empty only when there is no request, or when all wait for tokens in flight.
         """
         budget = self.max_num_batched_tokens
-        items: list[ScheduledRequest] = []
+        items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted, are_single = self.num_preemptions, True
+        self._num_steps += 1
         self.pressure.begin_step()
         for request in self.running:  # whoever is preempted for an older one is the last, and leaves
             if budget == 0:
@@ -77,17 +81,20 @@ class Scheduler:
                 num_tokens = self._make_room(request, min(num_tokens, budget))
             if num_tokens:
                 end = start + num_tokens
-                items.append(ScheduledRequest(request, start, num_tokens, end, end == target))
+                item = ScheduledRequest(request, start, num_tokens, end, end == target)
+                (items if num_tokens == 1 else chunks).append(item)
                 budget -= num_tokens
-        started = self._admit(items, budget) if self.num_preemptions == preempted else ()
+        started = self._admit(budget) if self.num_preemptions == preempted else []
+        for item in started:
+            (items if item.num_tokens == 1 else chunks).append(item)
+        items += chunks
         for item in items:
             request = item.request
             request.num_computed_tokens = item.end
             if item.samples:
                 request.num_tokens += 1
         if started or not are_single:
-            items.sort(key=lambda item: item.num_tokens > 1)
-            return ScheduledBatch(items, started)
+            return ScheduledBatch(items, [item.request for item in started])
         return ScheduledBatch(items, members=self.running.members if len(items) == len(self.running) else None)
 
     def computed(self, item: ScheduledRequest) -> None:
@@ -113,6 +120,7 @@ class Scheduler:
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         request.finish_reason, request.error = reason, error
         request.status = RequestStatus.FINISHED  # from here on it has ended, whatever happens
+        self._over_quota.discard(request.params.tenant)
         queue.remove(request)
         if error is None:
             self.space.release(request)
@@ -128,6 +136,7 @@ class Scheduler:
         self.space = space
         self.waiting, self.running = ArrivalQueue(), ArrivalQueue()
         self.pressure = Pressure(space, self.running)
+        self._over_quota.clear()
         for request in list(self.requests.values()):
             if request.is_finished:
                 del self.requests[request.request_id]
@@ -143,25 +152,25 @@ class Scheduler:
             self.waiting.remove(request)
             del self.requests[request.request_id]
 
-    def _admit(self, items: list[ScheduledRequest], budget: int) -> list[Request]:
-        """Lets waiting requests run as far as there is room, adds their work to ``items``, and returns them."""
-        started: list[Request] = []
-        over_quota: set[str] = set()
+    def _admit(self, budget: int) -> list[ScheduledRequest]:
+        """Lets waiting requests run as far as there is room; returns their work."""
+        started: list[ScheduledRequest] = []
+        if self.waiting:
+            self.space.begin_admission(self._num_steps)
         for request in list(self.waiting):
             if not budget or len(self.running) == self.max_num_seqs:
                 break
             # A tenant that waits for its own requests to end holds nobody else up.
-            if request.params.tenant in over_quota or not self.space.within_quota(request, self.running):
-                over_quota.add(request.params.tenant)
+            if request.params.tenant in self._over_quota or not self.space.within_quota(request):
+                self._over_quota.add(request.params.tenant)
                 continue
-            if not self.space.admits(request, self.running):
+            if not self.space.admits(request):
                 break
             while not (num_tokens := self._start(request, budget)):
                 # Blocks it shares may be narrower than its own would be, and their slabs leave no room for the rest.
                 if self.running or not self.space.evict():
                     return started
-            items.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
-            started.append(request)
+            started.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
         return started
 
@@ -178,7 +187,7 @@ class Scheduler:
             request.num_computed_tokens = 0
             self.running.remove(request)
             self.space.release(request)
-            self.pressure.forget()
+            self.pressure.left(request)
             return 0
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -202,11 +211,12 @@ class Scheduler:
         free = self.space.free_blocks()
         self.running.remove(request)
         self.space.release(request)
-        self.pressure.forget()
+        self.pressure.left(request)
         logger.info(
             "preempted %s: %d tokens to recompute, free blocks %d -> %d",
             request.request_id, request.num_computed_tokens, free, self.space.free_blocks(),
         )  # fmt: skip
+        self._over_quota.discard(request.params.tenant)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING

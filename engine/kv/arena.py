@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import QKVError
@@ -30,10 +30,33 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class _Slab:
-    base: int
-    slot_nbytes: int = 0  # 0: in the common pool
+    slot_nbytes: int
+    free: list[int]  # heap of addresses
     live: dict[int, Slot] = field(default_factory=dict)  # by address
-    free: list[int] = field(default_factory=list)  # heap of addresses
+
+
+class _Pool:
+    """Numbers of slabs that belong to no size, lowest first. Of those never taken only the first is noted."""
+
+    def __init__(self, num_slabs: int):
+        self._num_slabs, self._untouched = num_slabs, 0
+        self._returned: list[int] = []  # heap
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_slabs - self._untouched
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._returned
+        yield from range(self._untouched, self._num_slabs)
+
+    def take(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self._untouched += 1
+        return self._untouched - 1
+
+    def give(self, number: int) -> None:
+        heapq.heappush(self._returned, number)
 
 
 class Arena:
@@ -48,10 +71,12 @@ class Arena:
         self.num_slabs = nbytes // slab_nbytes
         self.nbytes = self.num_slabs * slab_nbytes
         self.reserve = reserve
-        self._slabs = [_Slab(i * slab_nbytes) for i in range(self.num_slabs)]
-        self._pool = list(range(self.num_slabs))  # heap of slab numbers that belong to no size
+        self._slabs: dict[int, _Slab] = {}  # those that belong to a size, by number
+        self._pool = _Pool(self.num_slabs)
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
+        self._ranked: dict[int, list[tuple[int, int]]] = {}  # and heaps of (-live slots, slab), some out of date
         self.live: Counter[int] = Counter()  # slot size -> live slots
+        self._num_packed = 0  # slabs that all live slots take when they are packed
         self.used_nbytes = 0
         self.peak_nbytes = 0
 
@@ -64,7 +89,7 @@ class Arena:
 
     def has_room(self, extra: Mapping[int, int]) -> bool:
         """Whether ordinary allocations could still get ``extra`` slots by size if sparse slabs were emptied."""
-        slabs = self.slabs_for(self.live)
+        slabs = self._num_packed
         for nbytes, number in extra.items():
             if number:  # none may be of size 0
                 per_slab, live = self.per_slab(nbytes), self.live[nbytes]
@@ -73,8 +98,9 @@ class Arena:
 
     def room(self, nbytes: int) -> int:
         """Slots of ``nbytes`` ordinary allocations could still get if sparse slabs were emptied."""
-        others = self.slabs_for({size: n for size, n in self.live.items() if size != nbytes})
-        return max(0, (self.num_slabs - self.reserve - others) * self.per_slab(nbytes) - self.live[nbytes])
+        per_slab, live = self.slab_nbytes // nbytes, self.live[nbytes]
+        others = self._num_packed - -(-live // per_slab)
+        return max(0, (self.num_slabs - self.reserve - others) * per_slab - live)
 
     def allocate(self, nbytes: int, *, urgent: bool = False) -> Slot | None:
         """A slot of ``nbytes`` in the fullest slab of that size, lowest address first.
@@ -87,26 +113,27 @@ class Arena:
         if not partial:
             if len(self._pool) <= (0 if urgent else self.reserve):
                 return None
-            self._carve(heapq.heappop(self._pool), nbytes)
-        return self._take(max(partial, key=self._fullness), nbytes)
+            self._carve(self._pool.take(), nbytes)
+        return self._take(nbytes)
 
     def release(self, slot: Slot) -> None:
         """Frees a slot. Raises ``ArenaError`` for a dead one."""
         number = slot.address // self.slab_nbytes
-        slab = self._slabs[number]
-        if slab.live.get(slot.address) is not slot:
+        slab = self._slabs.get(number)
+        if slab is None or slab.live.get(slot.address) is not slot:
             raise ArenaError(f"slot at {slot.address} is not alive")
         del slab.live[slot.address]
         slot.alive = False
         self.live[slot.nbytes] -= 1
+        self._num_packed -= self.live[slot.nbytes] % self.per_slab(slot.nbytes) == 0
         self.used_nbytes -= slot.nbytes
         if slab.live:
             heapq.heappush(slab.free, slot.address)
-            self._partial[slot.nbytes].add(number)
+            self._file(number, slot.nbytes)
         else:
             self._partial[slot.nbytes].discard(number)
-            slab.slot_nbytes, slab.free = 0, []
-            heapq.heappush(self._pool, number)
+            del self._slabs[number]
+            self._pool.give(number)
 
     def evacuate(self) -> list[tuple[Slot, Slot]]:
         """Empties the sparsest slab that fits into its siblings: (old slot, new slot) pairs, the new ones allocated.
@@ -124,27 +151,20 @@ class Arena:
                 best = sparsest
         if best is None:
             return []
-        slab = self._slabs[best]
-        siblings = self._partial[slab.slot_nbytes] - {best}
-        moves = []
-        for _, old in sorted(slab.live.items()):
-            number = max(siblings, key=self._fullness)
-            moves.append((old, self._take(number, slab.slot_nbytes)))
-            if not self._slabs[number].free:
-                siblings.discard(number)
+        size, live = self._slabs[best].slot_nbytes, self._slabs[best].live
+        self._partial[size].remove(best)
+        moves = [(old, self._take(size)) for _, old in sorted(live.items())]
+        self._file(best, size)
         return moves
 
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless every byte is owned once and every counter agrees."""
         live: Counter[int] = Counter()
-        for number, slab in enumerate(self._slabs):
-            pooled = self._pool.count(number)
-            if pooled != (slab.slot_nbytes == 0) or (pooled and (slab.live or slab.free)):
-                raise ArenaError(f"slab {number} is pooled {pooled} times, its slot size is {slab.slot_nbytes}")
-            if pooled:
-                continue
+        if sorted([*self._pool, *self._slabs]) != list(range(self.num_slabs)):
+            raise ArenaError("a slab is neither pooled nor given to a size, or both")
+        for number, slab in self._slabs.items():
             size = slab.slot_nbytes
-            expected = {slab.base + i * size for i in range(self.per_slab(size))}
+            expected = {number * self.slab_nbytes + i * size for i in range(self.per_slab(size))}
             addresses = list(slab.live) + slab.free
             if len(addresses) != len(expected) or set(addresses) != expected:
                 raise ArenaError(f"slab {number} does not own each of its slots once")
@@ -158,28 +178,50 @@ class Arena:
             live[size] += len(slab.live)
         if live != +self.live:
             raise ArenaError(f"{dict(live)} slots are live, {dict(self.live)} are counted")
+        if self._num_packed != self.slabs_for(live):
+            raise ArenaError(f"{self._num_packed} slabs are counted as taken")
         if sum(size * number for size, number in live.items()) != self.used_nbytes:
             raise ArenaError(f"{self.used_nbytes} bytes are counted as used")
 
     def _carve(self, number: int, nbytes: int) -> None:
-        slab = self._slabs[number]
-        slab.slot_nbytes = nbytes
-        slab.free = [slab.base + i * nbytes for i in range(self.per_slab(nbytes))]
-        self._partial[nbytes].add(number)
+        base = number * self.slab_nbytes
+        self._slabs[number] = _Slab(nbytes, [base + i * nbytes for i in range(self.per_slab(nbytes))])
+        self._file(number, nbytes)
 
-    def _take(self, number: int, nbytes: int) -> Slot:
+    def _file(self, number: int, nbytes: int) -> None:
+        """Notes how full a slab with a free slot is."""
+        partial, ranked = self._partial[nbytes], self._ranked.setdefault(nbytes, [])
+        partial.add(number)
+        heapq.heappush(ranked, self._fullness(number))
+        if len(ranked) > 2 * len(partial) + 64:  # most are out of date
+            ranked[:] = sorted(map(self._fullness, partial))
+
+    def _fullest(self, nbytes: int) -> int:
+        """The fullest slab with a free slot, the lowest if several. There must be one."""
+        partial, ranked = self._partial[nbytes], self._ranked[nbytes]
+        while ranked[0][1] not in partial or ranked[0] != self._fullness(ranked[0][1]):
+            heapq.heappop(ranked)
+        return ranked[0][1]
+
+    def _take(self, nbytes: int) -> Slot:
+        """A slot of the fullest slab that has a free one. There must be one."""
+        number = self._fullest(nbytes)
         slab = self._slabs[number]
         slot = Slot(heapq.heappop(slab.free), nbytes)
         slab.live[slot.address] = slot
-        if not slab.free:
+        if slab.free:
+            heapq.heapreplace(self._ranked[nbytes], self._fullness(number))
+        else:
+            heapq.heappop(self._ranked[nbytes])
             self._partial[nbytes].discard(number)
+        self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0
         self.live[nbytes] += 1
         self.used_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
         return slot
 
     def _fullness(self, number: int) -> tuple[int, int]:
-        return len(self._slabs[number].live), -number
+        return -len(self._slabs[number].live), number
 
     def _live_nbytes(self, number: int) -> int:
         slab = self._slabs[number]

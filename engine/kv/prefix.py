@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 from ..config import BLOCK_TOKENS
 from .table import Block, BlockTables
@@ -19,11 +20,18 @@ from .table import Block, BlockTables
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cached block (or sink) and the tokens it holds, reached through ``parent``'s key."""
+    """One cached block (or sink) and the tokens it holds, reached through ``parent``'s key. ``used``: when last."""
 
+    key: bytes
     block: Block
     tokens: array[int]
     parent: bytes
+    used: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request holds its block."""
+        return self.block.refs == 1
 
 
 class PrefixCache:
@@ -32,8 +40,14 @@ class PrefixCache:
     def __init__(self, tables: BlockTables, model: str):
         self._tables = tables
         self._model = model
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._entries: dict[bytes, Entry] = {}
+        self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
+        # Heaps of (used, key) of all idle entries without and with a cached block that follows, some out of date.
+        self._leaves: list[tuple[int, bytes]] = []
+        self._inner: list[tuple[int, bytes]] = []
+        self._uses = count()
+        tables.on_lone = self._note_lone
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -51,7 +65,8 @@ class PrefixCache:
             entry = self._entries.get(key)
             if entry is None or entry.tokens != array("q", piece) or entry.block.rung > floor:
                 break
-            self._entries.move_to_end(key)
+            entry.used = next(self._uses)
+            self._note_idle(entry)
             found.append(entry.block)
             self.num_hit_tokens += len(piece)
         return found
@@ -68,7 +83,8 @@ class PrefixCache:
             parent, key = key, _extend(key, piece)
             if key not in self._entries:
                 blocks[index].refs += 1
-                self._entries[key] = Entry(blocks[index], array("q", piece), parent)
+                entry = Entry(key, blocks[index], array("q", piece), parent, next(self._uses))
+                self._entries[key] = self._of_block[entry.block] = entry
                 self._children[parent] = self._children.get(parent, 0) + 1
             self._published[request_id] = (index + 1, key)
 
@@ -83,42 +99,64 @@ class PrefixCache:
 
     def evict(self) -> bool:
         """Gives up the least recently used block that nobody else holds, preferably one no cached block follows."""
-        inner: bytes | None = None
-        for key, entry in self._entries.items():
-            if entry.block.refs == 1:
-                if not self._children.get(key):
-                    self._remove(key)
-                    return True
-                inner = inner or key
-        if inner is not None:  # a running request holds its successor, computed beside it and filed after it
-            self._remove(inner)
-        return inner is not None
+        while (entry := self._pop_idle(self._leaves)) is not None:
+            if entry.key not in self._children:
+                self._remove(entry)
+                return True
+            heappush(self._inner, (entry.used, entry.key))
+        entry = self._pop_idle(self._inner)
+        if entry is not None:  # a running request holds its successor, computed beside it and filed after it
+            self._remove(entry)
+        return entry is not None
 
     def purge(self, blocks: Iterable[Block]) -> None:
         """Takes out entries of blocks whose values are not to be trusted."""
-        doubtful = {id(block) for block in blocks}
-        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful]:
-            self._remove(key)
+        for entry in [self._of_block[block] for block in blocks if block in self._of_block]:
+            self._remove(entry)
 
     @property
     def idle_nbytes(self) -> int:
         """Bytes of cached blocks that no request uses; they are given up first when memory runs short."""
-        return sum(entry.block.slot.nbytes for entry in self._entries.values() if entry.block.refs == 1)
+        return sum(entry.block.slot.nbytes for entry in self._entries.values() if entry.is_idle)
 
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
         for entry in self._entries.values():
             self._tables.drop(entry.block)
-        self._entries.clear()
-        self._children.clear()
+        for book in (self._entries, self._of_block, self._children, self._leaves, self._inner):
+            book.clear()
         self._published.clear()
 
-    def _remove(self, key: bytes) -> None:
-        entry = self._entries.pop(key)
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.key], self._of_block[entry.block]
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
+            if entry.parent in self._entries:
+                self._note_idle(self._entries[entry.parent])
         self._tables.drop(entry.block)
+
+    def _note_lone(self, block: Block) -> None:
+        """``block`` has one owner left, which may be the cache."""
+        if block in self._of_block:
+            self._note_idle(self._of_block[block])
+
+    def _note_idle(self, entry: Entry) -> None:
+        """Files ``entry`` among the idle ones, if it is."""
+        if entry.is_idle:
+            heap = self._inner if entry.key in self._children else self._leaves
+            heappush(heap, (entry.used, entry.key))
+            if len(heap) > 2 * len(self._entries) + 64:  # most are out of date
+                heap[:] = sorted({(e.used, e.key) for _, key in heap if (e := self._entries.get(key)) and e.is_idle})
+
+    def _pop_idle(self, heap: list[tuple[int, bytes]]) -> Entry | None:
+        """The least recently used idle entry of a heap."""
+        while heap:
+            used, key = heappop(heap)
+            entry = self._entries.get(key)
+            if entry is not None and entry.is_idle and entry.used == used:
+                return entry
+        return None
 
     def _root(self, salt: str) -> bytes:
         ladder = self._tables.ladder

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import RequestError
 from ..request import KVUsage, Request, SamplingParams
+from .demand import RunningDemand
 from .prefix import PrefixCache
 from .table import Block, BlockTables
-
-OPEN_END_TOKENS = 1024  # output counted at admission for a request that named no max_tokens
 
 
 class KVSpace:
@@ -20,6 +19,7 @@ class KVSpace:
     def __init__(self, tables: BlockTables, prefix: PrefixCache | None, quota: float | None = None):
         self.tables, self.prefix, self.quota = tables, prefix, quota
         self.ladder = tables.ladder
+        self.demand = RunningDemand(tables)
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
         self._num_lifts = 0  # of floors, when ``ages_at`` of all requests was last true
 
@@ -56,24 +56,26 @@ class KVSpace:
         """Tokens that fit alone for a request with ``params``. Raises ``RequestError`` for an unknown ``kv_floor``."""
         return self._capacity[self.floor_of(params)]
 
-    def admits(self, request: Request, running: Iterable[Request]) -> bool:
-        running = list(running)
-        if not running:
-            return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
-        together = [*running, request]
-        demand = self._demand(together)
-        if self.ladder.admit_at < self.num_rungs - 1:
-            if not self.tables.fits(demand):
-                return False
-            demand = self._demand(together, self.num_rungs - 1)
-        return self.tables.fits_whatever_stepped_down(demand, map(self.floor, together))
+    def begin_admission(self, step: int) -> None:
+        """Looks at how far running requests have come, which ``admits`` and ``within_quota`` count with."""
+        self.demand.catch_up(step)
 
-    def within_quota(self, request: Request, running: Iterable[Request]) -> bool:
+    def admits(self, request: Request) -> bool:
+        """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""
+        if not self.demand:
+            return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
+        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))
+        if self.ladder.admit_at < self.num_rungs - 1 and not self.tables.fits(together.slots(self.ladder.admit_at)):
+            return False
+        return self.tables.fits_whatever_stepped_down(together.slots(self.num_rungs - 1), together.floors())
+
+    def within_quota(self, request: Request) -> bool:
         """Whether ``request`` and what its tenant already runs stay within the tenant's share of memory."""
-        if self.quota is None:
+        same = None if self.quota is None else self.demand.of_tenant(request.params.tenant)
+        if self.quota is None or same is None:
             return True
-        same = [other for other in running if other.params.tenant == request.params.tenant]
-        return not same or self.tables.fits(self._demand([*same, request]), self.quota)
+        together = same.plus(self.demand.share(request, self.floor(request)))
+        return self.tables.fits(together.slots(self.ladder.admit_at), self.quota)
 
     def open(self, request: Request) -> int:
         floor, shared = self.floor(request), list[Block]()
@@ -81,6 +83,7 @@ class KVSpace:
         if self.prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
             shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+        self.demand.add(request, floor)
         self.tables.open(request.request_id, floor, shared)
         request.num_reserved_tokens = self.tables.held(request.request_id)
         request.ages_at = request.files_at = 0
@@ -89,8 +92,8 @@ class KVSpace:
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
         return self.tables.room_for(request.request_id, num_tokens, spare)
 
-    def needs_block(self, request: Request) -> bool:
-        return request.num_computed_tokens >= request.num_reserved_tokens
+    def lacking(self, running: Iterable[Request]) -> set[Request]:
+        return {r for r in running if r.num_computed_tokens >= r.num_reserved_tokens}
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         done = self.tables.reserve(request.request_id, num_tokens)
@@ -98,6 +101,7 @@ class KVSpace:
         return done
 
     def release(self, request: Request) -> None:
+        self.demand.remove(request)
         self.tables.release(request.request_id)
         if self.prefix is not None:
             self.prefix.forget(request.request_id)
@@ -127,6 +131,9 @@ class KVSpace:
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self.tables.unsettled(request.request_id, request.num_computed_tokens)
 
+    def coldest(self, request: Request) -> tuple[Block, int] | None:
+        return self.tables.coldest(request.request_id, request.num_computed_tokens)
+
     def aged(self, running: Iterable[Request]) -> list[Request]:
         if self._num_lifts != self.tables.num_lifts:
             for request in running:
@@ -140,15 +147,6 @@ class KVSpace:
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)
-
-    def _demand(self, requests: Iterable[Request], rung: int | None = None) -> Counter[int]:
-        """Slots by size that requests take on their floors or a wider ``rung``, with what they still may write."""
-        demand: Counter[int] = Counter()
-        narrowest = self.ladder.admit_at if rung is None else rung
-        for request in requests:
-            rung = min(self.floor(request), narrowest)
-            demand += self.tables.demand(_expected_tokens(request), rung)
-        return demand
 
     def nbytes(self, request: Request) -> int:
         """Bytes of a request's blocks, shared ones divided among the requests that hold them."""
@@ -168,10 +166,3 @@ class KVSpace:
         bits = [self.ladder.rungs[rung].bits for rung in rungs]
         blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
         return KVUsage(blocks, min(bits, default=self.ladder.widest.bits if table.sink else None))
-
-
-def _expected_tokens(request: Request) -> int:
-    """Tokens a request will hold: up to its ``max_tokens``, or a usual answer if it named none."""
-    if request.params.max_tokens is not None:
-        return request.max_num_tokens
-    return min(request.max_num_tokens, max(request.num_tokens, request.num_prompt_tokens) + OPEN_END_TOKENS)

@@ -6,8 +6,9 @@ step. Within a wave no slot is both read and written; a slot that a wave frees m
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
@@ -21,7 +22,7 @@ SINK = -1  # rung of a sink, which is dense and never steps down
 class Block:
     """128 tokens of KV, or a sink, in one slot on one rung, shared by ``refs`` owners: requests and the prefix cache.
 
-    ``floor`` is the narrowest rung that all of these requests allow; ``holders`` has one floor for each of them. One
+    ``floor`` is the narrowest rung that all of these requests allow; ``holders`` has the floor of each, sorted. One
     object a block: whoever shares it sees it step down. ``number`` is its own while it lives.
     """
 
@@ -45,7 +46,8 @@ class BlockTable:
     floor: int
     sink: Block | None = None
     blocks: list[Block] = field(default_factory=list)
-    num_settled: int = 0  # leading blocks that can step down no further
+    num_settled: int = 0  # leading blocks that can step down no further, as of so many lifts of floors
+    num_lifts: int = 0
 
     def __iter__(self) -> Iterator[Block]:
         if self.sink is not None:
@@ -82,6 +84,7 @@ class BlockTables:
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
         self.num_entries: Counter[int] = Counter()  # the same, each as often as requests hold it
         self.journal: Journal | None = None  # for one who keeps a copy of the tables
+        self.on_lone: Callable[[Block], None] | None = None  # told of each block that has one owner left
         self.num_demotions: Counter[tuple[str, str]] = Counter()
         self.num_lifts = 0  # times that settled blocks may have become unsettled
         self._tables: dict[str, BlockTable] = {}
@@ -89,8 +92,8 @@ class BlockTables:
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
         self._spare_numbers: list[int] = []
-        self._sizes = {number: rung.block_nbytes for number, rung in enumerate(ladder.rungs)}
-        self._sizes[SINK] = ladder.sink_nbytes
+        self.sizes = {number: rung.block_nbytes for number, rung in enumerate(ladder.rungs)}
+        self.sizes[SINK] = ladder.sink_nbytes
 
     def __getitem__(self, request_id: str) -> BlockTable:
         return self._tables[request_id]
@@ -105,31 +108,37 @@ class BlockTables:
 
     def demand(self, num_tokens: int, rung: int) -> Counter[int]:
         """Slots by size of a request of ``num_tokens`` whose blocks stand on ``rung`` as far as they may."""
+        dense, narrow = self.split(num_tokens, rung)
+        demand = Counter({self.sizes[0]: dense})
+        demand[self.sizes[rung]] += narrow
+        if self.ladder.sink:
+            demand[self.sizes[SINK]] += 1
+        return demand
+
+    def split(self, num_tokens: int, rung: int) -> tuple[int, int]:
+        """Blocks of a request of ``num_tokens`` that stay dense, and those that may stand on ``rung``."""
         blocks = self.blocks_for(num_tokens)
         dense = min(blocks, 1 + -(-self.ladder.recent // BLOCK_TOKENS)) if rung else blocks
-        demand = Counter({self._sizes[0]: dense})
-        demand[self._sizes[rung]] += blocks - dense
-        if self.ladder.sink:
-            demand[self._sizes[SINK]] += 1
-        return demand
+        return dense, blocks - dense
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-max(0, num_tokens - self.ladder.sink) // BLOCK_TOKENS)
 
-    def fits(self, demand: Counter[int], share: float = 1.0) -> bool:
+    def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
         return self.arena.slabs_for(demand) <= int(share * (self.arena.num_slabs - self.arena.reserve))
 
-    def fits_whatever_stepped_down(self, demand: Counter[int], floors: Iterable[int]) -> bool:
+    def fits_whatever_stepped_down(self, demand: Mapping[int, int], floors: Iterable[int]) -> bool:
         """``fits``, also while some of the blocks counted dense have stepped down to ``floors`` already.
 
         These may begin a slab of their own before they have emptied a dense one.
         """
-        slabs, dense = self.arena.slabs_for(demand), demand[self._sizes[0]]
-        early = (dense - 1) % self.arena.per_slab(self._sizes[0]) if dense else 0
-        for size in {self._sizes[rung] for rung in floors if rung}:
+        slabs, dense = self.arena.slabs_for(demand), demand.get(self.sizes[0], 0)
+        early = (dense - 1) % self.arena.per_slab(self.sizes[0]) if dense else 0
+        for size in {self.sizes[rung] for rung in floors if rung}:
             per_slab = self.arena.per_slab(size)
-            slabs += -(-(demand[size] + early) // per_slab) - -(-demand[size] // per_slab)
+            slots = demand.get(size, 0)
+            slabs += -(-(slots + early) // per_slab) - -(-slots // per_slab)
         return slabs <= self.arena.num_slabs - self.arena.reserve
 
     def max_tokens(self, rung: int, share: float = 1.0) -> int:
@@ -142,17 +151,18 @@ class BlockTables:
 
     def max_requests(self, num_tokens: int, rung: int) -> int:
         """Requests of ``num_tokens`` that fit together on ``rung``."""
-        one, number = self.demand(num_tokens, rung), 0
-        total: Counter[int] = Counter()
-        while self.fits(total + one):
-            total += one
-            number += 1
-        return number
+        one = self.demand(num_tokens, rung)
+        low, high = 0, self.arena.nbytes // min(size for size, number in one.items() if number)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.fits(Counter({size: middle * number for size, number in one.items()}))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
     @property
     def max_blocks(self) -> int:
         """Live blocks and sinks there can ever be; their numbers lie below."""
-        smallest = min(size for size in self._sizes.values() if size)
+        smallest = min(size for size in self.sizes.values() if size)
         return self.arena.num_slabs * self.arena.per_slab(smallest)
 
     def live_blocks(self) -> list[Block]:
@@ -168,12 +178,12 @@ class BlockTables:
             self.journal.opened = True
         for block in shared:
             block.refs += 1
-            block.holders.append(floor)
+            insort(block.holders, floor)
             self.num_entries[block.rung] += 1
             if block.rung == SINK:
                 table.sink = block
             else:
-                block.floor = min(block.holders)
+                block.floor = block.holders[0]
                 table.blocks.append(block)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
@@ -209,7 +219,7 @@ class BlockTables:
         sinks = int(bool(self.ladder.sink) and table.sink is None)
         if sinks and not self._has_room(0, sinks):
             return 0
-        room = self.arena.room(self._sizes[0])
+        room = self.arena.room(self.sizes[0])
         while sinks and room and not self._has_room(room, sinks):
             room -= 1
         return min(num_tokens, held + max(0, room - spare) * BLOCK_TOKENS)
@@ -220,7 +230,7 @@ class BlockTables:
         if table is None:
             return
         for block in table:
-            block.holders.remove(table.floor)
+            del block.holders[bisect_left(block.holders, table.floor)]
             self.num_entries[block.rung] -= 1
             self._lift_floor(block)
             self.drop(block)
@@ -230,6 +240,8 @@ class BlockTables:
         if block.refs < 1:
             raise ArenaError("a block was dropped more often than it was shared")
         block.refs -= 1
+        if block.refs == 1 and self.on_lone is not None:
+            self.on_lone(block)
         if not block.refs:
             self.num_blocks[block.rung] -= 1
             self._spare_numbers.append(block.number)
@@ -248,11 +260,26 @@ class BlockTables:
 
         A negative age means that the block is too new (or not full) and must stay as it is.
         """
-        blocks = self._tables[request_id].blocks
-        newest = num_computed - self.ladder.recent - self.ladder.sink
+        blocks, newest = self._tables[request_id].blocks, self._newest(num_computed)
         for index in range(self._num_settled(request_id), len(blocks)):
             if not _is_settled(blocks[index]):
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
+
+    def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
+        """The first of the widest blocks of ``unsettled`` that are old enough and that nobody shares, and its age."""
+        newest = self._newest(num_computed)
+        first, found = self._num_settled(request_id), None
+        blocks = self._tables[request_id].blocks[first : max(0, newest // BLOCK_TOKENS)]
+        for number, block in enumerate(blocks, first + 1):
+            if block.rung < (block.floor if found is None else found[0].rung) and len(block.holders) == 1:
+                found = block, newest - number * BLOCK_TOKENS
+                if not block.rung:
+                    break
+        return found
+
+    def _newest(self, num_computed: int) -> int:
+        """Tokens behind the sink that are older than the recent window."""
+        return num_computed - self.ladder.recent - self.ladder.sink
 
     def ages_at(self, request_id: str) -> int:
         """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
@@ -264,6 +291,8 @@ class BlockTables:
     def _num_settled(self, request_id: str) -> int:
         """The blocks of a request before the first unsettled one."""
         table = self._tables[request_id]
+        if table.num_lifts != self.num_lifts:
+            table.num_settled, table.num_lifts = 0, self.num_lifts
         while table.num_settled < len(table.blocks) and _is_settled(table.blocks[table.num_settled]):
             table.num_settled += 1
         return table.num_settled
@@ -272,15 +301,15 @@ class BlockTables:
         """Lets each block step down to its rung, as one wave; returns how many did. Stops where no slot is left."""
         wave, done = list[Move](), 0
         for block, rung in steps:
-            slot = self.arena.allocate(self._sizes[rung], urgent=True)
+            slot = self.arena.allocate(self.sizes[rung], urgent=True)
             if slot is None:
                 self._end_wave(wave)
                 wave = []
-                slot = self.arena.allocate(self._sizes[rung], urgent=True)
+                slot = self.arena.allocate(self.sizes[rung], urgent=True)
             while slot is None:
                 if not self._evacuate():
                     return done
-                slot = self.arena.allocate(self._sizes[rung], urgent=True)
+                slot = self.arena.allocate(self.sizes[rung], urgent=True)
             wave.append(Move(block, block.slot.address, slot.address, block.rung, rung))
             rungs = self.ladder.rungs
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
@@ -303,7 +332,7 @@ class BlockTables:
         self.arena.check_integrity()
         held: Counter[Block] = Counter(block for table in self._tables.values() for block in table)
         for slot, block in self._owner.items():
-            if block.slot is not slot or not slot.alive or slot.nbytes != self._sizes[block.rung]:
+            if block.slot is not slot or not slot.alive or slot.nbytes != self.sizes[block.rung]:
                 raise ArenaError(f"block on rung {block.rung} does not own its slot")
             if block.refs < max(1, held[block]) or len(block.holders) != held[block] or block.rung > block.floor:
                 raise ArenaError(f"block with {block.refs} references and floor {block.floor} on rung {block.rung}")
@@ -319,7 +348,7 @@ class BlockTables:
             raise ArenaError("a live block's number is spare")
 
     def _new_block(self, rung: int, floor: int) -> Block:
-        size = self._sizes[rung]
+        size = self.sizes[rung]
         slot = self.arena.allocate(size)
         while slot is None:
             if not self._evacuate():
@@ -339,19 +368,17 @@ class BlockTables:
             self.journal.blocks.append(block)
 
     def _has_room(self, blocks: int, sinks: int) -> bool:
-        extra = {self._sizes[0]: blocks}
-        extra[self._sizes[SINK]] = extra.get(self._sizes[SINK], 0) + sinks  # may be the same size
+        extra = {self.sizes[0]: blocks}
+        extra[self.sizes[SINK]] = extra.get(self.sizes[SINK], 0) + sinks  # may be the same size
         return self.arena.has_room(extra)
 
     def _lift_floor(self, block: Block) -> None:
         """A request let go of ``block``, which may go as far down as those that still hold it allow."""
-        floor = min(block.holders, default=len(self._sizes) - 2)
+        floor = block.holders[0] if block.holders else len(self.sizes) - 2
         if block.rung == SINK or floor == block.floor:
             return
         block.floor = floor
-        self.num_lifts += 1
-        for table in self._tables.values():
-            table.num_settled = 0
+        self.num_lifts += bool(block.holders)
 
     def _evacuate(self) -> bool:
         """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""

@@ -260,6 +260,23 @@ def test_masking_everything_is_the_requests_error() -> None:
     assert sampled[1].error is None
 
 
+def test_banned_tokens_are_those_of_due_words_and_each_stop_id_once() -> None:
+    words = [[7], [3, 6], [3, 6, 8], [9, 6, 2], [6, 6, 6, 1]]
+    params = SamplingParams(min_tokens=3)
+    banned = {}
+    for output in ([], [3], [3, 6], [3, 6, 6], [6, 6, 6]):
+        row = make_row(params, prompt=[9, 3], output=output, stop_ids=[5, 4, 5], bad_word_ids=words)
+        banned[tuple(output)] = sorted(row.banned_ids())
+    assert banned == {
+        (): [4, 5, 7], (3,): [4, 5, 6, 7], (3, 6): [4, 5, 7, 8], (3, 6, 6): [7], (6, 6, 6): [1, 7]
+    }  # fmt: skip
+
+
+def test_a_row_of_edits_costs_the_same_however_often_a_stop_id_is_named() -> None:
+    once, often = (make_row(SamplingParams(min_tokens=9), stop_ids=[5] * times) for times in (1, 10_000))
+    assert once.banned_ids() == often.banned_ids()
+
+
 def test_min_tokens_suppress_stop_ids_until_reached() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 5] = 9

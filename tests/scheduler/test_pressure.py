@@ -114,7 +114,7 @@ def test_a_floor_is_respected_when_its_owner_joined_during_the_same_step():
     scheduler.pressure._step_down("", 0)  # the coldest blocks are looked up
     pinned = make_request("pinned", ids(1, 1.2), kv_pinned=True)
     scheduler.add(pinned)
-    scheduler._admit([], 512)
+    scheduler._admit(512)
     assert pinned.num_cached_tokens == BLOCK
     assert scheduler.pressure._step_down("", 99) == 0
 
@@ -127,6 +127,17 @@ def test_cached_blocks_nobody_uses_are_given_up_before_anything_steps_down():
     started(scheduler, make_request("a", ids(2, 4.5)))
     assert rungs(scheduler, "a") == [[0] * 5]
     assert len(scheduler.space.prefix) == 5 and scheduler.space.prefix.idle_nbytes == 16  # as much as was needed
+
+
+def test_who_left_or_got_a_block_lacks_none():
+    scheduler = started(make_scheduler(8, LADDER), *(make_request(name, ids(1, 1)) for name in "abc"))
+    a, b, c = scheduler.running
+    pressure = scheduler.pressure
+    pressure.begin_step()
+    assert {r.num_computed_tokens for r in (a, b, c)} == {BLOCK} and pressure._num_lacking(a) == 2
+    assert pressure.make_room(b, BLOCK + 1) and pressure._num_lacking(a) == 1
+    scheduler._preempt(c)
+    assert pressure._num_lacking(a) == 0 and pressure._num_lacking(b) == 1
 
 
 def test_an_eager_ladder_settles_after_the_prompt_and_not_within_it():

@@ -22,9 +22,11 @@ MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",
     "table": "qkv_engine.kv.table",
     "prefix": "qkv_engine.kv.prefix",
+    "demand": "qkv_engine.kv.demand",
     "space": "qkv_engine.kv.space",
     "queue": "qkv_engine.scheduler.queue",
     "output": "qkv_engine.scheduler.output",
+    "coldest": "qkv_engine.scheduler.coldest",
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
     "submission": "qkv_engine.submission",
@@ -55,6 +57,7 @@ class Code:
     Scheduler: Any
     EngineCore: Any
     Submission: Any
+    demand: ModuleType
     pressure: ModuleType
     table: ModuleType
 
@@ -85,7 +88,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         exec(_compiled(name, patch if patch and patch.file == name else None, package), module.__dict__)
         if "BLOCK_TOKENS" in module.__dict__:
             module.__dict__["BLOCK_TOKENS"] = block
-    modules["space"].__dict__["OPEN_END_TOKENS"] = OPEN_END_BLOCKS * block
+    modules["demand"].__dict__["OPEN_END_TOKENS"] = OPEN_END_BLOCKS * block
     modules["unread"].__dict__["PATIENCE"] = 1  # requests are short here
     return Code(
         block,
@@ -96,6 +99,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         modules["scheduler"].Scheduler,
         modules["core"].EngineCore,
         modules["submission"].Submission,
+        modules["demand"],
         modules["pressure"],
         modules["table"],
     )

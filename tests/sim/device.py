@@ -61,18 +61,18 @@ class Device:
     def _move(self, wave: list[Any], tables: Any) -> None:
         spans = []
         for move in wave:
-            spans.append((move.src, move.src + tables._sizes[move.old]))
-            spans.append((move.dst, move.dst + tables._sizes[move.new]))
+            spans.append((move.src, move.src + tables.sizes[move.old]))
+            spans.append((move.dst, move.dst + tables.sizes[move.new]))
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise DeviceError("a wave both reads and writes a byte, or does one of them twice")
-        found = [self._at(move.src, tables._sizes[move.old]) for move in wave]
+        found = [self._at(move.src, tables.sizes[move.old]) for move in wave]
         for move, record in zip(wave, found, strict=True):
             if record.path and record.path[-1] != move.old:
                 raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
             path = record.path if move.old == move.new else (*record.path, move.new)
-            self._put(move.dst, replace(record, nbytes=tables._sizes[move.new], path=path))
+            self._put(move.dst, replace(record, nbytes=tables.sizes[move.new], path=path))
 
     def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
         """Tokens ``start:end`` of a block, the last of which is ``value``."""

@@ -27,7 +27,7 @@ from .spy import SpySpace, require
 def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
     """Arena, tables and prefix cache; ``seen`` has each block's rung at the previous check; returns the next one."""
     tables, options = space.tables, space.options
-    arena, sizes = tables.arena, tables._sizes
+    arena, sizes = tables.arena, tables.sizes
     owners: dict[Any, list[int]] = {}
     for table in tables._tables.values():
         if table.sink is not None:
@@ -35,7 +35,8 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
             owners.setdefault(table.sink, []).append(table.floor)
         for index, block in enumerate(table.blocks):
             require(block.rung != SINK, "a sink stands among the blocks")
-            require(index >= table.num_settled or block.rung >= block.floor, "a block is forgotten as settled")
+            settled = index < table.num_settled and table.num_lifts == tables.num_lifts
+            require(not settled or block.rung >= block.floor, "a block is forgotten as settled")
             owners.setdefault(block, []).append(table.floor)
     cached: dict[Any, int] = {}
     if space.prefix is not None:
@@ -87,17 +88,16 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
 def check_room(space: SpySpace) -> None:
     """What the arena says of its room, against the slabs counted again; free slabs and slots add up."""
     arena, live = space.tables.arena, space.live()
-    for size in space.tables._sizes.values():
+    for size in space.tables.sizes.values():
         if size:
             require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
-    pool = set(arena._pool)
-    require(len(pool) == len(arena._pool), "a slab is twice in the pool")
-    for number, slab in enumerate(arena._slabs):
-        require((number in pool) == (slab.slot_nbytes == 0), f"slab {number} is lost")
-        if slab.slot_nbytes:
-            taken = {*slab.live, *slab.free}
-            require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")
-            require(len(taken) == arena.slab_nbytes // slab.slot_nbytes, f"slab {number} lost a slot")
+    pool = list(arena._pool)
+    require(len(pool) == len(arena._pool) == len(set(pool)), "a slab is twice in the pool")
+    require(sorted([*pool, *arena._slabs]) == list(range(arena.num_slabs)), "a slab is lost, or pooled and in use")
+    for number, slab in arena._slabs.items():
+        taken = {*slab.live, *slab.free}
+        require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")
+        require(len(taken) == arena.slab_nbytes // slab.slot_nbytes, f"slab {number} lost a slot")
     if space.prefix is not None:
         children = Counter(entry.parent for entry in space.prefix._entries.values())
         require(children == space.prefix._children, "the prefix cache miscounts what follows its blocks")

@@ -14,26 +14,38 @@ BOOKS = (
     Patch(
         "the grid of a slab begins one byte late",
         "arena",
-        "slab.free = [slab.base + i * nbytes",
-        "slab.free = [slab.base + 1 + i * nbytes",
+        "[base + i * nbytes",
+        "[base + 1 + i * nbytes",
     ),
     Patch(
         "a slab is carved into one slot too many",
         "arena",
-        "for i in range(self.per_slab(nbytes))]\n",
-        "for i in range(self.per_slab(nbytes) + 1)]\n",
+        "for i in range(self.per_slab(nbytes))])\n",
+        "for i in range(self.per_slab(nbytes) + 1)])\n",
     ),
     Patch(
         "a freed slot is forgotten",
         "arena",
-        "            heapq.heappush(slab.free, slot.address)\n            self._partial",
-        "            self._partial",
+        "            heapq.heappush(slab.free, slot.address)\n            self._file",
+        "            self._file",
     ),
     Patch(
         "an empty slab does not return to the pool",
         "arena",
-        "            heapq.heappush(self._pool, number)\n",
+        "            self._pool.give(number)\n",
         "            pass\n",
+    ),
+    Patch(
+        "a slab is not counted when it is begun",
+        "arena",
+        "self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0",
+        "self._num_packed += self.live[nbytes] == 0",
+    ),
+    Patch(
+        "a slab is counted when it is empty",
+        "arena",
+        "self._num_packed -= self.live[slot.nbytes] % self.per_slab(slot.nbytes) == 0",
+        "self._num_packed -= self.live[slot.nbytes] == 0",
     ),
     Patch("used bytes are not counted down", "arena", "        self.used_nbytes -= slot.nbytes\n", ""),
     Patch("live slots are not counted down", "arena", "        self.live[slot.nbytes] -= 1\n", ""),
@@ -73,14 +85,14 @@ BOOKS = (
     Patch(
         "a full slab stays filed as partial",
         "arena",
-        "            self._partial[nbytes].discard(number)\n        self.live[nbytes] += 1",
-        "            pass\n        self.live[nbytes] += 1",
+        "            self._partial[nbytes].discard(number)\n        self._num_packed",
+        "            pass\n        self._num_packed",
     ),
     Patch(
         "a shared block is not counted",
         "table",
-        "            block.refs += 1\n            block.holders.append(floor)",
-        "            block.holders.append(floor)",
+        "            block.refs += 1\n            insort(block.holders, floor)",
+        "            insort(block.holders, floor)",
     ),
     Patch(
         "a request's blocks are not taken back",
@@ -91,7 +103,7 @@ BOOKS = (
     Patch(
         "the floor of a new holder is ignored",
         "table",
-        "                block.floor = min(block.holders)\n                table.blocks",
+        "                block.floor = block.holders[0]\n                table.blocks",
         "                table.blocks",
     ),
     Patch(
@@ -103,8 +115,8 @@ BOOKS = (
     Patch(
         "settled blocks are not looked at again when a floor is lifted",
         "table",
-        "            table.num_settled = 0\n",
-        "            pass\n",
+        "            table.num_settled, table.num_lifts = 0, self.num_lifts\n",
+        "            table.num_lifts = self.num_lifts\n",
     ),
     Patch(
         "an old slot is freed within its wave",
@@ -130,14 +142,14 @@ BOOKS = (
     Patch(
         "the recent window is ignored",
         "table",
-        "newest = num_computed - self.ladder.recent - self.ladder.sink",
-        "newest = num_computed - self.ladder.sink",
+        "return num_computed - self.ladder.recent - self.ladder.sink",
+        "return num_computed - self.ladder.sink",
     ),
     Patch(
         "the sink is forgotten when ages are counted",
         "table",
-        "newest = num_computed - self.ladder.recent - self.ladder.sink",
-        "newest = num_computed - self.ladder.recent",
+        "return num_computed - self.ladder.recent - self.ladder.sink",
+        "return num_computed - self.ladder.recent",
     ),
     Patch(
         "a block is old one block too early",
@@ -169,14 +181,14 @@ BOOKS = (
     Patch(
         "a demotion gives up before it frees its wave",
         "table",
-        "                slot = self.arena.allocate(self._sizes[rung], urgent=True)\n            while",
+        "                slot = self.arena.allocate(self.sizes[rung], urgent=True)\n            while",
         "            while",
     ),
     Patch(
         "a sink as large as a block is not counted",
         "table",
-        "        extra[self._sizes[SINK]] += sinks  # may be the same size\n",
-        "        extra[self._sizes[SINK]] = max(sinks, extra[self._sizes[SINK]])\n",
+        "extra.get(self.sizes[SINK], 0) + sinks  # may be the same size\n",
+        "max(sinks, extra.get(self.sizes[SINK], 0))\n",
     ),
     Patch(
         "room for a sink is not looked for",
@@ -210,17 +222,17 @@ BOOKS = (
     Patch(
         "blocks in use are given up",
         "prefix",
-        "            if entry.block.refs == 1:\n                if not",
-        "            if entry.block.refs >= 1:\n                if not",
+        "            if entry is not None and entry.is_idle and entry.used == used:",
+        "            if entry is not None and entry.used == used:",
     ),
     Patch(
-        "idle blocks before one in use are kept", "prefix", "        if inner is not None:  #", "        if False:  #"
+        "idle blocks before one in use are kept", "prefix", "        if entry is not None:  #", "        if False:  #"
     ),
     Patch(
         "bad values stay on offer",
         "prefix",
-        "        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful]:",
-        "        for key in [key for key, entry in self._entries.items() if id(entry.block) in doubtful][1:]:",
+        "for block in blocks if block in self._of_block]:",
+        "for block in blocks if block in self._of_block][1:]:",
     ),
     Patch(
         "every token may come from the cache", "space", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
@@ -234,14 +246,58 @@ BOOKS = (
     Patch(
         "admission looks at the newcomer alone",
         "space",
-        "together = [*running, request]",
-        "together = [request]",
+        "        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))\n"
+        "        if self.ladder.admit_at",
+        "        together = Demand(self.tables).plus(self.demand.share(request, self.floor(request)))\n"
+        "        if self.ladder.admit_at",
     ),
     Patch(
         "admission forgets what may still be written",
-        "space",
+        "demand",
         "        return request.max_num_tokens\n",
         "        return request.num_tokens\n",
+    ),
+    Patch(
+        "what ended is still admitted with",
+        "demand",
+        "        self.total.add(share, -1)\n",
+        "",
+    ),
+    Patch(
+        "a tenant pays for what ended",
+        "demand",
+        "        tenant.add(share, -1)\n",
+        "",
+    ),
+    Patch(
+        "what open ends grow by is forgotten",
+        "demand",
+        "        while self._calendar and self._calendar[0][0] <= step:",
+        "        while False:",
+    ),
+    Patch(
+        "open ends are looked at a step late",
+        "demand",
+        "self._step + max(1, most + 1 - OPEN_END_TOKENS",
+        "self._step + max(1, most + 2 - OPEN_END_TOKENS",
+    ),
+    Patch(
+        "floors are counted once a request",
+        "demand",
+        "        self._requests[share.floor] += times\n",
+        "        self._requests[share.floor] += 1\n",
+    ),
+    Patch(
+        "a block that falls idle is not noted",
+        "prefix",
+        "        tables.on_lone = self._note_lone\n",
+        "",
+    ),
+    Patch(
+        "a block whose followers went is not noted",
+        "prefix",
+        "            if entry.parent in self._entries:\n",
+        "            if False:\n",
     ),
     Patch(
         "what a failed request shared is still offered",

@@ -7,22 +7,34 @@ from .code import Patch
 SCHEDULING = (
     Patch(
         "the hottest block steps down first",
-        "pressure",
+        "coldest",
         "newness = 1 if payer is None else -age",
         "newness = 1 if payer is None else min(1, age - 10**9) if age >= 0 else 1",
     ),
     Patch(
         "blocks in the recent window step down",
-        "pressure",
+        "coldest",
         "if candidate.newness <= 0]",
         "if candidate.newness <= 10**9]",
     ),
     Patch(
         "a shared block is named twice",
-        "pressure",
-        "        return [candidate for candidate in found.values() if candidate.newness <= 0]",
-        "        both = [candidate for candidate in found.values() if candidate.newness <= 0]\n"
-        "        return both + [c for c in both if c.shared][:1]",
+        "coldest",
+        "    return [candidate for candidate in found.values() if candidate.newness <= 0]",
+        "    both = [candidate for candidate in found.values() if candidate.newness <= 0]\n"
+        "    return both + [c for c in both if c.shared][:1]",
+    ),
+    Patch(
+        "shared blocks are never looked at",
+        "coldest",
+        "        if self._followers is not None and len(self._heap) < number:\n",
+        "        if False:\n",
+    ),
+    Patch(
+        "a block that others share goes as if it were one's own",
+        "table",
+        " and len(block.holders) == 1:",
+        ":",
     ),
     Patch(
         "cached blocks are given up last",
@@ -76,6 +88,18 @@ SCHEDULING = (
         "self.running.members if len(items) == len(self.running) else None",
         "self.running.members",
     ),
+    Patch(
+        "who lacks a block is asked once for all",
+        "pressure",
+        "        self.forget()\n        self._lacking = None\n",
+        "        self.forget()\n",
+    ),
+    Patch(
+        "who got a block is thought to lack it",
+        "pressure",
+        "        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:",
+        "        if False:",
+    ),
     Patch("the oldest gives way", "pressure", "    return running.youngest", "    return running.oldest"),
     Patch(
         "what can never fit is taken",
@@ -108,6 +132,12 @@ SCHEDULING = (
         "scheduler",
         "        request.num_computed_tokens = 0\n        request.num_preemptions += 1",
         "        request.num_preemptions += 1",
+    ),
+    Patch(
+        "a tenant over its quota stays so",
+        "scheduler",
+        "        self._over_quota.discard(request.params.tenant)\n        queue.remove(request)",
+        "        queue.remove(request)",
     ),
     Patch(
         "an abort leaks the blocks",

@@ -84,7 +84,7 @@ class Simulation:
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes)
         self.seen: dict[Any, Any] = {}
-        return SpySpace(code.KVSpace(tables, prefix, options.quota), options, code.pressure)
+        return SpySpace(code.KVSpace(tables, prefix, options.quota), options, code)
 
     def _renew_space(self) -> SpySpace:
         """New books over the old bytes."""
@@ -346,7 +346,7 @@ class Simulation:
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
         table = self.space.tables[item.request.request_id]
-        sizes, blocks = self.space.tables._sizes, list(table)
+        sizes, blocks = self.space.tables.sizes, list(table)
         return [
             (block, sizes[block.rung], start, end)
             for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from .admission import Admission
+from .code import Code
 from .options import Options
 
 
@@ -34,9 +36,10 @@ class Eligible(NamedTuple):
 class SpySpace:
     """A ``KVSpace`` that checks; everything it does not name goes through."""
 
-    def __init__(self, space: Any, options: Options, pressure: Any):
-        self._space, self.options, self._pressure = space, options, pressure
+    def __init__(self, space: Any, options: Options, code: Code):
+        self._space, self.options, self._pressure = space, options, code.pressure
         self.tables, self.prefix = space.tables, space.prefix
+        self._admission = Admission(space.tables, options, code.demand.OPEN_END_TOKENS)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
         self.begin_schedule()
@@ -55,9 +58,8 @@ class SpySpace:
     def live(self) -> Counter[int]:
         """Slots in use by size, counted slab by slab."""
         counts: Counter[int] = Counter()
-        for slab in self.tables.arena._slabs:
-            if slab.slot_nbytes:
-                counts[slab.slot_nbytes] += len(slab.live)
+        for slab in self.tables.arena._slabs.values():
+            counts[slab.slot_nbytes] += len(slab.live)
         return counts
 
     def packed(self, extra: Iterable[int] = ()) -> int:
@@ -75,7 +77,22 @@ class SpySpace:
 
     # ---- calls
 
+    def admits(self, request: Any) -> bool:
+        return self._asked("admits", request)
+
+    def within_quota(self, request: Any) -> bool:
+        return self._asked("within_quota", request)
+
+    def _asked(self, question: str, request: Any) -> bool:
+        together = [*self.scheduler.running, request]
+        found = bool(getattr(self._space, question)(request))
+        expected = getattr(self._admission, question)(together, [self.own_floor(r.params) for r in together])
+        require(found == expected, f"{question}: {found}, reckoned anew {expected}")
+        return found
+
     def room_for(self, request: Any, num_tokens: int, spare: int = 0) -> int:
+        others = [r for r in self.scheduler.running if r is not request and r.num_computed_tokens >= self._held(r)]
+        require(spare == len(others), f"{spare} blocks are spared, {len(others)} requests lack one")
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
         self._ask(request, num_tokens, spare)
@@ -116,6 +133,13 @@ class SpySpace:
         held = self.options.sink + len(self.tables[request.request_id].blocks) * self.options.block
         return bool(request.num_computed_tokens + 1 > held)
 
+    def _held(self, request: Any) -> int:
+        """Tokens that the blocks of a request have room for."""
+        table = self.tables[request.request_id]
+        if self.options.sink and table.sink is None:
+            return 0
+        return self.options.sink + len(table.blocks) * self.options.block
+
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
         self.needy = request
         blocks = max(0, self.tables.blocks_for(num_tokens) - len(self.tables[request.request_id].blocks))
@@ -146,10 +170,19 @@ class SpySpace:
         if self.needy is None:
             needed = self.room(self.options.sizes[0]) < len(self.scheduler.running)
         require(needed, "cached blocks are given up without need")
+        first = self._first_idle()
         done = self._space.evict()
+        require(not done or first not in self.prefix._entries, "another cached block is given up than the oldest")
         require(done == bool(idle), f"{idle} cached blocks are idle, one was given up: {done}")
         require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")
         return bool(done)
+
+    def _first_idle(self) -> bytes | None:
+        """The key of the cached block that is given up first: the least recently used, rather one without followers."""
+        entries = {} if self.prefix is None else self.prefix._entries
+        inner = {entry.parent for entry in entries.values()}
+        idle = [(entry.key in inner, entry.used, entry.key) for entry in entries.values() if entry.block.refs == 1]
+        return min(idle)[2] if idle else None
 
     def _idle(self) -> int:
         return 0 if self.prefix is None else sum(e.block.refs == 1 for e in self.prefix._entries.values())
@@ -190,19 +223,18 @@ class SpySpace:
 
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
         """Only under declared pressure, only one rung, the coldest first, and nobody within a quota pays for others."""
-        running, tenant = self.scheduler.running, None
+        running, tenant, most = self.scheduler.running, None, 8
         require(self._idle() == 0, "blocks step down while cached ones are idle")
         if self.needy is None:
             require(self.room(self.options.sizes[0]) < len(running), "blocks step down without need")
             most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 64)
-            require(len(steps) <= most, "too many blocks step down ahead of need")
         else:
             require(self.short, "blocks step down although there is room")
-            require(len(steps) <= 8, "too many blocks step down at once")
             tenant = self.needy.params.tenant
         expected = sorted(self._eligible(self._ranks(tenant)))
+        require(len(steps) == min(most, len(expected)), f"{len(steps)} blocks step down at once")
         require(
-            [id(block) for block, _ in steps] == [found.key for found in expected[: len(steps)]],
+            [id(block) for block, _ in steps] == [found.key for found in expected[:most]],
             "the blocks that step down are not the coldest",
         )
         require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from .code import load
 from .mutants import MUTANTS, QUICK, hunt
 
 
@@ -23,6 +24,11 @@ def test_a_seeded_bug_is_found(name: str, report: list[str]):
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in QUICK])
 def test_every_seeded_bug_is_found(name: str, report: list[str]):
     check(name, report)
+
+
+def test_every_seeded_bug_has_its_place_in_the_source():
+    for mutant in MUTANTS.values():
+        load(4, mutant)
 
 
 def test_the_list_is_long():

@@ -87,6 +87,19 @@ def test_evacuation_empties_the_sparsest_slab_into_its_siblings():
     arena.check_integrity()
 
 
+def test_what_is_out_of_date_about_slabs_is_forgotten():
+    arena = Arena(16 * 64, 64)
+    slots = [arena.allocate(16) for _ in range(64)]
+    for _ in range(1000):
+        slot = slots.pop(0)
+        arena.release(slot)
+        slots.append(arena.allocate(16))
+        arena.release(slots.pop(0))
+        slots.append(arena.allocate(16))
+    assert len(arena._ranked[16]) < 200
+    arena.check_integrity()
+
+
 class ArenaMachine(RuleBasedStateMachine):
     """Random allocations, shares and releases against a map from bytes to owners."""
 
@@ -129,6 +142,13 @@ class ArenaMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.live) - 1))
         self.arena.release(self.live.pop(index))
+
+    @invariant()
+    def the_fullest_slab_is_found(self) -> None:
+        slabs = self.arena._slabs
+        for size, partial in self.arena._partial.items():
+            if partial:
+                assert self.arena._fullest(size) == min(partial, key=lambda number: (-len(slabs[number].live), number))
 
     @invariant()
     def every_byte_has_at_most_one_slot(self) -> None:

@@ -77,6 +77,15 @@ def test_the_least_recently_used_leaf_is_given_up_first():
     assert not space.prefix.evict() and space.tables.arena.used_nbytes == 0
 
 
+def test_hits_without_end_leave_nothing_behind():
+    space = make_space(8, DENSE, prefix=True)
+    for serial in range(500):
+        filed(space, f"r{serial}", [1] * 3 * BLOCK)
+        gone(space, f"r{serial}")
+    assert len(space.prefix) == 3 and len(space.prefix._leaves) + len(space.prefix._inner) < 200
+    assert [space.prefix.evict() for _ in range(4)] == [True, True, True, False]
+
+
 def test_a_block_before_one_in_use_is_given_up_when_nothing_else_is_idle():
     space = make_space(8, DENSE, prefix=True)
     tokens = [1] * 2 * BLOCK

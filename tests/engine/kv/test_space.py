@@ -7,8 +7,8 @@ import random
 import pytest
 
 from qkv_engine.errors import RequestError
-from qkv_engine.kv.space import OPEN_END_TOKENS
-from qkv_engine.request import KVUsage, SamplingParams
+from qkv_engine.kv.demand import OPEN_END_TOKENS
+from qkv_engine.request import KVUsage, Request, SamplingParams
 
 from ...scheduler.common import BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_request, make_space
 
@@ -34,13 +34,14 @@ def test_capacity_is_that_of_the_floor():
 
 
 def test_admission_counts_everybody_on_their_floors_with_what_they_may_still_write():
-    space = make_space(6, LADDER)  # four slabs
-    running = [make_request("a", BLOCK, max_tokens=1)]
-    assert space.admits(make_request("b", BLOCK, max_tokens=2 * BLOCK + 1), running)  # 2 open, 2 at four bits
-    assert space.admits(make_request("b", BLOCK, max_tokens=4 * BLOCK + 1), running)
-    assert not space.admits(make_request("b", BLOCK, max_tokens=8 * BLOCK + 2), running)
-    assert not space.admits(make_request("b", BLOCK, max_tokens=3 * BLOCK, kv_pinned=True), running)
-    assert space.admits(make_request("b", BLOCK, max_tokens=99 * BLOCK), [])  # alone: refused at submit or it fits
+    space, running = make_space(6, LADDER), make_request("a", BLOCK, max_tokens=1)  # four slabs
+    space.open(running)
+    assert space.admits(make_request("b", BLOCK, max_tokens=2 * BLOCK + 1))  # 2 open, 2 at four bits
+    assert space.admits(make_request("b", BLOCK, max_tokens=4 * BLOCK + 1))
+    assert not space.admits(make_request("b", BLOCK, max_tokens=8 * BLOCK + 2))
+    assert not space.admits(make_request("b", BLOCK, max_tokens=3 * BLOCK, kv_pinned=True))
+    space.release(running)
+    assert space.admits(make_request("b", BLOCK, max_tokens=99 * BLOCK))  # alone: refused at submit or it fits
 
 
 def test_admission_counts_the_slab_that_a_block_begins_when_it_steps_down():
@@ -49,16 +50,26 @@ def test_admission_counts_the_slab_that_a_block_begins_when_it_steps_down():
         # Six open blocks fill the arena. One of them full and stepped down: five dense ones and a slab for one narrow.
         space = make_space(6 + slab_blocks, two, slab_blocks=slab_blocks)
         running = [make_request(f"r{i}", BLOCK, max_tokens=1) for i in range(5)]
-        assert space.admits(make_request("last", BLOCK, max_tokens=1), running) == fits
-        assert space.admits(make_request("last", BLOCK, max_tokens=1), running[1:])
+        for request in running:
+            space.open(request)
+        assert space.admits(make_request("last", BLOCK, max_tokens=1)) == fits
+        space.release(running[0])
+        assert space.admits(make_request("last", BLOCK, max_tokens=1))
 
 
 def test_an_open_end_is_counted_as_a_usual_answer():
-    space = make_space(12, DENSE)
-    request = make_request("a", BLOCK, max_tokens=10_000)
-    request.params = SamplingParams(max_tokens=None)
+    space, request = make_space(12, DENSE), Request("a", [1] * BLOCK, SamplingParams(), 10_000)
     usual = (BLOCK + OPEN_END_TOKENS) // BLOCK
-    assert space._demand([request]) == {16: usual}
+    space.open(request)
+    assert space.demand.total.slots(0) == {16: usual}
+    seen = []
+    for step in range(1, 2 * BLOCK + 2):
+        request.num_tokens += 1
+        space.begin_admission(step)
+        seen.append(space.demand.total.slots(0)[16])
+    assert seen == [usual + 1] * BLOCK + [usual + 2] * BLOCK + [usual + 3]
+    space.release(request)
+    assert not space.demand and space.demand.total.slots(0) == {16: 0}
 
 
 def test_a_hit_leaves_a_token_to_compute_and_prompt_logprobs_need_them_all():
@@ -109,9 +120,13 @@ def test_quotas_bound_a_tenant_but_never_its_only_request():
     space = make_space(10, DENSE, quota=0.5)
     assert space.capacity_of(SamplingParams()) == 5 * BLOCK
     one, two = (make_request(name, 3 * BLOCK, max_tokens=1, tenant="t") for name in "ab")
-    assert space.within_quota(one, []) and not space.within_quota(two, [one])
-    assert space.within_quota(make_request("c", 2 * BLOCK, max_tokens=1, tenant="t"), [one])
-    assert space.within_quota(make_request("d", 3 * BLOCK, max_tokens=1, tenant="other"), [one])
+    assert space.within_quota(one)
+    space.open(one)
+    assert not space.within_quota(two)
+    assert space.within_quota(make_request("c", 2 * BLOCK, max_tokens=1, tenant="t"))
+    assert space.within_quota(make_request("d", 3 * BLOCK, max_tokens=1, tenant="other"))
+    space.release(one)
+    assert space.within_quota(two)
     assert space.over_quota(81) and not space.over_quota(80)
     assert not make_space(10, DENSE).over_quota(2**62)
 

@@ -1,0 +1,140 @@
+"""The blocks that running requests may come to hold, counted as they start, grow and end. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from ..config import BLOCK_TOKENS
+from ..request import Request
+from .table import SINK, BlockTables
+
+OPEN_END_TOKENS = 1024  # output counted at admission for a request that named no max_tokens
+
+
+class Share(NamedTuple):
+    """Blocks of one request: those that stay dense, and those that may step down to its ``floor``."""
+
+    floor: int
+    dense: int
+    narrow: int
+
+
+class Demand:
+    """The sum of some requests' shares."""
+
+    __slots__ = ("_dense", "_narrow", "_requests", "_tables")
+
+    def __init__(self, tables: BlockTables):
+        self._tables = tables
+        self._dense = 0
+        self._narrow, self._requests = ([0] * len(tables.ladder.rungs) for _ in range(2))  # by floor
+
+    def __len__(self) -> int:
+        return sum(self._requests)
+
+    def add(self, share: Share, times: int = 1) -> None:
+        """Counts ``share`` in; with ``times=-1`` out again."""
+        self._requests[share.floor] += times
+        self._narrow[share.floor] += times * share.narrow
+        self._dense += times * share.dense
+
+    def plus(self, share: Share) -> Demand:
+        """The sum of this demand and ``share``."""
+        total = Demand(self._tables)
+        total._dense, total._narrow, total._requests = self._dense, self._narrow[:], self._requests[:]
+        total.add(share)
+        return total
+
+    def floors(self) -> Iterator[int]:
+        """The floors of all requests, each once."""
+        return (floor for floor, number in enumerate(self._requests) if number)
+
+    def slots(self, rung: int) -> dict[int, int]:
+        """Slots by size when all blocks stand on their floors, or on ``rung`` where that is wider."""
+        sizes = self._tables.sizes
+        slots = {sizes[0]: self._dense}
+        for floor, number in enumerate(self._narrow):
+            if number:
+                size = sizes[min(floor, rung)]
+                slots[size] = slots.get(size, 0) + number
+        if self._tables.ladder.sink:
+            slots[sizes[SINK]] = slots.get(sizes[SINK], 0) + len(self)
+        return slots
+
+
+class RunningDemand:
+    """The demand of all running requests, and of each tenant's. A request may still write up to its ``max_tokens``.
+
+    One that named none is expected to write a usual answer from where it stands, so what it demands grows. A request
+    gets at most one token a step, so each is looked at in the first step in which its demand may have grown.
+    """
+
+    def __init__(self, tables: BlockTables):
+        self._tables = tables
+        self.total = Demand(tables)
+        self._tenants: dict[str, Demand] = {}
+        self._shares: dict[Request, Share] = {}
+        self._step = 0
+        self._due: dict[Request, int] = {}  # the step in which an open-ended request is looked at
+        self._calendar: list[tuple[int, int, Request]] = []  # heap by that step; what is not in ``_due`` is void
+        self._serials = count()
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def add(self, request: Request, floor: int) -> None:
+        """Counts in a request that begins to run."""
+        self._count(request, self.share(request, floor))
+
+    def remove(self, request: Request) -> None:
+        """Counts out a request that does not run any more; nothing happens if it did not."""
+        share = self._shares.pop(request, None)
+        if share is None:
+            return
+        self._due.pop(request, None)
+        self.total.add(share, -1)
+        tenant = self._tenants[request.params.tenant]
+        tenant.add(share, -1)
+        if not len(tenant):
+            del self._tenants[request.params.tenant]
+
+    def catch_up(self, step: int) -> None:
+        """Counts what open-ended requests have grown by until ``step``, which is later than any before."""
+        self._step = step
+        while self._calendar and self._calendar[0][0] <= step:
+            due, _, request = heappop(self._calendar)
+            if self._due.get(request) == due:
+                share = self._shares[request]
+                self.remove(request)
+                self._count(request, self.share(request, share.floor))
+
+    def _count(self, request: Request, share: Share) -> None:
+        self._shares[request] = share
+        self.total.add(share)
+        tenant = request.params.tenant
+        if tenant not in self._tenants:
+            self._tenants[tenant] = Demand(self._tables)
+        self._tenants[tenant].add(share)
+        blocks = share.dense + share.narrow
+        most = self._tables.ladder.sink + blocks * BLOCK_TOKENS  # tokens that fit in them
+        if request.params.max_tokens is None and most < request.max_num_tokens:
+            due = self._due[request] = self._step + max(1, most + 1 - OPEN_END_TOKENS - request.num_tokens)
+            heappush(self._calendar, (due, next(self._serials), request))
+
+    def of_tenant(self, name: str) -> Demand | None:
+        """The demand of a tenant's requests; ``None`` if none runs."""
+        return self._tenants.get(name)
+
+    def share(self, request: Request, floor: int) -> Share:
+        """What a request demands now."""
+        return Share(floor, *self._tables.split(expected_tokens(request), floor))
+
+
+def expected_tokens(request: Request) -> int:
+    """Tokens a request will hold: up to its ``max_tokens``, or a usual answer if it named none."""
+    if request.params.max_tokens is not None:
+        return request.max_num_tokens
+    return min(request.max_num_tokens, max(request.num_tokens, request.num_prompt_tokens) + OPEN_END_TOKENS)

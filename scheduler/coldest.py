@@ -1,0 +1,106 @@
+"""Which blocks may step down, coldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from qkv_engine.request import Request
+
+from .queue import ArrivalQueue
+from .space import Block, KVSpace
+
+
+class Candidate(NamedTuple):
+    """A block that may step down, in the order in which blocks do: tuples compare field by field."""
+
+    tenant: int  # 0 who pays first, 1 second; see ``Pressure._ranks``
+    shared: bool
+    rung: int
+    newness: int  # minus the age, so that the coldest come first
+    arrival: int
+    place: int  # among its request's unsettled blocks
+    block: Block
+    request: Request
+
+
+class Coldest:
+    """Blocks of running requests that may step down, coldest first, for one step: while no block changes hands.
+
+    ``ranks`` says whose blocks these are, and who pays first. The first to step down are blocks that nobody shares, of
+    those who pay first. While there are enough requests that have some, only the coldest of each is looked at.
+    """
+
+    def __init__(self, space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int]):
+        self._space, self._running, self._ranks = space, running, ranks
+        self._followers: dict[Request, Iterator[Candidate]] | None = {}  # None when the heap has all there are
+        self._heap = self._heads()
+        heapify(self._heap)
+
+    def take(self, number: int) -> list[Candidate]:
+        """The ``number`` coldest blocks, or all there are. Each is thought to go down a rung before the next call."""
+        if self._followers is not None and len(self._heap) < number:
+            self._followers, self._heap = None, eligible(self._space, self._running, self._ranks)
+            heapify(self._heap)
+        chosen = []
+        for _ in range(min(number, len(self._heap))):
+            chosen.append(heappop(self._heap))
+            self._push_follower(chosen[-1])
+        for candidate in chosen:
+            if candidate.rung + 1 < candidate.block.floor:
+                heappush(self._heap, candidate._replace(rung=candidate.rung + 1))
+        return chosen
+
+    def _heads(self) -> list[Candidate]:
+        """The coldest block that each of those who pay first has for itself."""
+        first, heads = min(self._ranks.values(), default=0), []
+        for request, rank in self._ranks.items():
+            found = self._space.coldest(request) if rank == first else None
+            if found is not None:
+                block, age = found
+                heads.append(Candidate(rank, False, block.rung, -age, request.arrival, 0, block, request))
+        return heads
+
+    def _push_follower(self, candidate: Candidate) -> None:
+        """After a request's coldest block comes its next one."""
+        if self._followers is None:
+            return
+        request = candidate.request
+        if request not in self._followers:
+            own = [
+                candidate._replace(rung=block.rung, newness=-age, block=block)
+                for block, age in self._space.unsettled(request)
+                if age >= 0 and not block.is_shared
+            ]
+            self._followers[request] = iter(sorted(own)[1:])
+        follower = next(self._followers[request], None)
+        if follower is not None:
+            heappush(self._heap, follower)
+
+
+def eligible(space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int]) -> list[Candidate]:
+    """Blocks of the requests in ``ranks`` that may step down now, each once, in no order.
+
+    Of a shared block's owners the one to whom it is newest decides, and the one who pays last.
+    """
+    found: dict[int, Candidate] = {}
+    counts_all = len(ranks) == len(running) or _have_shared(space, ranks)
+    for request in running if counts_all else ranks:
+        payer = ranks.get(request)
+        for index, (block, age) in enumerate(space.unsettled(request)):
+            twin = found.get(id(block))
+            rank = max(payer or 0, twin.tenant if twin else 0)
+            newness = 1 if payer is None else -age
+            if twin is None or newness > twin.newness:
+                found[id(block)] = Candidate(
+                    rank, block.is_shared, block.rung, newness, request.arrival, index, block, request
+                )
+            elif rank > twin.tenant:
+                found[id(block)] = twin._replace(tenant=rank)
+    return [candidate for candidate in found.values() if candidate.newness <= 0]
+
+
+def _have_shared(space: KVSpace, requests: Iterable[Request]) -> bool:
+    """Whether some of the blocks that ``requests`` could let step down are others' too."""
+    return any(block.is_shared for r in requests for block, age in space.unsettled(r) if age >= 0)

@@ -1,0 +1,74 @@
+"""The coldest blocks, found from those of each request, against all blocks in order."""
+
+from __future__ import annotations
+
+import random
+from heapq import heapify, heappop, heappush
+
+import pytest
+
+from qkv_engine.kv.space import KVSpace
+from qkv_engine.request import Request
+from qkv_engine.scheduler.coldest import Candidate, Coldest, eligible
+from qkv_engine.scheduler.queue import ArrivalQueue
+
+from .common import BLOCK, LADDER, TinyLadder, make_request, make_space
+
+
+class AllInOrder:
+    """A heap of all blocks that may step down."""
+
+    def __init__(self, space: KVSpace, running: ArrivalQueue, ranks: dict[Request, int]):
+        self.heap = eligible(space, running, ranks)
+        heapify(self.heap)
+
+    def take(self, number: int) -> list[Candidate]:
+        chosen = [heappop(self.heap) for _ in range(min(number, len(self.heap)))]
+        for candidate in chosen:
+            if candidate.rung + 1 < candidate.block.floor:
+                heappush(self.heap, candidate._replace(rung=candidate.rung + 1))
+        return chosen
+
+
+def crowd(rng: random.Random) -> tuple[KVSpace, ArrivalQueue]:
+    """Requests of all lengths and floors, some of which begin with blocks of another, on rungs of all kinds."""
+    space = make_space(2000, TinyLadder(LADDER.rungs, recent=rng.choice((0, 50))), slab_blocks=4)
+    running = ArrivalQueue()
+    for arrival in range(rng.choice((3, 12, 40))):
+        request = make_request(f"r{arrival}", 1, kv_floor=rng.choice((None, None, "int8", "dense16")))
+        request.arrival, request.num_computed_tokens = arrival, rng.randint(1, 6 * BLOCK)
+        shared = list(space.tables[rng.choice(list(running)).request_id]) if running and rng.random() < 0.3 else []
+        floor = space.floor(request)
+        own = shared[: rng.randint(0, request.num_computed_tokens // BLOCK)]
+        space.tables.open(request.request_id, floor, own if all(block.rung <= floor for block in own) else ())
+        assert space.reserve(request, request.num_computed_tokens)
+        running.add(request)
+        for block in space.tables[request.request_id]:
+            if block.rung < block.floor and rng.random() < 0.5:
+                assert space.demote([(block, rng.randint(block.rung + 1, block.floor))])
+    return space, running
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_coldest_are_the_first_of_all_in_order(seed: int):
+    rng = random.Random(seed)
+    space, running = crowd(rng)
+    payers = {request: rng.choice((0, 1, 1)) for request in space.aged(running) if rng.random() < 0.9}
+    some, every = Coldest(space, running, payers), AllInOrder(space, running, payers)
+    while True:
+        number = rng.choice((1, 1, 2, 8))
+        found, expected = some.take(number), every.take(number)
+        assert [(c.block, c.rung, c.tenant) for c in found] == [(c.block, c.rung, c.tenant) for c in expected]
+        if not found:
+            break
+        assert space.demote([(candidate.block, candidate.rung + 1) for candidate in found]) == len(found)
+    assert all(block.is_shared for block, age in ((b, a) for r in payers for b, a in space.unsettled(r)) if age >= 0)
+
+
+def test_of_most_requests_only_the_coldest_block_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    space, running = crowd(random.Random(2))
+    found = Coldest(space, running, dict.fromkeys(space.aged(running), 0))
+    looked_at = []
+    monkeypatch.setattr(space, "unsettled", lambda request: looked_at.append(request) or iter(()))
+    (chosen,) = found.take(1)
+    assert looked_at == [chosen.request]

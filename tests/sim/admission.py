@@ -1,0 +1,43 @@
+"""Who may start to run, reckoned anew from all running requests each time it is asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .options import Options
+
+
+class Admission:
+    """Adds up what requests may come to need, one by one."""
+
+    def __init__(self, tables: Any, options: Options, open_end_tokens: int):
+        self.tables, self.options, self.open_end_tokens = tables, options, open_end_tokens
+
+    def demand(self, requests: Sequence[Any], floors: Sequence[int], rung: int) -> Counter[int]:
+        """Slots by size that requests take on their floors, or on ``rung`` where that is wider."""
+        demand: Counter[int] = Counter()
+        for request, floor in zip(requests, floors, strict=True):
+            most = request.max_num_tokens
+            if request.params.max_tokens is None:
+                most = min(most, max(request.num_tokens, request.num_prompt_tokens) + self.open_end_tokens)
+            demand += self.tables.demand(most, min(floor, rung))
+        return demand
+
+    def admits(self, requests: Sequence[Any], floors: Sequence[int]) -> bool:
+        """Whether all but the last of ``requests``, which run, leave room for it."""
+        last, at = len(self.options.sizes) - 1, self.options.admit_at
+        if len(requests) == 1:
+            return True
+        if at < last and not self.tables.fits(self.demand(requests, floors, at)):
+            return False
+        return bool(self.tables.fits_whatever_stepped_down(self.demand(requests, floors, last), floors))
+
+    def within_quota(self, requests: Sequence[Any], floors: Sequence[int]) -> bool:
+        """Whether the last of ``requests`` and those that run of its tenant stay within their share."""
+        quota, tenant = self.options.quota, requests[-1].params.tenant
+        same = [(r, floor) for r, floor in zip(requests, floors, strict=True) if r.params.tenant == tenant]
+        if quota is None or len(same) == 1:
+            return True
+        return bool(self.tables.fits(self.demand(*zip(*same, strict=True), self.options.admit_at), quota))
