@@ -26,8 +26,10 @@ from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
-from .report import FORMATS, Table, number, render
+from .forms import FORMATS
+from .report import number, render
 from .sizing import make_ladder, planned_cache
+from .table import Table
 
 ROOMY = 2**40  # bytes of KV memory that no load here fills
 STEPS = BLOCK_TOKENS  # of a load that goes on: each request begins one block
