@@ -34,7 +34,7 @@ _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
     *("model", "kv", "kv_memory", "dtype", "device"),
-    *("max_model_len", "extend_context", "cuda_graphs", "revision"),
+    *("max_model_len", "extend_context", "cuda_graphs", "num_threads", "revision"),
 )
 
 
@@ -69,6 +69,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured decode steps on a GPU (default)"
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        dest="num_threads",
+        metavar="N",
+        help="CPU threads (default: 1 or all, by model size)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
 

@@ -217,6 +217,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     cuda_graphs: bool = True
+    num_threads: int | None = None
     load_format: str = "auto"
     revision: str | None = None
     token: str | None = None
@@ -234,6 +235,8 @@ class EngineConfig:
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2, 2**24)
+        if self.num_threads is not None:
+            _check_int("num_threads", self.num_threads, 1, 1024)
         for name in _FLAGS:
             _check_flag(name, getattr(self, name))
         for name in _TEXTS:

@@ -49,6 +49,7 @@ class Engine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         cuda_graphs: bool = True,
+        num_threads: int | None = None,
         load_format: str = "auto",
         revision: str | None = None,
         token: str | None = None,
@@ -67,6 +68,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cuda_graphs=cuda_graphs,
+            num_threads=num_threads,
             load_format=load_format,
             revision=revision,
             token=token,
@@ -74,7 +76,7 @@ class Engine:
         )
         self._started: Started | None = start(config)
         self._intake = Intake(self._started)
-        self._loop = EngineLoop(self._started.core)
+        self._loop = EngineLoop(self._started.core, self._started.num_threads)
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._loop.start()  # last, so that an interrupt at any line above leaves no thread, and here one that is closed
 

@@ -19,6 +19,7 @@ from .core import EngineCore
 from .errors import EngineDeadError, QKVError, RequestError, as_request_error
 from .stream import forked_error
 from .submission import Submission
+from .threads import set_num_threads
 
 logger = logging.getLogger("qkv_engine")
 
@@ -38,8 +39,9 @@ class Command(NamedTuple):
 class EngineLoop:
     """Hands work to the owner thread and never touches the core itself. All methods may be called from any thread."""
 
-    def __init__(self, core: EngineCore):
-        self._core = core
+    def __init__(self, core: EngineCore, num_threads: int):
+        """``num_threads``: CPU threads that the core's steps compute with."""
+        self._core, self._num_threads = core, num_threads
         self._inbox: deque[Command] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._names: weakref.WeakValueDictionary[str, Submission] = weakref.WeakValueDictionary()
@@ -136,6 +138,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            set_num_threads(self._num_threads)
             self._serve()
             error: QKVError = EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:

@@ -30,6 +30,7 @@ from .kv.space import KVSpace
 from .memory import default_kv_memory, free_memory
 from .request import SamplingParams
 from .runner import CausalLM, Runner
+from .threads import choose_num_threads
 from .tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
 from .warm_up import warm_up
@@ -51,6 +52,7 @@ class Started:
     device: torch.device
     dtype: torch.dtype
     ladder: Ladder
+    num_threads: int  # the engine's own thread computes with
     summary: list[str]
 
 
@@ -118,6 +120,7 @@ def start(config: EngineConfig) -> Started:
         device,
         dtype,
         ladder,
+        choose_num_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters())),
         summary,
     )
 

@@ -1,0 +1,94 @@
+"""CPU threads beside other work: ``python -m qkv_engine.bench.threads --cores 0-3``.
+
+Each setting (threads, OpenMP's way of waiting) decodes in a process of its own, on an idle machine and beside one busy
+process, pinned to the same cores. Prints tokens per second of single requests: least, median and most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+WAYS: dict[str, Mapping[str, str]] = {  # of waiting at the end of a parallel region, for libgomp
+    "spin": {},
+    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+REQUESTS, INPUT_LEN = 7, 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="demo", help="random weights of this shape")
+    parser.add_argument("--cores", default="0-1", help="cores to use, such as 0-3")
+    parser.add_argument("--threads", default="1,less,all", help='numbers; "less" is one less than the cores')
+    parser.add_argument("--output-len", type=int, default=100)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        print(json.dumps(decode(args.shape, args.worker, args.output_len)))
+        return
+    first, last = map(int, args.cores.split("-"))
+    cores = set(range(first, last + 1))
+    os.sched_setaffinity(0, cores)
+    numbers = {"less": len(cores) - 1, "all": len(cores)}
+    threads = dict.fromkeys(numbers[word] if word in numbers else int(word) for word in args.threads.split(","))
+    print(
+        f"{args.shape} on {len(cores)} cores\n{'threads':>8} {'wait':<12} {'load':<6} {'least':>8} {'median':>8} {'most':>8}"
+    )
+    for number in threads:
+        for way, settings in WAYS.items():
+            if number == 1 and way != "spin":
+                continue
+            for load in (0, 1):
+                with busy(load):
+                    found = measure(args, number, settings)
+                figures = " ".join(f"{value:8.1f}" for value in (min(found), statistics.median(found), max(found)))
+                print(f"{number:>8} {way:<12} {'busy' if load else 'idle':<6} {figures}", flush=True)
+
+
+@contextmanager
+def busy(number: int) -> Iterator[None]:
+    """That many processes that never sleep, on the same cores."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def measure(args: argparse.Namespace, threads: int, settings: Mapping[str, str]) -> list[float]:
+    command = [sys.executable, "-m", "qkv_engine.bench.threads", "--worker", str(threads)]
+    command += ["--shape", args.shape, "--output-len", str(args.output_len)]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+def decode(shape: str, threads: int, output_len: int) -> list[float]:
+    """Tokens per second of some requests after one another, the first left out."""
+    from qkv_engine import Engine, SamplingParams
+
+    options = {} if shape == "demo" else {"model": shape, "load_format": "random", "max_model_len": 4096}
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    found = []
+    with Engine(**options, device="cpu", kv="bf16", kv_memory="1GiB", num_threads=threads) as engine:  # type: ignore[arg-type]
+        for _ in range(REQUESTS):
+            started = time.perf_counter()
+            engine.generate([list(range(5, 5 + INPUT_LEN))], params)
+            found.append(output_len / (time.perf_counter() - started))
+    return found[1:]
+
+
+if __name__ == "__main__":
+    main()
