@@ -41,9 +41,8 @@ def main() -> None:
     os.sched_setaffinity(0, cores)
     numbers = {"less": len(cores) - 1, "all": len(cores)}
     threads = dict.fromkeys(numbers[word] if word in numbers else int(word) for word in args.threads.split(","))
-    print(
-        f"{args.shape} on {len(cores)} cores\n{'threads':>8} {'wait':<12} {'load':<6} {'least':>8} {'median':>8} {'most':>8}"
-    )
+    print(f"{args.shape} on {len(cores)} cores")
+    print(f"{'threads':>8} {'wait':<12} {'load':<6} {'least':>8} {'median':>8} {'most':>8}")
     for number in threads:
         for way, settings in WAYS.items():
             if number == 1 and way != "spin":
