@@ -13,6 +13,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     dtype: str
     kv: str
     max_model_len: int
+    num_threads: int  # on the CPU
     num_running: int
     num_waiting: int
     num_requests: int  # submitted
