@@ -133,7 +133,7 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("width", [120, 80, 60, 40])
 def test_capacities_are_whole_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch):
-    args = main._build_parser().parse_args(["env", "--kv-memory", "4GiB"])
+    args = main.build_parser().parse_args(["env", "--kv-memory", "4GiB"])
     found = {"versions": env._versions(), **env._capacity(args)}
     text = env._render(found, "table", width)
     assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
@@ -168,7 +168,7 @@ def test_the_help_explains_the_rows(capsys: pytest.CaptureFixture[str]):
         (["--dtype", "int3"], 2, "dtype='int3'"),
         (["--device", "tpu"], 2, "device='tpu'"),
         (["--kv-memory", "lots"], 2, "--kv-memory='lots'"),
-        (["--kv-memory", "8x"], 2, "not a size"),
+        (["--kv-memory", "8x"], 2, "unknown unit"),
         (["--output", "env.foo"], 2, ".foo is no known form"),
     ],
 )
