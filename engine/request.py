@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Output
         logprobs: log-probabilities of each output token and of that many likeliest ones, 0 to 20.
-        prompt_logprobs: the same of the prompt's tokens.
+        prompt_logprobs: the same of the prompt's tokens, 0 to 20.
         detokenize: make text of the tokens.
         skip_special_tokens: leave them out of the text.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
