@@ -1,6 +1,6 @@
 """Fills the tables of ``docs/python_api.md`` from signatures and docstrings: ``python docs/make_api.py``.
 
-What stands between ``<!-- NAME -->`` and ``<!-- end -->`` is made of ``qkv_engine.NAME``; the rest is written by hand.
+Sections from ``<!-- NAME -->`` to ``<!-- end -->`` are made of ``qkv_engine.NAME``; the rest is written by hand.
 """
 
 from __future__ import annotations

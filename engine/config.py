@@ -74,7 +74,7 @@ class RungConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """How KV blocks are stored: the rungs a block may step down, and when it does.
+    """A ladder: the rungs that KV blocks may step down, and when they do.
 
     Raises ``ConfigError`` for a value of the wrong type or out of range.
 

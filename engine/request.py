@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is sampled and when it stops. Checked when it is submitted.
+    """Sampling, stopping and output options of one request. Checked when it is submitted.
 
     Names are vLLM's where both have a field; defaults and bounds may differ: ``max_tokens`` is None, not 16.
 
@@ -144,7 +144,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """When things happened to a request, in seconds of ``time.monotonic()``; None until they have.
+    """Times of a request's events, in seconds of ``time.monotonic()``; None until the event has happened.
 
     Fields
         arrival_time: it was submitted.

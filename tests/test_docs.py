@@ -98,9 +98,10 @@ def test_members_and_arguments_exist(page: Path, definitions):
     for span in _code_spans(page):
         for owner, name in re.findall(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)", span):
             assert owner not in members or name in members[owner], span
-        for called, given in _calls(span):
-            known = parameters.get(called)
-            assert known is None or any(given <= names or "**" in names for names in known), span
+    calls = [call for span in _code_spans(page) for call in _calls(span, with_positional=True)]
+    for called, given in calls + [call for code in _snippets(page) for call in _calls(code)]:
+        known = parameters.get(called)
+        assert known is None or any(given <= names or "**" in names for names in known), (called, given)
 
 
 @each_page
@@ -108,6 +109,10 @@ def test_options_are_options(page: Path):
     known = {word for path in [*SOURCES, ROOT / "Makefile"] for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
     foreign = {"--query-gpu", "--loop-ms"}  # of nvidia-smi
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
+
+
+def test_command_lines_are_found():
+    assert len([line for page in DOCS for line in _command_lines(page)]) >= 20
 
 
 @each_page
@@ -133,7 +138,7 @@ def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch):
     shown, expected = io.StringIO(), list[str]()
     names: dict[str, object] = {}
     with contextlib.redirect_stdout(shown):
-        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        for code in _snippets(ROOT / page):
             program = compile(code, page, "exec")
             if 'Engine("' not in code:
                 exec(program, names)
@@ -145,6 +150,21 @@ def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch):
     assert expected == [line for line in expected if line in printed]
     if page == "README.md":
         assert printed[:2] == ["4042", "5 11 23 99"]
+
+
+def test_readme_counts_lines():
+    """Within a tenth: the figures are round."""
+    core, kernels = re.search(
+        r"is ([\d,]+) lines of\s+Python, the kernels ([\d,]+) more", (ROOT / "README.md").read_text()
+    ).groups()
+    counts = {
+        folder: sum(len(path.read_text().splitlines()) for path in ROOT.glob(f"{folder}/**/*.py"))
+        for folder in FOLDERS.split("|")
+    }
+    assert int(core.replace(",", "")) == pytest.approx(
+        counts["engine"] + counts["scheduler"] + counts["models"], rel=0.1
+    )
+    assert int(kernels.replace(",", "")) == pytest.approx(counts["kernels"], rel=0.1)
 
 
 def test_api_page_is_up_to_date(make_api: ModuleType):
@@ -190,6 +210,11 @@ def _code_spans(page: Path) -> list[str]:
     return [span.replace(r"\|", "|") for span in re.findall(r"`([^`\n]+)`", text)]
 
 
+def _snippets(page: Path) -> list[str]:
+    """Python code blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def _command_lines(page: Path) -> Iterator[str]:
     """Lines of code blocks and inline code that begin with our command, with optional parts given."""
     text = page.read_text()
@@ -200,16 +225,19 @@ def _command_lines(page: Path) -> Iterator[str]:
             yield re.sub(r"\|\w+", "", span.translate(str.maketrans("", "", "[]"))).replace("COMMAND", "chat")
 
 
-def _calls(span: str) -> Iterator[tuple[str, set[str]]]:
-    """Calls in a piece of code: the function's name, and the names given as arguments."""
-    try:
-        tree = ast.parse(span, mode="eval")
-    except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-            yield name, {a.id for a in node.args if isinstance(a, ast.Name)} | {k.arg for k in node.keywords if k.arg}
+def _calls(code: str, *, with_positional: bool = False) -> list[tuple[str, set[str]]]:
+    """Calls in a piece of code: the function's name, and the names of arguments; none in what is no code.
+
+    In ``f(x, y)`` on a page x and y name parameters; in a program they are variables.
+    """
+    found = list[tuple[str, set[str]]]()
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                positional = {a.id for a in node.args if isinstance(a, ast.Name)} if with_positional else set()
+                found.append((name, positional | {k.arg for k in node.keywords if k.arg}))
+    return found
 
 
 def _members(node: ast.ClassDef) -> set[str]:
