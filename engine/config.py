@@ -48,10 +48,14 @@ def _check_name(field: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class RungConfig:
-    """One rung of a ladder: the format of K and of V, by name; one for all layers, or one a layer.
+    """One rung of a ladder: how a block's K and V are stored.
 
     Raises ``ConfigError`` for anything but names; whether formats of these names exist and fit a model is checked
     when a ladder is built for it.
+
+    Fields
+        name: of the rung, as ``kv_floor`` and ``KVUsage`` have it.
+        k, v: format such as "dense16" or "int4-channel-128": one for all layers, or a tuple with one a layer.
     """
 
     name: str
@@ -70,12 +74,18 @@ class RungConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """How KV blocks are stored: the rungs a block may step down, widest first, and when it does.
+    """A ladder: the rungs that KV blocks may step down, and when they do.
 
-    The first ``sink`` tokens of a request stay on the first rung for life, and so do the newest ``recent`` ones until
-    they are older. With ``eager`` a block goes to the last rung as soon as it may; otherwise blocks step down only
-    when memory runs short. Admission counts requests on the last rung, or on ``admit_at`` for an operator who would
-    rather queue than lose precision. Raises ``ConfigError`` for a value of the wrong type or out of range.
+    Raises ``ConfigError`` for a value of the wrong type or out of range.
+
+    Fields
+        name: of the ladder, as tables show it.
+        rungs: 1 to 8 ``RungConfig``, most bits first.
+        sink: first tokens of a request, which stay on the first rung for life: 0 or a power of two up to 128.
+        recent: newest tokens of a request, which stay on the first rung until they are older; 0 to 1,048,576.
+        eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
+        admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
+            queue rather than lose precision.
     """
 
     name: str

@@ -26,12 +26,37 @@ from .validation import check_name
 class Engine:
     """A model, its KV memory and a scheduler, ready for requests from any thread or event loop.
 
-    ``model`` is a local folder, a Hub id, or with ``load_format="random"`` a named shape; ``None`` is the demo model
-    inside the package. ``kv`` is a preset name or a ``KVConfig``; ``kv_memory`` is bytes, "20GiB", or a share of
-    the memory that is free once the weights are loaded. ``max_model_len`` may be longer than the model was made for
-    only with ``extend_context=True``. ``cuda_graphs=False`` saves a GPU the memory of captured steps and makes small
-    ones slower.
     Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
+
+    Model
+        model: local folder or Hub id; with ``load_format="random"`` also a named shape; None is the demo model inside
+            the package.
+        revision: branch, tag or commit of a Hub model; None for its default branch.
+        token: access token of the Hub; None for ``HF_TOKEN``.
+        dtype: of weights and activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU and
+            float32 on the CPU.
+        device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU without one.
+        load_format: "auto" reads safetensors; "random" makes random weights of the model's shape.
+        seed: of random weights, 0 to 2^63 - 1.
+
+    KV memory
+        kv: name of a preset, or a ``KVConfig``.
+        kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
+            loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
+        kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
+        prefix_caching: keep full blocks for later requests that begin with the same tokens.
+
+    Limits
+        max_model_len: tokens of the longest request, prompt and output together; None for the model's own context,
+            or what KV memory holds if that is less.
+        extend_context: allow ``max_model_len`` beyond what the model was made for.
+        max_num_seqs: requests that run at once, 1 to 4,096; others wait.
+        max_num_batched_tokens: tokens that one step computes, 1 to 1,048,576; longer prompts are computed in chunks.
+
+    Machine
+        cuda_graphs: replay captured decode steps on a GPU; False saves their memory and makes small steps slower.
+        num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, or 1 if the weights
+            take at most 64 MiB.
     """
 
     def __init__(

@@ -6,7 +6,40 @@ import msgspec
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """A snapshot. Bytes are bytes allocated, not computed; counters run since start or ``reset_stats``."""
+    """A snapshot of load, memory and counters. Bytes are bytes allocated; counters run since start or ``reset_stats``.
+
+    Setting
+        model, device, dtype, kv: names of the model, its device, the dtype of its weights, and the KV preset.
+        max_model_len: tokens of the longest request.
+
+    Requests
+        num_running, num_waiting: live requests by state.
+        num_requests: submitted.
+        num_finished: ended without an error, aborted ones included.
+        num_failed: ended by an error while they ran.
+        num_refused: refused by the scheduler, before they ran.
+        num_preemptions: times a running request gave its blocks back, to be computed again.
+
+    Work
+        num_steps: steps launched.
+        prompt_tokens: computed; recomputed ones are counted again.
+        generation_tokens: sampled.
+        prefix_query_tokens, prefix_hit_tokens: looked up in the prefix cache, and found there.
+        num_demotions: blocks that stepped down a rung.
+        demotions: the same by step, such as {"int8->int4": 3}.
+
+    KV memory
+        kv_bytes_total: held by the engine.
+        kv_bytes_used: of live requests.
+        kv_bytes_cached: of the prefix cache alone, given up when needed.
+        kv_bytes_peak: most used at one moment.
+        kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
+            padding, and 16- or 32-bit elements.
+        kv_blocks: live blocks by rung.
+        kv_tokens_capacity, kv_tokens_floor: tokens of one request that fits alone on the first rung, and on the last.
+        effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
+            nothing was.
+    """
 
     model: str
     device: str
@@ -16,29 +49,29 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_threads: int  # on the CPU
     num_running: int
     num_waiting: int
-    num_requests: int  # submitted
+    num_requests: int
     num_finished: int
     num_failed: int
-    num_refused: int  # at submit
+    num_refused: int
     num_steps: int
-    prompt_tokens: int  # computed, recomputed ones counted again
+    prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
     num_demotions: int
-    demotions: dict[str, int]  # by step, such as "int8->int4"
-    prefix_query_tokens: int  # tokens looked up in the prefix cache, and found there
+    demotions: dict[str, int]
+    prefix_query_tokens: int
     prefix_hit_tokens: int
     kv_bytes_total: int
-    kv_bytes_used: int  # by live requests
-    kv_bytes_cached: int  # by the prefix cache alone, given up when needed
+    kv_bytes_used: int
+    kv_bytes_cached: int
     kv_bytes_peak: int
-    kv_bytes_codes: int  # of the peak: low-precision codes, their metadata, and dense elements
+    kv_bytes_codes: int
     kv_bytes_meta: int
     kv_bytes_dense: int
-    kv_blocks: dict[str, int]  # live blocks by rung
-    kv_tokens_capacity: int  # of one request on the widest rung
-    kv_tokens_floor: int  # of one request on the last rung
-    effective_bits: float  # per KV element when the most were held, metadata counted; of the widest rung without any
+    kv_blocks: dict[str, int]
+    kv_tokens_capacity: int
+    kv_tokens_floor: int
+    effective_bits: float
 
     def to_dict(self) -> dict[str, object]:
         return msgspec.structs.asdict(self)

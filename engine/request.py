@@ -1,6 +1,6 @@
 """What a caller hands in and gets back: sampling parameters, request outputs, and the live request itself.
 
-Field names and defaults are vLLM's. No torch here: the scheduler works on these objects alone.
+Field names are vLLM's where both have a field. No torch here: the scheduler works on these objects alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is sampled and when it stops. Checked when it is submitted; see ``engine/validation.py``.
+    """Sampling, stopping and output options of one request. Checked when it is submitted.
 
-    Names are vLLM's where both have a field. One default differs: ``max_tokens`` is None.
+    Names are vLLM's where both have a field; defaults and bounds may differ: ``max_tokens`` is None, not 16.
 
     Sampling
         n: completions of the prompt, 1 to 64.
@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Output
         logprobs: log-probabilities of each output token and of that many likeliest ones, 0 to 20.
-        prompt_logprobs: the same of the prompt's tokens.
+        prompt_logprobs: the same of the prompt's tokens, 0 to 20.
         detokenize: make text of the tokens.
         skip_special_tokens: leave them out of the text.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     KV memory
         kv_floor: name of the narrowest rung its KV may step down to, such as "int8"; None for the ladder's last.
         kv_pinned: its KV never steps down.
-        tenant: who pays for its memory: a tenant's own blocks step down before others'.
+        tenant: name of the customer it counts for; blocks of the tenant that needs room step down before others'.
         cache_salt: requests share cached prefixes only under equal salts.
     """
 
@@ -98,7 +98,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """Log-probability of one token under the model (before penalties and temperature); rank 1 is the likeliest."""
+    """Log-probability of one token under the model, before penalties and temperature.
+
+    Fields
+        logprob: natural logarithm of the probability.
+        rank: 1 for the likeliest token of the vocabulary.
+        decoded_token: text of the token; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -106,11 +112,19 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One of the ``n`` continuations of a prompt so far: ``text`` and ``token_ids``, ``delta`` the new text.
+    """One of the ``n`` continuations of a prompt so far.
 
-    ``reasoning`` is what a model marked as its thinking in a conversation, without the marks, and not part of
-    ``text``; None where there was none. ``token_ids`` are all tokens. ``finish_reason`` is "stop", "length", "abort" or
-    "error", None while it runs; ``stop_reason`` the stop token id or string, None for the end of sequence.
+    Fields
+        index: number of the completion, from 0.
+        text: all text so far, without the reasoning.
+        token_ids: all output tokens so far, those of the reasoning included.
+        delta: text since the previous output of the stream.
+        reasoning: thinking that the model marked in a conversation, without the marks; None where there was none.
+        reasoning_delta: reasoning since the previous output of the stream.
+        cumulative_logprob: sum of the output tokens' log-probabilities; None unless ``logprobs`` were asked for.
+        logprobs: for each output token a dict from token ids to ``Logprob``; None unless asked for.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        stop_reason: stop token id or stop string that ended it; None for the model's end of sequence.
     """
 
     index: int
@@ -130,23 +144,33 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times in seconds on the monotonic clock; ``None`` until the event has happened."""
+    """Times of a request's events, in seconds of ``time.monotonic()``; None until the event has happened.
+
+    Fields
+        arrival_time: it was submitted.
+        first_scheduled_time: its first step was launched.
+        first_token_time, last_token_time: its first and newest output token came.
+        finished_time: it ended.
+        token_times: times of the output tokens of the first completion.
+        num_preemptions: how often it gave its KV blocks back, to be computed again.
+    """
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    token_times: list[float] = []  # one per output token of the first completion
+    token_times: list[float] = []
     num_preemptions: int = 0
 
 
 class KVUsage(msgspec.Struct, frozen=True):
-    """Where a request's KV stood when it ended.
+    """Precision of a request's KV blocks when it ended.
 
-    ``blocks`` counts its blocks of 128 tokens by precision, such as {"dense16": 1, "int4": 3}; the first tokens, which
-    stay at 16 bits in a place of their own, are not in them. ``lowest_bits`` is the fewest bits of a code that any of
-    its tokens is stored in; None if nothing was computed.
+    Fields
+        blocks: number of blocks of 128 tokens by final rung, such as {"dense16": 1, "int4": 3}; the sink, which stays
+            at 16 bits, is not counted.
+        lowest_bits: fewest bits a code of any of its tokens; None if nothing was computed.
     """
 
     blocks: dict[str, int] = {}
@@ -154,10 +178,23 @@ class KVUsage(msgspec.Struct, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """State of one request; while it streams, each output adds ``delta`` to the one before.
+    """State of one request.
 
-    ``outputs`` has one entry a completion; ``text``, ``reasoning``, ``token_ids`` and so on are of the first.
-    ``error`` says why a request ended with ``finish_reason`` "error".
+    ``text``, ``reasoning``, ``delta``, ``reasoning_delta``, ``token_ids`` and ``finish_reason`` are those of the first
+    completion.
+
+    Fields
+        request_id: the caller's, or one made up.
+        prompt: text of the prompt, a conversation as its template rendered it; None for token ids.
+        prompt_token_ids: tokens of the prompt.
+        outputs: one ``CompletionOutput`` for each of the ``n`` completions.
+        finished: nothing more will come.
+        metrics: ``RequestMetrics``.
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        prompt_logprobs: for each prompt token, None for the first, a dict from token ids to ``Logprob``; None unless
+            asked for.
+        kv: ``KVUsage``, once it has finished.
+        error: why it ended with ``finish_reason`` "error".
     """
 
     request_id: str

@@ -1,18 +1,39 @@
-"""The documentation names things that exist."""
+"""The documentation is true of the code: names, options and links exist, commands parse, snippets run."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
+import io
 import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import qkv_engine
+from qkv_engine.cli.main import _parse
+from qkv_engine.validation import BOUNDS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = "engine|scheduler|kernels|models|cli|bench|tests|docs"
 DOCS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
+# Names that pages use and that are not ours.
+FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR"}
+EXPLAINED = [
+    *("Engine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics", "KVUsage"),
+    *("EngineStats", "KVConfig", "RungConfig"),
+]
+
+each_page = pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
+@each_page
 def test_links_and_paths_lead_somewhere(page: Path):
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in link]
@@ -22,10 +43,223 @@ def test_links_and_paths_lead_somewhere(page: Path):
     assert not missing
 
 
-def test_architecture_names_exist():
-    names = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/architecture.md").read_text())
-    assert len(names) > 20
-    for path, name in names:
+@each_page
+def test_anchors_are_headings(page: Path):
+    for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.*)$", ((page.parent / file) if file else page).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_names_in_files_exist(page: Path):
+    for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)", page.read_text()):
         source = (ROOT / path).read_text()
         for part in name.split("."):
             assert re.search(rf"^\s*(?:async def|def|class) {part}\b", source, re.MULTILINE), f"{path}:{name}"
+
+
+def test_architecture_names_its_files():
+    assert len(re.findall(r"`[\w/]+\.py:[\w.]+`", (ROOT / "docs/architecture.md").read_text())) > 20
+
+
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    """Every identifier in the sources and the build files."""
+    files = [*SOURCES, ROOT / "pyproject.toml", ROOT / "Makefile"]
+    return {word for path in files for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+
+
+@each_page
+def test_identifiers_are_in_the_code(page: Path, words: set[str]):
+    spans = " ".join(_code_spans(page))
+    named = {
+        w for w in re.findall(r"(?<![\w./-])[A-Za-z_]\w*", spans) if "_" in w.strip("_") or re.search(r"[a-z][A-Z]", w)
+    }
+    assert sorted(named - words - FOREIGN) == []
+
+
+@pytest.fixture(scope="module")
+def definitions() -> tuple[dict[str, set[str]], dict[str, list[set[str]]]]:
+    """The members of each class, and the parameters of each function and class of a name."""
+    members, parameters = defaultdict[str, set[str]](set), defaultdict[str, list[set[str]]](list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                members[node.name] |= _members(node)
+                parameters[node.name].append(_members(node) | _arguments(_method(node, "__init__")))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                parameters[node.name].append(_arguments(node))
+    return members, parameters
+
+
+@each_page
+def test_members_and_arguments_exist(page: Path, definitions):
+    members, parameters = definitions
+    for span in _code_spans(page):
+        for owner, name in re.findall(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)", span):
+            assert owner not in members or name in members[owner], span
+    calls = [call for span in _code_spans(page) for call in _calls(span, with_positional=True)]
+    for called, given in calls + [call for code in _snippets(page) for call in _calls(code)]:
+        known = parameters.get(called)
+        assert known is None or any(given <= names or "**" in names for names in known), (called, given)
+
+
+@each_page
+def test_options_are_options(page: Path):
+    known = {word for path in [*SOURCES, ROOT / "Makefile"] for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
+    foreign = {"--query-gpu", "--loop-ms"}  # of nvidia-smi
+    assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
+
+
+def test_command_lines_are_found():
+    assert len([line for page in DOCS for line in _command_lines(page)]) >= 20
+
+
+@each_page
+def test_command_lines_parse(page: Path):
+    for line in _command_lines(page):
+        words = shlex.split(line, comments=True)[1:]
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                _parse(words)
+            except SystemExit as leaving:  # --help
+                assert leaving.code == 0, line
+
+
+@each_page
+def test_modules_that_are_run_exist(page: Path):
+    for name in re.findall(r"python -m (qkv_engine[\w.]*)", page.read_text()):
+        assert importlib.util.find_spec(name), name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python_api.md", "docs/kv_cache.md"])
+def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch):
+    """Those for the demo model, one after another; where a comment shows what is printed it is."""
+    shown, expected = io.StringIO(), list[str]()
+    names: dict[str, object] = {}
+    with contextlib.redirect_stdout(shown):
+        for code in _snippets(ROOT / page):
+            program = compile(code, page, "exec")
+            if 'Engine("' not in code:
+                exec(program, names)
+                expected += re.findall(r"print\(.*\)  # (\d[\d ]*)$", code, re.MULTILINE)
+    engine = names.get("engine")
+    assert isinstance(engine, qkv_engine.Engine)
+    engine.close()
+    printed = shown.getvalue().splitlines()
+    assert expected == [line for line in expected if line in printed]
+    if page == "README.md":
+        assert printed[:2] == ["4042", "5 11 23 99"]
+
+
+def test_readme_counts_lines():
+    """Within a tenth: the figures are round."""
+    core, kernels = re.search(
+        r"is ([\d,]+) lines of\s+Python, the kernels ([\d,]+) more", (ROOT / "README.md").read_text()
+    ).groups()
+    counts = {
+        folder: sum(len(path.read_text().splitlines()) for path in ROOT.glob(f"{folder}/**/*.py"))
+        for folder in FOLDERS.split("|")
+    }
+    assert int(core.replace(",", "")) == pytest.approx(
+        counts["engine"] + counts["scheduler"] + counts["models"], rel=0.1
+    )
+    assert int(kernels.replace(",", "")) == pytest.approx(counts["kernels"], rel=0.1)
+
+
+def test_api_page_is_up_to_date(make_api: ModuleType):
+    page = make_api.PAGE.read_text()
+    assert make_api.fill(page) == page, "run python docs/make_api.py"
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_option_and_field_is_explained(make_api: ModuleType, name: str):
+    kind = getattr(qkv_engine, name)
+    explained = [field for entry in make_api.entries(kind) for field in entry.names]
+    assert sorted(explained) == sorted(make_api.declarations(kind))
+    assert all(entry.meaning.endswith(".") for entry in make_api.entries(kind))
+    assert f"<!-- {name} -->" in make_api.PAGE.read_text()
+
+
+def test_bounds_of_parameters_are_those_checked(make_api: ModuleType):
+    meanings = {field: entry.meaning for entry in make_api.entries(qkv_engine.SamplingParams) for field in entry.names}
+    for name, bounds in BOUNDS.items():
+        if bounds.high <= 1000:
+            assert re.search(rf"\b{bounds.high:g}\b", meanings[name]), name
+
+
+def test_api_page_lists_the_public_names():
+    page = (ROOT / "docs/python_api.md").read_text()
+    assert [name for name in qkv_engine.__all__ if f"`{name}" not in page and f"<!-- {name} " not in page] == [
+        "__version__"
+    ]
+
+
+@pytest.fixture(scope="module")
+def make_api() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs/make_api.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _code_spans(page: Path) -> list[str]:
+    """Inline code of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [span.replace(r"\|", "|") for span in re.findall(r"`([^`\n]+)`", text)]
+
+
+def _snippets(page: Path) -> list[str]:
+    """Python code blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def _command_lines(page: Path) -> Iterator[str]:
+    """Lines of code blocks and inline code that begin with our command, with optional parts given."""
+    text = page.read_text()
+    for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
+        yield from re.findall(r"^(?:\$ )?(?:\.venv/bin/)?(qkv-engine .*)$", block, re.MULTILINE)
+    for span in _code_spans(page):
+        if span.startswith("qkv-engine "):
+            yield re.sub(r"\|\w+", "", span.translate(str.maketrans("", "", "[]"))).replace("COMMAND", "chat")
+
+
+def _calls(code: str, *, with_positional: bool = False) -> list[tuple[str, set[str]]]:
+    """Calls in a piece of code: the function's name, and the names of arguments; none in what is no code.
+
+    In ``f(x, y)`` on a page x and y name parameters; in a program they are variables.
+    """
+    found = list[tuple[str, set[str]]]()
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                positional = {a.id for a in node.args if isinstance(a, ast.Name)} if with_positional else set()
+                found.append((name, positional | {k.arg for k in node.keywords if k.arg}))
+    return found
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Methods, fields and attributes of a class, without those of its bases."""
+    found = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(child.name)
+        elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+            found.add(child.target.id)
+        elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "self":
+            found.add(child.attr)
+    return found
+
+
+def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+    return next((child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == name), None)
+
+
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | None) -> set[str]:
+    """Parameters of a function; "**" stands for any others."""
+    if node is None:
+        return set()
+    names = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    return names | {"**"} if node.args.kwarg else names
