@@ -65,7 +65,7 @@ class EngineLoop:
         if self._dead is not None:
             raise self._dead
         if self._closing:
-            raise EngineDeadError("the engine is closed", remedy="Make a new Engine")
+            raise _closed()
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Queues requests that the same step is to see.
@@ -140,11 +140,10 @@ class EngineLoop:
         try:
             with computing_with(self._num_threads):
                 self._serve()
-            error: QKVError = EngineDeadError("the engine was closed while the request ran")
+            self._dead, error = _closed(), EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
             logger.critical("the engine stopped", exc_info=cause)
-            error = cause if isinstance(cause, EngineDeadError) else _stopped(cause)
-        self._dead = error
+            self._dead = error = cause if isinstance(cause, EngineDeadError) else _stopped(cause)
         while self._inbox:
             self._inbox.popleft().give_up(error)
         self._core.fail_all(error)
@@ -191,6 +190,10 @@ class EngineLoop:
                 logger.error("a command was given up", exc_info=error)
             self._inbox.popleft()
             self._num_tries = 0
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the engine is closed", remedy="Make a new Engine")
 
 
 def _stopped(cause: BaseException) -> EngineDeadError:
