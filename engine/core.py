@@ -10,19 +10,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import cast
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
 from .errors import QKVError, RequestError, as_request_error
-from .kv.mover import PendingMoves
 from .kv.space import KVSpace
 from .kv.table import Block
+from .launched import Launched, NotLaunched
 from .logprobs import TokenLogprobs
 from .memory import is_out_of_memory
 from .metrics import Counters
-from .request import FINISHED, FinishReason, Logprob, Request
+from .request import FINISHED, FinishReason, Request
 from .runner import Pending, Runner, StepResult
 from .sampler import SampledToken, SampleRow
 from .submission import Completion, Submission
@@ -31,25 +30,6 @@ from .trials import Trials
 from .unread import Unread
 
 logger = logging.getLogger("qkv_engine")
-
-
-@dataclass(frozen=True, slots=True)
-class NotLaunched:
-    """Stands for the results of a step that could not be launched."""
-
-    error: Exception
-
-    def wait(self) -> NoReturn:
-        raise self.error
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step under way: what it computes, the moves before it, and its results to come."""
-
-    batch: ScheduledBatch
-    moves: PendingMoves
-    pending: Pending | NotLaunched
 
 
 class EngineCore:
@@ -246,7 +226,7 @@ class EngineCore:
         if token.error is not None:
             raise token.error
         assert completion.logprobs is not None and token.logprobs is not None
-        completion.logprobs.append(self._logprob_dict(token.logprobs))
+        completion.logprobs.append(token.logprobs.entries(self.tokenizer))
 
     def _accept_prompt(
         self, submission: Submission, completion: Completion, item: ScheduledRequest, found: list[TokenLogprobs] | None
@@ -446,11 +426,4 @@ class EngineCore:
         assert submission.prompt_logprobs is not None
         for position, logprobs in enumerate(found, start + 1):
             if position == len(submission.prompt_logprobs):
-                submission.prompt_logprobs.append(self._logprob_dict(logprobs))
-
-    def _logprob_dict(self, found: TokenLogprobs) -> dict[int, Logprob]:
-        entries = [(found.token_id, found.logprob, found.rank), *found.top]
-        return {i: Logprob(logprob, rank, self._token_text(i)) for i, logprob, rank in entries}
-
-    def _token_text(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+                submission.prompt_logprobs.append(logprobs.entries(self.tokenizer))

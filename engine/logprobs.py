@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .errors import RequestError
 from .host_copy import HostCopy
+from .request import Logprob
+from .tokenizer import Tokenizer
 
 LOGPROB_CHUNK = 1 << 25  # float32 values a chunk of prompt log-probabilities may hold
 
@@ -21,6 +23,12 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int
     top: list[tuple[int, float, int]]
+
+    def entries(self, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+        """By token id, as a request's output has them; the text of each token where there is a ``tokenizer``."""
+        known = [(self.token_id, self.logprob, self.rank), *self.top]
+        text = (lambda token_id: None) if tokenizer is None else tokenizer.token_text
+        return {token_id: Logprob(logprob, rank, text(token_id)) for token_id, logprob, rank in known}
 
 
 class PendingLogprobs:

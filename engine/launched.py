@@ -1,0 +1,30 @@
+"""Steps that were launched and whose results nobody has seen yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from qkv_engine.scheduler import ScheduledBatch
+
+from .kv.mover import PendingMoves
+from .runner import Pending
+
+
+@dataclass(frozen=True, slots=True)
+class NotLaunched:
+    """Stands for the results of a step that could not be launched."""
+
+    error: Exception
+
+    def wait(self) -> NoReturn:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way: what it computes, the moves before it, and its results to come."""
+
+    batch: ScheduledBatch
+    moves: PendingMoves
+    pending: Pending | NotLaunched
