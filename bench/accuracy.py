@@ -187,7 +187,7 @@ class _Evaluation:
         row = self._failure(kv, task, OK, None)
         return replace(
             row,
-            **provenance(device=stats.device, dtype=stats.dtype, seed=self.plan.seed),
+            **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=self.plan.seed),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),

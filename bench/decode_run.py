@@ -242,7 +242,7 @@ def _row(plan: Plan, kv: str, context: int, batch: int, *, status: str, **values
 
 def _described(row: DecodeRow, started: Started, seed: int) -> DecodeRow:
     dtype = str(started.dtype).removeprefix("torch.")
-    return replace(row, **provenance(device=str(started.device), dtype=dtype, seed=seed))
+    return replace(row, **provenance(device=str(started.device), dtype=dtype, threads=started.num_threads, seed=seed))
 
 
 def size(plan: Plan, kv: str, config: ModelConfig, dtype: torch.dtype, kv_nbytes: int) -> Subject:

@@ -40,8 +40,10 @@ class Provenance:
         return f"{self.device_name or self.device}, {self.threads} thread{'' if self.threads == 1 else 's'}"
 
 
-def provenance(*, device: str | None = None, dtype: str | None = None, seed: int | None = None) -> dict[str, Any]:
-    """The fields of ``Provenance`` as of now; no device and no dtype where nothing ran."""
+def provenance(
+    *, device: str | None = None, dtype: str | None = None, threads: int | None = None, seed: int | None = None
+) -> dict[str, Any]:
+    """The fields of ``Provenance`` as of now; no device, dtype and threads where nothing ran."""
     import torch
 
     return {
@@ -50,7 +52,7 @@ def provenance(*, device: str | None = None, dtype: str | None = None, seed: int
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "device_name": None if device is None else device_name(device),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "dtype": dtype,
         "seed": seed,
     }

@@ -310,7 +310,7 @@ def _summary(plan: SweepPlan, kv: str, batch: int, runs: Sequence[Run]) -> Row:
         batch,
         status=OK if max_running == batch else QUEUED,
         detail=None if max_running == batch else f"at most {max_running} requests ran at once",
-        **provenance(device=stats.device, dtype=stats.dtype, seed=plan.seed),
+        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=plan.seed),
         repeats=len(runs),
         seconds=_rounded(median(run.seconds for run in runs)),
         output_tok_s_min=_rounded(min(rates)),

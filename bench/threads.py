@@ -15,12 +15,22 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
-WAYS: dict[str, Mapping[str, str]] = {  # of waiting at the end of a parallel region, for libgomp
-    "spin": {},
-    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
-    "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
-    "passive": {"OMP_WAIT_POLICY": "passive"},
+
+class Way(NamedTuple):
+    """How OpenMP's threads wait at the end of a parallel region: settings of libgomp, and code run beforehand."""
+
+    settings: Mapping[str, str]
+    before: str = ""
+
+
+WAYS = {
+    "default": Way({}),
+    "torch first": Way({}, "import torch; "),  # by an application that embeds the engine: libgomp's own default
+    "spin 300,000": Way({"GOMP_SPINCOUNT": "300000"}),
+    "spin 10,000": Way({"GOMP_SPINCOUNT": "10000"}),
+    "passive": Way({"OMP_WAIT_POLICY": "passive"}),
 }
 REQUESTS, INPUT_LEN = 7, 32
 
@@ -44,14 +54,14 @@ def main() -> None:
     print(f"{args.shape} on {len(cores)} cores")
     print(f"{'threads':>8} {'wait':<12} {'load':<6} {'least':>8} {'median':>8} {'most':>8}")
     for number in threads:
-        for way, settings in WAYS.items():
-            if number == 1 and way != "spin":
+        for name, way in WAYS.items():
+            if number == 1 and name != "default":
                 continue
             for load in (0, 1):
                 with busy(load):
-                    found = measure(args, number, settings)
+                    found = measure(args, number, way)
                 figures = " ".join(f"{value:8.1f}" for value in (min(found), statistics.median(found), max(found)))
-                print(f"{number:>8} {way:<12} {'busy' if load else 'idle':<6} {figures}", flush=True)
+                print(f"{number:>8} {name:<12} {'busy' if load else 'idle':<6} {figures}", flush=True)
 
 
 @contextmanager
@@ -66,10 +76,12 @@ def busy(number: int) -> Iterator[None]:
             other.wait()
 
 
-def measure(args: argparse.Namespace, threads: int, settings: Mapping[str, str]) -> list[float]:
-    command = [sys.executable, "-m", "qkv_engine.bench.threads", "--worker", str(threads)]
+def measure(args: argparse.Namespace, threads: int, way: Way) -> list[float]:
+    program = f"{way.before}from qkv_engine.bench.threads import main; main()"
+    command = [sys.executable, "-c", program, "--worker", str(threads)]
     command += ["--shape", args.shape, "--output-len", str(args.output_len)]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(command, env={**inherited, **way.settings}, capture_output=True, text=True, check=True)
     found: list[float] = json.loads(done.stdout)
     return found
 

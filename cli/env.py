@@ -82,9 +82,12 @@ def _versions() -> dict[str, str]:
 def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     common.load_torch()
     from qkv_engine.kv.ladder import build_ladder
-    from qkv_engine.startup import resolve_device
+    from qkv_engine.models.loader import weights_nbytes
+    from qkv_engine.startup import check_context, resolve_device
+    from qkv_engine.threads import choose_num_threads
 
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
+    check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
     preset = resolve_kv(args.kv or DEFAULT_KV)
     ladder = build_ladder(
@@ -95,7 +98,8 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         dtype=dtype,
     )
     facts = _device(device)
-    weights, free = config.num_parameters * dtype.itemsize, facts["free_bytes"]
+    weights, free = weights_nbytes(config, dtype), facts["free_bytes"]
+    facts["threads"] = choose_num_threads(args.num_threads, weights)
     context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
     capacities, shortage = _capacities(ladder, nbytes)
@@ -203,7 +207,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     facts["free_bytes"] = free_memory(device)
     if device.type == "cuda":
         facts["total_bytes"] = torch.cuda.get_device_properties(device).total_memory
-    return {**facts, "threads": torch.get_num_threads(), "cpus": num_cpus()}
+    return {**facts, "cpus": num_cpus()}
 
 
 @dataclass(frozen=True)

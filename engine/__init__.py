@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .openmp import shorten_spinning
+
 if TYPE_CHECKING:
     from qkv_engine.config import DENSE16, KVConfig, RungConfig
     from qkv_engine.engine import Engine, RequestStream
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from qkv_engine.request import CompletionOutput, KVUsage, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
+
+shorten_spinning()
 
 _HOMES = {
     "DENSE16": "config",

@@ -19,7 +19,7 @@ from .core import EngineCore
 from .errors import EngineDeadError, QKVError, RequestError, as_request_error
 from .stream import forked_error
 from .submission import Submission
-from .threads import set_num_threads
+from .threads import computing_with
 
 logger = logging.getLogger("qkv_engine")
 
@@ -138,8 +138,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            set_num_threads(self._num_threads)
-            self._serve()
+            with computing_with(self._num_threads):
+                self._serve()
             error: QKVError = EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
             logger.critical("the engine stopped", exc_info=cause)

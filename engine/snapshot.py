@@ -19,6 +19,7 @@ def take_snapshot(started: Started) -> EngineStats:
         dtype=str(started.dtype).removeprefix("torch."),
         kv=ladder.name,
         max_model_len=started.max_model_len,
+        num_threads=started.num_threads,
         num_running=len(core.scheduler.running),
         num_waiting=len(core.scheduler.waiting),
         num_requests=counters.num_requests,

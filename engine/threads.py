@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-SMALL_MODEL_NBYTES = 64 * 2**20  # weights that one core reads in a few milliseconds: more threads only wait
+from .openmp import is_decided
+
+SMALL_MODEL_NBYTES = 64 * 2**20  # of weights, below which a step is too short for more than SMALL_MODEL_THREADS
+SMALL_MODEL_THREADS = 4
+_PARALLEL_SIZE = 2**20  # elements that torch adds up with all of its threads
 
 
 def choose_num_threads(given: int | None, weights_nbytes: int) -> int:
-    """``given``, or torch's own number; one for a small model, which is as fast and never waits for other programs."""
+    """``given``, or torch's own number, of which a small model uses a few."""
     if given is not None:
         return given
-    return 1 if weights_nbytes <= SMALL_MODEL_NBYTES else torch.get_num_threads()
+    most = torch.get_num_threads()
+    return min(most, SMALL_MODEL_THREADS) if weights_nbytes <= SMALL_MODEL_NBYTES else most
 
 
-def set_num_threads(number: int) -> None:
-    """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number."""
+@contextmanager
+def computing_with(number: int) -> Iterator[None]:
+    """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number.
+
+    Where torch was loaded before this package, its threads would spin for long. Libgomp cuts that short while there are
+    more OpenMP threads than cores, so for the time being an idle team of them stands by.
+    """
     before = torch.get_num_threads()
-    if number == before:
+    if number != before:
+        torch.set_num_threads(number)
+        torch.get_num_threads()  # torch takes the number over for this thread, and reads the global one no more
+        _in_a_thread(lambda: torch.set_num_threads(before)).join()
+    if number == 1 or is_decided():
+        yield
         return
-    torch.set_num_threads(number)
-    torch.get_num_threads()  # here torch takes the number over for this thread; from now on the global one is not read
-    restoring = threading.Thread(target=torch.set_num_threads, args=(before,), name="qkv-engine-threads")
-    restoring.start()
-    restoring.join()
+    done = threading.Event()
+    _in_a_thread(lambda: _stand_by(done))
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _stand_by(done: threading.Event) -> None:
+    torch.ones(_PARALLEL_SIZE).add_(1)
+    done.wait()
+
+
+def _in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="qkv-engine-threads", daemon=True)
+    thread.start()
+    return thread

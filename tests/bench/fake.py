@@ -83,6 +83,7 @@ class FakeEngine:
 
     def stats(self) -> Any:
         return SimpleNamespace(
+            num_threads=1,
             device="cpu",
             dtype="float32",
             kv_bytes_total=64 * BLOCK,

@@ -66,7 +66,14 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         counts = dict.fromkeys(EngineStats.__struct_fields__, 0)
-        known = {"model": "fake", "device": "cpu", "dtype": "float32", "kv": "bf16", "max_model_len": 8192}
+        known = {
+            "model": "fake",
+            "device": "cpu",
+            "dtype": "float32",
+            "kv": "bf16",
+            "max_model_len": 8192,
+            "num_threads": 1,
+        }
         sizes = {"kv_bytes_total": 2**30, "kv_bytes_used": 2**20, "kv_tokens_capacity": 131072}
         blocks = {"kv_blocks": {"dense16": 1}, "demotions": {}, "kv_tokens_floor": 131072}
         return EngineStats(**{**counts, **known, **sizes, **blocks, "effective_bits": 16.0})

@@ -50,7 +50,7 @@ def ends_silently(child: subprocess.Popen[bytes], number: signal.Signals, second
 
 @pytest.mark.parametrize("number", CODES)
 @pytest.mark.parametrize(
-    "module", ["qkv_engine.cli", "argparse", "qkv_engine.cli.main", "numpy", "torch._C", "torch", "qkv_engine.kernels"]
+    "module", ["argparse", "qkv_engine.cli.main", "numpy", "torch._C", "torch", "qkv_engine.kernels"]
 )
 def test_while_modules_are_imported(number: signal.Signals, module: str):
     """Torch, interrupted inside, would abort: the rest of its import is waited for."""
