@@ -118,14 +118,16 @@ def evaluate(
     *,
     watch: Watch = no_watch,
     log: Log = lambda samples: None,
+    describe: Callable[[QKVError], str] = str,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[AccuracyRow]:
     """Yields a row as soon as it is known; ``watch`` is entered around every task, ``log`` is given its samples.
+    ``describe`` words errors.
 
     One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
     ``ModelError``, which no other task would cure; every other failure is a row.
     """
-    return _Evaluation(plan, open_engine, watch, log, clock).rows()
+    return _Evaluation(plan, open_engine, watch, log, describe, clock).rows()
 
 
 @dataclass
@@ -134,6 +136,7 @@ class _Evaluation:
     open_engine: OpenEngine
     watch: Watch
     log: Log
+    describe: Callable[[QKVError], str]
     clock: Callable[[], float]
     _first_replies: dict[str, list[str]] = field(default_factory=dict)  # by task, of the preset that answered it first
 
@@ -145,7 +148,7 @@ class _Evaluation:
                     with self.open_engine(kv) as engine:
                         yield from self._tasks(kv, tasks, engine)
                 except CapacityError as error:
-                    yield from (self._failure(kv, task, NO_FIT, str(error)) for task in tasks)
+                    yield from (self._failure(kv, task, NO_FIT, self.describe(error)) for task in tasks)
                     break
 
     def _tasks(self, kv: str, tasks: list[Task], engine: EvalEngine) -> Iterator[AccuracyRow]:
@@ -170,7 +173,7 @@ class _Evaluation:
             self.log(self._samples(kv, task, outputs))
             return self._row(kv, task, outputs, engine.stats(), seconds)
         except CapacityError as error:
-            return self._failure(kv, task, NO_FIT, str(error))
+            return self._failure(kv, task, NO_FIT, self.describe(error))
         except (ConfigError, ModelError):
             raise
         except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError

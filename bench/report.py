@@ -162,7 +162,7 @@ def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
         if preset is not None and len(preset.rungs) > 1:
             full = preset.sink + preset.recent + BLOCK_TOKENS
             early = f"no block was filled, which takes {full} tokens of context: all KV stayed at 16 bits"
-            ample = f"no block stepped down, which takes {full} tokens and too little memory: all KV stayed at 16 bits"
+            ample = f"memory was never short, or contexts stayed under {full} tokens: all KV stayed at 16 bits"
             reasons.setdefault(early if preset.eager else ample, []).append(name)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 

@@ -163,14 +163,15 @@ def sweep(
     open_engine: OpenEngine,
     *,
     watch: Watch = no_watch,
+    describe: Callable[[QKVError], str] = str,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Row]:
-    """Yields a row as soon as it is measured; ``watch`` is entered around every run.
+    """Yields a row as soon as it is measured; ``watch`` is entered around every run, ``describe`` words errors.
 
     One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
     ``ModelError``, which no other batch size would cure; every other failure is a row.
     """
-    return _Sweep(plan, open_engine, watch, clock).rows()
+    return _Sweep(plan, open_engine, watch, describe, clock).rows()
 
 
 @dataclass
@@ -178,6 +179,7 @@ class _Sweep:
     plan: SweepPlan
     open_engine: OpenEngine
     watch: Watch
+    describe: Callable[[QKVError], str]
     clock: Callable[[], float]
     first_replies: dict[int, list[str]] = field(default_factory=dict)  # by batch, of the first preset
 
@@ -189,7 +191,9 @@ class _Sweep:
                     with self.open_engine(kv) as engine:
                         yield from self._sizes(kv, batches, engine)
                 except CapacityError as error:
-                    yield from (_row(self.plan, kv, batch, status=NO_FIT, detail=str(error)) for batch in batches)
+                    yield from (
+                        _row(self.plan, kv, batch, status=NO_FIT, detail=self.describe(error)) for batch in batches
+                    )
                     break
 
     def _sizes(self, kv: str, batches: list[int], engine: BenchEngine) -> Iterator[Row]:
@@ -206,7 +210,7 @@ class _Sweep:
             for index in range(self.plan.warmup + self.plan.repeats):
                 runs.append(self._run(kv, batch, index, engine))
         except CapacityError as error:
-            return _row(self.plan, kv, batch, status=NO_FIT, detail=str(error))
+            return _row(self.plan, kv, batch, status=NO_FIT, detail=self.describe(error))
         except (ConfigError, ModelError):
             raise
         except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError

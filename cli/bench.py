@@ -77,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
     from qkv_engine.bench.sweep import sweep
 
     plan = _plan(args)
+    if args.max_model_len is None:
+        args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
     _check_targets(args)
     rows: list[Row] = []
     try:
         with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
-            for row in sweep(plan, lambda kv: _open_engine(args, plan, kv), watch=bar.watch):
+            open_engine, describe = (lambda kv: _open_engine(args, plan, kv)), common.describe_with(args)
+            for row in sweep(plan, open_engine, watch=bar.watch, describe=describe):
                 rows.append(row)
                 bar.reach(len(rows))
     finally:
@@ -153,18 +156,16 @@ def _check_targets(args: argparse.Namespace) -> None:
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: str) -> Engine:
     """An engine for one preset, large enough for the longest request and the largest batch of the plan."""
-    common.load_torch()
-    from qkv_engine import Engine
-
-    options: dict[str, Any] = {"max_model_len": plan.num_tokens + 1} | common.engine_options(args)
-    options |= {"kv": kv, "max_num_seqs": max(plan.batches), "seed": plan.seed}
+    options: dict[str, Any] = {"kv": kv, "max_num_seqs": max(plan.batches), "seed": plan.seed}
+    if args.max_model_len is None:
+        options["max_model_len"] = plan.num_tokens + 1
     if args.shape is not None:
         options |= {"model": args.shape, "load_format": "random"}
     nbytes = _nbytes_for_requests(args, plan)
     if nbytes is not None:
         options["kv_memory"] = nbytes
     # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
-    return Engine(**options, prefix_caching=False)
+    return common.open_engine(args, **options, prefix_caching=False)
 
 
 def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | None:

@@ -152,7 +152,7 @@ def _think(shell: Shell, argument: str) -> None:
 
 def _set_think(shell: Shell, word: str) -> None:
     if word not in list(ThinkMode):
-        raise QKVError(f"cannot {word!r} the thinking", remedy=f"Choose from {', '.join(ThinkMode)}")
+        raise QKVError(f"{word!r} is nothing to do with the thinking", remedy=f"Choose from {', '.join(ThinkMode)}")
     shell.set_think(ThinkMode(word))
     is_only_hidden = shell.think is ThinkMode.OFF and not shell.conversation.can_skip_thinking
     shell.say(f"thinking: {shell.think}{', but hidden only: the template cannot turn it off' * is_only_hidden}")

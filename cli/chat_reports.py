@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from qkv_engine.config import format_size
@@ -66,18 +64,22 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
 
 
 def _print_rows(console: Console, rows: list[tuple[str, Text]]) -> None:
-    """Names in one column and texts in another; on a narrow screen each text below its name."""
-    if console.width < max(len(name) for name, _ in rows) + _ROOM:
-        for name, text in rows:
-            console.print(Text(name))
-            console.print(Padding(text, (0, 0, 0, 4)))
-        return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    """Names in one column and texts in another; on a narrow screen each text below its name.
+
+    No line is padded: a screen that becomes narrower would wrap the spaces, too.
+    """
+    column = max(len(name) for name, _ in rows)
+    is_narrow = console.width < column + _ROOM
+    indent = " " * (4 if is_narrow else column + 2)
     for name, text in rows:
-        table.add_row(name, text)
-    console.print(table)
+        lines = [Text.assemble(indent, line) for line in text.wrap(console, console.width - len(indent))]
+        if is_narrow:
+            lines.insert(0, Text(name))
+        else:
+            lines[0] = Text.assemble(f"{name:{len(indent)}}", lines[0][len(indent) :])
+        for line in lines:
+            line.rstrip()
+            console.print(line)
 
 
 def _value(name: str, value: Any) -> str:

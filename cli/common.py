@@ -111,12 +111,17 @@ def kv_list(text: str) -> tuple[str, ...]:
     return names
 
 
-def open_engine(args: argparse.Namespace) -> Engine:
-    """The engine that ``args`` ask for."""
+def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
+    """The engine that ``args`` ask for; ``options`` of the command go first."""
     load_torch()
     from qkv_engine import Engine
 
-    return Engine(**engine_options(args))
+    return Engine(**engine_options(args) | options)
+
+
+def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:
+    """How a command words an error that it does not end with."""
+    return lambda error: str(name_options(error, args.options))
 
 
 def load_torch() -> None:

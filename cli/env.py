@@ -103,6 +103,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
     capacities, shortage = _capacities(ladder, nbytes)
+    excess = _excess(weights, nbytes, free) or (shortage and common.describe_with(args)(shortage))
     model = {
         "name": args.model or "demo",
         "architecture": config.architecture,
@@ -110,7 +111,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": weights,
         "context_tokens": context,
-        "does_not_fit": _excess(weights, nbytes, free) or shortage,
+        "does_not_fit": excess,
     }
     kv = {
         "preset": ladder.name,
@@ -161,14 +162,14 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
-def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], str | None]:
+def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], CapacityError | None]:
     """Tokens that ``nbytes`` hold on each rung, and why they hold none, if so."""
     from qkv_engine.bench.sizing import planned_cache
 
     try:
         tables = planned_cache(ladder, nbytes).tables
     except CapacityError as error:
-        return [0] * len(ladder.rungs), str(error)
+        return [0] * len(ladder.rungs), error
     return [tables.max_tokens(number) for number in range(len(ladder.rungs))], None
 
 

@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     samples: list[Sample] = []
     try:
         with progress_bar(len(plan.kvs) * len(plan.tasks)) as bar:
-            for row in evaluate(plan, lambda kv: _open_engine(args, kv), watch=bar.watch, log=samples.extend):
+            open_engine, describe = (lambda kv: _open_engine(args, kv)), common.describe_with(args)
+            for row in evaluate(plan, open_engine, watch=bar.watch, log=samples.extend, describe=describe):
                 rows.append(row)
                 bar.reach(len(rows))
     finally:
@@ -129,7 +130,4 @@ def _plan(args: argparse.Namespace) -> AccuracyPlan:
 
 def _open_engine(args: argparse.Namespace, kv: str) -> Engine:
     """An engine for one preset. No prefix is shared: every question's KV takes its own way down."""
-    common.load_torch()
-    from qkv_engine import Engine
-
-    return Engine(**common.engine_options(args) | {"kv": kv, "prefix_caching": False})
+    return common.open_engine(args, kv=kv, prefix_caching=False)

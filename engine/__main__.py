@@ -2,7 +2,7 @@
 
 import sys
 
-from qkv_engine.cli.main import main
+from qkv_engine.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

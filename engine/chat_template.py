@@ -33,7 +33,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters")
         self._source = clean(source)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may render, or close, in the middle of its thread's render
         self._process: TemplateProcess | None = None
         _TEMPLATES.add(self)
 
@@ -61,7 +61,7 @@ class ChatTemplate:
         """Asks the process there is, and if that ended a new one; both by one deadline."""
         seconds = RENDER_SECONDS
         try:
-            if self._process is not None:
+            if self._process is not None and self._process.is_idle:
                 begin = time.monotonic()
                 try:
                     return self._process.ask(request, begin + seconds)
@@ -75,7 +75,7 @@ class ChatTemplate:
             raise RequestError("the chat template ends its process: it takes too much time or memory") from error
 
     def _forget_after_fork(self) -> None:
-        self._lock = threading.Lock()  # the parent's may have been held at the fork
+        self._lock = threading.RLock()  # the parent's may have been held at the fork
         if self._process is not None:
             self._process.leave_to_parent()
             self._process = None

@@ -147,7 +147,7 @@ def resolve_kv(kv: str | KVConfig) -> KVConfig:
     if isinstance(kv, KVConfig):
         return kv
     if not isinstance(kv, str) or kv not in PRESETS:
-        remedy = f"Choose from {', '.join(PRESETS)}, or give a KVConfig"
+        remedy = f"Choose from {', '.join(PRESETS)}{'' if isinstance(kv, str) else ', or give a KVConfig'}"
         raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
     return PRESETS[kv]
 

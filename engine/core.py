@@ -264,6 +264,10 @@ class EngineCore:
         if reason is not None:
             self._finish(completion, reason)
 
+    def count_restarts(self) -> int:
+        """Counts one more recovery; returns the most that any submission saw since it last gained a token."""
+        return max([submission.note_restart() for submission in list(self.live.values())], default=0)
+
     def recover(self, isolate: bool = False) -> bool:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
 
@@ -291,7 +295,7 @@ class EngineCore:
     def _hold_trials(self, isolate: bool) -> bool:
         """Begins trials if asked, or goes on with them; returns whether there are any."""
         if isolate and self._trials is None:
-            self._trials = Trials(list(self.live.values()))
+            self._trials = Trials(list(self.live.values()), self.scheduler.max_num_batched_tokens)
         if self._trials is None:
             return False
         self.scheduler.withdraw_all()

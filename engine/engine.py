@@ -254,11 +254,11 @@ class Engine:
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
-        if self._started is not None and self._started.device.type == "cuda":
+        started, self._started = self._started, None  # once: another thread may close it, too
+        if started is not None and started.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._started is not None and self._started.tokenizer is not None:
-            self._started.tokenizer.close()
-        self._started = None
+        if started is not None and started.tokenizer is not None:
+            started.tokenizer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,9 +269,9 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        if self._started is None:
-            return "<Engine, closed>"
         started = self._started
+        if started is None:
+            return "<Engine, closed>"
         dtype = str(started.dtype).removeprefix("torch.")
         return f"<Engine {started.name} on {started.device} in {dtype}, kv={started.ladder.name!r}>"
 
@@ -280,10 +280,11 @@ class Engine:
 
     @property
     def _alive(self) -> Started:
+        started = self._started
         self._loop.check_alive()
-        if self._started is None:
+        if started is None:
             raise EngineDeadError("the engine is closed", remedy="Make a new Engine")
-        return self._started
+        return started
 
     def _check_callable(self) -> None:
         """Raises ``EngineDeadError``, or ``RequestError`` in a finalizer that the engine's own thread runs."""

@@ -21,6 +21,7 @@ Conversation = Sequence[Message]
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 
 _PROMPT_REMEDY = "Give a string or a list of token ids"
+_SEVERAL_REMEDY = "Give one, or all of them to generate() or chat()"
 _CHAT_REMEDY = 'Use a list such as [{"role": "user", "content": "Hello"}]'
 
 
@@ -119,6 +120,8 @@ class Intake:
             return text, ids, self._marks
         if kwargs:
             raise RequestError("is for conversations", field="template_kwargs", value=kwargs)
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
+            raise RequestError("several prompts", field="prompt", value=prompt, remedy=_SEVERAL_REMEDY)
         found = _prompt_of(prompt) if isinstance(prompt, Mapping) else prompt
         if isinstance(found, list | tuple):
             return None, list(found), None

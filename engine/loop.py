@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,10 @@ from .threads import computing_with
 logger = logging.getLogger("qkv_engine")
 
 MAX_RECOVERIES = 3  # in a row without a good step; the last one begins trials, and one more ends the engine
+MAX_RESTARTS = 8  # of a request without a token gained, which begin trials, too: good steps of its prompt came between
 MAX_TRIES = 3  # of a command that breaks off; then its caller is told
+MAX_BATCH = 256  # requests taken in by one command: as many as run by default, a hundredth of a second
+COMMAND_SECONDS = 0.01  # of commands between two steps, but one at least: thousands at once hold no request up for long
 HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose caller was interrupted before the bell
 T = TypeVar("T")
 
@@ -65,22 +69,30 @@ class EngineLoop:
         if self._dead is not None:
             raise self._dead
         if self._closing:
-            raise EngineDeadError("the engine is closed", remedy="Make a new Engine")
+            raise _closed()
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        """Queues requests that the same step is to see.
+        """Queues requests; the same step sees the first ``MAX_BATCH`` of them.
 
         Raises ``RequestError`` for a live id, ``EngineDeadError`` when nothing runs any more; then none is queued.
         """
+        names: dict[str, Submission] = {}
         for submission in submissions:
-            holder = self._names.get(submission.request_id)
+            name = submission.request_id
+            holder = names.get(name) or self._names.get(name)
             if holder is not None and not holder.finished:
-                raise RequestError("a live request has this id", field="request_id", value=submission.request_id)
-            self._names[submission.request_id] = submission
+                raise RequestError("a live request has this id", field="request_id", value=name)
+            names[name] = submission
+        self._names.update(names)
+        for start in range(0, len(submissions), MAX_BATCH):
+            self._post_batch(submissions[start : start + MAX_BATCH])
 
+    def _post_batch(self, submissions: Sequence[Submission]) -> None:
         def run() -> None:
             for submission in submissions:
+                name = submission.request_id
                 self._core.add(submission)
+                self._names[name] = self._core.live.get(name, submission)  # of two that came at once, the one that runs
 
         def give_up(error: QKVError) -> None:
             for submission in submissions:
@@ -90,11 +102,18 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """Ends a request soon; an id that is not live is ignored, and so is the call when nothing runs any more."""
-        self._post_if_alive(lambda: self._core.abort(request_id))
+        if request_id in self._names:
+            self._post_if_alive(lambda: self._core.abort(request_id))
 
     def drop(self, submission: Submission) -> None:
-        """``abort`` for the reader of a submission, which may never have been queued."""
-        self._post_if_alive(lambda: self._core.drop(submission))
+        """``abort`` for the reader of a submission, which may never have been queued; its id is free after that."""
+
+        def run() -> None:
+            self._core.drop(submission)
+            if self._names.get(submission.request_id) is submission:
+                self._names.pop(submission.request_id, None)
+
+        self._post_if_alive(run)
 
     def call(self, function: Callable[[], T]) -> T:
         """Runs ``function`` on the owner thread between two steps and returns its result or raises its error."""
@@ -140,11 +159,10 @@ class EngineLoop:
         try:
             with computing_with(self._num_threads):
                 self._serve()
-            error: QKVError = EngineDeadError("the engine was closed while the request ran")
+            self._dead, error = _closed(), EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
             logger.critical("the engine stopped", exc_info=cause)
-            error = cause if isinstance(cause, EngineDeadError) else _stopped(cause)
-        self._dead = error
+            self._dead = error = cause if isinstance(cause, EngineDeadError) else _stopped(cause)
         while self._inbox:
             self._inbox.popleft().give_up(error)
         self._core.fail_all(error)
@@ -156,7 +174,8 @@ class EngineLoop:
         while self._wait_for_work(is_broken):
             try:
                 if is_broken:
-                    in_trials = self._core.recover(isolate=failures == MAX_RECOVERIES)
+                    is_stuck = self._core.count_restarts() >= MAX_RESTARTS
+                    in_trials = self._core.recover(isolate=is_stuck or failures == MAX_RECOVERIES)
                     failures, is_broken = 0 if in_trials else failures, False
                 self._run_commands()
                 if self._core.has_work:
@@ -178,7 +197,8 @@ class EngineLoop:
         return not self._closing
 
     def _run_commands(self) -> None:
-        """Does the commands of callers. A command is taken out once done, so that one that breaks off is done again."""
+        """Does commands of callers. A command is taken out once done, so that one that breaks off is done again."""
+        deadline = time.monotonic() + COMMAND_SECONDS
         for _ in range(len(self._inbox)):
             command = self._inbox[0]
             try:
@@ -191,6 +211,12 @@ class EngineLoop:
                 logger.error("a command was given up", exc_info=error)
             self._inbox.popleft()
             self._num_tries = 0
+            if time.monotonic() > deadline:
+                return
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the engine is closed", remedy="Make a new Engine")
 
 
 def _stopped(cause: BaseException) -> EngineDeadError:

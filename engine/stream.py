@@ -55,8 +55,7 @@ class OutputStream:
             self._bells.append(partial(bell.put, None))
             if self._is_readable:  # put before the bell was there to be rung
                 continue
-            if os.getpid() != self._pid:
-                raise forked_error()
+            self._check_process()
             try:
                 bell.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
@@ -64,14 +63,19 @@ class OutputStream:
         return output
 
     async def get_async(self) -> RequestOutput:
-        """Waits for a new output without blocking the running event loop."""
+        """Waits for a new output without blocking the running event loop. Raises what ``get`` does."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         while (output := self._take()) is None:
             ready.clear()
             self._bells.append(partial(_call_soon, loop, ready.set))
             if not self._is_readable:
+                self._check_process()
                 await ready.wait()
         return output
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise forked_error()
 
     @property
     def _is_readable(self) -> bool:

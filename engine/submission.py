@@ -110,6 +110,21 @@ class Submission:
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: QKVError | None = None
+    num_restarts: int = 0  # since it last gained a token
+    restarted_at: int = -1  # tokens at the last of them
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of all completions, prompts and outputs."""
+        own = sum([len(completion.request.token_ids) for completion in self.completions])
+        return own or self.params.n * len(self.prompt_token_ids)
+
+    def note_restart(self) -> int:
+        """Counts one more time that it is recomputed, and returns how often it was since it last gained a token."""
+        known = self.num_known_tokens
+        self.num_restarts = self.num_restarts + 1 if known == self.restarted_at else 1
+        self.restarted_at = known
+        return self.num_restarts
 
     @property
     def finished(self) -> bool:

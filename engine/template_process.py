@@ -42,6 +42,7 @@ class TemplateProcess:
 
     def __init__(self, source: str):
         """Raises ModelError if the process does not start."""
+        self.is_idle = True  # not in the middle of an exchange, nor broken by one
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -68,6 +69,7 @@ class TemplateProcess:
         does not compile, TimeoutError after the deadline, and WorkerEndedError. Whatever interrupts the exchange ends
         the process, so that no later one finds half a message.
         """
+        self.is_idle = False
         try:
             self._send(request, deadline)
             failure = self._receive_status(deadline)
@@ -75,6 +77,7 @@ class TemplateProcess:
         except BaseException:
             self.close()
             raise
+        self.is_idle = True
         if "template_error" in failure:
             raise ModelError(f"the chat template does not compile: {failure['template_error']}")
         if failure:

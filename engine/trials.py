@@ -7,14 +7,16 @@ from collections.abc import Iterable
 
 from .submission import Submission
 
-TRIAL_STEPS = 8  # of a submission alone; more than its prompt and first tokens usually take
+TRIAL_STEPS = 8  # of a submission alone, beside those that compute what it has so far
 TRIAL_ATTEMPTS = 3  # that must all break off before a submission is found guilty: some faults come at random
 
 
 class Trials:
     """Whose turn it is to run alone. A submission that passes waits until all have been tried."""
 
-    def __init__(self, submissions: Iterable[Submission]):
+    def __init__(self, submissions: Iterable[Submission], step_tokens: int):
+        """``step_tokens`` are the most tokens of one step."""
+        self._step_tokens = step_tokens
         self._untried = deque(submissions)
         self._current: Submission | None = None  # runs alone now
         self._steps_left = 0
@@ -35,7 +37,8 @@ class Trials:
         while self._untried:
             submission = self._untried.popleft()
             if not submission.finished:
-                self._current, self._steps_left = submission, TRIAL_STEPS
+                self._current = submission
+                self._steps_left = TRIAL_STEPS + submission.num_known_tokens // self._step_tokens
                 return submission
         return None
 

@@ -151,9 +151,9 @@ class Pressure:
             counts[key] = counts.get(key, 0) + 1
         for (name, old, new), number in counts.items():
             logger.info(
-                "%s: %d blocks (%d tokens) stepped down %s -> %s; free 16-bit blocks %d -> %d",
-                name, number, number * BLOCK_TOKENS, self.space.rung_name(old), self.space.rung_name(new),
-                before, self.space.free_blocks(),
+                "%s: %d block%s (%d tokens) stepped down %s -> %s; free 16-bit blocks %d -> %d",
+                name, number, "" if number == 1 else "s", number * BLOCK_TOKENS,
+                self.space.rung_name(old), self.space.rung_name(new), before, self.space.free_blocks(),
             )  # fmt: skip
 
 

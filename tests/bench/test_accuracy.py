@@ -62,7 +62,7 @@ class Oracle:
 
     def stats(self) -> Any:
         counts = {"generation_tokens": 40, "num_demotions": 3, "num_preemptions": 1, "effective_bits": 5.5}
-        return SimpleNamespace(device="cpu", dtype="float32", kv_bytes_total=2**20, **counts)
+        return SimpleNamespace(device="cpu", dtype="float32", num_threads=1, kv_bytes_total=2**20, **counts)
 
 
 def plan(**values: Any) -> AccuracyPlan:

@@ -243,7 +243,22 @@ def test_too_little_memory_with_the_real_engine(capsys: pytest.CaptureFixture[st
     assert main(["bench", *words]) == 3
     rows = json.loads(capsys.readouterr().out)
     assert [row["status"] for row in rows] == ["does not fit"] * 4
-    assert all("kv_memory" in row["detail"] for row in rows)
+    assert all(row["detail"].startswith("--kv-memory=") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--input-len", "9000", "--output-len", "8"], "--input-len + --output-len=9008"),
+        (["--max-model-len", "9001"], "--max-model-len=9001"),
+        (["--task", "ledger:800"], "--task="),
+    ],
+)
+def test_too_long_a_context_is_named_by_what_asked_for_it(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    assert f"error: {named}" in (err := capsys.readouterr().err) and "the model was made for 8192 tokens" in err
 
 
 def test_more_requests_than_fit_at_16_bits(capsys: pytest.CaptureFixture[str]) -> None:

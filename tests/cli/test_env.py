@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_said_and_is_the_exit_code(
 def test_memory_without_room_for_a_block_holds_nothing(capsys: pytest.CaptureFixture[str]):
     assert main.main(["env", "--kv-memory", "1000", "-o", "json"]) == 3
     found = json.loads(capsys.readouterr().out)
-    assert "no room for one block" in found["model"]["does_not_fit"]
+    assert "--kv-memory='1000 B': no room for one block" in found["model"]["does_not_fit"]
     assert [rung["capacity_tokens"] for rung in found["kv"]["rungs"]] == [0, 0, 0]
 
 
@@ -133,7 +133,7 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("width", [120, 80, 60, 40])
 def test_capacities_are_whole_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch):
-    args = main._build_parser().parse_args(["env", "--kv-memory", "4GiB"])
+    args = main.build_parser().parse_args(["env", "--kv-memory", "4GiB"])
     found = {"versions": env._versions(), **env._capacity(args)}
     text = env._render(found, "table", width)
     assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
@@ -168,7 +168,12 @@ def test_the_help_explains_the_rows(capsys: pytest.CaptureFixture[str]):
         (["--dtype", "int3"], 2, "dtype='int3'"),
         (["--device", "tpu"], 2, "device='tpu'"),
         (["--kv-memory", "lots"], 2, "--kv-memory='lots'"),
-        (["--kv-memory", "8x"], 2, "not a size"),
+        (["--kv-memory", "8x"], 2, "unknown unit"),
+        (
+            ["--max-model-len", "8193"],
+            2,
+            "made for 8192 tokens. Use at most 8192, or ask for a longer context with --ext",
+        ),
         (["--output", "env.foo"], 2, ".foo is no known form"),
     ],
 )
@@ -176,6 +181,10 @@ def test_wrong_options(words: list[str], code: int, message: str, capsys: pytest
     assert main.main(["env", *words]) == code
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
+
+
+def test_a_longer_context_is_there_for_the_asking(capsys: pytest.CaptureFixture[str]):
+    assert facts(capsys, "--max-model-len", "8193", "--extend-context")["model"]["context_tokens"] == 8193
 
 
 def test_missing_libraries_are_said_to_be_missing(monkeypatch: pytest.MonkeyPatch):

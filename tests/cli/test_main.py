@@ -173,7 +173,7 @@ def test_help_of_a_command_and_the_presets_it_lists(capsys: pytest.CaptureFixtur
         ("chat --kv-memry 1", "qkv-engine chat", "unknown option --kv-memry 1. Did you mean --kv-memory 1?"),
         ("chat --kv-memry=1 x", "qkv-engine chat", "unknown option --kv-memry 1. Did you mean --kv-memory 1?"),
         ("env --verbos -v", "qkv-engine env", "unknown option --verbos. Did you mean --verbose?"),
-        ("bench --frobnicate", "qkv-engine bench", "unknown option --frobnicate. See qkv-engine bench --help"),
+        ("bench --xyzzy", "qkv-engine bench", "unknown option --xyzzy. See qkv-engine bench --help"),
         ("chat a b", "qkv-engine chat", "unexpected argument 'b'"),
     ],
 )

@@ -94,7 +94,7 @@ def test_ids_reach_every_call(demo_engine: Engine):
         (lambda e: e.generate([1], 3), "params=3"),
         (lambda e: e.generate({"text": "x"}), "not a prompt.*prompt_token_ids"),
         (lambda e: e.stream("x", template_kwargs={"a": 1}), "template_kwargs.*conversations"),
-        (lambda e: e.stream(["a", "b"]), "must hold plain ints, not str"),
+        (lambda e: e.stream(["a", "b"]), r"several prompts\. Give one, or all of them to generate"),
         (lambda e: e.chat("hi", request_id="a\nb"), "request_id"),
         (lambda e: e.chat("hi", request_id=""), "request_id"),
     ],

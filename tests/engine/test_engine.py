@@ -357,10 +357,11 @@ def test_a_closed_engine_says_so_and_ends_its_streams():
     next(stream)
     engine.close()
     engine.close()
-    with pytest.raises(EngineDeadError, match="closed"):
+    with pytest.raises(EngineDeadError, match="closed while the request ran"):
         list(stream)
-    with pytest.raises(EngineDeadError, match="closed"):
-        engine.generate("x")
+    for call in (lambda: engine.generate("x"), engine.stats, engine.describe):
+        with pytest.raises(EngineDeadError, match=r"the engine is closed\. Make a new Engine"):
+            call()
 
 
 def test_engines_come_and_go_without_leaving_threads():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 
 from qkv_engine import Engine, EngineDeadError, RequestError, SamplingParams
 from qkv_engine.kv.space import KVSpace
-from qkv_engine.loop import MAX_RECOVERIES, MAX_TRIES
+from qkv_engine.loop import MAX_BATCH, MAX_RECOVERIES, MAX_TRIES
 from qkv_engine.runner import Runner
 from qkv_engine.trials import TRIAL_STEPS
 
@@ -84,6 +86,25 @@ def test_a_request_that_breaks_the_scheduler_ends_alone(engine: Engine, monkeypa
     assert [o.token_ids for i, o in enumerate(outputs) if i != 3] == expected[:3] + expected[4:]
     monkeypatch.undo()
     assert answers(engine, work) == expected
+
+
+def test_a_request_that_breaks_steps_far_into_its_prompt_ends_alone(monkeypatch: pytest.MonkeyPatch):
+    """Good steps come between the broken ones: they compute the prompt again."""
+    with Engine(kv="fp32", kv_memory="64MiB", max_num_batched_tokens=64) as engine:
+        core, guilty = engine._started.core, [5 + i % 900 for i in range(1000)]
+        expected = answers(engine, [[5, 6, 7]])
+        accept = core._accept
+
+        def broken(result: Any, *more: Any) -> None:
+            for item in result.items:
+                if item.samples and item.request.prompt_token_ids == guilty and item.request.num_output_tokens:
+                    raise KeyError("injected")
+            accept(result, *more)
+
+        monkeypatch.setattr(core, "_accept", broken)
+        outputs = engine.generate([guilty, [5, 6, 7]], GREEDY)
+        assert outputs[0].finish_reason == "error" and "break off" in str(outputs[0].error)
+        assert [outputs[1].token_ids] == expected == answers(engine, [[5, 6, 7]])
 
 
 def test_requests_come_and_go_during_trials(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -232,6 +253,64 @@ def test_twins_of_two_threads_never_share_an_answer(engine: Engine):
     assert output.token_ids == answers(engine, [[5]])[0]
 
 
+def test_ids_of_a_refused_list_are_free(engine: Engine):
+    with pytest.raises(RequestError, match="a live request has this id"):
+        engine.generate([[5], [6]], GREEDY, request_id=["a", "a"])
+    live = engine.stream([5], LONG, request_id="live")
+    with pytest.raises(RequestError, match="a live request has this id") as refused:
+        engine.generate([[5], [6]], GREEDY, request_id=["a", "live"])
+    live.close()
+    assert engine.generate([[5]], GREEDY, request_id="a")[0].finish_reason == "length"
+    assert refused.tb  # which holds what was refused
+
+
+def test_the_id_of_a_dropped_request_that_was_never_queued_is_free(engine: Engine):
+    submission = engine._intake.streamed([5], GREEDY, "mine", None)
+    engine._loop._names["mine"] = submission  # interrupted here
+    engine._loop.drop(submission)
+    engine.stats()  # the drop came before it
+    assert engine.generate([[5]], GREEDY, request_id="mine")[0].finish_reason == "length"
+
+
+def test_thousands_at_once_do_not_hold_a_stream_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    core, number, added = engine._started.core, 3000, list[int]()
+    add, step = core.add, core.step
+
+    def count_added(submission: Any) -> None:
+        added[-1] += 1
+        add(submission)
+
+    def count_step() -> None:
+        added.append(0)
+        step()
+
+    stream = engine.stream([5, 6, 7], LONG)
+    next(stream)
+    engine._loop.call(lambda: added.append(0))
+    monkeypatch.setattr(core, "add", count_added)
+    monkeypatch.setattr(core, "step", count_step)
+    monkeypatch.setattr("qkv_engine.loop.COMMAND_SECONDS", 0.0)
+    short = SamplingParams(temperature=0.0, max_tokens=1)
+    assert len(engine.generate([[5]] * number, short)) == number == sum(added)
+    assert max(added) == MAX_BATCH
+    stream.close()
+
+
+def test_aborts_of_ids_that_are_not_live_cost_the_engine_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    live, post, posted = engine.stream([5], LONG, request_id="live"), engine._loop._post, list[Any]()
+
+    def watched(command: Any) -> None:
+        posted.append(command)
+        post(command)
+
+    monkeypatch.setattr(engine._loop, "_post", watched)
+    engine.abort("nobody")
+    assert not posted
+    engine.abort("live")
+    *_, last = live
+    assert last.finish_reason == "abort" and len(posted) == 1
+
+
 def test_a_stream_keeps_its_engine_alive():
     assert list(Engine(kv_memory="8MiB").stream([5, 6], GREEDY))[-1].finish_reason == "length"
 
@@ -286,3 +365,23 @@ def test_a_stream_in_a_forked_child_ends_with_an_error(engine: Engine):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not next(stream).finished
     stream.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_async_request_in_a_forked_child_ends_with_an_error(engine: Engine):
+    outputs, loop = engine.generate_async([5, 6], LONG), asyncio.new_event_loop()
+    loop.run_until_complete(anext(outputs))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)
+            while True:
+                asyncio.new_event_loop().run_until_complete(anext(outputs))
+        except EngineDeadError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    loop.run_until_complete(outputs.aclose())
+    loop.close()

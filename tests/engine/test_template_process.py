@@ -137,6 +137,33 @@ def test_many_threads(template: ChatTemplate) -> None:
         assert list(pool.map(lambda text: template.render(say(text)), texts)) == texts
 
 
+@pytest.mark.parametrize("call", ["render", "close"])
+def test_a_finalizer_in_the_middle_of_a_render(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    receive, found = template_process.TemplateProcess._receive, list[object]()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            found.append(template.render(say("inner")) if call == "render" else template.close())
+
+    def collects(self: Any, deadline: float) -> bytearray:
+        if not found:
+            Cycle()
+            gc.collect()
+        return receive(self, deadline)
+
+    template.render(say("first"))
+    monkeypatch.setattr(template_process.TemplateProcess, "_receive", collects)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(template.render, say("outer")).result(timeout=30) == "outer"
+    assert found == (["inner"] if call == "render" else [None])
+    assert template.render(say("last")) == "last"
+
+
 def test_a_thread_that_ends_leaves_the_process_running(template: ChatTemplate) -> None:
     thread = threading.Thread(target=template.render, args=(say("a"),))
     thread.start()

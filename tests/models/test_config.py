@@ -25,6 +25,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-0.6b": 596_049_920,
     "llama-2-7b": 6_738_415_616,
     "mistral-7b": 7_248_023_552,
     "demo": 7_739_648,

@@ -259,4 +259,6 @@ def test_demotions_are_explained_in_the_log(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "qkv_engine"):
         scheduler.pressure.forget()
         scheduler.pressure._step_down("", 2)
+        scheduler.pressure._step_down("", 1)
     assert "a: 2 blocks (256 tokens) stepped down dense16 -> int8; free 16-bit blocks 34 -> 35" in caplog.text
+    assert "a: 1 block (128 tokens) stepped down" in caplog.text
