@@ -55,8 +55,8 @@ class Engine:
 
     Machine
         cuda_graphs: replay captured decode steps on a GPU; False saves their memory and makes small steps slower.
-        num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, or 1 if the weights
-            take at most 64 MiB.
+        num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, but at most 4 if the
+            weights take up to 64 MiB.
     """
 
     def __init__(

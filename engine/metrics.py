@@ -11,6 +11,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     Setting
         model, device, dtype, kv: names of the model, its device, the dtype of its weights, and the KV preset.
         max_model_len: tokens of the longest request.
+        num_threads: CPU threads that the engine's own thread computes with.
 
     Requests
         num_running, num_waiting: live requests by state.
@@ -46,7 +47,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     dtype: str
     kv: str
     max_model_len: int
-    num_threads: int  # on the CPU
+    num_threads: int
     num_running: int
     num_waiting: int
     num_requests: int
