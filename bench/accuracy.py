@@ -177,7 +177,8 @@ class _Evaluation:
         except (ConfigError, ModelError):
             raise
         except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-            return self._failure(kv, task, FAILED, f"{type(error).__name__}: {error}")
+            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
+            return self._failure(kv, task, FAILED, detail)
 
     def _row(
         self, kv: str, task: Task, outputs: list[RequestOutput], stats: EngineStats, seconds: float

@@ -214,7 +214,8 @@ class _Sweep:
         except (ConfigError, ModelError):
             raise
         except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-            return _row(self.plan, kv, batch, status=FAILED, detail=f"{type(error).__name__}: {error}")
+            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
+            return _row(self.plan, kv, batch, status=FAILED, detail=detail)
         runs = runs[self.plan.warmup :]
         row = _summary(self.plan, kv, batch, runs)
         return row if self.plan.workload is None else self._graded(row, self.plan.workload, runs[-1].outputs)

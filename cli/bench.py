@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import DEFAULT_KV
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
@@ -27,13 +26,13 @@ DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``bench``."""
     parser.epilog = (
-        "Prompts are random tokens; outputs are greedy and exactly as long as asked. --kv takes a list, such "
-        "as bf16,fp32: the presets run one after another and are compared with the first. Rows go to stdout, "
+        "Prompts are random tokens; outputs are greedy and exactly as long as asked. The presets of --kv run one "
+        "after another and are compared with the first. Rows go to stdout, "
         "progress to stderr; Ctrl-C prints the rows measured so far. --kv-memory 8x is memory for 8 of the requests at "
         "16 bits: with --task ledger:100 --batch-sweep 20 the table shows whether the other 12 queue or run at fewer "
         "bits. docs/benchmarks.md explains the columns."
     )
-    common.add_model_arguments(parser)
+    common.add_model_arguments(parser, takes_kv_list=True)
     group = parser.add_argument_group("benchmark")
     add = group.add_argument
     add(
@@ -103,7 +102,7 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
         model=args.shape or args.model or "demo",
-        kvs=common.kv_list(args.kv or DEFAULT_KV),
+        kvs=common.kv_list(args.kv),
         batches=batches,
         workload=workload,
         input_len=DEFAULT_LEN if args.input_len is None else args.input_len,

@@ -45,8 +45,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--debug", action="store_true", help="log everything, and show a traceback when something fails")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model and how its KV cache is kept."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool = False) -> None:
+    """The model and how its KV cache is kept; a command that compares presets takes a list of them."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -56,7 +56,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("engine")
     presets = ", ".join(f"{name} (default)" if name == DEFAULT_KV else name for name in sorted(PRESETS))
-    group.add_argument("--kv", metavar="NAME", help=f"KV preset, how KV blocks are stored: {presets}")
+    metavar, noun = ("LIST", "KV presets, such as bf16,int4") if takes_kv_list else ("NAME", "KV preset")
+    group.add_argument("--kv", metavar=metavar, help=f"{noun}, how KV blocks are stored: {presets}")
     group.add_argument("--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"')
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
@@ -103,8 +104,10 @@ def _refuse_shape(model: str | None) -> None:
         raise ConfigError("a shape without weights and tokenizer", field="model", value=model, remedy=remedy)
 
 
-def kv_list(text: str) -> tuple[str, ...]:
-    """The presets of "bf16,int8", each once. Raises ``ConfigError`` for an unknown one."""
+def kv_list(text: str | None) -> tuple[str, ...]:
+    """The presets of "bf16,int8", each once; the default for None. Raises ``ConfigError`` for an unknown one."""
+    if text is None:
+        return (DEFAULT_KV,)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         resolve_kv(name)

@@ -89,7 +89,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
-    preset = resolve_kv(args.kv or DEFAULT_KV)
+    preset = resolve_kv(DEFAULT_KV if args.kv is None else args.kv)
     ladder = build_ladder(
         preset,
         num_layers=config.num_layers,

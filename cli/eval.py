@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv_engine.config import DEFAULT_KV
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``eval``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    common.add_model_arguments(parser)
+    common.add_model_arguments(parser, takes_kv_list=True)
     add = parser.add_argument_group("evaluation").add_argument
     tasks.add_argument(
         add,
@@ -124,7 +123,7 @@ def _plan(args: argparse.Namespace) -> AccuracyPlan:
         asked = parse_tasks(text, samples=args.samples, seed=args.seed, field=field)
     if args.data is not None:
         asked += (read_questions(args.data, samples=args.samples),)
-    kvs = common.kv_list(args.kv or DEFAULT_KV)
+    kvs = common.kv_list(args.kv)
     return AccuracyPlan(model=args.model or "demo", kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
 
 

@@ -52,10 +52,8 @@ def _fetch(repo_id: str, revision: str | None, token: str | None, patterns: list
         folder = huggingface_hub.snapshot_download(repo_id, revision=revision, token=token, allow_patterns=patterns)
     # The library raises its own errors, its HTTP client's and OSError, with no common base below Exception.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
-        raise ModelError(
-            f"{repo_id} could not be downloaded: {type(error).__name__}: {reason}", remedy=_remedy(error)
-        ) from error
+        reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:300].rstrip(".")
+        raise ModelError(f"{repo_id} could not be downloaded: {reason}", remedy=_remedy(error)) from error
     return Path(folder)
 
 

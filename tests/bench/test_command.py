@@ -98,6 +98,8 @@ def test_interrupted_before_the_first_row_prints_nothing(
         ["--shape", "llama-9"],
         ["--shape", "demo", "some/model"],
         ["--input-len", "0"],
+        ["--kv", ""],
+        ["--kv", "bf16,"],
         ["--task", "poetry"],
         ["--task", "ledger:2,lookup:2"],
         ["--task", "ledger", "--shape", "demo"],
@@ -259,6 +261,12 @@ def test_too_long_a_context_is_named_by_what_asked_for_it(
 ) -> None:
     assert main(["bench", *words]) == 2
     assert f"error: {named}" in (err := capsys.readouterr().err) and "the model was made for 8192 tokens" in err
+
+
+def test_questions_too_long_fail_in_words_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--task", "ledger:20", "--max-model-len", "100", "-o", "json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["status"] == "failed" and row["detail"].startswith("--max-model-len=100: the prompt has")
 
 
 def test_more_requests_than_fit_at_16_bits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_an_unknown_command_suggests_the_nearest(shell: Shell, line: str, hint: 
 def test_help_fits_the_screen_and_breaks_no_word(shell: Shell, width: int):
     shell.console = Console(file=io.StringIO(), width=width)
     lines = run(shell, "/help").splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= width and not any(line.endswith(" ") for line in lines)
     words = set(" ".join(lines).split())
     assert all(set(command.summary.split()) <= words for command in COMMANDS.values())
 

@@ -7,22 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
 # The program as its entry point runs it, saying on stderr which modules have been imported.
-PROGRAM = [sys.executable, "-X", "importtime", "-c", "import sys; from qkv_engine.cli import run; sys.exit(run())"]
+PYTHON = [sys.executable, "-X", "importtime"]
+PROGRAM = [*PYTHON, "-c", "import sys; from qkv_engine.cli import run; sys.exit(run())"]
+MODULE = [*PYTHON, "-m", "qkv_engine"]
 SLOW = ("bench", "--shape", "mistral-7b", "--dtype", "bfloat16", "--device", "cpu", "--kv-memory", "64MiB")
 IMPORTED = b"import time:"
 CODES = {signal.SIGINT: (130, -signal.SIGINT), signal.SIGTERM: (143, -signal.SIGTERM)}  # a shell shows both alike
 
 
 @contextmanager
-def program(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+def program(*words: str, start: Sequence[str] = PROGRAM) -> Iterator[subprocess.Popen[bytes]]:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    child = subprocess.Popen([*start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     try:
         yield child
     finally:
@@ -57,6 +59,12 @@ def test_while_modules_are_imported(number: signal.Signals, module: str):
     with program(*SLOW) as child:
         wait_for_import(child, module)
         ends_silently(child, number, 30)
+
+
+def test_as_a_module_too():
+    with program("env", start=MODULE) as child:
+        wait_for_import(child, "argparse")
+        ends_silently(child, signal.SIGINT, 30)
 
 
 @pytest.mark.parametrize("number", CODES)

@@ -93,10 +93,10 @@ def hub_error(kind: type[Exception], text: str) -> Exception:
         (hub_error(errors.GatedRepoError, "gated"), "licence.*HF_TOKEN"),
         (hub_error(errors.RepositoryNotFoundError, "absent"), "Check the name"),
         (hub_error(errors.RevisionNotFoundError, "absent"), "Check revision"),
-        (errors.LocalEntryNotFoundError("offline"), "HF_HUB_OFFLINE"),
+        (errors.LocalEntryNotFoundError("offline."), r"NotFoundError: offline\. Check.*HF_HUB_OFFLINE"),
         (ConnectionError("no route"), "Check the network"),
         (OSError(28, "No space left on device"), "No space left"),
-        (RuntimeError(), "RuntimeError"),
+        (RuntimeError(), r"RuntimeError\. "),
     ],
     ids=lambda value: type(value).__name__,
 )
