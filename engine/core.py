@@ -253,7 +253,7 @@ class EngineCore:
 
         Needs nothing but the live requests, their tokens and times, and may itself be interrupted and called again.
         With ``isolate`` each submission then runs alone for some steps; one with which alone steps break off fails.
-        Returns whether such trials are under way. Raises ``EngineDeadError`` if the device is lost.
+        Returns whether such trials began or came further. Raises ``EngineDeadError`` if the device is lost.
         """
         self.runner.check_device()
         for submission in list(self.live.values()):
@@ -273,16 +273,18 @@ class EngineCore:
         return self._hold_trials(isolate)
 
     def _hold_trials(self, isolate: bool) -> bool:
-        """Begins trials if asked, or goes on with them; returns whether there are any."""
-        if isolate and self._trials is None:
+        """Begins trials if asked, or goes on with them; returns whether they began or came a step further."""
+        begin = isolate and self._trials is None
+        if begin:
             self._trials = Trials(list(self.live.values()), self.scheduler.max_num_batched_tokens)
         if self._trials is None:
             return False
         self.scheduler.withdraw_all()
+        comes_further = begin or self._trials.has_suspect
         guilty = self._trials.fail()
         if guilty is not None and not guilty.finished:
             self._fail_submission(guilty, RequestError("steps of the engine break off with this request alone"))
-        return True
+        return comes_further
 
     def _go_on_with_trials(self, trials: Trials) -> None:
         """One more step for the submission on trial, or the turn of the next; at the end all go on together."""

@@ -22,6 +22,11 @@ class Trials:
         self._steps_left = 0
         self._num_failures = 0  # of the first one untried
 
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a submission runs alone now."""
+        return self._current is not None
+
     def has_another_step(self) -> bool:
         """Counts one step of the submission that runs alone; ``False`` if its turn is over."""
         if self._current is None:

@@ -185,6 +185,15 @@ def test_an_engine_that_cannot_recover_says_why(engine: Engine, monkeypatch: pyt
     assert calls == MAX_RECOVERIES + 1
 
 
+def test_a_fault_that_no_trial_reaches_ends_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise ZeroDivisionError("every step")
+
+    monkeypatch.setattr(engine._started.core, "step", broken)
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError: every step"):
+        engine.generate([[5], [6]])
+
+
 def test_a_chunk_without_memory_is_halved(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     prompt = [7 + i % 900 for i in range(300)]
     expected = answers(engine, [prompt, [5, 6]])
