@@ -17,10 +17,10 @@ demo: .venv/.installed
 	$(BIN)/qkv-engine bench --batch-sweep 1,4,16 --input-len 64 --output-len 32 --repeats 1
 
 test: .venv/.installed-test lint
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow and not gpu"
 
 test-full: .venv/.installed-test lint
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -n auto --dist loadfile -m "not gpu"
 
 test-gpu: .venv/.installed-test
 	$(BIN)/pytest -m gpu

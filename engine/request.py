@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             occurred, in [-2, 2].
         seed: of the random numbers; None draws one. Random numbers do not depend on other requests, but logits do
             in their last bits: with 16-bit KV a seeded request may differ in a crowd.
-        logit_bias: added to the logits of token ids, each in [-100, 100].
+        logit_bias: added to the logits of up to 1,024 token ids, each in [-100, 100].
         allowed_token_ids: the only tokens that may be sampled; None for all.
         bad_words: strings that are never completed, at most 256.
 

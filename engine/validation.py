@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_IDS = 1024  # each is looked at while ``min_tokens`` holds
+MAX_BIASES = 1024  # are copied to the device in every step
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 256  # of request ids, tenants and salts, which stand in logs and keys
@@ -208,7 +209,7 @@ def _bias(value: object, vocab_size: int) -> dict[int, float]:
     if not isinstance(value, dict):
         raise RequestError("must map token ids to numbers", field="logit_bias", value=value)
     biases = list(dict.items(value))
-    ids = _token_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size, vocab_size)
+    ids = _token_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size, MAX_BIASES)
     numbers = [_number("logit_bias", bias, BIAS_BOUNDS) or 0.0 for _, bias in biases]
     return dict(zip(ids, numbers, strict=True))
 

@@ -199,3 +199,20 @@ def test_eos_token_ids() -> None:
             eos_token_ids({"eos_token_id": bad}, (), None, vocab_size=8)
     with pytest.raises(ModelError, match=r"tokenizer\.json: eos_token=7: .* 0 to 6"):
         eos_token_ids({"eos_token_id": 2}, (), tokenizer, vocab_size=7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("stop_token_ids", list(range(1025)), 1024),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), 1024),
+        ("allowed_token_ids", [0] * 5001, 5000),
+    ],
+)
+def test_lists_that_every_step_looks_at_are_bounded(field: str, value: Any, limit: int) -> None:
+    with pytest.raises(RequestError, match=f"{field}=.*at most {limit}"):
+        validate_params(SamplingParams(**{field: value}), vocab_size=5000)
+
+
+def test_ids_occur_once() -> None:
+    assert check(stop_token_ids=[3, 3, 1]).stop_token_ids == [3, 1]
