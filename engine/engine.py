@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from os import PathLike
 from types import TracebackType
 from typing import Any, Never, Self, overload
@@ -256,7 +257,8 @@ class Engine:
         self._finalizer()
         started, self._started = self._started, None  # once: another thread may close it, too
         if started is not None and started.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a lost device
+                torch.cuda.empty_cache()
         if started is not None and started.tokenizer is not None:
             started.tokenizer.close()
 
