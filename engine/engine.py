@@ -331,8 +331,8 @@ class RequestStream(Iterator[RequestOutput]):
     def close(self) -> None:
         """Aborts the request if it still runs; the iteration is over."""
         if not self._finished:
-            self._finished = True
             self._engine._loop.drop(self._submission)
+            self._finished = True  # last: interrupted above, it is done again
 
     def __enter__(self) -> Self:
         return self
@@ -343,7 +343,10 @@ class RequestStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        try:
+            self.close()
+        except KeyboardInterrupt:  # which Python takes no further than here
+            self.close()
 
 
 def _final(submission: Submission) -> RequestOutput:

@@ -19,6 +19,7 @@ from .request import (
     Request,
     RequestMetrics,
     RequestOutput,
+    RequestStatus,
     SamplingParams,
 )
 from .sample_row import SampleRow
@@ -120,8 +121,13 @@ class Submission:
         return own or self.params.n * len(self.prompt_token_ids)
 
     def note_restart(self) -> int:
-        """Counts one more time that it is recomputed, and returns how often it was since it last gained a token."""
+        """Counts one more time that it is recomputed, and returns how often it was since it last gained a token.
+
+        Nothing is counted while it waits: what does not run breaks no step.
+        """
         known = self.num_known_tokens
+        if not any(completion.request.status is RequestStatus.RUNNING for completion in self.completions):
+            return 0
         self.num_restarts = self.num_restarts + 1 if known == self.restarted_at else 1
         self.restarted_at = known
         return self.num_restarts

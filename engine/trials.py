@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .submission import Submission
 
 TRIAL_STEPS = 8  # of a submission alone, beside those that compute what it has so far
-TRIAL_ATTEMPTS = 3  # that must all break off before a submission is found guilty: some faults come at random
+TRIAL_ATTEMPTS = 3  # in a row that break off without a token gained find a submission guilty: some faults are random
 
 
 class Trials:
@@ -20,7 +20,8 @@ class Trials:
         self._untried = deque(submissions)
         self._current: Submission | None = None  # runs alone now
         self._steps_left = 0
-        self._num_failures = 0  # of the first one untried
+        self._num_failures = 0  # of the first one untried, without a token gained between them
+        self._num_tokens = 0  # it had at the last failure
 
     @property
     def has_suspect(self) -> bool:
@@ -52,7 +53,8 @@ class Trials:
         suspect, self._current = self._current, None
         if suspect is None:
             return None
-        self._num_failures += 1
+        gained = suspect.num_known_tokens != self._num_tokens
+        self._num_failures, self._num_tokens = 1 if gained else self._num_failures + 1, suspect.num_known_tokens
         if self._num_failures < TRIAL_ATTEMPTS:
             self._untried.appendleft(suspect)
             return None

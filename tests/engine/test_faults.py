@@ -320,6 +320,21 @@ def test_aborts_of_ids_that_are_not_live_cost_the_engine_nothing(engine: Engine,
     assert last.finish_reason == "abort" and len(posted) == 1
 
 
+def test_a_stream_that_is_dropped_while_an_interrupt_comes_is_aborted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    drop, interrupts = engine._loop.drop, iter([KeyboardInterrupt()])
+
+    def interrupted(submission: Any) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        drop(submission)
+
+    stream = engine.stream([5, 6, 7], LONG)
+    next(stream)
+    monkeypatch.setattr(engine._loop, "drop", interrupted)
+    del stream
+    assert engine._loop.call(lambda: len(engine._started.core.live)) == 0
+
+
 def test_a_stream_keeps_its_engine_alive():
     assert list(Engine(kv_memory="8MiB").stream([5, 6], GREEDY))[-1].finish_reason == "length"
 

@@ -196,7 +196,7 @@ class Fuzzer:
         started = start(config)
         started.core.free()
         if name.startswith("tokenizer") and started.tokenizer is not None:
-            ids = started.tokenizer.chat_prompt(MESSAGES)
+            _, ids = started.tokenizer.chat_prompt(MESSAGES)
             started.tokenizer.decode(ids)
 
     def _run(self) -> None:
