@@ -29,6 +29,7 @@ lint: .venv/.installed-test .typecheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/engine/typed_calls.py
 
 # mypy cannot follow the folder map of pyproject.toml, so it gets the package as a folder of links.
 .PHONY: .typecheck

@@ -13,7 +13,15 @@ from .openmp import shorten_spinning
 if TYPE_CHECKING:
     from qkv_engine.config import DENSE16, KVConfig, RungConfig
     from qkv_engine.engine import Engine, RequestStream
-    from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError, QKVError, RequestError
+    from qkv_engine.errors import (
+        CapacityError,
+        ConfigError,
+        DeviceLostError,
+        EngineDeadError,
+        ModelError,
+        QKVError,
+        RequestError,
+    )
     from qkv_engine.metrics import EngineStats
     from qkv_engine.request import CompletionOutput, KVUsage, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
@@ -29,6 +37,7 @@ _HOMES = {
     "RequestStream": "engine",
     "CapacityError": "errors",
     "ConfigError": "errors",
+    "DeviceLostError": "errors",
     "EngineDeadError": "errors",
     "ModelError": "errors",
     "QKVError": "errors",
@@ -47,6 +56,7 @@ __all__ = [
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "DeviceLostError",
     "Engine",
     "EngineDeadError",
     "EngineStats",

@@ -40,6 +40,10 @@ class EngineDeadError(QKVError, RuntimeError):
     """The engine was closed or its device was lost; nothing more can run on it."""
 
 
+class DeviceLostError(EngineDeadError):
+    """The device computes nothing any more, as after an illegal access to memory; only a new process can use it."""
+
+
 def as_request_error(error: Exception) -> QKVError:
     """What the reader of a request is told that failed with ``error``."""
     if isinstance(error, QKVError):

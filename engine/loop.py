@@ -5,6 +5,7 @@ Callers' threads take no lock, for the reason given in ``engine/stream.py``: the
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from .core import EngineCore
-from .errors import EngineDeadError, QKVError, RequestError, as_request_error
+from .errors import DeviceLostError, EngineDeadError, QKVError, RequestError, as_request_error
 from .stream import forked_error
 from .submission import Submission
 from .threads import computing_with
@@ -166,7 +167,10 @@ class EngineLoop:
         while self._inbox:
             self._inbox.popleft().give_up(error)
         self._core.fail_all(error)
-        self._core.free()
+        if isinstance(error, DeviceLostError):
+            _keep_for_ever(self)
+        else:
+            self._core.free()
 
     def _serve(self) -> None:
         """Steps and commands until the engine is closed; what breaks off is recovered from."""
@@ -213,6 +217,11 @@ class EngineLoop:
             self._num_tries = 0
             if time.monotonic() > deadline:
                 return
+
+
+def _keep_for_ever(loop: EngineLoop) -> None:
+    """Lets nothing that ``loop`` refers to be freed: destructors of a lost device's objects abort the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop))
 
 
 def _closed() -> EngineDeadError:

@@ -15,7 +15,7 @@ from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from .cohort import Cohort, prompt_targets
-from .errors import EngineDeadError
+from .errors import DeviceLostError
 from .kv.cache import KVCache
 from .logprobs import TokenLogprobs, token_logprobs
 from .memory import is_out_of_memory
@@ -106,14 +106,14 @@ class Runner:
         return self.launch(batch, rows).wait()
 
     def check_device(self) -> None:
-        """Raises ``EngineDeadError`` if the device computes nothing any more, as after an illegal access to memory."""
+        """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""
         if self.device.type == "cpu":
             return
         try:
             torch.ones(1, device=self.device).sum().item()
         except RuntimeError as error:
             if not is_out_of_memory(error):
-                raise EngineDeadError(
+                raise DeviceLostError(
                     f"the device {self.device} is lost: {error}", remedy="Make a new process"
                 ) from error
 

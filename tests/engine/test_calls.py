@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -119,41 +115,6 @@ def test_every_public_name_is_there():
     for name in qkv_engine.__all__:
         assert getattr(qkv_engine, name) is not None
     assert {"EngineStats", "Logprob", "RungConfig", "DENSE16", "RequestStream"} <= set(qkv_engine.__all__)
-
-
-def test_messages_of_typed_dicts_pass_mypy(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            from pathlib import Path
-            from typing import TypedDict
-            from qkv_engine import Engine, RequestOutput, SamplingParams
-
-            class Message(TypedDict):
-                role: str
-                content: str
-
-            def main(engine: Engine, messages: list[Message], ids: list[int]) -> None:
-                one: RequestOutput = engine.chat(messages)
-                two: RequestOutput = engine.chat("hi", SamplingParams(), request_id="a")
-                many: list[RequestOutput] = engine.chat([messages, messages])
-                more: list[RequestOutput] = engine.generate(ids) + engine.generate([ids, ids])
-                more += engine.generate(["a", "b"])
-                with engine.stream(messages) as stream:
-                    text: str = next(stream).delta
-                print(one, two, many, more, text)
-            """
-        )
-    )
-    links = Path(__file__).resolve().parents[2] / ".typecheck"
-    if not links.exists():
-        pytest.skip("make lint lays out the package for mypy")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--follow-imports", "silent", str(script)],
-        capture_output=True, text=True, env={"MYPYPATH": str(links), "PATH": ""}, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- reasoning

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkv_engine import Engine, EngineDeadError, RequestError, SamplingParams
+from qkv_engine import DeviceLostError, Engine, EngineDeadError, RequestError, SamplingParams
 from qkv_engine.kv.space import KVSpace
 from qkv_engine.loop import MAX_BATCH, MAX_RECOVERIES, MAX_TRIES
 from qkv_engine.runner import Runner
@@ -139,7 +139,7 @@ def test_requests_come_and_go_during_trials(engine: Engine, monkeypatch: pytest.
 
 def test_a_lost_device_ends_the_engine_with_its_cause(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     def lost(self: Runner, *args: Any) -> None:
-        raise EngineDeadError("the device cuda:0 is lost: an illegal memory access was encountered")
+        raise DeviceLostError("the device cuda:0 is lost: an illegal memory access was encountered")
 
     def launch(self: Runner, *args: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
