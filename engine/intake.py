@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from .errors import CapacityError, QKVError, RequestError
 from .reasoning import ReasoningMarks, find_marks
@@ -78,7 +78,7 @@ class Intake:
     ) -> Submission:
         """Checks and tokenizes one prompt or conversation."""
         given = self._default_params if params is None else params
-        checked = validate_params(given, vocab_size=self._vocab_size)  # type: ignore[arg-type]  # that is what it checks
+        checked = validate_params(given, vocab_size=self._vocab_size)
         name = self._new_name() if request_id is None else check_name("request_id", request_id, may_be_empty=False)
         text, ids, marks = self._tokenize(prompt, template_kwargs)
         ids = validate_prompt_ids(ids, self._vocab_size, self._max_model_len - 1)
@@ -115,8 +115,10 @@ class Intake:
     def _tokenize(self, prompt: object, kwargs: object) -> tuple[str | None, list[Any], ReasoningMarks | None]:
         """Text of a prompt, if it has one, its token ids, not checked yet, and the marks of a conversation."""
         if _is_conversation(prompt):
-            render = self._need_tokenizer("messages", prompt).chat_prompt
-            text, ids = render(prompt, {} if kwargs is None else kwargs, max_tokens=self._max_model_len)  # type: ignore[arg-type]
+            tokenizer, variables = self._need_tokenizer("messages", prompt), {} if kwargs is None else kwargs
+            text, ids = tokenizer.chat_prompt(
+                cast(Conversation, prompt), cast(Mapping[str, Any], variables), max_tokens=self._max_model_len
+            )
             return text, ids, self._marks
         if kwargs:
             raise RequestError("is for conversations", field="template_kwargs", value=kwargs)

@@ -70,7 +70,7 @@ GENERATION_FIELDS = {
 }
 
 
-def validate_params(params: SamplingParams, *, vocab_size: int) -> SamplingParams:
+def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
     """Checks every field and returns the normal form, which shares nothing mutable with ``params``.
 
     Numbers, strings and lists are of exactly these types, ``stop`` is a list, ``top_k`` -1 is 0, ids occur once.
