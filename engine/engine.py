@@ -102,7 +102,8 @@ class Engine:
         )
         self._started: Started | None = start(config)
         self._intake = Intake(self._started)
-        self._loop = EngineLoop(self._started.core, self._started.num_threads)
+        on_cpu = self._started.device.type == "cpu"
+        self._loop = EngineLoop(self._started.core, self._started.num_threads if on_cpu else None)
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._loop.start()  # last, so that an interrupt at any line above leaves no thread, and here one that is closed
 

@@ -44,8 +44,8 @@ class Command(NamedTuple):
 class EngineLoop:
     """Hands work to the owner thread and never touches the core itself. All methods may be called from any thread."""
 
-    def __init__(self, core: EngineCore, num_threads: int):
-        """``num_threads``: CPU threads that the core's steps compute with."""
+    def __init__(self, core: EngineCore, num_threads: int | None):
+        """``num_threads``: CPU threads that the core's steps compute with; None for steps on a GPU."""
         self._core, self._num_threads = core, num_threads
         self._inbox: deque[Command] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()

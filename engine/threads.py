@@ -24,12 +24,15 @@ def choose_num_threads(given: int | None, weights_nbytes: int) -> int:
 
 
 @contextmanager
-def computing_with(number: int) -> Iterator[None]:
+def computing_with(number: int | None) -> Iterator[None]:
     """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number.
 
     Where torch was loaded before this package, its threads would spin for long. Libgomp cuts that short while there are
     more OpenMP threads than cores, so for the time being an idle team of them stands by.
     """
+    if number is None:
+        yield
+        return
     before = torch.get_num_threads()
     if number != before:
         torch.set_num_threads(number)
