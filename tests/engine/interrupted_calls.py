@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import qkv_engine
 from qkv_engine import Engine, RequestError, SamplingParams
@@ -163,9 +164,16 @@ def attack_start(number: int, seed: int) -> int:
     return count
 
 
+def press_ctrl_c(signum: int, frame: FrameType | None) -> None:
+    """Whatever SIGINT does now: an event loop cancels its task, since an exception anywhere in asyncio would break it."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert callable(handler)
+    handler(signal.SIGINT, frame)
+
+
 def main() -> None:
     number, seed = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGALRM, lambda signum, frame: signal.default_int_handler(signal.SIGINT, frame))
+    signal.signal(signal.SIGALRM, press_ctrl_c)
     unraisable: list[str] = []
     sys.unraisablehook = lambda args: unraisable.append("".join(traceback.format_exception(args.exc_value)))
     num_threads = threading.active_count()

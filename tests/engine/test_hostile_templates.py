@@ -72,7 +72,7 @@ MORE = {
     "list count": "{% set l = range(10000) | list %}" + PASSES % "{{ l.count(-1) }}",
     "passes": PASSES % "",
     "text of passes": PASSES % "x",
-    "compile joins": "{{ " + "~".join(["1"] * 60_000) + " }}",
+    "compile joins": "{{ " + "~".join(["1"] * 120_000) + " }}",
     "multiply lists": "{{ [0] * 10**10 }}",
     "power": "{% set x = 9 %}{{ x ** (x ** x) }}",
     "long number": "{{ ((range(99999) | list | sum) ** 100000) | string }}",
