@@ -165,7 +165,7 @@ def attack_start(number: int, seed: int) -> int:
 
 
 def press_ctrl_c(signum: int, frame: FrameType | None) -> None:
-    """Whatever SIGINT does now: an event loop cancels its task, since an exception anywhere in asyncio would break it."""
+    """Whatever SIGINT does now: an event loop cancels its task, as an exception inside asyncio would break the loop."""
     handler = signal.getsignal(signal.SIGINT)
     assert callable(handler)
     handler(signal.SIGINT, frame)
