@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Way(NamedTuple):
@@ -90,10 +90,12 @@ def decode(shape: str, threads: int, output_len: int) -> list[float]:
     """Tokens per second of some requests after one another, the first left out."""
     from qkv_engine import Engine, SamplingParams
 
-    options = {} if shape == "demo" else {"model": shape, "load_format": "random", "max_model_len": 4096}
+    options: dict[str, Any] = (
+        {} if shape == "demo" else {"model": shape, "load_format": "random", "max_model_len": 4096}
+    )
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     found = []
-    with Engine(**options, device="cpu", kv="bf16", kv_memory="1GiB", num_threads=threads) as engine:  # type: ignore[arg-type]
+    with Engine(**options, device="cpu", kv="bf16", kv_memory="1GiB", num_threads=threads) as engine:
         for _ in range(REQUESTS):
             started = time.perf_counter()
             engine.generate([list(range(5, 5 + INPUT_LEN))], params)

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from os import PathLike
-from types import TracebackType
-from typing import Any, Never, Self, overload
+from typing import Any, Never, overload
 
 import torch
 
+from .closable import Closable
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
 from .errors import EngineDeadError, RequestError
 from .intake import Conversation, Intake, Prompt
@@ -24,7 +24,7 @@ from .tokenizer import Tokenizer
 from .validation import check_name
 
 
-class Engine:
+class Engine(Closable):
     """A model, its KV memory and a scheduler, ready for requests from any thread or event loop.
 
     Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
@@ -263,14 +263,6 @@ class Engine:
         if started is not None and started.tokenizer is not None:
             started.tokenizer.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         started = self._started
         if started is None:
@@ -306,7 +298,7 @@ class Engine:
             raise
 
 
-class RequestStream(Iterator[RequestOutput]):
+class RequestStream(Closable, Iterator[RequestOutput]):
     """The outputs of one request as they come; keeps its engine alive.
 
     ``close``, the end of a ``with`` block and dropping the stream abort the request if it still runs.
@@ -334,14 +326,6 @@ class RequestStream(Iterator[RequestOutput]):
         if not self._finished:
             self._engine._loop.drop(self._submission)
             self._finished = True  # last: interrupted above, it is done again
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         try:
