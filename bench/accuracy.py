@@ -24,7 +24,7 @@ from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
     from qkv_engine.metrics import EngineStats
-    from qkv_engine.tokenizer import Tokenizer
+    from qkv_engine.text.tokenizer import Tokenizer
 
     from .watch import Watch
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from qkv_engine.config import format_size, parse_size, resolve_kv
+from qkv_engine.device.memory import free_memory
 from qkv_engine.errors import ConfigError, QKVError
-from qkv_engine.memory import free_memory
 from qkv_engine.models.config import DTYPES
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import resolve_device

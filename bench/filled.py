@@ -18,15 +18,15 @@ from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.formats.dense import Dense
 from qkv_engine.kv.space import KVSpace
-from qkv_engine.submission import Submission
+from qkv_engine.serving.submission import Submission
 
 from .sweep import greedy
 
 if TYPE_CHECKING:
-    from qkv_engine.core import EngineCore
     from qkv_engine.kv.arena import Slot
     from qkv_engine.kv.cache import KVCache
     from qkv_engine.request import Request
+    from qkv_engine.serving.core import EngineCore
     from qkv_engine.startup import Started
 
 PIECE_TOKENS = 32 * BLOCK_TOKENS  # of a prompt filled at once, on the widest rung

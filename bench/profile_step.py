@@ -25,11 +25,11 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qkv_engine.config import BLOCK_TOKENS, parse_size, resolve_kv
+from qkv_engine.device.memory import free_memory
+from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError, QKVError
-from qkv_engine.memory import free_memory
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.shapes import SHAPES
-from qkv_engine.runner import Pending
 from qkv_engine.startup import resolve_device, start
 
 from .decode_run import WINDOWS, Plan, engine_config, free, size, weight_dtype

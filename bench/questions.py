@@ -12,7 +12,7 @@ import msgspec
 from qkv_engine.config import format_size
 from qkv_engine.errors import ConfigError
 from qkv_engine.request import SamplingParams
-from qkv_engine.tokenizer import Tokenizer
+from qkv_engine.text.tokenizer import Tokenizer
 
 from .grading import Example, sample_examples
 from .tasks import TASKS

@@ -18,7 +18,7 @@ from .text import sanitize
 if TYPE_CHECKING:
     from qkv_engine import Engine, RequestOutput, SamplingParams
     from qkv_engine.engine import RequestStream
-    from qkv_engine.tokenizer import Tokenizer
+    from qkv_engine.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 

@@ -81,10 +81,10 @@ def _versions() -> dict[str, str]:
 
 def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     common.load_torch()
+    from qkv_engine.device.threads import choose_num_threads
     from qkv_engine.kv.ladder import build_ladder
     from qkv_engine.models.loader import weights_nbytes
     from qkv_engine.startup import check_context, resolve_device
-    from qkv_engine.threads import choose_num_threads
 
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
     check_context(config, args.max_model_len, bool(args.extend_context))
@@ -151,7 +151,7 @@ def _admission(ladder: Ladder) -> str:
 
 def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: int, device: torch.device) -> int:
     """KV memory as the engine would choose it, once the weights have taken theirs."""
-    from qkv_engine.memory import default_kv_memory, free_memory
+    from qkv_engine.device.memory import default_kv_memory, free_memory
     from qkv_engine.startup import most_nbytes
 
     if args.kv_memory is not None:
@@ -202,7 +202,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     import torch
 
     from qkv_engine.bench.provenance import device_name, num_cpus
-    from qkv_engine.memory import free_memory
+    from qkv_engine.device.memory import free_memory
 
     facts: dict[str, Any] = {"name": str(device), "product": device_name(str(device))}
     facts["free_bytes"] = free_memory(device)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from qkv_engine.models.config import ModelConfig
-    from qkv_engine.tokenizer import Tokenizer
+    from qkv_engine.text.tokenizer import Tokenizer
 
 
 class ModelFiles(NamedTuple):
@@ -25,7 +25,7 @@ class ModelFiles(NamedTuple):
 
     def tokenizer(self, field: str) -> Tokenizer:
         """The folder's tokenizer. Raises ``ConfigError``, naming the option that wants it, for a bare shape."""
-        from qkv_engine.tokenizer import Tokenizer
+        from qkv_engine.text.tokenizer import Tokenizer
 
         if self.folder is None:
             raise ConfigError("a shape has no tokenizer to ask questions with", field=field, value=None)

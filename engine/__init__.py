@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .openmp import shorten_spinning
+from .device.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     from qkv_engine.config import DENSE16, KVConfig, RungConfig

@@ -14,13 +14,13 @@ from .closable import Closable
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
 from .errors import EngineDeadError, RequestError
 from .intake import Conversation, Intake, Prompt
-from .loop import EngineLoop
 from .metrics import EngineStats
 from .request import RequestOutput, SamplingParams
-from .snapshot import take_snapshot
+from .serving.loop import EngineLoop
+from .serving.snapshot import take_snapshot
+from .serving.submission import Submission
 from .startup import Started, start
-from .submission import Submission
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 from .validation import check_name
 
 

@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any, cast
 
 from .errors import CapacityError, QKVError, RequestError
-from .reasoning import ReasoningMarks, find_marks
 from .request import SamplingParams
+from .serving.submission import Submission
 from .startup import Started
-from .submission import Submission
-from .tokenizer import Tokenizer
+from .text.reasoning import ReasoningMarks, find_marks
+from .text.tokenizer import Tokenizer
 from .validation import check_name, validate_lengths, validate_params, validate_prompt_ids
 
 Message = Mapping[str, Any]  # ``role`` and ``content``

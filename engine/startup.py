@@ -21,19 +21,19 @@ from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_
 from qkv_engine.scheduler import Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig, format_size, parse_size
-from .core import EngineCore
+from .device.memory import default_kv_memory, free_memory
+from .device.runner import CausalLM, Runner
+from .device.threads import choose_num_threads
+from .device.warm_up import warm_up
 from .errors import CapacityError, ConfigError
 from .kv.cache import MAX_SLAB_BLOCKS, KVCache
 from .kv.ladder import Ladder, build_ladder
 from .kv.prefix import PrefixCache
 from .kv.space import KVSpace
-from .memory import default_kv_memory, free_memory
 from .request import SamplingParams
-from .runner import CausalLM, Runner
-from .threads import choose_num_threads
-from .tokenizer import Tokenizer
+from .serving.core import EngineCore
+from .text.tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
-from .warm_up import warm_up
 
 logger = logging.getLogger("qkv_engine")
 T = TypeVar("T")

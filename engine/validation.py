@@ -12,7 +12,7 @@ from .errors import ModelError, RequestError
 from .request import SamplingParams
 
 if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+    from .text.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_IDS = 1024  # each is looked at while ``min_tokens`` holds

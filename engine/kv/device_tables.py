@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
-from qkv_engine.kernels.copies import to_device
 
 from ..config import BLOCK_TOKENS
 from .table import SINK, Block, BlockTable, BlockTables, Journal

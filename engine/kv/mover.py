@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.copies import HostCopies, PinnedRing, RowsCopy
+from qkv_engine.device.pinned import HostCopies, PinnedRing, RowsCopy
 from qkv_engine.kernels.layout import BlockLayout
 from qkv_engine.kernels.transfer import copy, transfer
 
-from ..graphs import Graphs
+from ..device.graphs import Graphs
 from .table import Block, Move
 
 MOST = 128  # blocks of one launch

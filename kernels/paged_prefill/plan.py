@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..copies import to_device
 from ..paged_decode.plan import ABSENT, block_positions
 
 
@@ -80,8 +79,12 @@ class PrefillWork:
 
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
-        moved: dict[str, Any] = {n: to_device(getattr(self, n), device) for n in ("addresses", "tiles", "runs")}
-        return replace(self, **moved, blocks=tuple(to_device(b, device) for b in self.blocks))
+
+        def move(x: Tensor) -> Tensor:
+            return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+
+        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("addresses", "tiles", "runs")}
+        return replace(self, **moved, blocks=tuple(map(move, self.blocks)))
 
 
 def _tiles(starts: Tensor, counts: Tensor, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
 from qkv_engine.metrics import EngineStats
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from qkv_engine.stream import OutputStream
+from qkv_engine.serving.stream import OutputStream
 
 LOGGER = logging.getLogger("qkv_engine")
 

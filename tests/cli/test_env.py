@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from qkv_engine import Engine, __version__, memory
+from qkv_engine import Engine, __version__
 from qkv_engine.bench.provenance import cpu_name
 from qkv_engine.cli import env, main
+from qkv_engine.device import memory
 
 
 def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

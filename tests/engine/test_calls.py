@@ -9,8 +9,8 @@ import pytest
 
 import qkv_engine
 from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestStream, SamplingParams
-from qkv_engine.detokenizer import Detokenizer
-from qkv_engine.reasoning import OutputText, ReasoningMarks, find_marks
+from qkv_engine.text.detokenizer import Detokenizer
+from qkv_engine.text.reasoning import OutputText, ReasoningMarks, find_marks
 
 QUESTION = "What is 47*86?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

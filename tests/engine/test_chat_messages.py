@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from qkv_engine.chat_messages import MAX_CHARS, MAX_DEPTH, check_messages, check_template_kwargs
 from qkv_engine.errors import RequestError
+from qkv_engine.text.chat_messages import MAX_CHARS, MAX_DEPTH, check_messages, check_template_kwargs
 
 
 def nested(depth: int) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import qkv_engine
-from qkv_engine.chat_messages import check_messages
-from qkv_engine.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate, select_template
 from qkv_engine.errors import ModelError, RequestError
-from qkv_engine.template_worker import compile_template
+from qkv_engine.text.chat_messages import check_messages
+from qkv_engine.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate, select_template
+from qkv_engine.text.template_worker import compile_template
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
 CHATML: str = json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine.cohort import Cohort
-from qkv_engine.gpu_steps import GpuSteps
+from qkv_engine.device.cohort import Cohort
+from qkv_engine.device.gpu_steps import GpuSteps
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kv.step_triton import TritonPlanner
 from qkv_engine.request import Request, SamplingParams
-from qkv_engine.sampler import SampleRow
+from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
-from qkv_engine.submission import Submission
+from qkv_engine.serving.submission import Submission
 
 from .kv.test_device_tables import check
 from .test_run_ahead import begin, make_load, play, seen

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
 import qkv_engine
-from qkv_engine.detokenizer import Detokenizer
 from qkv_engine.errors import RequestError
-from qkv_engine.tokenizer import Tokenizer
+from qkv_engine.text.detokenizer import Detokenizer
+from qkv_engine.text.tokenizer import Tokenizer
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
 WORDS = ["▁", "▁the", "▁a", "b", "ab", "c", "▁▁", "é", "中", "\n", "▁▁▁x", "\ufffd", "�b"]

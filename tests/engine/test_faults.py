@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from qkv_engine import DeviceLostError, Engine, EngineDeadError, RequestError, SamplingParams
+from qkv_engine.device.runner import Runner
 from qkv_engine.kv.space import KVSpace
-from qkv_engine.loop import MAX_BATCH, MAX_RECOVERIES, MAX_TRIES
-from qkv_engine.runner import Runner
-from qkv_engine.trials import TRIAL_STEPS
+from qkv_engine.serving.loop import MAX_BATCH, MAX_RECOVERIES, MAX_TRIES
+from qkv_engine.serving.trials import TRIAL_STEPS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
@@ -298,7 +298,7 @@ def test_thousands_at_once_do_not_hold_a_stream_up(engine: Engine, monkeypatch: 
     engine._loop.call(lambda: added.append(0))
     monkeypatch.setattr(core, "add", count_added)
     monkeypatch.setattr(core, "step", count_step)
-    monkeypatch.setattr("qkv_engine.loop.COMMAND_SECONDS", 0.0)
+    monkeypatch.setattr("qkv_engine.serving.loop.COMMAND_SECONDS", 0.0)
     short = SamplingParams(temperature=0.0, max_tokens=1)
     assert len(engine.generate([[5]] * number, short)) == number == sum(added)
     assert max(added) == MAX_BATCH

@@ -10,16 +10,16 @@ import pytest
 
 from qkv_engine import SamplingParams
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
-from qkv_engine.core import EngineCore
-from qkv_engine.gpu_steps import padded_batch
+from qkv_engine.device.gpu_steps import padded_batch
+from qkv_engine.device.runner import Runner
 from qkv_engine.kernels.paged_decode.cut import GRADED, GRADED_SHORT, ItemBlocks
 from qkv_engine.kv.step_triton import TritonPlanner
 from qkv_engine.request import Request
-from qkv_engine.runner import Runner
-from qkv_engine.sampler import SampleRow
+from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+from qkv_engine.serving.core import EngineCore
+from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start
-from qkv_engine.submission import Submission
 
 gpu = pytest.mark.gpu
 LENGTHS = [5, 300, 40, 1, 129, 700, 64, 20]

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qkv_engine.chat_template import ChatTemplate
 from qkv_engine.errors import ModelError, QKVError, RequestError
+from qkv_engine.text.chat_template import ChatTemplate
 
 VARIABLES = {"messages": [{"role": "user", "content": "hi"}]}
 # Two equal values of 2**60 leaves in 60 lists: whatever walks them never ends.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
-from qkv_engine.core import EngineCore
-from qkv_engine.submission import Submission
+from qkv_engine.serving.core import EngineCore
+from qkv_engine.serving.submission import Submission
 
 PROMPT = "What is 47*86?"
 PARAMS = [

@@ -10,13 +10,13 @@ import pytest
 
 from qkv_engine import RequestOutput, SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
-from qkv_engine.core import EngineCore
+from qkv_engine.device.runner import Runner, StepResult
 from qkv_engine.request import Request
-from qkv_engine.runner import Runner, StepResult
-from qkv_engine.sampler import SampleRow
+from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch
+from qkv_engine.serving.core import EngineCore
+from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import Started, start
-from qkv_engine.submission import Submission
 
 
 class LateResults:

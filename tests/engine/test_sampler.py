@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from qkv_engine.errors import RequestError
 from qkv_engine.kernels.sample import Settings, pack_settings, sample, uniform
 from qkv_engine.kernels.sample.reference import pick, weigh
-from qkv_engine.logprobs import TokenLogprobs, token_logprobs
 from qkv_engine.request import SamplingParams
-from qkv_engine.sampler import SampledToken, Sampler, SampleRow
+from qkv_engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from qkv_engine.sampling.sampler import SampledToken, Sampler, SampleRow
 
 SAMPLER = Sampler()
 
@@ -407,7 +407,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv_engine.logprobs.LOGPROB_CHUNK", 7 * 50)
+    monkeypatch.setattr("qkv_engine.sampling.logprobs.LOGPROB_CHUNK", 7 * 50)
     logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
     targets = [i % 50 for i in range(30)]
     found = token_logprobs(logits, targets, 4)

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from qkv_engine import CapacityError, ConfigError, Engine, ModelError, memory, startup
+from qkv_engine import CapacityError, ConfigError, Engine, ModelError, startup
 from qkv_engine.config import EngineConfig, resolve_kv
-from qkv_engine.memory import UNLIMITED, cgroup_headroom
+from qkv_engine.device import memory
+from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
 from qkv_engine.models import hub, loader
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES

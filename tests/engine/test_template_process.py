@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from qkv_engine import chat_template, template_process
-from qkv_engine.chat_template import ChatTemplate
 from qkv_engine.errors import ModelError, RequestError
+from qkv_engine.text import chat_template, template_process
+from qkv_engine.text.chat_template import ChatTemplate
 
 SOURCE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SLOW = "{% for a in range(messages[0].passes) %}{% for b in range(1000) %}{% endfor %}{% endfor %}" + SOURCE
@@ -229,7 +229,7 @@ def test_nothing_is_left_behind() -> None:
 
 SCRIPT = f"""
 import os, sys
-from qkv_engine.chat_template import ChatTemplate
+from qkv_engine.text.chat_template import ChatTemplate
 template = ChatTemplate({SOURCE!r})
 text = template.render({say("hello")!r})
 assert text == "hello"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qkv_engine import ConfigError, Engine
-from qkv_engine.threads import SMALL_MODEL_NBYTES, SMALL_MODEL_THREADS, choose_num_threads, computing_with
+from qkv_engine.device.threads import SMALL_MODEL_NBYTES, SMALL_MODEL_THREADS, choose_num_threads, computing_with
 
 
 def run(program: str, **settings: str) -> str:

@@ -19,8 +19,8 @@ from tokenizers.processors import TemplateProcessing
 
 import qkv_engine
 from qkv_engine.errors import ModelError, RequestError
-from qkv_engine.rust_calls import contain
-from qkv_engine.tokenizer import Tokenizer
+from qkv_engine.text.rust_calls import contain
+from qkv_engine.text.tokenizer import Tokenizer
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
 TOKENIZER = Tokenizer.from_folder(DEMO)

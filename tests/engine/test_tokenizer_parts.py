@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 import qkv_engine
 from qkv_engine.errors import ModelError, RequestError
-from qkv_engine.tokenizer import Tokenizer
-from qkv_engine.tokenizer_parts import MAX_TOKEN_ID, check_tokenizer
+from qkv_engine.text.tokenizer import Tokenizer
+from qkv_engine.text.tokenizer_parts import MAX_TOKEN_ID, check_tokenizer
 
 DEMO = Path(qkv_engine.__file__).parent / "assets" / "demo"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from qkv_engine import RequestOutput, SamplingParams
-from qkv_engine.core import EngineCore
-from qkv_engine.reasoning import OutputText
+from qkv_engine.serving.core import EngineCore
+from qkv_engine.serving.submission import Submission
+from qkv_engine.serving.unread import MOST_UNREAD, PATIENCE, Unread
 from qkv_engine.startup import Started
-from qkv_engine.submission import Submission
-from qkv_engine.unread import MOST_UNREAD, PATIENCE, Unread
+from qkv_engine.text.reasoning import OutputText
 
 from .test_run_ahead import begin, make_core, seen
 

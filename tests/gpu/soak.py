@@ -64,9 +64,9 @@ class Watch:
                 tables.check_integrity()
                 self.memory.append((time.monotonic() - self.started, self.look()))
 
-        def watched_recover() -> None:
+        def watched_recover(isolate: bool) -> bool:
             self.num_recoveries += 1
-            recover()
+            return recover(isolate)
 
         def watched_evacuate() -> bool:
             self.num_evacuations += 1

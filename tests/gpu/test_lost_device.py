@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 PROGRAM = """
 import torch
 from qkv_engine import Engine, EngineDeadError, SamplingParams
-from qkv_engine.runner import Runner
+from qkv_engine.device.runner import Runner
 
 launch, steps = Runner.launch, []
 

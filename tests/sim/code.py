@@ -29,9 +29,9 @@ MODULES = {  # in order of their imports
     "coldest": "qkv_engine.scheduler.coldest",
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
-    "submission": "qkv_engine.submission",
-    "unread": "qkv_engine.unread",
-    "core": "qkv_engine.core",
+    "submission": "qkv_engine.serving.submission",
+    "unread": "qkv_engine.serving.unread",
+    "core": "qkv_engine.serving.core",
 }
 
 

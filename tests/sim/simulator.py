@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
-from qkv_engine.sampler import SampledToken
+from qkv_engine.sampling.sampler import SampledToken
 
 from .code import Code, Patch, load
 from .device import SINK, Device, mix

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.cohort import Cohort
-from qkv_engine.runner import StepResult
+from qkv_engine.device.cohort import Cohort
+from qkv_engine.device.runner import StepResult
 
 from .spy import require
 

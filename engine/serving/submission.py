@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .detokenizer import Detokenizer
-from .errors import QKVError
-from .reasoning import OutputText, ReasoningMarks
-from .request import (
+from ..errors import QKVError
+from ..request import (
     FINISHED,
     CompletionOutput,
     FinishReason,
@@ -22,9 +20,11 @@ from .request import (
     RequestStatus,
     SamplingParams,
 )
-from .sample_row import SampleRow
+from ..sampling.sample_row import SampleRow
+from ..text.detokenizer import Detokenizer
+from ..text.reasoning import OutputText, ReasoningMarks
+from ..text.tokenizer import Tokenizer
 from .stream import OutputStream
-from .tokenizer import Tokenizer
 
 NO_USAGE = KVUsage()  # of a request that has not ended
 

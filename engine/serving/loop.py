@@ -1,6 +1,7 @@
 """The engine's one owner thread: takes commands from any thread, runs steps while there is work.
 
-Callers' threads take no lock, for the reason given in ``engine/stream.py``: they append to a deque and ring a bell.
+Callers' threads take no lock, for the reason given in ``engine/serving/stream.py``: they append to a deque and ring a
+bell.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
+from ..device.threads import computing_with
+from ..errors import DeviceLostError, EngineDeadError, QKVError, RequestError, as_request_error
 from .core import EngineCore
-from .errors import DeviceLostError, EngineDeadError, QKVError, RequestError, as_request_error
 from .stream import forked_error
 from .submission import Submission
-from .threads import computing_with
 
 logger = logging.getLogger("qkv_engine")
 

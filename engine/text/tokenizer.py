@@ -13,9 +13,9 @@ from tokenizers.processors import TemplateProcessing
 
 from qkv_engine.models.files import has_file, parse_json, read_file, read_json_object, read_text
 
+from ..errors import ModelError, RequestError
 from .chat_messages import check_messages, check_template_kwargs
 from .chat_template import ChatTemplate, select_template
-from .errors import ModelError, RequestError
 from .rust_calls import contain
 from .special_marks import SpecialMarks
 from .text_stream import TextDecoder, TextStream

@@ -31,7 +31,7 @@ class PinnedWords:
         self._memory = torch.zeros(partner.shape, dtype=torch.int64, pin_memory=partner.is_cuda)
         buffer = (ctypes.c_char * self._memory.nbytes).from_address(self._memory.data_ptr())
         self.words: memoryview[int] = memoryview(buffer).cast("B").cast("q")
-        self._copied = torch.cuda.Event() if partner.is_cuda else None
+        self._copied = torch.cuda.Event() if partner.is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self) -> None:
         """Enqueues a copy to the partner."""
@@ -44,7 +44,7 @@ class PinnedWords:
     @property
     def is_idle(self) -> bool:
         """Whether the last copy, if there was one, is complete."""
-        return self._copied is None or self._copied.query()
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Blocks until ``is_idle``."""

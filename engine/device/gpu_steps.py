@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
-from qkv_engine.kernels.copies import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
+from ..kv.cache import KVCache
+from ..kv.device_tables import DeviceTables
+from ..kv.step_triton import Cut, TritonPlanner
+from ..sampling.sampler import PendingTokens
 from .graphs import Graphs
-from .kv.cache import KVCache
-from .kv.device_tables import DeviceTables
-from .kv.step_triton import Cut, TritonPlanner
-from .sampler import PendingTokens
 
 if TYPE_CHECKING:
     from .runner import CausalLM

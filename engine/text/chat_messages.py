@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .errors import RequestError
+from ..errors import RequestError
 from .special_marks import clean
 
 MAX_DEPTH = 64  # levels of lists and dicts in one value

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from qkv_engine.scheduler import ScheduledBatch
 
-from .kv.mover import PendingMoves
-from .runner import Pending
+from ..device.runner import Pending
+from ..kv.mover import PendingMoves
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from .errors import ModelError, RequestError
+from ..errors import ModelError, RequestError
 
 START_SECONDS = 10.0  # for Python and Jinja to start on a busy machine; our own code, so no template can use it up
 MAX_FRAME_BYTES = 1 << 26  # of a reply; the longest text allowed takes half of it

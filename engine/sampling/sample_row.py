@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from qkv_engine.kernels.sample import pack_settings
 
-from .request import SamplingParams
+from ..request import SamplingParams
 
 
 class TokenCounts:

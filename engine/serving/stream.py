@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from .errors import EngineDeadError, QKVError
-from .request import RequestOutput
+from ..errors import EngineDeadError, QKVError
+from ..request import RequestOutput
 
 
 class OutputStream:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .metrics import EngineStats
-from .startup import Started
+from ..metrics import EngineStats
+from ..startup import Started
 
 
 def take_snapshot(started: Started) -> EngineStats:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..errors import RequestError
 from .detokenizer import Detokenizer
-from .errors import RequestError
 from .tokenizer import Tokenizer
 
 OPENING, CLOSING = "<think>", "</think>"  # as Qwen3, DeepSeek-R1 and their kin mark it

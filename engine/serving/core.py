@@ -1,7 +1,7 @@
 """The engine's inside, for one thread: schedule, run, turn tokens into text, stop, report.
 
 A request that fails (bad logits, an error in its text, a step that only breaks with it) is ended with its error; the
-others go on. Nothing here knows of threads; ``engine/loop.py`` is the only caller.
+others go on. Nothing here knows of threads; ``engine/serving/loop.py`` is the only caller.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import cast
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
-from .errors import QKVError, RequestError, as_request_error
-from .kv.space import KVSpace
-from .kv.table import Block
+from ..device.memory import is_out_of_memory
+from ..device.runner import Pending, Runner, StepResult
+from ..errors import QKVError, RequestError, as_request_error
+from ..kv.space import KVSpace
+from ..kv.table import Block
+from ..metrics import Counters
+from ..request import FINISHED, FinishReason, Request
+from ..sampling.logprobs import TokenLogprobs
+from ..sampling.sampler import SampledToken, SampleRow
+from ..text.tokenizer import Tokenizer
 from .launched import Launched, NotLaunched
-from .logprobs import TokenLogprobs
-from .memory import is_out_of_memory
-from .metrics import Counters
-from .request import FINISHED, FinishReason, Request
-from .runner import Pending, Runner, StepResult
-from .sampler import SampledToken, SampleRow
 from .submission import Completion, Submission
-from .tokenizer import Tokenizer
 from .trials import Trials
 from .unread import Unread
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from .errors import RequestError
+from ..errors import RequestError
 from .rust_calls import contain
 from .tokenizer_parts import components
 

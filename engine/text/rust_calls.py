@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from .errors import QKVError
+from ..errors import QKVError
 
 P = ParamSpec("P")
 T = TypeVar("T")

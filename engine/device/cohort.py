@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
-from .request import Request
-from .sample_row import SampleRow
+from ..request import Request
+from ..sampling.sample_row import SampleRow
 
 
 class Cohort:

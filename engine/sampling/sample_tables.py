@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.copies import to_device
+from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.sample import UNSEEN, Edits, Settings
 
 from .sample_row import SampleRow

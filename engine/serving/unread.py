@@ -7,9 +7,9 @@ from typing import NamedTuple, cast
 
 from qkv_engine.scheduler import ScheduledRequest, Scheduler
 
-from .cohort import Cohort
-from .request import Request
-from .runner import StepResult
+from ..device.cohort import Cohort
+from ..device.runner import StepResult
+from ..request import Request
 from .submission import Completion, Submission
 
 MOST_UNREAD = 32  # tokens of a request

@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from .errors import ModelError
+from ..errors import ModelError
 from .rust_calls import contain
 
 MAX_TOKEN_ID = (1 << 22) - 1  # the largest vocabularies have a million; the library counts up to the largest id

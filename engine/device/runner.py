@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.copies import to_device
+from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from ..errors import DeviceLostError
+from ..kv.cache import KVCache
+from ..request import Request
+from ..sampling.logprobs import TokenLogprobs, token_logprobs
+from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens, Sampler, SampleRow
 from .cohort import Cohort, prompt_targets
-from .errors import DeviceLostError
-from .kv.cache import KVCache
-from .logprobs import TokenLogprobs, token_logprobs
 from .memory import is_out_of_memory
-from .request import Request
-from .sampler import PendingTokens, SampledToken, SampledTokens, Sampler, SampleRow
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import RequestError
-from .host_copy import HostCopy
-from .request import Logprob
-from .tokenizer import Tokenizer
+from ..device.host_copy import HostCopy
+from ..errors import RequestError
+from ..request import Logprob
+from ..text.tokenizer import Tokenizer
 
 LOGPROB_CHUNK = 1 << 25  # float32 values a chunk of prompt log-probabilities may hold
 

@@ -6,10 +6,10 @@ from itertools import product
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
-from .config import BLOCK_TOKENS
-from .request import Request, SamplingParams
+from ..config import BLOCK_TOKENS
+from ..request import Request, SamplingParams
+from ..sampling.sampler import SampleRow
 from .runner import Runner
-from .sampler import SampleRow
 
 REQUEST_ID = "warm-up"
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.copies import RowsCopy, to_device
+from qkv_engine.device.pinned import RowsCopy, to_device
 from qkv_engine.kernels.sample import NOT_FINITE, edit, sample
 
-from .errors import RequestError
-from .host_copy import HostCopy
+from ..device.host_copy import HostCopy
+from ..errors import RequestError
 from .logprobs import PendingLogprobs, TokenLogprobs
 from .sample_row import SampleRow
 from .sample_tables import make_tables

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import ModelError, RequestError
+from ..errors import ModelError, RequestError
 from .special_marks import clean
 from .template_process import TemplateProcess, WorkerEndedError, start_process
 

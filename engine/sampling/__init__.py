@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling state, tables of it, log-probabilities."""

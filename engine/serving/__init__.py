@@ -1,0 +1,1 @@
+"""The owner thread: submissions and their streams, the core, recovery."""
