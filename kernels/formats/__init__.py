@@ -1,0 +1,1 @@
+"""Page formats: one folder a family."""

@@ -1,0 +1,1 @@
+"""Dense sides: elements as they came."""

@@ -1,0 +1,146 @@
+"""Format families: how one side (K or V) of a page is stored, and all operations on its bytes.
+
+A side has codes and metadata, which may lie apart. The rest of the engine knows a side by its sizes and asks
+``side.family`` for everything else. ``docs/adding_a_format.md`` builds a family step by step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+SideName = Literal["k", "v"]
+SIDE_ALIGN = 128  # bytes: a cache line, so that no row of codes straddles two
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """Extent of one side of a page: KV heads, tokens, elements a head."""
+
+    num_kv_heads: int
+    num_tokens: int
+    head_dim: int
+
+
+class SideBytes(NamedTuple):
+    """The bytes of n page sides, or views of them in the arena.
+
+    Shapes:  codes [n, codes_nbytes] uint8;  meta [n, meta_nbytes] uint8
+    """
+
+    codes: Tensor
+    meta: Tensor
+
+
+@dataclass(frozen=True)
+class Side(ABC):
+    """Layout of one side of a page; families subclass it. Hashable, equal if every byte means the same."""
+
+    name: SideName
+    shape: PageShape
+
+    family: ClassVar[Family]
+
+    @property
+    @abstractmethod
+    def codes_nbytes(self) -> int:
+        """Bytes of the codes of all heads, a multiple of 16; of dense elements, all."""
+
+    @property
+    @abstractmethod
+    def meta_nbytes(self) -> int:
+        """Bytes of all metadata, padding not counted."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> tuple[Any, ...]:
+        """Compile-time record that the family's device functions get: a named tuple of numbers and Triton dtypes."""
+
+    @property
+    def dense_dtype(self) -> torch.dtype | None:
+        """The dtype of elements stored as they came; ``None`` for codes."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and metadata one after the other, padded to a cache line."""
+        return -(-(self.codes_nbytes + self.meta_nbytes) // SIDE_ALIGN) * SIDE_ALIGN
+
+
+class Format(Protocol):
+    """A choice of a family's parameters by name; ``layout`` raises ``ConfigError`` for a shape it cannot take."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bits(self) -> float:
+        """Code bits per element, metadata not counted."""
+        ...
+
+    def layout(self, shape: PageShape, side: SideName) -> Side: ...
+
+
+class CpuOps(NamedTuple):
+    """Operations in vectorised torch. ``rows`` are ``SideBytes`` of n sides; x is [n, H, T, D].
+
+    ``seal(x, out, side)`` writes codes and metadata, returns whether all of x is finite.
+    ``demote(rows, out, old, new)`` writes the side ``old`` as ``new``.
+    ``dequantize(rows, side, dtype)`` returns x.
+    ``scores(q, rows, side)``: q [n, H, G, D] float32 times K. Returns [n, H, G, T] and, apart from it where that is
+    cheaper, a summand [n, H, G] that all tokens of a page share, or None.
+    ``values(p, rows, side)``: p [n, H, G, T] float32 times V, [n, H, G, D].
+    """
+
+    seal: Callable[[Tensor, SideBytes, Any], bool]
+    demote: Callable[[SideBytes, SideBytes, Any, Any], None]
+    dequantize: Callable[[SideBytes, Any, torch.dtype], Tensor]
+    scores: Callable[[Tensor, SideBytes, Any], tuple[Tensor, Tensor | None]]
+    values: Callable[[Tensor, SideBytes, Any], Tensor]
+
+
+class TritonOps(NamedTuple):
+    """Device functions (``triton.jit``). ``p_codes`` and ``p_meta`` are uint8 pointers to a side's codes and metadata.
+
+    ``load_tile(p_codes, p_meta, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, DTYPE)``: tokens ``o_t`` [TILE]
+    of a head as [TILE, BLOCK_D] ``DTYPE``, zero where ``b_t`` is false. Dense pages of sinks have fewer tokens than T.
+    ``seal_head(p_codes, p_meta, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's elements [T, TILE_D], as
+    stored before (``b_raw``) and finite in float32 (``b_x``).
+    ``demote_head(p_codes, p_meta, p_to_codes, p_to_meta, i_h, OLD, NEW, H, T, D, TILE_D)``: writes a head of ``OLD`` as
+    ``NEW``; called for the family of ``NEW``.
+    ``integer(side)``: the functions of the integer decode kernel, see ``paged_decode/int_kernel.py``; ``None`` for a
+    side that the floating-point kernel serves.
+    """
+
+    load_tile: Any
+    seal_head: Any
+    demote_head: Any
+    integer: Callable[[Any], tuple[Any, ...] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Everything that knows the bytes of a kind of side.
+
+    ``formats(dtype)``: the formats by name, for a model that computes in ``dtype``.
+    ``check_step(old, new)`` raises ``ValueError`` if ``old``, of any family, cannot be rewritten as ``new``.
+    ``quantize(x, side)`` and ``dequantize(rows, side)`` (float32) and ``demote(rows, old, new)`` are the plain
+    references that the CPU and Triton operations equal, byte for byte where they write.
+    ``triton()`` imports Triton on first use.
+    """
+
+    name: str
+    formats: Callable[[torch.dtype], Mapping[str, Format]]
+    check_step: Callable[[Side, Side], None]
+    quantize: Callable[[Tensor, Any], SideBytes]
+    dequantize: Callable[[SideBytes, Any], Tensor]
+    demote: Callable[[SideBytes, Any, Any], SideBytes]
+    cpu: CpuOps
+    triton: Callable[[], TritonOps]

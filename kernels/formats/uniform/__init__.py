@@ -1,0 +1,1 @@
+"""Uniform sides: integer codes with (min, range) per group."""
