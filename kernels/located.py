@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .layout import BlockLayout
+from .formats import BlockLayout
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dequant.reference import dequant_reference
+from .dequant import dequant_reference
 from .located import LayerPages, Located
 
 
@@ -16,15 +16,10 @@ def request_tokens(pages: LayerPages, request: Located) -> tuple[Tensor, Tensor]
         slot, valid = request.sink
         pieces.append(pages.sinks[slot, :, :, :valid].float())
     for rung, addresses in request.sealed.items():
-        layout = pages.layouts[rung]
+        page = pages.layouts[rung].pages[pages.layer]
         for address in addresses:
-            sides = [
-                dequant_reference(
-                    pages.memory, torch.tensor([address]) + layout.offsets[i], layout.sides[i], torch.float32
-                )[0]
-                for i in (2 * pages.layer, 2 * pages.layer + 1)
-            ]
-            pieces.append(torch.stack(sides))
+            k, v = dequant_reference(pages.memory, torch.tensor([address]), page)
+            pieces.append(torch.cat((k, v)))
     pieces += [pages.blocks[slot].float() for slot in request.full]
     if request.open is not None:
         slot, valid = request.open

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .demote import demote
-from .layout import BlockLayout, UniformSide
+from .formats import BlockLayout
 from .seal import seal
 
 
@@ -19,7 +19,7 @@ def transfer(
     """
     if source.has_dense:
         seal(memory, src, dst, source, target, finite)
-    if any(isinstance(side, UniformSide) for side in source.sides):
+    if source.has_codes:
         demote(memory, src, dst, source, target)
 
 

@@ -7,16 +7,24 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from qkv_engine.kernels.layout import BlockLayout, DenseSide, check_step
+from qkv_engine.kernels.formats import (
+    BlockLayout,
+    Format,
+    PageShape,
+    Side,
+    check_step,
+    make_format,
+    narrower_formats,
+)
+from qkv_engine.kernels.formats.family import SideName
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
-from .formats import Format, PageShape, make_format
-from .formats.dense import Dense
 
 if TYPE_CHECKING:
     import torch
 
+SIDES: tuple[SideName, SideName] = ("k", "v")
 SLOT_ALIGN = 128  # bytes: slots start on a cache line
 
 
@@ -31,8 +39,8 @@ class Rung:
     @cached_property
     def layout(self) -> BlockLayout:
         """Where the pages lie in a slot: layer after layer, K side then V side."""
-        return BlockLayout(
-            tuple(side for k, v in self.layers for side in (k.layout(self.shape, "k"), v.layout(self.shape, "v")))
+        return BlockLayout.stack(
+            side for k, v in self.layers for side in (k.layout(self.shape, "k"), v.layout(self.shape, "v"))
         )
 
     @cached_property
@@ -43,11 +51,11 @@ class Rung:
     @cached_property
     def codes_nbytes(self) -> int:
         """Code bytes of a block, its dense sides not counted."""
-        return sum(f.codes_nbytes(self.shape) for pair in self.layers for f in pair if not isinstance(f, Dense))
+        return sum(side.codes_nbytes for side in self.layout.sides if side.dense_dtype is None)
 
     @cached_property
     def dense_nbytes(self) -> int:
-        return sum(f.codes_nbytes(self.shape) for pair in self.layers for f in pair if isinstance(f, Dense))
+        return sum(side.codes_nbytes for side in self.layout.sides if side.dense_dtype is not None)
 
     @property
     def meta_nbytes(self) -> int:
@@ -62,6 +70,13 @@ class Rung:
     def bits(self) -> float:
         """The fewest code bits of any side."""
         return min(f.bits for pair in self.layers for f in pair)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a dense rung's elements."""
+        dtype = self.layout.sides[0].dense_dtype
+        assert dtype is not None, "ladders begin dense"
+        return dtype
 
     @property
     def token_nbytes(self) -> float:
@@ -125,7 +140,7 @@ def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_d
     rungs = tuple(_build_rung(rung, num_layers, shape, dtype) for rung in config.rungs)
     if not rungs[0].is_dense:
         raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name)
-    if len({side.dtype for side in rungs[0].layout.sides if isinstance(side, DenseSide)}) > 1:
+    if len({side.dense_dtype for side in rungs[0].layout.sides}) > 1:
         remedy = "Store K and V of all its layers in one dense format"
         raise ConfigError("the first rung mixes dtypes", field="rungs", value=rungs[0].name, remedy=remedy)
     for wide, narrow in pairwise(rungs):
@@ -143,19 +158,36 @@ def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: to
         if len(each) != num_layers:
             raise ConfigError(f"{len(each)} formats for {num_layers} layers", field="rung", value=config.name)
         sides.append([make_format(name, dtype) for name in each])
-    return Rung(config.name, tuple(zip(*sides, strict=True)), shape)
+    rung = Rung(config.name, tuple(zip(*sides, strict=True)), shape)
+    for layer, pair in enumerate(rung.layers):
+        for fmt, side in zip(pair, SIDES, strict=True):
+            _check_shape(fmt, shape, side, f"{side.upper()} of layer {layer} of rung {config.name}")
+    return rung
+
+
+def _check_shape(fmt: Format, shape: PageShape, side: SideName, where: str) -> None:
+    try:
+        fmt.layout(shape, side)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", field="format", value=fmt.name, remedy=error.remedy) from error
 
 
 def _check_step(wide: Rung, narrow: Rung) -> None:
     """Bytes shrink, no layer grows, and every side can step as the kernels do it."""
     if narrow.block_nbytes >= wide.block_nbytes:
         raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name)
-    for old, new in zip(wide.layout.sides, narrow.layout.sides, strict=True):
+    for index, (old, new) in enumerate(zip(wide.layout.sides, narrow.layout.sides, strict=True)):
+        where = f"{old.name.upper()} of layer {index // 2}"
         if new.nbytes > old.nbytes:
-            raise ConfigError(f"a layer grows from rung {wide.name}", field="rung", value=narrow.name)
+            raise ConfigError(f"{where} grows from rung {wide.name}", field="rung", value=narrow.name)
         try:
             check_step(old, new)
         except ValueError as error:
-            raise ConfigError(
-                f"no step leads here from {wide.name}: {error}", field="rung", value=narrow.name
-            ) from error
+            problem = f"{where}: no step leads here from rung {wide.name}: {error}"
+            raise ConfigError(problem, field="rung", value=narrow.name, remedy=_steps_from(old)) from error
+
+
+def _steps_from(old: Side) -> str:
+    """Choices for the next rung of a side."""
+    choices = [f.name for f in narrower_formats(old)]
+    return f"Choose from {', '.join(choices)}" if choices else "End the ladder there"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, RowsCopy
-from qkv_engine.kernels.layout import BlockLayout
+from qkv_engine.kernels.formats import BlockLayout
 from qkv_engine.kernels.transfer import copy, transfer
 
 from ..device.graphs import Graphs

@@ -18,7 +18,6 @@ from qkv_engine.models.rope import Rotation
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..config import BLOCK_TOKENS
-from .formats.dense import Dense
 from .ladder import Ladder
 from .table import BlockTable, BlockTables
 
@@ -108,7 +107,7 @@ class StepPlanner:
     def _token_rows(self, batch: ScheduledBatch, tables: BlockTables) -> list[tuple[int, int]]:
         """Where the K and V of the step's tokens go; see ``kernels/rope_kv_write/rows.py``."""
         shape, sink = self.ladder.widest.shape, self.ladder.sink
-        row_nbytes = self.ladder.widest.layout.sides[0].nbytes // (shape.num_kv_heads * shape.num_tokens)
+        row_nbytes = shape.head_dim * self.ladder.widest.dtype.itemsize
         rows: list[tuple[int, int]] = []
         for item in batch.items:
             table, start = tables[item.request.request_id], item.start
@@ -167,9 +166,7 @@ def _are_alike(extents: list[Extent], others: list[Extent]) -> bool:
 
 def _layer_pages(memory: Tensor, ladder: Ladder) -> list[LayerPages]:
     rung, shape = ladder.widest, ladder.widest.shape
-    fmt = rung.layers[0][0]
-    assert isinstance(fmt, Dense), "ladders begin dense"
-    elements, num_layers = memory.view(fmt.dtype), len(rung.layers)
+    elements, num_layers = memory.view(rung.dtype), len(rung.layers)
     blocks = elements.view(-1, num_layers, 2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim)
     sinks = None
     if ladder.sink:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cpu import Kept, block_attention
+from .cpu import block_attention
 from .reference import block_attention_reference
 
-__all__ = ["Kept", "block_attention", "block_attention_reference"]
+__all__ = ["block_attention", "block_attention_reference"]

@@ -1,35 +1,27 @@
-"""Dequantization: page sides as plain tensors, for attention on the CPU, prefill over sealed blocks and tests."""
+"""Dequantization on the CPU: page sides as plain tensors, for prefill over sealed blocks, references and tests."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, Side
-from .reference import dequant_reference
+from ..formats import PageLayout
+from ..formats.rows import page_rows
 
 
-def dequant(
-    memory: Tensor, addresses: Tensor, layout: BlockLayout, layer: int, side: str, dtype: torch.dtype
-) -> Tensor:
-    """K ("k") or V ("v") of one layer of the blocks at ``addresses``.
+def dequant(memory: Tensor, addresses: Tensor, page: PageLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V of one layer of the blocks at ``addresses``.
 
-    Shapes:  memory [M] uint8;  addresses [n] int64, byte addresses of slots;  returns [n, H, T, D] ``dtype``
-    Source:  x = min + code * range / (2^bits - 1)
+    Shapes:  memory [M] uint8;  addresses [n] int64, byte addresses of slots;  returns [n, H, T, D] ``dtype`` each
     """
-    index = 2 * layer + (side == "v")
-    return dequant_side(memory, addresses + layout.offsets[index], layout.sides[index], dtype)
+    k, v = page_rows(memory, addresses, page)
+    return page.k.family.cpu.dequantize(k, page.k, dtype), page.v.family.cpu.dequantize(v, page.v, dtype)
 
 
-def dequant_side(memory: Tensor, addresses: Tensor, side: Side, dtype: torch.dtype) -> Tensor:
-    """The same for sides that start at ``addresses``."""
-    if memory.is_cuda:
-        from .triton import dequant_triton
-
-        return dequant_triton(memory, addresses, side, dtype)
-    from .cpu import dequant_cpu
-
-    return dequant_cpu(memory, addresses, side, dtype)
+def dequant_reference(memory: Tensor, addresses: Tensor, page: PageLayout) -> tuple[Tensor, Tensor]:
+    """The same in float32 by the plain references of the families."""
+    k, v = page_rows(memory, addresses, page)
+    return page.k.family.dequantize(k, page.k), page.v.family.dequantize(v, page.v)
 
 
-__all__ = ["dequant", "dequant_reference", "dequant_side"]
+__all__ = ["dequant", "dequant_reference"]

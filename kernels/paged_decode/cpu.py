@@ -15,16 +15,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..block_attention import Kept, block_attention
-from ..dequant import dequant
-from ..layout import UniformSide
+from ..block_attention import block_attention
 from ..located import LayerPages, Located
 from ..partial import merge_parts, partial_attention
 
 MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading it in place: a gather is two more passes
 FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
-FEW_SINKS = 4  # sinks joined with the open blocks of their requests: up to so many the copy costs less than a call
-FEW_SEALED = 64  # sealed blocks whose metadata is kept in float32 from step to step: an eighth of 4-bit blocks
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
 Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
@@ -74,52 +70,17 @@ class DenseGroup:
 
 
 @dataclass(frozen=True)
-class JoinedGroup:
-    """The open blocks of few requests, each attended together with its request's sink, which is full."""
-
-    sinks: slice | Tensor
-    slots: slice | Tensor
-    queries: Tensor | None
-    num_sink: int
-    num_tokens: int
-    mask: Tensor | None
-    places: tuple[int, ...]
-
-    def with_lengths(self, lengths: Sequence[int], device: torch.device) -> JoinedGroup:
-        """See ``DenseGroup``."""
-        num_tokens, total = max(lengths), self.num_sink + max(lengths)
-        mask = _mask(self.places, [self.num_sink + n for n in lengths], total, len(self.places), device)
-        return replace(self, num_tokens=num_tokens, mask=mask)
-
-    def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        assert pages.sinks is not None
-        sinks, blocks = pages.sinks[self.sinks], pages.blocks[:, :, :, : self.num_tokens][self.slots]
-        k, v = torch.cat((sinks, blocks), 3).unbind(1)
-        queries = _select(q.to(k.dtype), self.queries, len(self.places))
-        return [partial_attention(queries, k, v, scale=scale, mask=self.mask)]
-
-
-@dataclass(frozen=True)
 class SealedGroup:
-    """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place.
-
-    ``kept`` is for ``block_attention``, where the blocks are few.
-    """
+    """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place."""
 
     rung: int
     where: Tensor | range
     queries: Tensor | None
-    kept: Kept | None
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        layout, layer = pages.layouts[self.rung], pages.layer
         if self.queries is not None:
             q = q[self.queries]
-        if all(isinstance(side, UniformSide) for side in layout.sides[2 * layer : 2 * layer + 2]):
-            return [block_attention(q, pages.memory, self.where, layout, layer, scale, self.kept)]
-        addresses = torch.tensor(self.where) if isinstance(self.where, range) else self.where
-        k, v = (dequant(pages.memory, addresses, layout, layer, side, torch.float32) for side in "kv")
-        return [partial_attention(q.float().expand(len(k), -1, -1, -1), k, v, scale=scale)]
+        return [block_attention(q, pages.memory, self.where, pages.layouts[self.rung].pages[pages.layer], scale)]
 
 
 @dataclass(frozen=True)
@@ -127,15 +88,13 @@ class DecodePlan:
     """Everything about one step's decode attention that is the same for all layers.
 
     ``order`` [B, P] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
-    request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already, or
-    with ``part_by_part`` the first part of every request, then every second one, and so on.
+    request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already.
     """
 
-    groups: tuple[DenseGroup | JoinedGroup | SealedGroup, ...]
+    groups: tuple[DenseGroup | SealedGroup, ...]
     num_parts: int
     order: Tensor | None
     missing: Tensor | None
-    part_by_part: bool = False
 
     @classmethod
     def build(cls, requests: list[Located], block_tokens: int, device: torch.device) -> DecodePlan:
@@ -143,14 +102,10 @@ class DecodePlan:
         sinks: list[Member] = [(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink]
         full: list[Member] = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
         opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
-        is_joined = not full and len(requests) == len(sinks) == len(opened) <= FEW_SINKS
-        if not is_joined:
-            builder.add_dense(sinks, is_sink=True)
+        builder.add_dense(sinks, is_sink=True)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             builder.add_sealed(rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())])
-        if is_joined:
-            builder.add_joined(sinks, opened)
-        elif len(full) + len(opened) <= FEW_BLOCKS:
+        if len(full) + len(opened) <= FEW_BLOCKS:
             builder.add_dense(full + opened, is_sink=False)
         else:
             builder.add_dense(full, is_sink=False)
@@ -171,7 +126,7 @@ class _Builder:
 
     def __init__(self, num_requests: int, block_tokens: int, device: torch.device):
         self.block_tokens, self.device = block_tokens, device
-        self.groups: list[DenseGroup | JoinedGroup | SealedGroup] = []
+        self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
 
@@ -191,24 +146,6 @@ class _Builder:
         self.groups.append(group.with_lengths(valid, self.device) if valid else group)
         self._num_outputs += len(owner)
 
-    def add_joined(self, sinks: list[Member], opened: list[Member]) -> None:
-        """Both have one member a request, in order."""
-        owner = sorted(range(len(opened)), key=lambda b: opened[b][0])
-        place = sorted(range(len(opened)), key=owner.__getitem__)
-        for b, p in enumerate(place):
-            self._parts[b].append(self._num_outputs + p)
-        group = JoinedGroup(
-            self._take([sinks[b][0] for b in owner]),
-            self._take([opened[b][0] for b in owner]),
-            self._queries(owner),
-            num_sink=sinks[0][2] or 0,
-            num_tokens=0,
-            mask=None,
-            places=tuple(place),
-        )
-        self.groups.append(group.with_lengths([n or 0 for _, _, n in opened], self.device))
-        self._num_outputs += len(place)
-
     def add_sealed(self, rung: int, members: list[tuple[int, int]]) -> None:
         """Addresses of blocks with their request."""
         members = sorted(members)
@@ -218,28 +155,20 @@ class _Builder:
         where = _even_run(addresses)
         queries = self._queries([request for _, request in members])
         place = torch.tensor(addresses, device=self.device) if where is None else where
-        kept: Kept | None = {} if len(members) <= FEW_SEALED else None
-        self.groups.append(SealedGroup(rung, place, queries, kept))
+        self.groups.append(SealedGroup(rung, place, queries))
         self._num_outputs += len(members)
 
-    def order(self) -> tuple[int, Tensor | None, Tensor | None, bool]:
-        """``DecodePlan.num_parts``, ``order``, ``missing`` and ``part_by_part``."""
-        most, batch = max(len(mine) for mine in self._parts), len(self._parts)
+    def order(self) -> tuple[int, Tensor | None, Tensor | None]:
+        """``DecodePlan.num_parts``, ``order`` and ``missing``."""
+        most = max(len(mine) for mine in self._parts)
         rows = [mine + mine[:1] * (most - len(mine)) for mine in self._parts]
-        flat, count = [part for row in rows for part in row], list(range(self._num_outputs))
-        if flat == count:
-            return most, None, None, False
-        if flat == [part for b in range(batch) for part in count[b::batch]]:
-            return most, None, None, True
+        if [part for row in rows for part in row] == list(range(self._num_outputs)):
+            return most, None, None
         missing = None
         if any(len(mine) < most for mine in self._parts):
             present = [[i >= len(mine) for i in range(most)] for mine in self._parts]
             missing = torch.tensor(present, device=self.device)
-        return most, torch.tensor(rows, device=self.device), missing, False
-
-    def _take(self, slots: list[int]) -> slice | Tensor:
-        run = _even_run(slots)
-        return torch.tensor(slots, device=self.device) if run is None else _as_slice(run)
+        return most, torch.tensor(rows, device=self.device), missing
 
     def _queries(self, owner: list[int]) -> Tensor | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
@@ -313,8 +242,6 @@ def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
     """Outputs [n, ...] as [B, num_parts, ...]."""
     if plan.order is not None:
         return x[plan.order]
-    if plan.part_by_part:
-        return x.view(plan.num_parts, -1, *x.shape[1:]).transpose(0, 1)
     return x.view(-1, plan.num_parts, *x.shape[1:])
 
 

@@ -13,7 +13,7 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..tiles.overlap import begin_overlap, end_overlap
+from ..overlap import begin_overlap, end_overlap
 
 
 @triton.jit

@@ -10,7 +10,7 @@ Source:  flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..tiles.overlap import end_overlap
+from ..overlap import end_overlap
 
 
 @triton.jit

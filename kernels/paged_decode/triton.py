@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ..overlap import can_overlap
 from ..tiles import DenseSide, PageFormat, UniformSide
 from ..tiles.launch import page_constexprs
-from ..tiles.overlap import can_overlap
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
 from .merge import merge_kernel

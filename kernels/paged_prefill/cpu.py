@@ -52,7 +52,7 @@ def _history(pages: LayerPages, past: Located, dtype: torch.dtype) -> Iterator[t
     for rung, addresses in past.sealed.items():
         for some in _pieces(addresses):
             at = torch.tensor(some, device=device)
-            sides = [dequant(pages.memory, at, pages.layouts[rung], pages.layer, side, dtype) for side in "kv"]
+            sides = dequant(pages.memory, at, pages.layouts[rung].pages[pages.layer], dtype)
             k, v = (side.transpose(0, 1).flatten(1, 2) for side in sides)
             yield k, v
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tiles.overlap import begin_overlap, end_overlap, overlap_options
+from ..overlap import begin_overlap, end_overlap, overlap_options
 
 
 @triton.jit(do_not_specialize=["N"])

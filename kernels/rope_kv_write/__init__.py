@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from .reference import rope_kv_write_reference
-from .rows import token_rows
 
 
 def rope_kv_write(
@@ -36,4 +35,4 @@ def rope_kv_write(
     return rope_kv_write_reference(qkv, cos, signed_sin, rows, pages, layer, num_kv_heads, norm_weight, eps)
 
 
-__all__ = ["rope_kv_write", "rope_kv_write_reference", "token_rows"]
+__all__ = ["rope_kv_write", "rope_kv_write_reference"]

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tiles.overlap import begin_overlap, end_overlap, overlap_options
+from ..overlap import begin_overlap, end_overlap, overlap_options
 
 TILE_H = 8
 

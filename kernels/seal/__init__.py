@@ -1,12 +1,12 @@
-"""Sealing: full dense blocks become codes with (min, range) metadata."""
+"""Sealing: full dense blocks become codes with metadata."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout
-from .reference import quantize, seal_reference
+from ..formats import BlockLayout
+from .reference import seal_reference
 
 
 def seal(
@@ -17,19 +17,18 @@ def seal(
     target: BlockLayout,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """Writes the blocks at ``src``, sealed, at ``dst``: every dense side, in all layers, in one launch.
+    """Writes the blocks at ``src``, sealed, at ``dst``: every dense side, in all layers, a launch a format.
 
-    A side that is dense in both layouts is copied. Uniform sides of ``source`` are left to ``demote``. Padding
+    A side that is dense in both layouts is copied. Other sides of ``source`` are left to ``demote``. Padding
     bytes are not written. A block's bytes do not depend on the other blocks of the call.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
              finite [n] int64, ones, made if not given
     Returns: ``finite``, 0 for a block that holds a NaN or an infinity (stored as 0: codes and metadata stay finite)
     Errors:  ValueError if a dense side changes its dtype
-    Source:  KIVI (arXiv 2402.02750) with (min, range) metadata; see ``quantize`` for the arithmetic
     """
-    for old, new in source.pairs(target):
-        if type(old) is type(new) and getattr(old, "dtype", None) != getattr(new, "dtype", None):
+    for old, new in source.steps(target):
+        if old.dense_dtype is not None and new.dense_dtype not in (None, old.dense_dtype):
             raise ValueError(f"a dense side keeps its dtype: {old} -> {new}")
     if finite is None:
         finite = torch.ones(len(src), dtype=torch.int64, device=memory.device)
@@ -44,4 +43,4 @@ def seal(
     return finite
 
 
-__all__ = ["quantize", "seal", "seal_reference"]
+__all__ = ["seal", "seal_reference"]

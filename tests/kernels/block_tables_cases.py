@@ -13,7 +13,6 @@ from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
 from qkv_engine.kernels.paged_decode.cut import ItemBlocks
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
-from qkv_engine.kernels.rope_kv_write import token_rows
 
 from .interpreted import report
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
-from qkv_engine.kernels.rope_kv_write import rope_kv_write_reference, token_rows
+from qkv_engine.kernels.rope_kv_write import rope_kv_write_reference
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_triton

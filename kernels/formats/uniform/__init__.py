@@ -1,1 +1,35 @@
-"""Uniform sides: integer codes with (min, range) per group."""
+"""Uniform sides: integer codes of 8, 4, 3, 2 or 1 bits with a minimum and a range per group.
+
+Source: KIVI (arXiv 2402.02750), with (min, range) for (scale, zero).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..family import Family, Side, TritonOps
+from .cpu import UNIFORM_CPU
+from .layout import Uniform, UniformSide, uniform_formats
+from .reference import check_step, demote, dequantize, quantize
+
+
+def _check_step(old: Side, new: UniformSide) -> None:
+    if not isinstance(old, UniformSide):
+        raise ValueError(f"no demotion leads from {old.family.name} to uniform sides")
+    check_step(old, new)
+
+
+def _formats(dtype: torch.dtype) -> dict[str, Uniform]:
+    return uniform_formats()
+
+
+def _triton() -> TritonOps:
+    from .triton import UNIFORM_TRITON
+
+    return UNIFORM_TRITON
+
+
+UNIFORM = Family("uniform", _formats, _check_step, quantize, dequantize, demote, UNIFORM_CPU, _triton)
+UniformSide.family = UNIFORM
+
+__all__ = ["UNIFORM", "Uniform", "UniformSide"]

@@ -1,0 +1,63 @@
+"""Dense sides in torch, plainly and on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..family import CpuOps, Side, SideBytes
+from .layout import DenseSide
+
+
+def elements(rows: SideBytes, side: DenseSide) -> Tensor:
+    """Elements [n, H, T, D] in the side's dtype, a view."""
+    shape = side.shape
+    return rows.codes.view(side.dtype).view(-1, shape.num_kv_heads, shape.num_tokens, shape.head_dim)
+
+
+def quantize(x: Tensor, side: DenseSide) -> SideBytes:
+    """The bytes of ``x`` [n, H, T, D] in the side's dtype."""
+    rows = x.to(side.dtype).contiguous().flatten(1).view(torch.uint8)
+    return SideBytes(rows, rows[:, :0])
+
+
+def dequantize(rows: SideBytes, side: DenseSide) -> Tensor:
+    """Elements [n, H, T, D] float32."""
+    return elements(rows, side).float()
+
+
+def check_step(old: Side, new: DenseSide) -> None:
+    """Raises ``ValueError`` unless both are dense in one dtype."""
+    if old.dense_dtype is None:
+        raise ValueError("a sealed side cannot become dense again")
+    if old.dense_dtype != new.dtype:
+        raise ValueError("a dense side keeps its dtype")
+
+
+def demote(rows: SideBytes, old: Side, new: DenseSide) -> SideBytes:
+    """Never called: a dense side follows dense sides alone, which are copied."""
+    raise ValueError(f"no demotion leads to {new}")
+
+
+def _seal(x: Tensor, out: SideBytes, side: DenseSide) -> bool:
+    elements(out, side).copy_(x)
+    return bool(x.isfinite().all())
+
+
+def _demote(rows: SideBytes, out: SideBytes, old: Side, new: DenseSide) -> None:
+    demote(rows, old, new)
+
+
+def _dequantize(rows: SideBytes, side: DenseSide, dtype: torch.dtype) -> Tensor:
+    return elements(rows, side).to(dtype)
+
+
+def _scores(q: Tensor, rows: SideBytes, side: DenseSide) -> tuple[Tensor, None]:
+    return q @ elements(rows, side).float().mT, None
+
+
+def _values(p: Tensor, rows: SideBytes, side: DenseSide) -> Tensor:
+    return p @ elements(rows, side).float()
+
+
+DENSE_CPU = CpuOps(_seal, _demote, _dequantize, _scores, _values)

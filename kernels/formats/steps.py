@@ -1,0 +1,18 @@
+"""Where the sides of two layouts lie, as tables on the device for kernels that rewrite blocks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .family import Side
+from .page import BlockLayout
+
+
+@lru_cache  # an engine has few layouts, for life
+def step_table(source: BlockLayout, target: BlockLayout, old: Side, new: Side, device: torch.device) -> Tensor:
+    """Offsets of codes and metadata in the source and in the target for each ``old`` that becomes ``new``: [n, 4]."""
+    rows = [(*step.source, *step.target) for step in source.steps(target)[old, new]]
+    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -1,0 +1,73 @@
+"""Codes in registers to plane sets in memory, and one element's code back: device functions, laid out as in ``codes``.
+
+Tiles are [T, TILE_D] with channels d >= D as padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_codes(
+    p_codes, b_codes, BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
+    """Packs b_codes [T, TILE_D] int32 and writes it at p_codes (uint8)."""
+    if BITS == 3:
+        _store_set(p_codes, b_codes & 3, 2, IS_K, T, D, TILE_D)
+        _store_set(p_codes + T // 4 * D, b_codes >> 2, 1, IS_K, T, D, TILE_D)
+    else:
+        _store_set(p_codes, b_codes, BITS, IS_K, T, D, TILE_D)
+
+
+@triton.jit
+def _store_set(
+    p_codes, b_codes, WIDTH: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
+    PLANES: tl.constexpr = 4 if WIDTH == 1 else 8 // WIDTH
+    LANES: tl.constexpr = T // PLANES
+    COLUMNS: tl.constexpr = D // 2 if WIDTH == 1 else D
+    shift = tl.arange(0, PLANES) * WIDTH
+    b_bytes = tl.sum(tl.reshape(b_codes, (PLANES, LANES, TILE_D)) << shift[:, None, None], 0)
+    o_lane = tl.arange(0, LANES)
+    o_d = tl.arange(0, TILE_D)
+    if WIDTH == 1:  # the second half of the channels goes into the high nibbles of the first
+        o_other = tl.minimum(o_d + COLUMNS, TILE_D - 1)
+        b_bytes |= tl.gather(b_bytes, tl.broadcast_to(o_other[None, :], (LANES, TILE_D)), 1) << 4
+    b_bytes = b_bytes.to(tl.uint8)
+    if IS_K:
+        tl.store(p_codes + o_lane[:, None] * COLUMNS + o_d[None, :], b_bytes, mask=o_d[None, :] < COLUMNS)
+    else:
+        tl.store(p_codes + o_d[:, None] * LANES + o_lane[None, :], tl.trans(b_bytes), mask=o_d[:, None] < COLUMNS)
+
+
+@triton.jit
+def load_codes(p_codes, o_t, o_d, m_x, BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
+    """Codes of tokens ``o_t`` and channels ``o_d`` as [TILE, BLOCK_D] int32. Each byte is read once a plane."""
+    if BITS == 3:
+        b_codes = _load_set(p_codes, o_t, o_d, m_x, 2, IS_K, T, D)
+        b_codes += _load_set(p_codes + T // 4 * D, o_t, o_d, m_x, 1, IS_K, T, D) << 2
+    else:
+        b_codes = _load_set(p_codes, o_t, o_d, m_x, BITS, IS_K, T, D)
+    return b_codes
+
+
+@triton.jit
+def _load_set(p_codes, o_t, o_d, m_x, WIDTH: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
+    LANES: tl.constexpr = T // 4 if WIDTH == 1 else T * WIDTH // 8
+    COLUMNS: tl.constexpr = D // 2 if WIDTH == 1 else D
+    shift = (o_t // LANES * WIDTH)[:, None] + (o_d // COLUMNS * 4)[None, :]
+    o_lane, o_column = (o_t % LANES)[:, None], (o_d % COLUMNS)[None, :]
+    o_byte = o_lane * COLUMNS + o_column if IS_K else o_column * LANES + o_lane
+    return tl.load(p_codes + o_byte, mask=m_x, other=0).to(tl.int32) >> shift & (1 << WIDTH) - 1
+
+
+@triton.jit
+def shrink_codes(b_codes, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr):
+    """The equivalent right shifts FROM_BITS -> TO_BITS as one exact division, which they equal for every code.
+
+    The chain of shifts itself is avoided: Triton 3.6 gives wrong 1-bit codes for it from 4 bits on sm_90.
+    """
+    RATIO: tl.constexpr = (2**FROM_BITS - 1) // (2**TO_BITS - 1)
+    return (b_codes + RATIO // 2) // RATIO
