@@ -13,7 +13,7 @@ Source:  FlashAttention-2 (arXiv 2307.08691)
 import triton
 import triton.language as tl
 
-from ..tiles.dense import load_dense
+from ..formats.dense.triton import load_tile
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def attend_partly(
     S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
+    SIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The sink and then tiles ``first_tile`` to ``num_tiles`` of the blocks after it, up to each row's position.
@@ -105,8 +105,8 @@ def attend_partly(
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
         b_t = (o_t < num_page_tokens) & (o_position < end)
-        b_k = load_dense(p_k, i_h, o_t, b_t, num_page_tokens, False, 16, False, 0, DTYPE, H, T, D, BLOCK_D, DTYPE)
-        b_v = load_dense(p_v, i_h, o_t, b_t, num_page_tokens, True, 16, False, 0, DTYPE, H, T, D, BLOCK_D, DTYPE)
+        b_k = load_tile(p_k, p_k, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, SIDE.STORED)
+        b_v = load_tile(p_v, p_v, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, SIDE.STORED)
         b_seen = b_t[None, :] & (o_position[None, :] <= b_position[:, None])
         b_m, b_l, b_acc = attend_tile(b_q, b_k, b_v, b_m, b_l, b_acc, b_seen, True, scale_log2)
     return b_m, b_l, b_acc
@@ -140,7 +140,7 @@ def prefill_kernel(
     D: tl.constexpr,
     T: tl.constexpr,
     S: tl.constexpr,
-    DTYPE: tl.constexpr,
+    SIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -162,7 +162,7 @@ def prefill_kernel(
     b_mask = b_m_mask[:, None] & (o_d < D)[None, :]
     o_n = (i_row + o_token).to(tl.int64)
     p_q = q_ptr + (o_n * stride_q_n + o_head * stride_q_h)[:, None] + o_d[None, :]
-    b_q = tl.load(p_q, mask=b_mask, other=0.0).to(DTYPE)
+    b_q = tl.load(p_q, mask=b_mask, other=0.0).to(SIDE.STORED)
     o_state = o_n * (H * G) + o_head
     p_o = o_ptr + (o_state * D)[:, None] + o_d[None, :]
     PAGE_TILES: tl.constexpr = T // TILE
@@ -190,7 +190,7 @@ def prefill_kernel(
         )  # fmt: skip
         b_m, b_l, b_acc = attend_partly(
             b_q, b_m, b_l, b_acc, start + o_token, end, p_addresses, num_sinks, position, full_tiles, num_tiles, i_h,
-            arena_ptr, k_offset, v_offset, scale_log2, H, D, T, S, BLOCK_D, TILE, DTYPE, TAIL_STAGES,
+            arena_ptr, k_offset, v_offset, scale_log2, H, D, T, S, BLOCK_D, TILE, SIDE, TAIL_STAGES,
         )  # fmt: skip
     b_out = b_acc / tl.maximum(b_l, 1e-30)[:, None]
     if IS_LAST:

@@ -15,23 +15,19 @@ import triton.language as tl
 @triton.jit
 def stage_kernel(
     arena_ptr,
-    k_offset,
-    v_offset,
+    k_codes,
+    k_meta,
+    v_codes,
+    v_meta,
     blocks_ptr,
     first,
     addresses_ptr,
     staged_ptr,
     staged_addresses_ptr,
     LOAD_K: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_PER_TOKEN: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_STORED: tl.constexpr,
+    K_SIDE: tl.constexpr,
     LOAD_V: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_PER_TOKEN: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_STORED: tl.constexpr,
+    V_SIDE: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
@@ -51,8 +47,7 @@ def stage_kernel(
     b_t = o_t < T
     b_mask = b_t[:, None] & (o_d < D)[None, :]
     p_out += ((i_h * T + o_t) * D)[:, None] + o_d[None, :]
-    p_k, p_v = p_slot + k_offset, p_slot + v_offset
-    b_k = LOAD_K(p_k, i_h, o_t, b_t, T, False, K_BITS, K_PER_TOKEN, K_GROUP, K_STORED, H, T, D, BLOCK_D, DTYPE)
+    b_k = LOAD_K(p_slot + k_codes, p_slot + k_meta, i_h, o_t, b_t, T, K_SIDE, H, T, D, BLOCK_D, DTYPE)
     tl.store(p_out, b_k, mask=b_mask)
-    b_v = LOAD_V(p_v, i_h, o_t, b_t, T, True, V_BITS, V_PER_TOKEN, V_GROUP, V_STORED, H, T, D, BLOCK_D, DTYPE)
+    b_v = LOAD_V(p_slot + v_codes, p_slot + v_meta, i_h, o_t, b_t, T, V_SIDE, H, T, D, BLOCK_D, DTYPE)
     tl.store(p_out + SIDE, b_v, mask=b_mask)

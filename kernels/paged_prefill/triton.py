@@ -18,8 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..paged_decode.triton import Tuning
-from ..tiles import DenseSide, PageFormat
-from ..tiles.launch import TL_DTYPE, page_constexprs
+from ..formats import BlockLayout, PageLayout, Side
+from ..formats.dense import DenseSide
+from ..formats.loaders import page_loaders
 from .kernel import prefill_kernel
 from .plan import PrefillWork
 from .stage import stage_kernel
@@ -41,7 +42,7 @@ class Launch:
     """One launch over dense pages in ``memory``: of rung 0, or a ``piece`` of the blocks of another rung."""
 
     rung: int
-    page: PageFormat
+    page: PageLayout
     memory: Tensor
     addresses: Tensor
     piece: tuple[int, int] | None = None
@@ -51,7 +52,7 @@ def paged_prefill(
     q: Tensor,
     arena: Tensor,
     work: PrefillWork,
-    pages: Sequence[PageFormat | None],
+    pages: Sequence[PageLayout | None],
     num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
@@ -93,8 +94,8 @@ def paged_prefill(
             q.stride(1),
             launch.memory,
             _rows(launch, [constexprs["TILE"], constexprs["BLOCK_D"]]),
-            page.k_offset,
-            page.v_offset,
+            page.k_place.codes,
+            page.v_place.codes,
             work.tiles,
             work.runs[launch.rung],
             launch.addresses,
@@ -117,54 +118,57 @@ def paged_prefill(
 def _rows(launch: Launch, tile: list[int]) -> TensorDescriptor:
     """The whole rows in a launch's memory [R, D], of which a kernel fetches ``tile`` at a time."""
     k, nbytes = launch.page.k, launch.memory.numel()
-    assert isinstance(k, DenseSide)
-    whole = launch.memory[: nbytes - nbytes % (k.head_dim * k.dtype.itemsize)]
-    return TensorDescriptor.from_tensor(whole.view(k.dtype).view(-1, k.head_dim), tile)
+    dtype, head_dim = _dense_dtype(k), k.shape.head_dim
+    whole = launch.memory[: nbytes - nbytes % (head_dim * dtype.itemsize)]
+    return TensorDescriptor.from_tensor(whole.view(dtype).view(-1, head_dim), tile)
 
 
-def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageFormat | None) -> list[Launch]:
+def _dense_dtype(side: Side) -> torch.dtype:
+    assert side.dense_dtype is not None, "staged pages and those of rung 0 are dense"
+    return side.dense_dtype
+
+
+def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageLayout | None) -> list[Launch]:
     """Launches over a rung that is staged, which share one piece of memory."""
     assert page is not None
     num_blocks = len(work.blocks[rung])
-    k, dtype = page.k, next((side.dtype for side in (page.k, page.v) if isinstance(side, DenseSide)), torch.float16)
-    nbytes = k.num_kv_heads * k.num_tokens * k.head_dim * dtype.itemsize
-    side = DenseSide(dtype, k.num_kv_heads, k.num_tokens, k.head_dim, nbytes)
-    step = max(1, min(num_blocks, STAGED_NBYTES // (2 * nbytes)))
-    memory = torch.empty(step * 2 * nbytes, dtype=torch.uint8, device=arena.device)
+    dtype = page.k.dense_dtype or page.v.dense_dtype or torch.float16
+    staged = BlockLayout.stack([DenseSide("k", page.k.shape, dtype), DenseSide("v", page.v.shape, dtype)])
+    step = max(1, min(num_blocks, STAGED_NBYTES // staged.nbytes))
+    memory = torch.empty(step * staged.nbytes, dtype=torch.uint8, device=arena.device)
     addresses = torch.empty_like(work.addresses)
-    dense = PageFormat(side, side, 0, nbytes)
+    dense = staged.pages[0]
     starts = range(0, num_blocks, step)
     return [Launch(rung, dense, memory, addresses, (i, min(i + step, num_blocks))) for i in starts]
 
 
-def _stage(arena: Tensor, work: PrefillWork, page: PageFormat | None, launch: Launch) -> None:
+def _stage(arena: Tensor, work: PrefillWork, page: PageLayout | None, launch: Launch) -> None:
     """Writes the blocks of a launch out as dense pages."""
-    assert page is not None and launch.piece is not None and isinstance(launch.page.k, DenseSide)
+    assert page is not None and launch.piece is not None
     first, last = launch.piece
-    stage_kernel[(last - first, page.k.num_kv_heads, page.k.num_tokens // 32)](
+    stage_kernel[(last - first, page.k.shape.num_kv_heads, page.k.shape.num_tokens // 32)](
         arena,
-        page.k_offset,
-        page.v_offset,
+        *page.offsets,
         work.blocks[launch.rung],
         first,
         work.addresses,
-        launch.memory.view(launch.page.k.dtype),
+        launch.memory.view(_dense_dtype(launch.page.k)),
         launch.addresses,
         **stage_constexprs(page),
         num_warps=4,
     )
 
 
-def stage_constexprs(page: PageFormat) -> dict[str, Any]:
+def stage_constexprs(page: PageLayout) -> dict[str, Any]:
     """Compile-time arguments of ``stage_kernel`` for pages of one format."""
-    k = page.k
-    block_d = max(16, triton.next_power_of_2(k.head_dim))
-    shape = {"H": k.num_kv_heads, "D": k.head_dim, "T": k.num_tokens, "BLOCK_D": block_d, "TILE": 32}
-    return {**page_constexprs(page), **shape}
+    shape = page.k.shape
+    block_d = max(16, triton.next_power_of_2(shape.head_dim))
+    extent = {"H": shape.num_kv_heads, "D": shape.head_dim, "T": shape.num_tokens, "BLOCK_D": block_d, "TILE": 32}
+    return {**page_loaders(page), **extent}
 
 
 def prefill_variant(
-    page: PageFormat,
+    page: PageLayout,
     num_kv_heads: int,
     group: int,
     head_dim: int,
@@ -174,15 +178,14 @@ def prefill_variant(
     block_m: int = BLOCK_M,
 ) -> tuple[dict[str, Any], Tuning]:
     """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
-    assert isinstance(page.k, DenseSide)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d, dtype = max(16, triton.next_power_of_2(head_dim)), _dense_dtype(page.k)
     tuning = tuning or TUNING
-    if block_d > 128 or page.k.dtype == torch.float32:  # shared memory and registers hold no more
+    if block_d > 128 or dtype == torch.float32:  # shared memory and registers hold no more
         tuning = replace(tuning, num_warps=8, tile=32)
-    if page.k.dtype == torch.float32:  # computed without matrix instructions, which takes every register
+    if dtype == torch.float32:  # computed without matrix instructions, which takes every register
         tuning = replace(tuning, num_stages=1)
     constexprs = {
-        "DTYPE": TL_DTYPE[page.k.dtype],
+        "SIDE": page.k.spec,
         "H": num_kv_heads,
         "G": group,
         "D": head_dim,
