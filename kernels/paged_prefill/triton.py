@@ -17,10 +17,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..paged_decode.triton import Tuning
 from ..formats import BlockLayout, PageLayout, Side
 from ..formats.dense import DenseSide
 from ..formats.loaders import page_loaders
+from ..paged_decode.triton import Tuning
 from .kernel import prefill_kernel
 from .plan import PrefillWork
 from .stage import stage_kernel
