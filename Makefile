@@ -7,7 +7,7 @@ BIN := .venv/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch>=2.10,<2.14
 
-.PHONY: demo test test-full test-gpu lint format bench clean
+.PHONY: demo test test-full test-gpu lint format clean
 
 demo: .venv/.installed
 	$(BIN)/qkv-engine env
@@ -36,6 +36,7 @@ lint: .venv/.installed-test .typecheck
 .typecheck:
 	@rm -rf .typecheck && mkdir -p .typecheck/qkv_engine
 	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models cli bench,$(CURDIR)/$(d)) .typecheck/qkv_engine/
+	@ln -s $(CURDIR)/studies .typecheck/
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix .

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.errors import CapacityError
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import Ladder, build_ladder
-from qkv_engine.kv.space import KVSpace
-from qkv_engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -41,19 +38,3 @@ def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype) -> Ladder
         head_dim=config.head_dim,
         dtype=dtype,
     )
-
-
-def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
-    """The most requests of ``num_tokens`` tokens each that an engine with ``nbytes`` of KV memory runs at once."""
-    try:
-        space = KVSpace(planned_cache(ladder, nbytes).tables, None)
-    except CapacityError:
-        return 0
-    params = SamplingParams(max_tokens=num_tokens)
-    if space.capacity_of(params) < num_tokens:
-        return 0
-    number = 0
-    while space.admits(request := Request(str(number), [0], params, num_tokens)):
-        space.open(request)
-        number += 1
-    return number

@@ -5,7 +5,6 @@ filling.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import Product, fastest_product, linear, pack_weight
+from qkv_engine.kernels.linear import linear, pack_weight
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
 
 
@@ -55,12 +54,10 @@ class Linear(Layer):
         self.in_features, self.shards = in_features, shards
         self.weight: Tensor = _empty(out_features, in_features)
         self.bias = _empty(out_features) if bias else None
-        self.products: dict[int, Product] = {}  # by M; see ``tune``
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, I] -> [M, O]."""
-        product = self.products.get(len(x))
-        return linear(x, self.weight, self.bias) if product is None else product(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
     def slots(self) -> Iterator[Slot]:
         start = 0
@@ -78,22 +75,6 @@ class Linear(Layer):
         if packed is not self.weight:
             del self.weight
             self.weight = packed
-
-
-def tune(model: nn.Module, num_rows: int) -> None:
-    """Has the layers of ``model`` use the fastest product for x of ``num_rows`` rows, which gives the same bits.
-
-    Layers whose weights are alike share one; a lone one is not worth the time, and one with a bias stays as it is.
-    """
-    alike: defaultdict[torch.Size, list[Linear]] = defaultdict(list)
-    for layer in model.modules():
-        if isinstance(layer, Linear) and layer.bias is None:
-            alike[layer.weight.shape].append(layer)
-    for layers in alike.values():
-        product = fastest_product([layer.weight for layer in layers], num_rows) if len(layers) > 1 else None
-        if product is not None:
-            for layer in layers:
-                layer.products[num_rows] = product
 
 
 class RMSNorm(Layer):

@@ -10,7 +10,7 @@ from qkv_engine.kernels.swiglu import swiglu
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
-from .layers import Embedding, Layer, Linear, RMSNorm, tune
+from .layers import Embedding, Layer, Linear, RMSNorm
 from .rope import RotaryEmbedding, Rotation
 
 
@@ -95,7 +95,3 @@ class LlamaForCausalLM(Layer):
         """hidden ``[M, E]`` -> logits ``[M, V]``, in the model's dtype."""
         logits: Tensor = self.lm_head(hidden)
         return logits
-
-    def tune(self, num_rows: int) -> None:
-        """Prepares for many steps of ``num_rows`` tokens; results stay the same. Waits for the device."""
-        tune(self, num_rows)

@@ -6,7 +6,9 @@ One thread: on a busy machine OpenMP workers mostly wait for each other.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
+sys.path.append(str(Path(__file__).parents[1]))  # for studies/; last, so that our kernels/ shadows no package
 LINES = pytest.StashKey[list[str]]()
 
 

@@ -20,7 +20,7 @@ from qkv_engine.cli.main import _parse
 from qkv_engine.validation import BOUNDS
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = "engine|scheduler|kernels|models|cli|bench|tests|docs"
+FOLDERS = "engine|scheduler|kernels|models|cli|bench|studies|tests|docs"
 DOCS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
@@ -128,7 +128,7 @@ def test_command_lines_parse(page: Path):
 
 @each_page
 def test_modules_that_are_run_exist(page: Path):
-    for name in re.findall(r"python -m (qkv_engine[\w.]*)", page.read_text()):
+    for name in re.findall(r"python -m ((?:qkv_engine|studies)[\w.]*)", page.read_text()):
         assert importlib.util.find_spec(name), name
 
 

@@ -54,7 +54,6 @@ class GpuSteps:
         self._copies = HostCopies(self._sampled)
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
-        self._tuned: set[int] = set()  # batches
         # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these as
         # they were in the first step that it goes on from, how many steps ago that was, and where it leaves what.
         self._step_rows: list[int] = []
@@ -98,7 +97,7 @@ class GpuSteps:
         if self._graphs is None:
             self._decode(shape)
         else:
-            self._graphs.run(shape, lambda: self._decode(shape), lambda: self._tune(shape.batch))
+            self._graphs.run(shape, lambda: self._decode(shape))
         return self._logits[: len(items)] if keep_logits and self._logits is not None else None
 
     def likeliest(self) -> PendingTokens:
@@ -134,12 +133,6 @@ class GpuSteps:
         sampled = sample(logits)
         self._sampled[: 2 * batch].view(2, batch).copy_(sampled)
         self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])
-
-    def _tune(self, batch: int) -> None:
-        """Looks for the fastest matrix products of ``batch`` rows, once."""
-        if batch not in self._tuned:
-            self._tuned.add(batch)
-            self.model.tune(batch)
 
     def _rows(self, items: Sequence[ScheduledRequest]) -> list[int]:
         self._step_rows = self.tables.follow(self.cache.tables, [item.request.request_id for item in items])

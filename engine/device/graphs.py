@@ -29,11 +29,8 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Hashable, work: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
-        """Enqueues ``work``, which depends on ``key`` and the contents of the same tensors alone.
-
-        ``prepare`` is called before it is captured, and may wait for the device.
-        """
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Enqueues ``work``, which depends on ``key`` and the contents of the same tensors alone."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -41,8 +38,6 @@ class Graphs:
             return
         work()  # compiles its kernels, too
         if self._works and key in self._met:
-            if prepare is not None:
-                prepare()
             self._capture(key, work)  # takes several times as long as a step, and some work is met but once
         self._met.add(key)
 

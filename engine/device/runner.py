@@ -33,8 +33,6 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
-    def tune(self, num_rows: int) -> None: ...
-
 
 class StepResult(NamedTuple):
     """What a step gave: for each item a token, if it reached the end of what is known.

@@ -1,8 +1,7 @@
 """Matrix product of a linear layer.
 
 ``pack_weight`` is called once per layer after loading; ``linear`` then picks the back end by the weight's
-layout, so that a packed weight and a plain one are used in the same way. For products of a size that comes again and
-again, ``fastest_product`` looks for a faster one on a GPU.
+layout, so that a packed weight and a plain one are used in the same way.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpu
-from .cublaslt import Product
-from .tune import fastest_product
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -47,4 +44,4 @@ def padded_rows(num_rows: int, device: torch.device) -> int:
     return -(-num_rows // step) * step
 
 
-__all__ = ["Product", "fastest_product", "linear", "pack_weight", "padded_rows"]
+__all__ = ["linear", "pack_weight", "padded_rows"]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qkv_engine.bench.kernels.inputs import dense_page, make_case, prefill_reference, reference, uniform_page
 from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.dequant import dequant_reference, dequant_side
 from qkv_engine.kernels.layout import BlockLayout, Side
@@ -22,6 +21,7 @@ from qkv_engine.kernels.seal import seal, seal_reference
 from qkv_engine.kernels.tiles import PageFormat
 from qkv_engine.kv.formats import PageShape
 from qkv_engine.kv.formats.uniform import AXES, GROUPS, Uniform
+from studies.kernels.inputs import dense_page, make_case, prefill_reference, reference, uniform_page
 
 from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
 from ..kernels.format_pages import HEAD_DIMS, make_blocks

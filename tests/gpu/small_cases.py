@@ -9,13 +9,13 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import qkv_engine.kernels
-from qkv_engine.bench.kernels.inputs import dense_page, make_case, uniform_page
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.dequant import dequant_side
 from qkv_engine.kernels.layout import BlockLayout
 from qkv_engine.kernels.sample import sample
 from qkv_engine.kernels.seal import seal
 from qkv_engine.kv.formats import PageShape
+from studies.kernels.inputs import dense_page, make_case, uniform_page
 
 from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
 from ..kernels.format_pages import all_sides, make_blocks

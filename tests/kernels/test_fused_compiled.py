@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from qkv_engine.bench.kernels.compiled import compile_kernel, describe, fused_kernels
+from studies.kernels.compiled import compile_kernel, describe, fused_kernels
 
 MAX_LOADS = {"rms_norm": 6, "swiglu": 2, "rope_kv_write": 8}  # instructions a thread; bytes one by one would be dozens
 

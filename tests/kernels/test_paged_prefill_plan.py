@@ -35,7 +35,7 @@ def test_heaviest_tiles_start_first() -> None:
 def test_two_programs_fit_a_multiprocessor() -> None:
     """A few bytes more and only one does, at two thirds of the speed."""
     pytest.importorskip("triton")
-    from qkv_engine.bench.kernels.compiled import compile_kernel, compiled_kernels, describe
+    from studies.kernels.compiled import compile_kernel, compiled_kernels, describe
 
     cases = {name: case for name, *case in compiled_kernels()}
     found = describe(compile_kernel(*cases["prefill dense bf16 D128 G4"]))

@@ -19,8 +19,8 @@ def test_sample_cases() -> None:
 
 def test_compiled_for_hopper() -> None:
     """Nothing spills, and nothing is rounded otherwise than in the reference."""
-    from qkv_engine.bench.kernels.compiled import compile_kernel, describe, sample_kernels
     from qkv_engine.kernels.sample.triton import OPTIONS
+    from studies.kernels.compiled import compile_kernel, describe, sample_kernels
 
     for name, kernel, constexprs, tuning in sample_kernels():
         built = compile_kernel(kernel, constexprs, tuning, **OPTIONS)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.triton import _launch_order, paged_decode
 from qkv_engine.kernels.tiles import PageFormat
+from studies.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 
 from .interpreted import report
 

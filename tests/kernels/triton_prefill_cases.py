@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qkv_engine.bench.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
 from qkv_engine.kernels.paged_prefill import triton
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
 from qkv_engine.kernels.tiles import PageFormat
+from studies.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
 
 from .interpreted import report
 

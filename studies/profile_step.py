@@ -1,4 +1,4 @@
-"""Where each microsecond of a decode step goes: ``python -m qkv_engine.bench.profile_step --shape qwen3-8b``.
+"""Where each microsecond of a decode step goes: ``python -m studies.profile_step --shape qwen3-8b``.
 
 Requests decode at ``--context`` over filled KV memory (``filled.py``). The host's parts are timed in ordinary steps by
 clocks around the engine's own calls; what is inside another part counts there alone. The device's parts are the kernels
@@ -24,6 +24,11 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from qkv_engine.bench.files import write_file
+from qkv_engine.bench.forms import FORMATS, format_of
+from qkv_engine.bench.report import number, render
+from qkv_engine.bench.sweep import parse_batches
+from qkv_engine.bench.table import PLAIN_WIDTH, Table
 from qkv_engine.config import BLOCK_TOKENS, parse_size, resolve_kv
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
@@ -33,13 +38,8 @@ from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import resolve_device, start
 
 from .decode_run import WINDOWS, Plan, engine_config, free, size, weight_dtype
-from .files import write_file
 from .filled import FilledCore, spread_prompts
-from .forms import FORMATS, format_of
-from .report import number, render
 from .roofline import count_weights, limit_seconds
-from .sweep import parse_batches
-from .table import PLAIN_WIDTH, Table
 
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
@@ -267,7 +267,7 @@ def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options. Raises ``SystemExit`` 2 for a mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m qkv_engine.bench.profile_step",
+        prog="python -m studies.profile_step",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

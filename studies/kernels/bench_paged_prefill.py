@@ -1,6 +1,6 @@
 """Checks and times prefill attention on a GPU, beside torch's attention on the same values laid out contiguously.
 
-python -m qkv_engine.bench.kernels.bench_paged_prefill [--json FILE]
+python -m studies.kernels.bench_paged_prefill [--json FILE]
 
 A chunk of 2048 tokens after a history of 0 or 6144 tokens at 16 or 4 bits; 32 query heads, 8 KV heads, D = 128.
 """

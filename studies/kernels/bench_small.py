@@ -1,6 +1,6 @@
 """Checks and times the small fused kernels on a GPU: RMSNorm, SwiGLU, and q/k norm with rotation and KV write.
 
-python -m qkv_engine.bench.kernels.bench_small [--tokens 1,32,256,2048] [--json FILE]
+python -m studies.kernels.bench_small [--tokens 1,32,256,2048] [--json FILE]
 
 share = bytes that must be moved / (time * 4.3e12 B/s), on copies of the inputs that together exceed L2 (few tokens fit
 there whatever is done). ``after`` is what the kernel adds to a product of 4096 x 4096 weights before it, as in a layer,

@@ -1,6 +1,6 @@
 """Checks and times the decode attention kernels on a GPU.
 
-python -m qkv_engine.bench.kernels.bench_paged_decode --check --time [--bits 16,8,4,2] [--json FILE]
+python -m studies.kernels.bench_paged_decode --check --time [--bits 16,8,4,2] [--json FILE]
 
 ``--check`` compares random shapes and rungs in a poisoned arena with float attention. ``--time`` measures everything
 a decode step's attention does in one layer (sink, open block, merge), each copy of the data in turn, so that nothing

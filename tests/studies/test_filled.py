@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qkv_engine.bench.filled import FilledCore, spread_prompts
-from qkv_engine.bench.sizing import largest_batch
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.table import SINK
 from qkv_engine.startup import start
+from studies.decode_run import largest_batch
+from studies.filled import FilledCore, spread_prompts
 
 
 @contextmanager

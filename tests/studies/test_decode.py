@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkv_engine.bench.decode import decode_table, main, make_plan, parse_args, with_ratios
-from qkv_engine.bench.decode_run import FULL, SAMPLED, DecodeRow, sample_contexts
-from qkv_engine.bench.roofline import bytes_seconds, count_weights, limit_seconds
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from studies.decode import decode_table, main, make_plan, parse_args, with_ratios
+from studies.decode_run import FULL, SAMPLED, DecodeRow, sample_contexts
+from studies.roofline import bytes_seconds, count_weights, limit_seconds
 
 WORDS = ["--shape", "demo", "--device", "cpu", "--memory", "48MiB", "--context", "512", "--steps", "6"]
 

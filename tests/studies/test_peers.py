@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from qkv_engine.bench import peers
-from qkv_engine.bench.contender import Contender, Generate, Generation, Loaded, Run, measure
-from qkv_engine.bench.peers import Plan, compare, main, peer_table
 from qkv_engine.bench.timing import Timeline
 from qkv_engine.errors import QKVError
+from studies import peers
+from studies.contender import Contender, Generate, Generation, Loaded, Run, measure
+from studies.peers import Plan, compare, main, peer_table
 
 PLAN = Plan(peer="hf", device="cpu", batches=(2,), input_len=3, output_len=5, repeats=3, warmup=1, seed=0)
 
@@ -44,12 +44,6 @@ class Here:
     def measure(self, way: str, prompts: list[list[int]], output_len: int) -> Run:
         self._calls.append((way, prompts))
         return measure(self._ways[way], prompts, output_len)
-
-
-@pytest.fixture
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the process of a contender import this file."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
 
 
 def load_here(seconds: float) -> Loaded:
@@ -101,7 +95,6 @@ def test_incomplete_runs_are_refused() -> None:
         measure(generator(0.1), [[1]], 1)
 
 
-@pytest.mark.usefixtures("_importable")
 def test_a_contender_runs_in_a_process_of_its_own() -> None:
     with Contender(partial(load_here, 0.5)) as contender:
         assert (contender.ways, contender.vocabulary) == (["a"], [1, 2])
@@ -110,7 +103,6 @@ def test_a_contender_runs_in_a_process_of_its_own() -> None:
             contender.measure("a", [[1]], 1)
 
 
-@pytest.mark.usefixtures("_importable")
 @pytest.mark.parametrize(
     ("load", "message"),
     [

@@ -1,4 +1,4 @@
-"""CPU threads beside other work: ``python -m qkv_engine.bench.threads --cores 0-3``.
+"""CPU threads beside other work: ``python -m studies.threads --cores 0-3``.
 
 Each setting (threads, OpenMP's way of waiting) decodes in a process of its own, on an idle machine and beside one busy
 process, pinned to the same cores. Prints tokens per second of single requests: least, median and most.
@@ -77,7 +77,7 @@ def busy(number: int) -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace, threads: int, way: Way) -> list[float]:
-    program = f"{way.before}from qkv_engine.bench.threads import main; main()"
+    program = f"{way.before}from studies.threads import main; main()"
     command = [sys.executable, "-c", program, "--worker", str(threads)]
     command += ["--shape", args.shape, "--output-len", str(args.output_len)]
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

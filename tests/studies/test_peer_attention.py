@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkv_engine.bench import peer_attention
-from qkv_engine.bench.peer_attention import (
+from qkv_engine.errors import ConfigError
+from studies import peer_attention
+from studies.peer_attention import (
     FAILED,
     OK,
     OURS,
@@ -22,9 +23,8 @@ from qkv_engine.bench.peer_attention import (
     prepare_torch,
     with_ratios,
 )
-from qkv_engine.bench.peer_kernels import KERNELS, Call, PeerKernel, Shape, hadamard, load, reference
-from qkv_engine.bench.peers import main
-from qkv_engine.errors import ConfigError
+from studies.peer_kernels import KERNELS, Call, PeerKernel, Shape, hadamard, load, reference
+from studies.peers import main
 
 SHAPE = Shape(3, 200, 8, 2, 128)
 

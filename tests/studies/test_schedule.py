@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qkv_engine.bench.schedule import LOADS, main
+from studies.schedule import LOADS, main
 
 
 def test_every_load_is_timed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qkv_engine.bench.profile_step import Clocks, Interval, covered, main, part_of
+from studies.profile_step import Clocks, Interval, covered, main, part_of
 
 
 class Made:

@@ -1,4 +1,4 @@
-"""What the scheduler costs with thousands of requests: ``python -m qkv_engine.bench.schedule --running 4096``.
+"""What the scheduler costs with thousands of requests: ``python -m studies.schedule --running 4096``.
 
 Books of a small model without memory or device: nothing is computed, and all sampled tokens are alike. Each row is one
 load, timed call by call: ``Scheduler.schedule`` for steps, ``Scheduler.finish`` where requests are cancelled. Times are
@@ -18,6 +18,10 @@ from typing import Any
 
 import torch
 
+from qkv_engine.bench.forms import FORMATS
+from qkv_engine.bench.report import number, render
+from qkv_engine.bench.sizing import make_ladder, planned_cache
+from qkv_engine.bench.table import Table
 from qkv_engine.config import BLOCK_TOKENS, PRESETS
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.space import KVSpace
@@ -25,11 +29,6 @@ from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
-
-from .forms import FORMATS
-from .report import number, render
-from .sizing import make_ladder, planned_cache
-from .table import Table
 
 ROOMY = 2**40  # bytes of KV memory that no load here fills
 STEPS = BLOCK_TOKENS  # of a load that goes on: each request begins one block
@@ -224,7 +223,7 @@ def load_table(rows: Sequence[LoadRow]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m qkv_engine.bench.schedule", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m studies.schedule", description=__doc__)
     parser.add_argument("--running", type=int, default=4096, metavar="N", help="requests (default: %(default)s)")
     parser.add_argument("--load", action="append", choices=LOADS, help="only this one; may be repeated")
     parser.add_argument("-o", dest="format", choices=FORMATS, default="table", help="form of the rows")

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
+from qkv_engine.bench.timing import Timeline, decode_rate
 from qkv_engine.errors import QKVError
-
-from .timing import Timeline, decode_rate
 
 
 class Generation(NamedTuple):

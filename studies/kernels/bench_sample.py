@@ -1,6 +1,6 @@
 """Checks and times sampling on a GPU, beside the same arithmetic in torch.
 
-python -m qkv_engine.bench.kernels.bench_sample --check --time [--json FILE]
+python -m studies.kernels.bench_sample --check --time [--json FILE]
 
 Bf16 logits. ``device`` is the time of the launches in a graph, ``eager`` from the first launch to the last one's end,
 ``host`` that until the launches are queued. ``torch`` is the reference on the GPU, eager; it synchronises.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkv_engine import Engine, SamplingParams
-from qkv_engine.bench import train_demo
+from studies import train_demo
 
 FOLDER = Path(str(files("qkv_engine") / "assets" / "demo"))
 FILES = {

@@ -13,17 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qkv_engine.bench.provenance import provenance
+from qkv_engine.bench.sizing import make_ladder, planned_cache
+from qkv_engine.bench.sweep import FAILED, NO_FIT, OK, Row, parse_batches
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
+from qkv_engine.kv.ladder import Ladder
+from qkv_engine.kv.space import KVSpace
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.request import Request, SamplingParams
 from qkv_engine.startup import Started, resolve_device, start
 
 from .filled import FilledCore, spread_prompts
-from .provenance import provenance
 from .roofline import Weights, bytes_seconds, count_weights, limit_seconds
-from .sizing import largest_batch, make_ladder
-from .sweep import FAILED, NO_FIT, OK, Row, parse_batches
 
 SAMPLED, FULL = "sampled", "full run"
 WARMUP_STEPS, WINDOWS = 4, 5  # before the timed steps, and pieces in which these are timed
@@ -283,3 +286,19 @@ def free(started: Started) -> None:
     gc.collect()
     if started.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
+    """The most requests of ``num_tokens`` tokens each that an engine with ``nbytes`` of KV memory runs at once."""
+    try:
+        space = KVSpace(planned_cache(ladder, nbytes).tables, None)
+    except CapacityError:
+        return 0
+    params = SamplingParams(max_tokens=num_tokens)
+    if space.capacity_of(params) < num_tokens:
+        return 0
+    number = 0
+    while space.admits(request := Request(str(number), [0], params, num_tokens)):
+        space.open(request)
+        number += 1
+    return number

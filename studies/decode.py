@@ -1,4 +1,4 @@
-"""Decode throughput at a context: ``python -m qkv_engine.bench.decode --shape qwen3-8b --kv bf16,int4 --context 8192``.
+"""Decode throughput at a context: ``python -m studies.decode --shape qwen3-8b --kv bf16,int4 --context 8192``.
 
 A run of prompts that grow by ``--output-len`` tokens to ``--context`` would spend its time on prompts. It is sampled:
 KV memory is filled at a few contexts on the way without computing the prompts (``filled.py``), the engine's own decode
@@ -17,6 +17,12 @@ from pathlib import Path
 
 import torch
 
+from qkv_engine.bench.files import check_writable, write_file
+from qkv_engine.bench.forms import FORMATS, format_of
+from qkv_engine.bench.plots import PLOT_SUFFIXES, plot_sweep, require_matplotlib
+from qkv_engine.bench.report import number, render
+from qkv_engine.bench.sweep import FAILED, OK, parse_batches
+from qkv_engine.bench.table import PLAIN_WIDTH, Table, from_columns
 from qkv_engine.config import format_size, parse_size, resolve_kv
 from qkv_engine.device.memory import free_memory
 from qkv_engine.errors import ConfigError, QKVError
@@ -25,12 +31,6 @@ from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import resolve_device
 
 from .decode_run import MAX_BATCH, WARMUP_STEPS, WINDOWS, DecodeRow, Plan, run
-from .files import check_writable, write_file
-from .forms import FORMATS, format_of
-from .plots import PLOT_SUFFIXES, plot_sweep, require_matplotlib
-from .report import number, render
-from .sweep import FAILED, OK, parse_batches
-from .table import PLAIN_WIDTH, Table, from_columns
 
 
 def with_ratios(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
@@ -81,7 +81,7 @@ def _size_of(nbytes: int | None) -> str:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options. Raises ``SystemExit`` 2 for a mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m qkv_engine.bench.decode",
+        prog="python -m studies.decode",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

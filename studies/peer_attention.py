@@ -1,4 +1,4 @@
-"""Decode attention, ours and others', on one GPU: ``python -m qkv_engine.bench.peers attention --kernels DIR``.
+"""Decode attention, ours and others', on one GPU: ``python -m studies.peers attention --kernels DIR``.
 
 Every kernel attends with one query a request to requests of equal length, K and V in its own format, pages in random
 order. Times are those of the device, by graph replay where the kernel can be captured; of a kernel's launch shapes the
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qkv_engine.bench.files import write_file
+from qkv_engine.bench.forms import FORMATS, format_of
+from qkv_engine.bench.report import number, render
+from qkv_engine.bench.table import PLAIN_WIDTH, Table
 from qkv_engine.errors import ConfigError, QKVError
 
-from .files import write_file
-from .forms import FORMATS, format_of
 from .peer_kernels import KERNELS, Call, PeerKernel, Shape, load, reference
-from .report import number, render
 from .roofline import BANDWIDTH
-from .table import PLAIN_WIDTH, Table
 
 OK, SKIPPED, FAILED, WRONG = "ok", "skipped", "failed", "wrong"
 OURS = "qkv-engine"
@@ -293,7 +293,7 @@ def versions() -> str:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options. Raises ``SystemExit`` 2 for a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m qkv_engine.bench.peers attention", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m studies.peers attention", description=__doc__)
     add = parser.add_argument
     add("--kernels", type=Path, metavar="DIR", help="folder with the files of the Triton peers, as in site-packages")
     add("--batch", type=int, default=64, metavar="N", help="requests (default: %(default)s)")

@@ -1,8 +1,8 @@
-"""Other engines against ours, in turns on one machine: ``python -m qkv_engine.bench.peers hf --batch 1,8``.
+"""Other engines against ours, in turns on one machine: ``python -m studies.peers hf --batch 1,8``.
 
 Both read the same prompts and decode greedily to exactly the same length; prompts that they answer
 differently are counted. ``PEERS`` is the table of what can be compared; a further peer is one function.
-``python -m qkv_engine.bench.peers attention`` compares attention kernels alone (``peer_attention.py``).
+``python -m studies.peers attention`` compares attention kernels alone (``peer_attention.py``).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qkv_engine.bench.forms import FORMATS
+from qkv_engine.bench.provenance import cpu_name
+from qkv_engine.bench.report import number, render
+from qkv_engine.bench.sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
+from qkv_engine.bench.table import PLAIN_WIDTH, Table
+from qkv_engine.bench.timing import Timeline
 from qkv_engine.config import DEFAULT_KV, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
 
 from .contender import Contender, Generate, Generation, Loaded, Run
-from .forms import FORMATS
-from .provenance import cpu_name
-from .report import number, render
-from .sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
-from .table import PLAIN_WIDTH, Table
-from .timing import Timeline
 
 if TYPE_CHECKING:
     import torch
@@ -310,7 +310,7 @@ def peer_table(rows: Sequence[PeerRow]) -> Table:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m qkv_engine.bench.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m studies.peers", description=__doc__)
     add = parser.add_argument
     add("peer", choices=PEERS, help="the engine to compare with")
     add("--model", default="demo", metavar="NAME", help="folder, Hugging Face name or shape (default: %(default)s)")

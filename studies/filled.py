@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qkv_engine.bench.sweep import greedy
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.formats.dense import Dense
 from qkv_engine.kv.space import KVSpace
 from qkv_engine.serving.submission import Submission
-
-from .sweep import greedy
 
 if TYPE_CHECKING:
     from qkv_engine.kv.arena import Slot

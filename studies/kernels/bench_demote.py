@@ -1,4 +1,4 @@
-"""Times seals and demotions of many blocks on a GPU: ``python -m qkv_engine.bench.kernels.bench_demote [--json FILE]``.
+"""Times seals and demotions of many blocks on a GPU: ``python -m studies.kernels.bench_demote [--json FILE]``.
 
 All layers of qwen3-8b's shape in one call; bytes read and written over the time and 4.3e12 B/s, at 1 to 64 blocks.
 """

@@ -1,6 +1,6 @@
 """What Triton makes of the kernels on Hopper, without a GPU: registers, spills, layout changes, instructions.
 
-python -m qkv_engine.bench.kernels.compiled [--only SUBSTRING] [--mix]
+python -m studies.kernels.compiled [--only SUBSTRING] [--mix]
 """
 
 from __future__ import annotations
