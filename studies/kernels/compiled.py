@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
@@ -27,7 +28,6 @@ from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
-from qkv_engine.kernels.tiles import DenseSide, PageFormat
 
 from .inputs import dense_page, uniform_page
 
@@ -80,7 +80,7 @@ def describe(built: Any) -> dict[str, Any]:
     return found | {"mix": dict(ops.most_common(24))}
 
 
-def variants() -> dict[str, tuple[PageFormat, int, int, int]]:
+def variants() -> dict[str, tuple[PageLayout, int, int, int]]:
     """Page format, KV heads, group and head dim by name."""
     bf16, fp16 = torch.bfloat16, torch.float16
     found = {f"dense bf16 D{d} G4": (dense_page(bf16, 8, d), 8, 4, d) for d in (64, 80, 96, 128, 256)}

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels import bits
-from qkv_engine.kernels.layout import Axis, DenseSide, Side, UniformSide
-from qkv_engine.kernels.tiles import PageFormat
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, Side
+from qkv_engine.kernels.formats.dense import DenseSide
+from qkv_engine.kernels.formats.uniform import Uniform
+from qkv_engine.kernels.formats.uniform.layout import Axis
 
 T = 128
 POISON = 0xFF  # as bf16, fp16 and fp32 a NaN; as codes the largest
@@ -26,18 +27,17 @@ class Case:
     addresses: Tensor
     rungs: Tensor
     lengths: Tensor
-    pages: list[PageFormat]
+    pages: list[PageLayout]
     k: list[Tensor]
     v: list[Tensor]
     num_kv_heads: int
     sink_tokens: int
 
 
-def dense_page(dtype: torch.dtype, num_kv_heads: int, head_dim: int, num_tokens: int = T) -> PageFormat:
+def dense_page(dtype: torch.dtype, num_kv_heads: int, head_dim: int, num_tokens: int = T) -> PageLayout:
     """A page of elements of ``dtype`` on both sides."""
-    nbytes = num_kv_heads * num_tokens * head_dim * dtype.itemsize
-    side = DenseSide(dtype, num_kv_heads, num_tokens, head_dim, nbytes)
-    return PageFormat(side, side, 0, nbytes)
+    shape = PageShape(num_kv_heads, num_tokens, head_dim)
+    return BlockLayout.stack([DenseSide("k", shape, dtype), DenseSide("v", shape, dtype)]).pages[0]
 
 
 def uniform_page(
@@ -47,63 +47,17 @@ def uniform_page(
     *,
     k_axis: Axis = "channel",
     group: int = 128,
-) -> PageFormat:
+) -> PageLayout:
     """A page of uniform codes; ``num_bits`` of both sides or of K and V."""
-    from qkv_engine.kv.formats import PageShape
-    from qkv_engine.kv.formats.uniform import Uniform
-
     k_bits, v_bits = (num_bits, num_bits) if isinstance(num_bits, int) else num_bits
     shape = PageShape(num_kv_heads, T, head_dim)
     k = Uniform(k_bits, k_axis, group).layout(shape, "k")
     v = Uniform(v_bits, "token", group).layout(shape, "v")
-    return PageFormat(k, v, 0, k.nbytes)
-
-
-def encode(side: Side, x: Tensor, which: str) -> tuple[Tensor, Tensor]:
-    """Page bytes [N, nbytes] of ``x`` [N, H, T, D] and the values that they stand for."""
-    if isinstance(side, DenseSide):
-        stored = x.to(side.dtype).contiguous()
-        return stored.view(torch.uint8).flatten(1), stored.float()
-    codes, low, span = _quantize(side, x)
-    out = torch.full((len(x), side.nbytes), POISON, dtype=torch.uint8, device=x.device)
-    packed = bits.pack(codes, side.bits, which)  # type: ignore[arg-type]
-    out[:, : side.meta_offset] = packed.flatten(1)
-    if side.axis == "channel":
-        meta = torch.stack((low, span), 2)  # [N, H, 2, groups, D]
-    else:
-        tiles = torch.stack((low, span), -1).reshape(*low.shape[:-1], side.meta_planes, side.meta_lanes, 2)
-        meta = tiles.transpose(-3, -2)  # [N, H, groups, lanes, planes, 2]
-    used = meta[0].nbytes
-    out[:, side.meta_offset : side.meta_offset + used] = meta.contiguous().view(torch.uint8).flatten(1)
-    top = span.flatten(2).amax(-1).contiguous().view(torch.uint8).flatten(1)
-    out[:, side.top_offset : side.top_offset + top.shape[1]] = top
-    return out, _dequantize(side, codes, low, span)
-
-
-def _quantize(side: UniformSide, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, H, T, D], and minimum and range in fp16: [N, H, groups, D], or [N, H, groups, T] by token."""
-    axis = 2 if side.axis == "channel" else 3
-    parts = torch.split(x, side.group, axis)
-    low = torch.stack([p.amin(axis) for p in parts], 2).half()
-    span = (torch.stack([p.amax(axis) for p in parts], 2) - low.float()).half()
-    step = _spread(side, span).float() / side.max_code
-    codes = ((x - _spread(side, low).float()) / step.clamp(min=1e-8)).round().clamp(0, side.max_code)
-    return codes.to(torch.uint8), low, span
-
-
-def _dequantize(side: UniformSide, codes: Tensor, low: Tensor, span: Tensor) -> Tensor:
-    return _spread(side, low).float() + codes.float() * (_spread(side, span).float() / side.max_code)
-
-
-def _spread(side: UniformSide, meta: Tensor) -> Tensor:
-    """Metadata of groups as one value an element: [N, H, T, D] or something that broadcasts to it."""
-    if side.axis == "channel":
-        return meta.repeat_interleave(side.group, 2)[:, :, : side.num_tokens]
-    return meta.repeat_interleave(side.group, 2)[:, :, : side.head_dim].transpose(2, 3)
+    return BlockLayout.stack([k, v]).pages[0]
 
 
 def make_case(
-    pages: Sequence[PageFormat],
+    pages: Sequence[PageLayout],
     lengths: Sequence[int],
     *,
     group: int,
@@ -125,7 +79,7 @@ def make_case(
     on the last.
     """
     generator = torch.Generator().manual_seed(seed)
-    num_kv_heads, head_dim = pages[0].k.num_kv_heads, pages[0].k.head_dim
+    num_kv_heads, head_dim = pages[0].k.shape.num_kv_heads, pages[0].k.shape.head_dim
     spans = [_block_spans(n, sink_tokens, lookahead) for n in lengths]
     width = max(map(len, spans))
     addresses = torch.zeros(len(lengths), width, dtype=torch.int64)
@@ -146,10 +100,8 @@ def make_case(
             address = base + slot * next(supply)
             addresses[b, i], rungs[b, i] = address, rung
             for x, which in ((k, "k"), (v, "v")):
-                side = pages[rung].k if which == "k" else pages[rung].v
-                offset = placed[rung].k_offset if which == "k" else placed[rung].v_offset
-                at = address + offset // T * capacity
-                x[first:last] = _write(arena, at, side, x[first:last].transpose(0, 1), capacity, which)
+                tokens = x[first:last].transpose(0, 1)
+                x[first:last] = _write(arena, address, placed[rung], which, tokens, capacity)
         keys.append(k.to(device))
         values.append(v.to(device))
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
@@ -174,22 +126,24 @@ def _block_spans(length: int, sink_tokens: int, lookahead: int) -> list[tuple[in
     return spans + [(min(s, length), min(s + T, length), T) for s in starts]
 
 
-def _in_layer(page: PageFormat, layer: int) -> PageFormat:
+def _in_layer(page: PageLayout, layer: int) -> PageLayout:
     start = layer * (page.k.nbytes + page.v.nbytes)
-    return PageFormat(page.k, page.v, start, start + page.k.nbytes)
+    k, v = (Place(start + place.codes, start + place.meta) for place in (page.k_place, page.v_place))
+    return PageLayout(page.k, page.v, k, v)
 
 
-def _write(arena: Tensor, address: int, side: Side, x: Tensor, capacity: int, which: str) -> Tensor:
-    """Writes tokens ``x`` [H, n, D] at the start of a side; returns the values stored, [n, H, D]."""
-    if isinstance(side, DenseSide):
-        stored = x.to(side.dtype)
-        nbytes = side.nbytes // side.num_tokens * capacity
-        rows = arena[address : address + nbytes].view(side.dtype).view(len(x), capacity, side.head_dim)
-        rows[:, : x.shape[1]] = stored.to(arena.device)
+def _write(arena: Tensor, address: int, page: PageLayout, which: str, x: Tensor, capacity: int) -> Tensor:
+    """Writes tokens ``x`` [H, n, D] at the start of a side of a slot; returns the values stored, [n, H, D]."""
+    side, place = (page.k, page.k_place) if which == "k" else (page.v, page.v_place)
+    if side.dense_dtype is not None:
+        stored, first = x.to(side.dense_dtype), address + place.codes // T * capacity
+        rows = arena[first : first + side.nbytes // T * capacity].view(side.dense_dtype)
+        rows.view(len(x), capacity, -1)[:, : x.shape[1]] = stored.to(arena.device)
         return stored.float().transpose(0, 1)
-    page, decoded = encode(side, x[None], which)
-    arena[address : address + side.nbytes] = page[0].to(arena.device)
-    return decoded[0].transpose(0, 1)
+    rows = side.family.quantize(x[None], side)
+    for found, offset in zip(rows, place, strict=True):
+        arena[address + offset : address + offset + found.shape[1]] = found[0].to(arena.device)
+    return side.family.dequantize(rows, side)[0].transpose(0, 1)
 
 
 def reference(case: Case, scale: float, q: Tensor | None = None) -> Tensor:
