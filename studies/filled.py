@@ -17,7 +17,6 @@ import torch
 from qkv_engine.bench.sweep import greedy
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import QKVError
-from qkv_engine.kv.formats.dense import Dense
 from qkv_engine.kv.space import KVSpace
 from qkv_engine.serving.submission import Submission
 
@@ -187,11 +186,10 @@ def apply_moves(cache: KVCache) -> None:
 
 def random_blocks(cache: KVCache, device: torch.device) -> torch.Tensor:
     """[n, bytes of a block] uint8: standard normal K and V in the dtype of the widest rung."""
-    fmt = cache.ladder.widest.layers[0][0]
-    assert isinstance(fmt, Dense), "ladders begin dense"
-    shape = (NUM_PATTERNS, cache.ladder.widest.block_nbytes // fmt.dtype.itemsize)
+    dtype = cache.ladder.widest.dtype
+    shape = (NUM_PATTERNS, cache.ladder.widest.block_nbytes // dtype.itemsize)
     generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(fmt.dtype).view(torch.uint8)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype).view(torch.uint8)
 
 
 def spread_prompts(batch: int, context: int, longest: int) -> list[int]:

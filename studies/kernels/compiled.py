@@ -122,7 +122,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     for name, (page, heads, group, head_dim) in variants().items():
         kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
         yield name, kernel, {**constexprs, "OVERLAP": True}, tuning
-        if group == 4 and isinstance(page.k, DenseSide):
+        if group == 4 and page.k.dense_dtype is not None:
             constexprs, tuning = prefill_variant(page, heads, group, head_dim, 128, 32)
             place = {"IS_STAGED": False, "IS_LAST": True}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
