@@ -19,9 +19,9 @@ from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
+from ..kv.attention_gpu import Cut, GpuAttentionPlanner
 from ..kv.cache import KVCache
 from ..kv.device_tables import DeviceTables
-from ..kv.step_triton import Cut, TritonPlanner
 from ..sampling.sampler import PendingTokens
 from .graphs import Graphs
 
@@ -45,7 +45,7 @@ class GpuSteps:
         device = cache.memory.device
         self.model, self.cache, self.device = model, cache, device
         self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
-        self._planner = TritonPlanner(cache.memory, self.tables)
+        self._planner = GpuAttentionPlanner(cache.memory, self.tables)
         self._graphs = Graphs(device) if cuda_graphs else None
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)

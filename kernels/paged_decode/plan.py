@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cut import num_last
+from .split import num_last
 
 ABSENT = -1  # rung of a block-table entry that holds no block
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_tables import RUNG_BITS, BlockWords
-from .cut import ItemBlocks, num_last
+from .split import ItemBlocks, num_last
 from .plan import DecodeWork
 
 

@@ -12,8 +12,8 @@ from qkv_engine import SamplingParams
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
 from qkv_engine.device.gpu_steps import padded_batch
 from qkv_engine.device.runner import Runner
-from qkv_engine.kernels.paged_decode.cut import GRADED, GRADED_SHORT, ItemBlocks
-from qkv_engine.kv.step_triton import TritonPlanner
+from qkv_engine.kernels.paged_decode.split import GRADED, GRADED_SHORT, ItemBlocks
+from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
 from qkv_engine.request import Request
 from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -65,11 +65,11 @@ def test_few_shapes_serve_blocks_that_step_down():
     assert len(shapes) <= 12
 
 
-def planner(counts: list[int]) -> TritonPlanner:
+def planner(counts: list[int]) -> GpuAttentionPlanner:
     """One that only cuts, on 132 multiprocessors and 8 KV heads; ``counts`` are the blocks by rung."""
     shape = SimpleNamespace(num_kv_heads=8)
     ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))
-    found = object.__new__(TritonPlanner)
+    found = object.__new__(GpuAttentionPlanner)
     found.tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
     found.num_multiprocessors, found._item_blocks = 132, ItemBlocks(1, 1)
     return found

@@ -10,7 +10,7 @@ import torch
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input, pack_tokens
 from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
 from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
-from qkv_engine.kernels.paged_decode.cut import ItemBlocks
+from qkv_engine.kernels.paged_decode.split import ItemBlocks
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.rope_kv_write import token_rows

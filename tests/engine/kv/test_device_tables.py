@@ -43,7 +43,7 @@ def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[
             items[rung] += -(-rungs.count(rung) // SPLIT)
         addresses, on_host = copy.entries([row], len(blocks))
         assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
-    bounds = [count // SPLIT + min(len(names), count) for count in copy.num_entries()]  # as ``TritonPlanner.cut``
+    bounds = [count // SPLIT + min(len(names), count) for count in copy.num_entries()]  # as ``GpuAttentionPlanner.cut``
     assert all(n <= bound for n, bound in zip(items, bounds, strict=True))
 
 

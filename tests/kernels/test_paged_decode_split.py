@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv_engine.kernels.paged_decode.cut import (
+from qkv_engine.kernels.paged_decode.split import (
     EQUAL_BLOCKS,
     GRADED,
     GRADED_SHORT,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import Placed, place, update
-from qkv_engine.kernels.paged_decode.cut import SHORT_ITEM, ItemBlocks, choose_item_blocks, most_items, num_last
+from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, ItemBlocks, choose_item_blocks, most_items, num_last
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.triton import paged_decode
@@ -51,7 +51,7 @@ class Chunks:
     counts: Tensor
 
 
-class TritonPlanner:
+class GpuAttentionPlanner:
     """Turns a step's input on the device into what the layers call. Nothing here waits for the device."""
 
     def __init__(self, memory: Tensor, tables: DeviceTables):
@@ -107,7 +107,7 @@ class TritonPlanner:
         num_decodes: int,
         cut: Cut,
         chunks: Chunks | None = None,
-    ) -> tuple[Placed, TritonStep]:
+    ) -> tuple[Placed, GpuAttention]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
         ``cut`` is that of the single tokens. Without chunks a graph can capture it.
@@ -126,15 +126,15 @@ class TritonPlanner:
                 max_items=cut.max_items,
                 short=cut.short,
             )
-        return placed, TritonStep(self, placed.token_rows, num_decodes, decode, chunks)
+        return placed, GpuAttention(self, placed.token_rows, num_decodes, decode, chunks)
 
 
-class TritonStep:
+class GpuAttention:
     """Both kernels read the step's own tokens from their pages, so these are written first."""
 
     def __init__(
         self,
-        planner: TritonPlanner,
+        planner: GpuAttentionPlanner,
         token_rows: Tensor,
         num_decodes: int,
         decode: DecodeWork | None,

@@ -50,7 +50,7 @@ class Extent(NamedTuple):
         return same and bool(self.num_open) == bool(other.num_open)
 
 
-class StepPlanner:
+class CpuAttentionPlanner:
     """Turns a scheduled batch and the block tables into what the layers call."""
 
     def __init__(self, memory: Tensor, ladder: Ladder):
@@ -74,7 +74,7 @@ class StepPlanner:
             chunks.append(Chunk(first, first + item.num_tokens, self._locate(extent)))
             first += item.num_tokens
         heads = self.ladder.widest.shape.num_kv_heads
-        return TorchStep(self._pages, self._rows, head_rows(rows, len(self._pages), heads), num_decodes, plan, chunks)
+        return CpuAttention(self._pages, self._rows, head_rows(rows, len(self._pages), heads), num_decodes, plan, chunks)
 
     def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
         """The plan of the last step with other lengths, unless a request came or went, or a block was filled."""
@@ -123,7 +123,7 @@ class StepPlanner:
         return rows
 
 
-class TorchStep:
+class CpuAttention:
     """Vectorised torch, for the CPU."""
 
     def __init__(
