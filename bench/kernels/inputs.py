@@ -176,7 +176,7 @@ def _block_spans(length: int, sink_tokens: int, lookahead: int) -> list[tuple[in
 
 def _in_layer(page: PageFormat, layer: int) -> PageFormat:
     start = layer * (page.k.nbytes + page.v.nbytes)
-    return PageFormat(page.k, page.v, start, start + page.k.nbytes)
+    return PageFormat(page.k, page.v, start + page.k_offset, start + page.v_offset)
 
 
 def _write(arena: Tensor, address: int, side: Side, x: Tensor, capacity: int, which: str) -> Tensor:

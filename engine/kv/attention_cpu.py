@@ -1,4 +1,4 @@
-"""One step's attention over the cache: where new K and V go, and the plan of reading, made once for all layers."""
+"""One step's attention on the CPU: where new K and V go, and the plan of reading, made once for all layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
 
 
 class CpuAttentionPlanner:
-    """Turns a scheduled batch and the block tables into what the layers call."""
+    """Planner of a scheduled batch's attention over the block tables, made once for all layers."""
 
     def __init__(self, memory: Tensor, ladder: Ladder):
         self.memory, self.ladder = memory, ladder
@@ -74,7 +74,8 @@ class CpuAttentionPlanner:
             chunks.append(Chunk(first, first + item.num_tokens, self._locate(extent)))
             first += item.num_tokens
         heads = self.ladder.widest.shape.num_kv_heads
-        return CpuAttention(self._pages, self._rows, head_rows(rows, len(self._pages), heads), num_decodes, plan, chunks)
+        by_layer = head_rows(rows, len(self._pages), heads)
+        return CpuAttention(self._pages, self._rows, by_layer, num_decodes, plan, chunks)
 
     def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
         """The plan of the last step with other lengths, unless a request came or went, or a block was filled."""
@@ -124,7 +125,7 @@ class CpuAttentionPlanner:
 
 
 class CpuAttention:
-    """Vectorised torch, for the CPU."""
+    """Attention of a step's tokens in vectorised torch."""
 
     def __init__(
         self,

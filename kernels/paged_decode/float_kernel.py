@@ -1,12 +1,12 @@
-"""Decode attention over pages of one rung with floating-point dots: dense pages, and codes without integer dots.
+"""Decode attention over pages of one format with floating-point dots: dense pages, and codes without integer dots.
 
 o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp.
 
-Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  items [W, 4], addresses, positions, lengths as in ``DecodeWork``;
-         o [parts, HQ, D] float32;  lse [parts, HQ] float32
+Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] as in ``LayerFormats``;  items [W, 5], item_first,
+         addresses, positions, lengths as in ``DecodeWork``;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2, -inf where the item has no visible token
-Grid:    (W * H,); one program per work item and KV head, heads first, since they lie side by side in a page;
-         the G = HQ / H query heads share its tiles
+Grid:    (bound * H,); one program per work item on rungs first_rung to end_rung - 1 and KV head, heads first, since
+         they lie side by side in a page; the G = HQ / H query heads share its tiles
 Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 """
 
@@ -16,15 +16,17 @@ import triton.language as tl
 from ..tiles.overlap import begin_overlap, end_overlap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_rung", "end_rung"])
 def decode_float_kernel(
     q_ptr,
     stride_q_b,
     stride_q_h,
     arena_ptr,
-    k_offset,
-    v_offset,
+    offsets_ptr,
     items_ptr,
+    item_first_ptr,
+    first_rung,
+    end_rung,
     addresses_ptr,
     positions_ptr,
     lengths_ptr,
@@ -54,14 +56,18 @@ def decode_float_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlap(OVERLAP)
-    i_w, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
-    first = tl.load(items_ptr + i_w * 4 + 1)
-    num_blocks = tl.load(items_ptr + i_w * 4 + 2)
-    if num_blocks == 0:
+    i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
+    if i_w >= tl.load(item_first_ptr + end_rung):
         end_overlap(OVERLAP)
         return
-    part = tl.load(items_ptr + i_w * 4 + 3).to(tl.int64)
+    p_item = items_ptr + i_w * 5
+    i_b = tl.load(p_item).to(tl.int64)
+    first = tl.load(p_item + 1)
+    num_blocks = tl.load(p_item + 2)
+    part = tl.load(p_item + 3).to(tl.int64)
+    p_offsets = offsets_ptr + tl.load(p_item + 4) * 4
+    k_offset = tl.multiple_of(tl.load(p_offsets), 16)
+    v_offset = tl.multiple_of(tl.load(p_offsets + 2), 16)
     length = tl.load(lengths_ptr + i_b)
     o_g, o_d, o_tile = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     b_rows = (o_g < G)[:, None] & (o_d < D)[None, :]

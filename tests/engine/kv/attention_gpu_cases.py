@@ -75,8 +75,8 @@ def triton_step(planner: GpuAttentionPlanner, batch: ScheduledBatch, cache: KVCa
     chunks = None
     if late:
         chunks = planner.chunks(rows[num_decodes:], [item.start for item in late], [item.num_tokens for item in late])
-    cut = planner.cut(num_decodes, positions[:num_decodes])
-    return planner.begin(step_input, len(positions), num_decodes, cut, chunks)[1]
+    split = planner.split(num_decodes) if num_decodes else None
+    return planner.begin(step_input, len(positions), num_decodes, split, chunks)[1]
 
 
 if __name__ == "__main__":
