@@ -17,6 +17,9 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from ...kernels.interpreted import report
 
 LAYERS, KV_HEADS, GROUP = 2, 2, 2
+EIGHT_AND_FOUR = RungConfig(
+    "int8-4", ("int8-channel-128", "int4-channel-128"), ("int8-token-128", "int4-token-128")
+)  # by layer: pages of the second have the same format on the rung of 4 bits, at another offset
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 
 
@@ -85,6 +88,7 @@ if __name__ == "__main__":
             "one rung": lambda: compare((), 0, 64),
             "one rung, sink": lambda: compare((), 16, 64),
             "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
+            "nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 0, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
         }
     )
