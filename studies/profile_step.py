@@ -58,7 +58,7 @@ KERNELS = {
     "update_kernel": "tables and plan",
     "place_kernel": "tables and plan",
     "sort_blocks_kernel": "tables and plan",
-    "cut_items_kernel": "tables and plan",
+    "split_items_kernel": "tables and plan",
     "seal_kernel": "seal and demote",
     "demote_kernel": "seal and demote",
     "copy_kernel": "sampling",

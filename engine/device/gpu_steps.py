@@ -16,12 +16,13 @@ from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
+from qkv_engine.kernels.paged_decode.split import Split
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
+from ..kv.attention_gpu import GpuAttentionPlanner
 from ..kv.cache import KVCache
 from ..kv.device_tables import DeviceTables
-from ..kv.step_triton import Cut, TritonPlanner
 from ..sampling.sampler import PendingTokens
 from .graphs import Graphs
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What a captured step depends on: rows, how its attention is cut, and whether logits are kept."""
+    """The key of a captured step: its rows, the launch shape of its attention, and whether logits are kept."""
 
     batch: int
-    cut: Cut
+    split: Split
     keeps_logits: bool
 
 
@@ -45,7 +46,7 @@ class GpuSteps:
         device = cache.memory.device
         self.model, self.cache, self.device = model, cache, device
         self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
-        self._planner = TritonPlanner(cache.memory, self.tables)
+        self._planner = GpuAttentionPlanner(cache.memory, self.tables)
         self._graphs = Graphs(device) if cuda_graphs else None
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
@@ -74,8 +75,8 @@ class GpuSteps:
             chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
         words = self.tables.step_input(pack_tokens(ids, positions, token_rows))
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        cut = self._planner.cut(num_decodes, positions[:num_decodes])
-        placed, step = self._planner.begin(step_input, len(ids), num_decodes, cut, chunks)
+        split = self._planner.split(num_decodes) if num_decodes else None
+        placed, step = self._planner.begin(step_input, len(ids), num_decodes, split, chunks)
         return self.model(placed.input_ids, placed.positions, step)
 
     def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Tensor | None:
@@ -91,9 +92,7 @@ class GpuSteps:
         else:
             self._begin(items)
         self._pinned.send(self.tables.step_input(self._tokens, self._advance))
-        positions = self._tokens[self._batch : self._batch + len(items)]
-        cut = self._planner.cut(self._batch, positions, self._advance)
-        shape = DecodeShape(self._batch, cut, keep_logits)
+        shape = DecodeShape(self._batch, self._planner.split(len(items)), keep_logits)
         if self._graphs is None:
             self._decode(shape)
         else:
@@ -124,7 +123,7 @@ class GpuSteps:
     def _decode(self, shape: DecodeShape) -> None:
         """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""
         batch = shape.batch
-        placed, step = self._planner.begin(self._input, batch, batch, shape.cut)
+        placed, step = self._planner.begin(self._input, batch, batch, shape.split)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
         if shape.keeps_logits:
             if self._logits is None:

@@ -14,9 +14,9 @@ from qkv_engine.scheduler import ScheduledBatch
 from ..config import BLOCK_TOKENS, format_least, format_size
 from ..errors import CapacityError
 from .arena import Arena
+from .attention_cpu import CpuAttentionPlanner
 from .ladder import Ladder
 from .mover import Mover, Moving, PendingMoves
-from .step import StepPlanner
 from .table import SINK, Block, BlockTables, Move
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
@@ -42,7 +42,7 @@ class KVCache:
         self.memory = torch.empty(self.arena.nbytes, dtype=torch.uint8, device=device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, the last time if several
-        self._planner = StepPlanner(self.memory, ladder)
+        self._planner = CpuAttentionPlanner(self.memory, ladder)
         self._mover = Mover(self.memory, cuda_graphs)
 
     @property

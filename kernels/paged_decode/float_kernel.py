@@ -1,12 +1,12 @@
-"""Decode attention over pages of one rung with floating-point dots: dense pages, and codes without integer dots.
+"""Decode attention over pages of one format with floating-point dots: dense pages, and codes without integer dots.
 
 o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp.
 
-Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  items [W, 4], addresses, positions, lengths as in ``DecodeWork``;
-         o [parts, HQ, D] float32;  lse [parts, HQ] float32
+Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] as in ``LayerFormats``;  items [W, 5], item_first,
+         addresses, positions, lengths as in ``DecodeWork``;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2, -inf where the item has no visible token
-Grid:    (W * H,); one program per work item and KV head, heads first, since they lie side by side in a page;
-         the G = HQ / H query heads share its tiles
+Grid:    (bound * H,); one program per work item on rungs first_rung to end_rung - 1 and KV head, heads first, since
+         they lie side by side in a page; the G = HQ / H query heads share its tiles
 Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 """
 
@@ -16,15 +16,17 @@ import triton.language as tl
 from ..overlap import begin_overlap, end_overlap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_rung", "end_rung"])
 def decode_float_kernel(
     q_ptr,
     stride_q_b,
     stride_q_h,
     arena_ptr,
-    k_offset,
-    v_offset,
+    offsets_ptr,
     items_ptr,
+    item_first_ptr,
+    first_rung,
+    end_rung,
     addresses_ptr,
     positions_ptr,
     lengths_ptr,
@@ -32,15 +34,9 @@ def decode_float_kernel(
     lse_ptr,
     scale_log2,
     LOAD_K: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_PER_TOKEN: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_STORED: tl.constexpr,
+    K_SIDE: tl.constexpr,
     LOAD_V: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_PER_TOKEN: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_STORED: tl.constexpr,
+    V_SIDE: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -54,14 +50,18 @@ def decode_float_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlap(OVERLAP)
-    i_w, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
-    first = tl.load(items_ptr + i_w * 4 + 1)
-    num_blocks = tl.load(items_ptr + i_w * 4 + 2)
-    if num_blocks == 0:
+    i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
+    if i_w >= tl.load(item_first_ptr + end_rung):
         end_overlap(OVERLAP)
         return
-    part = tl.load(items_ptr + i_w * 4 + 3).to(tl.int64)
+    p_item = items_ptr + i_w * 5
+    i_b = tl.load(p_item).to(tl.int64)
+    first = tl.load(p_item + 1)
+    num_blocks = tl.load(p_item + 2)
+    part = tl.load(p_item + 3).to(tl.int64)
+    p_offsets = offsets_ptr + tl.load(p_item + 4) * 4
+    k_codes, k_meta = tl.load(p_offsets), tl.load(p_offsets + 1)
+    v_codes, v_meta = tl.load(p_offsets + 2), tl.load(p_offsets + 3)
     length = tl.load(lengths_ptr + i_b)
     o_g, o_d, o_tile = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     b_rows = (o_g < G)[:, None] & (o_d < D)[None, :]
@@ -94,42 +94,12 @@ def decode_float_kernel(
             num_page_tokens = tl.where(i < first_tiles, first_tokens, T)
             b_t = b_t & (o_t < tl.where(i < first_tiles, first_written, T))
         # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
-        p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
-        p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
-        b_k = LOAD_K(
-            p_k,
-            i_h,
-            o_t,
-            b_t,
-            num_page_tokens,
-            False,
-            K_BITS,
-            K_PER_TOKEN,
-            K_GROUP,
-            K_STORED,
-            H,
-            T,
-            D,
-            BLOCK_D,
-            DTYPE,
-        )
-        b_v = LOAD_V(
-            p_v,
-            i_h,
-            o_t,
-            b_t,
-            num_page_tokens,
-            True,
-            V_BITS,
-            V_PER_TOKEN,
-            V_GROUP,
-            V_STORED,
-            H,
-            T,
-            D,
-            BLOCK_D,
-            DTYPE,
-        )
+        p_k = arena_ptr + tl.multiple_of(address + k_codes // T * num_page_tokens, 16)
+        p_v = arena_ptr + tl.multiple_of(address + v_codes // T * num_page_tokens, 16)
+        p_k_meta = arena_ptr + tl.multiple_of(address + k_meta, 16)
+        p_v_meta = arena_ptr + tl.multiple_of(address + v_meta, 16)
+        b_k = LOAD_K(p_k, p_k_meta, i_h, o_t, b_t, num_page_tokens, K_SIDE, H, T, D, BLOCK_D, DTYPE)
+        b_v = LOAD_V(p_v, p_v_meta, i_h, o_t, b_t, num_page_tokens, V_SIDE, H, T, D, BLOCK_D, DTYPE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
         b_s = tl.where(b_t[None, :], b_s, float("-inf"))
         b_top = tl.maximum(b_m, tl.max(b_s, 1))

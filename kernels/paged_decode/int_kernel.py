@@ -1,13 +1,14 @@
-"""Decode attention over uniform pages of one rung with integer dots on the bare codes (8, 4 and 2 bits).
+"""Decode attention over uniform pages of one format with integer dots on the bare codes (8, 4 and 2 bits).
 
 s = q . (low + c step) = unit (qi . c) + bias, where qi is q * range in 16-bit fixed point, split into two int8
 columns a head; likewise o = unit (c . pi) + sum p low with pi from p * range. Codes see one shift and one ``and``.
 
-Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  items [W, 4] and addresses as in ``DecodeWork``;
-         K codes [LANES, D] and V codes [D, LANES] of a head;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
+Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] as in ``LayerFormats``;  items [W, 5], item_first and
+         addresses as in ``DecodeWork``;  K codes [LANES, D] and V codes [D, LANES] of a head;
+         o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2
-Grid:    (W * H,); one program per work item and KV head, heads first, since they lie side by side in a page;
-         the G = HQ / H query heads share its pages
+Grid:    (bound * H,); one program per work item on rungs first_rung to end_rung - 1 and KV head, heads first, since
+         they lie side by side in a page; the G = HQ / H query heads share its pages
 Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 """
 
@@ -151,15 +152,17 @@ def load_top(p_tops, i_h):
     return (b_pair >> (i_h % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_rung", "end_rung"])
 def decode_int_kernel(
     q_ptr,
     stride_q_b,
     stride_q_h,
     arena_ptr,
-    k_offset,
-    v_offset,
+    offsets_ptr,
     items_ptr,
+    item_first_ptr,
+    first_rung,
+    end_rung,
     addresses_ptr,
     o_ptr,
     lse_ptr,
@@ -181,14 +184,18 @@ def decode_int_kernel(
     LEVELS: tl.constexpr = 2**BITS - 1
     FIXED: tl.constexpr = 32512.0  # largest fixed-point value: its high part is 127
     CENTER: tl.constexpr = 128.0 / LEVELS if BITS == 8 else 0.0  # what ``unpack`` takes off the codes, in ranges
-    i_w, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_b = tl.load(items_ptr + i_w * 4).to(tl.int64)
-    first = tl.load(items_ptr + i_w * 4 + 1)
-    num_blocks = tl.load(items_ptr + i_w * 4 + 2)
-    if num_blocks == 0:
+    i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
+    if i_w >= tl.load(item_first_ptr + end_rung):
         end_overlap(OVERLAP)
         return
-    part = tl.load(items_ptr + i_w * 4 + 3).to(tl.int64)
+    p_item = items_ptr + i_w * 5
+    i_b = tl.load(p_item).to(tl.int64)
+    first = tl.load(p_item + 1)
+    num_blocks = tl.load(p_item + 2)
+    part = tl.load(p_item + 3).to(tl.int64)
+    p_offsets = offsets_ptr + tl.load(p_item + 4) * 4
+    k_offset = tl.multiple_of(tl.load(p_offsets), 16)
+    v_offset = tl.multiple_of(tl.load(p_offsets + 2), 16)
     o_g, o_d, o_lane = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, LANES)
     b_d = o_d < D
     b_rows = b_d[:, None] & (o_g < G)[None, :]

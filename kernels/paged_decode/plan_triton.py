@@ -1,16 +1,13 @@
 """The plan of decode attention made on the device from its block tables, in two launches of fixed shape.
 
-The result is that of ``DecodeWork.build`` with ``max_items``, but for what lies behind a request's last block and in
-items of 0 blocks.
+The result is that of ``DecodeWork.build``, but for what lies behind a request's last block and behind the last item.
 
 Shapes:  words as in ``BlockWords``;  rows [B] int64 and lengths [B] int32 of the requests;  counts [B, BLOCK_R] int32,
-         blocks by rung;  addresses, positions, items, part_first as in ``DecodeWork``
-Grid:    (B,) both: a request's blocks sorted by rung, then its items behind those of the requests before it
+         blocks by rung;  addresses, positions, items, item_first, part_first as in ``DecodeWork``
+Grid:    (B,) both: a request's blocks sorted by rung, then its items on each rung behind those of the requests before
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_tables import RUNG_BITS, BlockWords
-from .cut import ItemBlocks, num_last
 from .plan import DecodeWork
+from .split import Split
 
 
 @triton.jit(do_not_specialize=["num_numbers", "width"])
@@ -72,20 +69,15 @@ def sort_blocks_kernel(
         b_next += tl.sum(b_mine, 1)
 
 
-@triton.jit(
-    do_not_specialize=["batch", "width", "most_items", "stride_items", "item_blocks", "last_blocks", "num_first"]
-)
-def cut_items_kernel(
+@triton.jit(do_not_specialize=["batch", "width", "item_blocks"])
+def split_items_kernel(
     counts_ptr,
     items_ptr,
+    item_first_ptr,
     part_first_ptr,
     batch,
     width,
-    most_items,
-    stride_items,
     item_blocks,
-    last_blocks,
-    num_first,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -98,58 +90,49 @@ def cut_items_kernel(
     for i in range(0, batch, BLOCK_B):
         o_b = i + tl.arange(0, BLOCK_B)
         p_counts = counts_ptr + o_b[:, None] * BLOCK_R + o_r[None, :]
-        b_size = tl.where(o_b < num_first, item_blocks, last_blocks)[:, None]
-        b_items = (tl.load(p_counts, mask=(o_b < batch)[:, None], other=0) + b_size - 1) // b_size
+        b_items = (tl.load(p_counts, mask=(o_b < batch)[:, None], other=0) + item_blocks - 1) // item_blocks
         b_before += tl.sum(tl.where((o_b < i_b)[:, None], b_items, 0), 0)
         b_total += tl.sum(b_items, 0)
+    b_end = tl.cumsum(b_total, 0)
+    b_first = b_end - b_total + b_before
     b_mine = tl.load(counts_ptr + i_b * BLOCK_R + o_r)
     block, part = i_b * width, tl.sum(b_before, 0)
-    size = tl.where(i_b < num_first, item_blocks, last_blocks)
     tl.store(part_first_ptr + i_b, part)
-    if i_b == batch - 1:
+    if i_b == 0:
+        tl.store(item_first_ptr, 0)
+        tl.store(item_first_ptr + 1 + o_r, b_end, mask=o_r < R)
         tl.store(part_first_ptr + batch, tl.sum(b_total, 0))
-    for r in tl.static_range(R):
+    for r in range(R):
         count = tl.sum(tl.where(o_r == r, b_mine, 0), 0)
-        first = tl.sum(tl.where(o_r == r, b_before, 0), 0)
-        total = tl.sum(tl.where(o_r == r, b_total, 0), 0)
-        num_items = (count + size - 1) // size
-        p_items = items_ptr + r * stride_items
+        p_run = items_ptr + tl.sum(tl.where(o_r == r, b_first, 0), 0) * 5
+        num_items = (count + item_blocks - 1) // item_blocks
         for i in range(0, num_items, BLOCK):
             o = i + o_i
-            b_o = (o < num_items) & (first + o < most_items)
-            p_item = p_items + (first + o) * 4
-            tl.store(p_item, tl.zeros([BLOCK], tl.int32) + i_b, mask=b_o)
+            b_o = o < num_items
+            p_item = p_run + o * 5
             skipped = o * count // num_items
+            tl.store(p_item, tl.zeros([BLOCK], tl.int32) + i_b, mask=b_o)
             tl.store(p_item + 1, block + skipped, mask=b_o)
             tl.store(p_item + 2, (o + 1) * count // num_items - skipped, mask=b_o)
             tl.store(p_item + 3, part + o, mask=b_o)
-        for i in range(total + i_b * BLOCK, most_items, batch * BLOCK):  # a share of the unused ones
-            tl.store(p_items + (i + o_i) * 4 + 2, tl.zeros([BLOCK], tl.int32), mask=i + o_i < most_items)
+            tl.store(p_item + 4, tl.zeros([BLOCK], tl.int32) + r, mask=b_o)
         block += count
         part += num_items
 
 
-def plan_decode(
-    tables: BlockWords,
-    rows: Tensor,
-    lengths: Tensor,
-    *,
-    item_blocks: ItemBlocks,
-    max_items: Sequence[int],
-    short: tuple[bool, ...] = (),
-) -> DecodeWork:
+def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: int, split: Split) -> DecodeWork:
     """Plan of one decode for each of ``rows`` [B] of the tables, over its first ``lengths`` [B] tokens.
 
-    Items have up to ``item_blocks`` blocks; ``max_items[r]`` bounds the items of rung r: the grid of its launch.
+    The bounds of ``split`` must hold for blocks on ``num_rungs`` rungs: items are not counted on the host.
     """
-    batch, num_rungs, most = len(rows), len(max_items), max(max_items)
-    block_r, device = triton.next_power_of_2(num_rungs), rows.device
+    batch, block_r, device = len(rows), triton.next_power_of_2(num_rungs), rows.device
 
     def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     addresses, positions = make(batch * tables.width, dtype=torch.int64), make(batch * tables.width)
-    counts, items, part_first = make(batch, block_r), make(num_rungs, most, 4), make(batch + 1)
+    counts, items = make(batch, block_r), make(sum(split.max_items), 5)
+    item_first, part_first = make(num_rungs + 1), make(batch + 1)
     sort_blocks_kernel[(batch,)](
         tables.words,
         rows,
@@ -166,32 +149,19 @@ def plan_decode(
         BLOCK=64,
         num_warps=2,
     )
-    cut_items_kernel[(batch,)](
+    split_items_kernel[(batch,)](
         counts,
         items,
+        item_first,
         part_first,
         batch,
         tables.width,
-        most,
-        most * 4,
-        item_blocks.first,
-        item_blocks.last,
-        batch - num_last(batch),
+        split.item_blocks,
         R=num_rungs,
         BLOCK_R=block_r,
         BLOCK_B=128,
         BLOCK=32,
         num_warps=4,
     )
-    return DecodeWork(
-        addresses,
-        positions,
-        lengths,
-        items,
-        part_first,
-        tuple(max_items),
-        sum(max_items),
-        tables.sink_tokens,
-        tables.block_tokens,
-        short,
-    )
+    sink_tokens, block_tokens = tables.sink_tokens, tables.block_tokens
+    return DecodeWork(addresses, positions, lengths, items, item_first, part_first, split, sink_tokens, block_tokens)

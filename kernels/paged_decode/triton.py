@@ -1,4 +1,4 @@
-"""Decode attention on the GPU: one launch a rung present, one merge."""
+"""Decode attention on the GPU: one launch for each format present, one merge."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from ..tiles import DenseSide, PageFormat, UniformSide
 from ..tiles.launch import page_constexprs
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
+from .layer import FormatRange, LayerFormats
 from .merge import merge_kernel
 from .plan import DecodeWork
+from .split import Split
 
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of one rung's kernel; ``tile`` is in tokens, for the floating-point body."""
+    """Launch parameters of one format's kernel; ``tile`` is in tokens, for the floating-point body."""
 
     num_warps: int
     num_stages: int
@@ -45,32 +47,58 @@ def paged_decode(
     q: Tensor,
     arena: Tensor,
     work: DecodeWork,
-    pages: Sequence[PageFormat | None],
+    layer: LayerFormats,
     num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
-    tunings: Sequence[Tuning | None] = (),
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """Attention of one query per request over its blocks on all rungs.
 
     Shapes:  q [B, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  returns [B, HQ, D] in q's dtype
-    ``pages[r]`` says how this layer's pages on rung r are read. Requests without a visible token give zeros.
+    ``tuning``: launch parameters of the layer's narrowest format. Requests without a visible token give zeros.
     """
     batch, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
-    o = torch.empty(work.num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(work.num_parts, num_heads, dtype=torch.float32, device=q.device)
+    num_parts = len(work.items)
+    o = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_parts, num_heads, dtype=torch.float32, device=q.device)
     overlap = can_overlap(q.device)
     chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
     options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for what is before it in the stream
-    for rung in _launch_order([n * num_kv_heads for n in work.num_items]):
-        page = pages[rung]
-        if page is not None:
-            tuning = tunings[rung] if tunings else None
-            _attend_rung(q, arena, work, rung, page, num_kv_heads, scale, o, lse, tuning, options)
-            options = chained
-    block_p, num_warps = _merge_tile(work.num_parts, batch)
+    for formats, num_programs in launches(layer.ranges, work.split, num_kv_heads):
+        kernel, constexprs, tuned = decode_variant(
+            formats.page,
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            head_dim,
+            block_tokens=work.block_tokens,
+            sink_tokens=work.sink_tokens,
+            tuning=tuning if formats is layer.ranges[-1] else None,
+            is_short=work.split.is_short and formats.end == 1,
+        )
+        blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
+        kernel[(num_programs,)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            arena,
+            layer.offsets,
+            work.items,
+            work.item_first,
+            formats.first,
+            formats.end,
+            *blocks,
+            o,
+            lse,
+            scale * LOG2_E,
+            **constexprs,
+            num_warps=tuned.num_warps,
+            **options,
+        )
+        options = chained
+    block_p, num_warps = _merge_tile(num_parts, batch)
     merge_kernel[(batch, num_heads)](
         o,
         lse,
@@ -93,53 +121,15 @@ def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:
     return block_p, max(1, block_p // 8)
 
 
-def _launch_order(num_programs: Sequence[int]) -> list[int]:
-    """Rungs in the order of their launches: a few programs beside the large launches, the rest as those end."""
-    present = [r for r, n in enumerate(num_programs) if n]
-    return sorted(present, key=lambda r: (num_programs[r] >= FEW_PROGRAMS, -num_programs[r]))
+def launches(ranges: Sequence[FormatRange], split: Split, num_kv_heads: int) -> list[tuple[FormatRange, int]]:
+    """Formats present and the programs of their launches: few programs beside large launches, then by falling size.
 
-
-def _attend_rung(
-    q: Tensor,
-    arena: Tensor,
-    work: DecodeWork,
-    rung: int,
-    page: PageFormat,
-    num_kv_heads: int,
-    scale: float,
-    o: Tensor,
-    lse: Tensor,
-    tuning: Tuning | None,
-    options: dict[str, Any],
-) -> None:
-    """One rung's launch: all its work items, every KV head."""
-    kernel, constexprs, tuning = decode_variant(
-        page,
-        num_kv_heads,
-        q.shape[1] // num_kv_heads,
-        q.shape[2],
-        block_tokens=work.block_tokens,
-        sink_tokens=work.sink_tokens,
-        tuning=tuning,
-        short=bool(work.short and work.short[rung]),
-    )
-    blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
-    kernel[(work.num_items[rung] * num_kv_heads,)](
-        q,
-        q.stride(0),
-        q.stride(1),
-        arena,
-        page.k_offset,
-        page.v_offset,
-        work.items[rung],
-        *blocks,
-        o,
-        lse,
-        scale * LOG2_E,
-        **constexprs,
-        num_warps=tuning.num_warps,
-        **options,
-    )
+    The first rung has a bound of items of its own. All other rungs share one, so that the launch shape stays while
+    blocks step down among them. A program beyond the last item of its format reads two numbers, which the first cache
+    of its multiprocessor holds, and ends.
+    """
+    sizes = [(formats, formats.max_items(split) * num_kv_heads) for formats in ranges]
+    return sorted(((f, n) for f, n in sizes if n), key=lambda launch: (launch[1] >= FEW_PROGRAMS, -launch[1]))
 
 
 def decode_variant(
@@ -151,7 +141,7 @@ def decode_variant(
     block_tokens: int,
     sink_tokens: int,
     tuning: Tuning | None = None,
-    short: bool = False,
+    is_short: bool = False,
 ) -> tuple[Any, dict[str, Any], Tuning]:
     """Kernel, compile-time arguments and launch parameters for pages of one format."""
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -176,7 +166,7 @@ def decode_variant(
     if tuning is None:
         is_16_bit = isinstance(page.k, DenseSide) and page.k.dtype.itemsize == 2
         tuning = FLOAT_TUNING if is_16_bit or block_d < 128 else replace(FLOAT_TUNING, num_warps=4)
-        if short:
+        if is_short:
             tuning = replace(tuning, num_stages=SHORT_STAGES)
     return (
         decode_float_kernel,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 from qkv_engine.kernels.tiles import PageFormat
@@ -63,11 +64,13 @@ def check(device: str = "cuda") -> dict[str, float]:
             case.addresses,
             case.rungs,
             case.lengths,
-            split_blocks=[3] * len(case.pages),
+            num_rungs=len(case.pages),
+            item_blocks=3,
             sink_tokens=case.sink_tokens,
             block_tokens=T,
         )
-        out = paged_decode(case.q, case.arena, work, case.pages, case.num_kv_heads, scale).float()
+        layer = LayerFormats.of(case.pages, case.q.device)
+        out = paged_decode(case.q, case.arena, work, layer, case.num_kv_heads, scale).float()
         want = reference(case, scale)
         found[name] = float((out - want).norm() / want.norm())
     return found
@@ -142,21 +145,21 @@ def long_case(bits: int, batch: int, length: int, copies: int, device: str = "cu
 
 def calls(case: LongCase, split: int, tuning: Tuning) -> list[Callable[[], Any]]:
     """One attention call a copy; sinks and open blocks beside quantized pages keep their default launch."""
-    several = len(case.pages) > 1
     found: list[Callable[[], Any]] = []
-    tunings = [None, tuning] if several else [tuning]
+    layer = LayerFormats.of(case.pages, case.q.device)
     for addresses, rungs in case.tables:
         work = DecodeWork.build(
             addresses,
             rungs,
             case.lengths,
-            split_blocks=[8, split] if several else [split],
+            num_rungs=len(case.pages),
+            item_blocks=split,
             sink_tokens=SINK,
             block_tokens=T,
         )
 
         def call(work: DecodeWork = work) -> Any:
-            return paged_decode(case.q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tunings=tunings)
+            return paged_decode(case.q, case.arena, work, layer, HEADS, HEAD_DIM**-0.5, tuning=tuning)
 
         found.append(call)
     return found

@@ -37,6 +37,7 @@ POINTERS |= {
     "scale_log2": "fp32",
     "staged_ptr": "*fp16",
     "staged_addresses_ptr": "*i64",
+    "offsets_ptr": "*i64",
 }
 BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}

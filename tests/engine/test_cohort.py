@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv_engine.device.cohort import Cohort
 from qkv_engine.device.gpu_steps import GpuSteps
 from qkv_engine.kernels.block_tables import Placed, place, update
-from qkv_engine.kv.step_triton import TritonPlanner
+from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -88,7 +88,7 @@ class NextToken:
         return 8 * hidden
 
 
-def begin_step(planner: TritonPlanner, step_input: Tensor, num_tokens: int, *args: Any) -> tuple[Placed, None]:
+def begin_step(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int, *args: Any) -> tuple[Placed, None]:
     """The device's part without attention; its tables are the books'."""
     copy = planner.tables
     update(copy.block_words, step_input, num_tokens)
@@ -121,7 +121,7 @@ def answers(memory: str) -> list[list[Any]]:
 @pytest.mark.parametrize("memory", ["64MiB", "6MiB"])
 def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
-    monkeypatch.setattr(TritonPlanner, "begin", begin_step)
+    monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
     goes_on, found = Cohort.goes_on, list[bool]()
 
     def noted(cohort: Cohort, batch: ScheduledBatch) -> bool:

@@ -7,13 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from qkv_engine import SamplingParams
-from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
+from qkv_engine.bench.kernels.inputs import dense_page, uniform_page
+from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.device.gpu_steps import padded_batch
+from qkv_engine.device.graphs import MAX_GRAPHS
 from qkv_engine.device.runner import Runner
-from qkv_engine.kernels.paged_decode.cut import GRADED, GRADED_SHORT, ItemBlocks
-from qkv_engine.kv.step_triton import TritonPlanner
+from qkv_engine.kernels.paged_decode.layer import LayerFormats
+from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.triton import launches
+from qkv_engine.kernels.tiles import PageFormat
+from qkv_engine.kv.attention_gpu import GpuAttentionPlanner, format_numbers
 from qkv_engine.request import Request
 from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -37,21 +43,19 @@ def test_batches_are_padded_to_few_sizes():
 @pytest.mark.parametrize(
     ("counts", "num_decodes", "expected"),
     [
-        ([1], 1, ((1, 1), (2,), (True,))),  # a lone short request: an item a block
-        ([8], 1, ((1, 1), (16,), (False,))),
-        ([65], 1, ((4, 4), (32,), (False,))),  # fewer parts to merge
-        ([1024], 1, ((16, 16), (128,), (False,))),
-        ([2, 63, 0], 1, ((4, 4), (32, 32, 0), (True, False, False))),
-        ([65 * 32], 32, ((16, 16), (256,), (False,))),
-        ([9 * 256], 256, (GRADED_SHORT, (512,), (False,))),  # many: the last requests in smaller items
-        ([65 * 64], 64, (GRADED, (256,), (False,))),  # dense pages
-        ([406, 203 * 63], 203, (GRADED, (256, 768), (True, False))),
-        ([128, 64 * 63], 64, ((16, 16), (256, 384), (True, False))),  # codes have room for twice as many
+        ([1], 1, Split(1, (2, 0), (0,), True)),  # a lone short request: an item a block
+        ([8], 1, Split(1, (16, 0), (0,))),
+        ([65], 1, Split(4, (32, 0), (0,))),  # fewer parts to merge
+        ([1024], 1, Split(16, (128, 0), (0,))),
+        ([2, 63, 0], 1, Split(4, (32, 32), (0, 1), True)),
+        ([65 * 32], 32, Split(16, (256, 0), (0,))),
+        ([128, 64 * 63], 64, Split(16, (256, 384), (0, 1), True)),  # codes have room for twice as many
+        ([128, 64 * 43, 64 * 20], 64, Split(16, (256, 384), (0, 1, 2), True)),  # one bound for all but the first rung
+        ([0, 8], 1, Split(1, (0, 16), (1,), True)),
     ],
 )
-def test_attention_is_cut_into_enough_items(counts: list[int], num_decodes: int, expected: tuple):
-    positions = [BLOCK_TOKENS * sum(counts) // num_decodes - 200] * num_decodes
-    assert planner(counts).cut(num_decodes, positions) == expected
+def test_attention_is_split_into_enough_items(counts: list[int], num_decodes: int, expected: Split):
+    assert planner(counts).split(num_decodes) == expected
 
 
 def test_few_shapes_serve_blocks_that_step_down():
@@ -61,17 +65,60 @@ def test_few_shapes_serve_blocks_that_step_down():
     for step in range(400):
         counts[0] = 20 + min(step, 380) - (step > 100) * (step - 100)
         counts[1], counts[2] = max(0, step - 100) - max(0, step - 250), max(0, step - 250)
-        shapes.add(one.cut(24, [6 * step] * 20))
+        shapes.add(one.split(20))
     assert len(shapes) <= 12
 
 
-def planner(counts: list[int]) -> TritonPlanner:
-    """One that only cuts, on 132 multiprocessors and 8 KV heads; ``counts`` are the blocks by rung."""
+def nested_pages(num_rungs: int, num_layers: int = 24) -> list[list[PageFormat]]:
+    """Pages by layer and rung of a ladder from 16 bits over 8 to 2 bits in all layers, more layers narrower on each."""
+    pages = {bits: uniform_page(bits, 8, 128) for bits in (8, 4, 2)}
+    layers = [[dense_page(torch.bfloat16, 8, 128)] for _ in range(num_layers)]
+    for number in range(num_rungs - 1):
+        narrowed = 2 * num_layers * number // (num_rungs - 2)  # one layer after the other goes to 4 bits, then to 2
+        for i, layer in enumerate(layers):
+            layer.append(pages[(8, 4, 2)[(narrowed > i) + (narrowed > num_layers + i)]])
+    return layers
+
+
+def test_a_layer_launches_once_a_format():
+    split = Split(16, (64, 512), tuple(range(12)))
+    for layer in nested_pages(12):
+        found = launches(LayerFormats.of(layer, torch.device("cpu")).ranges, split, 8)
+        assert len(found) == len({page.k.nbytes for page in layer}) <= 4
+        assert sorted(r for f, _ in found for r in range(f.first, f.end)) == list(range(12))
+        assert {num_programs for f, num_programs in found if f.first} == {512 * 8}
+
+
+def graphs_of_a_run(num_rungs: int) -> int:
+    """Keys met while requests come, grow and go, and their blocks step down from rung to rung as room gets short."""
+    one, rng, keys = planner([0], nested_pages(num_rungs)), random.Random(1), set()
+    batch, pressure = 40.0, 0.0
+    for step in range(4000):
+        batch = min(64.0, max(16.0, batch + rng.uniform(-0.5, 0.5)))
+        pressure = min(1.0, max(0.0, pressure + rng.uniform(-0.02, 0.02)))
+        num_decodes, blocks = round(batch), 20 + step % 1000 // 20
+        counts = [2 * num_decodes] + [0] * (num_rungs - 1)
+        for block in range(blocks):  # the coldest are as narrow as the pressure says, the warmest a little wider
+            depth = max(0.0, pressure - 0.3 * block / blocks)
+            counts[1 + round(depth * (num_rungs - 2))] += num_decodes
+        one.tables.num_entries = lambda counts=counts: counts
+        keys.add((padded_batch(num_decodes), one.split(num_decodes)))
+    return len(keys)
+
+
+def test_more_rungs_are_not_more_graphs():
+    few, many = graphs_of_a_run(4), graphs_of_a_run(12)
+    assert many <= 1.1 * few and few < MAX_GRAPHS
+
+
+def planner(counts: list[int], pages: list[list[PageFormat]] | None = None) -> GpuAttentionPlanner:
+    """One that only splits, on 132 multiprocessors and 8 KV heads; ``counts`` are the blocks by rung."""
     shape = SimpleNamespace(num_kv_heads=8)
     ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))
-    found = object.__new__(TritonPlanner)
+    found = object.__new__(GpuAttentionPlanner)
     found.tables = SimpleNamespace(num_entries=lambda: counts, ladder=ladder)
-    found.num_multiprocessors, found._item_blocks = 132, ItemBlocks(1, 1)
+    found.num_multiprocessors, found._item_blocks = 132, 1
+    found._formats = format_numbers(pages) if pages else [frozenset({rung}) for rung in range(len(counts))]
     return found
 
 

@@ -10,11 +10,13 @@ import torch
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input, pack_tokens
 from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
 from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
-from qkv_engine.kernels.paged_decode.cut import ItemBlocks
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
+from qkv_engine.kernels.paged_decode.split import Split
+
 
 from .interpreted import report
+from .token_rows import token_rows
 
 T, ROW_NBYTES = 128, 32
 
@@ -64,7 +66,7 @@ def places(sink: int, num_tokens: int, advance: int = 0) -> float:
     return float(wrong + (found.token_rows != want.token_rows)[known].sum())
 
 
-def plan(sink: int, batch: int, num_rungs: int, split: int, last: int | None = None) -> float:
+def plan(sink: int, batch: int, num_rungs: int, split: int) -> float:
     """Items, parts and sorted blocks against ``DecodeWork.build``, with empty requests among the others."""
     width = 40
     tables = make_tables(sink, batch + 1, width, num_rungs)
@@ -75,20 +77,13 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, last: int | None = N
     exists = torch.arange(width) < blocks[:, None]
     rungs = torch.where(exists, words & (1 << RUNG_BITS) - 1, ABSENT)
     want = DecodeWork.build(
-        words >> RUNG_BITS,
-        rungs,
-        lengths,
-        split_blocks=[split] * num_rungs,
-        sink_tokens=sink,
-        block_tokens=T,
-        last_blocks=last,
+        words >> RUNG_BITS, rungs, lengths, num_rungs=num_rungs, item_blocks=split, sink_tokens=sink, block_tokens=T
     )
-    grids = [n + 70 for n in want.num_items]
-    found = plan_decode(tables, rows, lengths.int(), item_blocks=ItemBlocks(split, last or split), max_items=grids)
-    wrong = (found.part_first != want.part_first).sum() + (found.lengths != want.lengths).sum()
-    for rung, count in enumerate(want.num_items):
-        wrong += (found.items[rung, :count] != want.items[rung, :count]).sum()
-        wrong += (found.items[rung, count : grids[rung], 2] != 0).sum()
+    first, others = want.split.max_items
+    spare = Split(split, (first + 70, others + 3), want.split.rungs)
+    found = plan_decode(tables, rows, lengths.int(), num_rungs, spare)
+    wrong = sum((getattr(found, name) != getattr(want, name)).sum() for name in ("item_first", "part_first", "lengths"))
+    wrong += (found.items[: first + others] != want.items).sum() + (len(found.items) != first + others + 73)
     for name in ("addresses", "positions"):
         mine, theirs = (getattr(work, name).view(batch, width) for work in (found, want))
         wrong += (mine != theirs)[exists].sum()  # sorted, so that what exists comes first
@@ -108,7 +103,7 @@ if __name__ == "__main__":
             "tokens further on": lambda: places(32, 200, 37),
             "plan of one rung": lambda: plan(0, 5, 1, 4),
             "plan of three rungs": lambda: plan(0, 6, 3, 2),
-            "plan with finer items in the last requests": lambda: plan(32, 11, 2, 8, 3),
+            "plan of twelve rungs": lambda: plan(32, 11, 12, 2),
             "plan with a sink": lambda: plan(32, 3, 3, 16),
             "plan of one request": lambda: plan(0, 1, 2, 16),
             "plan of many requests": lambda: plan(16, 150, 2, 16),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
-from qkv_engine.kernels.paged_decode.triton import _launch_order, paged_decode
-from qkv_engine.kernels.tiles import PageFormat
+from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.triton import launches, paged_decode
+from qkv_engine.kernels.formats import PageLayout
 from studies.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 
 from .interpreted import report
@@ -18,12 +21,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [1, 31, 127, 128, 129, 300]
 
 
-def plan(case: Case, split: int = 2, max_items: int | None = None) -> DecodeWork:
+def plan(case: Case, item_blocks: int = 2, max_items: tuple[int, int] | None = None) -> DecodeWork:
     return DecodeWork.build(
         case.addresses,
         case.rungs,
         case.lengths,
-        split_blocks=[split] * len(case.pages),
+        num_rungs=len(case.pages),
+        item_blocks=item_blocks,
         sink_tokens=case.sink_tokens,
         block_tokens=T,
         max_items=max_items,
@@ -31,8 +35,8 @@ def plan(case: Case, split: int = 2, max_items: int | None = None) -> DecodeWork
 
 
 def attend(case: Case, work: DecodeWork, q: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    q = case.q if q is None else q
-    return paged_decode(q, case.arena, work, case.pages, case.num_kv_heads, case.q.shape[2] ** -0.5, out).float()
+    q, layer = case.q if q is None else q, LayerFormats.of(case.pages, case.q.device)
+    return paged_decode(q, case.arena, work, layer, case.num_kv_heads, case.q.shape[2] ** -0.5, out).float()
 
 
 def error(case: Case, out: Tensor) -> float:
@@ -41,7 +45,7 @@ def error(case: Case, out: Tensor) -> float:
 
 
 def against_reference(
-    pages: Sequence[PageFormat],
+    pages: Sequence[PageLayout],
     lengths: Sequence[int],
     group: int,
     sink: int = 0,
@@ -64,37 +68,63 @@ def neighbours() -> float:
     """A request's result does not depend on the others'."""
     case = mixed()
     together = attend(case, plan(case))
-    alone = Case(
-        case.q[1:2],
-        case.arena,
-        case.addresses[1:2],
-        case.rungs[1:2],
-        case.lengths[1:2],
-        case.pages,
-        case.k[1:2],
-        case.v[1:2],
-        case.num_kv_heads,
-        case.sink_tokens,
+    only = slice(1, 2)
+    alone = replace(
+        case, q=case.q[only], addresses=case.addresses[only], rungs=case.rungs[only], lengths=case.lengths[only]
     )
     return float((attend(alone, plan(alone)) - together[1:2]).abs().max())
 
 
-def fixed_shapes() -> float:
-    """A plan of fixed shapes with unused items and an empty request gives the same, and zeros."""
+def idle_programs() -> float:
+    """A launch shape with programs to spare, a format that no block has and an empty request: the same, and zeros."""
     case = mixed()
     want = attend(case, plan(case))
-    tables = [torch.cat((t, torch.full_like(t[:1], ABSENT))) for t in (case.addresses, case.rungs)]
-    lengths = torch.cat((case.lengths, torch.zeros_like(case.lengths[:1])))
-    work = DecodeWork.build(
-        *tables,
-        lengths,
-        split_blocks=[2] * 4,
-        sink_tokens=case.sink_tokens,
-        block_tokens=T,
-        max_items=9,
+    padded = replace(
+        case,
+        addresses=torch.cat((case.addresses, case.addresses[:1])),
+        rungs=torch.cat((case.rungs, torch.full_like(case.rungs[:1], ABSENT))),
+        lengths=torch.cat((case.lengths, torch.zeros_like(case.lengths[:1]))),
+        pages=[*case.pages, uniform_page(1, 1, 64)],
     )
-    out = attend(case, work, torch.cat((case.q, case.q[:1])))
+    first, others = plan(case).split.max_items
+    work = plan(padded, max_items=(first + 3, others + 50))
+    assert work.split.rungs == (0, 1, 2, 3)
+    work = replace(work, split=work.split._replace(rungs=(0, 1, 2, 3, 4)))
+    work.items[work.item_first[-1] :] = torch.tensor([0, 0, 1, 0, 0])  # would spoil the first part of the first request
+    out = attend(padded, work, torch.cat((case.q, case.q[:1])))
     return float((out[:-1] - want).abs().max() + out[-1].abs().max())
+
+
+def rungs_of_one_format(page: PageLayout) -> Callable[[], float]:
+    """Rungs of one format are one launch, wherever their pages lie in a slot."""
+
+    def run() -> float:
+        pages = [dense_page(BF16, 1, 64), uniform_page(4, 1, 64)]
+        pages += [replace(page, k_offset=k, v_offset=v) for k, v in ((0, 16384), (256, 10240), (10240, 256))]
+        case = make_case(pages, [1500, 800], group=4, sink_tokens=20)
+        layer, work = LayerFormats.of(case.pages, case.q.device), plan(case)
+        assert work.split.rungs == (0, 1, 2, 3, 4)
+        found = launches(layer.ranges, work.split, case.num_kv_heads)
+        assert sorted((formats.first, formats.end) for formats, _ in found) == [(0, 1), (1, 2), (2, 5)]
+        return error(case, attend(case, work))
+
+    return run
+
+
+def launch_order() -> float:
+    """Few programs first, then by falling size; formats without blocks have no launch."""
+    pages = [dense_page(BF16, 1, 64), *(uniform_page(bits, 1, 64) for bits in (8, 4, 4, 2))]
+    ranges = LayerFormats.of(pages, torch.device("cpu")).ranges
+
+    def order(*max_items: int, rungs: tuple[int, ...]) -> list[tuple[int, int]]:
+        first, others = max_items
+        return [(f.first, n) for f, n in launches(ranges, Split(2, (first, others), rungs), 8)]
+
+    assert order(1, 512, rungs=(0, 3, 4)) == [(0, 8), (2, 4096), (4, 4096)]
+    assert order(512, 16, rungs=(0, 1)) == [(0, 4096), (1, 128)]
+    assert order(512, 15, rungs=(0, 1)) == [(1, 120), (0, 4096)]
+    assert order(0, 16, rungs=(2,)) == [(2, 128)]
+    return 0.0
 
 
 def growing() -> float:
@@ -102,18 +132,7 @@ def growing() -> float:
     case = make_case([dense_page(BF16, 1, 64)], [40, 200], group=3, sink_tokens=20)
     work = plan(case)
     work.lengths.copy_(case.lengths - 1)
-    shorter = Case(
-        case.q,
-        case.arena,
-        case.addresses,
-        case.rungs,
-        case.lengths - 1,
-        case.pages,
-        [x[:-1] for x in case.k],
-        [x[:-1] for x in case.v],
-        case.num_kv_heads,
-        case.sink_tokens,
-    )
+    shorter = replace(case, lengths=case.lengths - 1, k=[x[:-1] for x in case.k], v=[x[:-1] for x in case.v])
     before = error(shorter, attend(shorter, work))
     work.lengths.add_(1)
     return max(before, error(case, attend(case, work)))
@@ -143,10 +162,10 @@ def cases() -> dict[str, Callable[[], float]]:
         "fp16 group 1": against_reference([dense_page(FP16, 3, 64)], [129, 300], 1, dtype=FP16),
         "fp32": against_reference([dense_page(FP32, 1, 80)], [129, 300], 4, sink=20, dtype=FP32),
         "exact neighbours": neighbours,
-        "exact fixed shapes": fixed_shapes,
+        "exact idle programs": idle_programs,
         "exact strided queries": strided_queries,
         "exact constant pages": constant_pages,
-        "exact launch order": lambda: float(_launch_order([8, 0, 4096, 2048]) != [0, 2, 3]),
+        "exact launch order": launch_order,
         "growing": growing,
     }
     for bits in (8, 4, 2):
@@ -158,6 +177,8 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"int{bits}/{small}"] = against_reference([d80, page], [450], 3, sink=20)
     found["int4/32"] = against_reference([d80, uniform_page(4, 1, 80, group=32)], [450], 3)
     found["int8 K per token"] = against_reference([d80, uniform_page(8, 1, 80, k_axis="token")], [450], 1)
+    found["int8 on three rungs"] = rungs_of_one_format(uniform_page(8, 1, 64))
+    found["int3/32 on three rungs"] = rungs_of_one_format(uniform_page(3, 1, 64, group=32))
     found["K 4 V 2 bits"] = against_reference([d80, uniform_page((4, 2), 1, 80)], [450], 1)
     return found
 

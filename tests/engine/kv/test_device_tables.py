@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, pack_tokens, update
+from qkv_engine.kernels.paged_decode.split import most_items
 from qkv_engine.kv import device_tables
 from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.table import SINK, BlockTables
@@ -43,7 +44,7 @@ def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[
             items[rung] += -(-rungs.count(rung) // SPLIT)
         addresses, on_host = copy.entries([row], len(blocks))
         assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
-    bounds = [count // SPLIT + min(len(names), count) for count in copy.num_entries()]  # as ``TritonPlanner.cut``
+    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_entries()]
     assert all(n <= bound for n, bound in zip(items, bounds, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One step's attention over the cache: where new K and V go, and the plan of reading, made once for all layers."""
+"""One step's attention on the CPU: where new K and V go, and the plan of reading, made once for all layers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Extent(NamedTuple):
         return same and bool(self.num_open) == bool(other.num_open)
 
 
-class StepPlanner:
-    """Turns a scheduled batch and the block tables into what the layers call."""
+class CpuAttentionPlanner:
+    """Planner of a scheduled batch's attention over the block tables, made once for all layers."""
 
     def __init__(self, memory: Tensor, ladder: Ladder):
         self.memory, self.ladder = memory, ladder
@@ -73,7 +73,8 @@ class StepPlanner:
             chunks.append(Chunk(first, first + item.num_tokens, self._locate(extent)))
             first += item.num_tokens
         heads = self.ladder.widest.shape.num_kv_heads
-        return TorchStep(self._pages, self._rows, head_rows(rows, len(self._pages), heads), num_decodes, plan, chunks)
+        by_layer = head_rows(rows, len(self._pages), heads)
+        return CpuAttention(self._pages, self._rows, by_layer, num_decodes, plan, chunks)
 
     def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
         """The plan of the last step with other lengths, unless a request came or went, or a block was filled."""
@@ -122,8 +123,8 @@ class StepPlanner:
         return rows
 
 
-class TorchStep:
-    """Vectorised torch, for the CPU."""
+class CpuAttention:
+    """Attention of a step's tokens in vectorised torch."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Run by test_step_triton.py under Triton's interpreter: the GPU's step against the CPU's, on the same cache."""
+"""Run by test_attention_gpu.py under Triton's interpreter: the GPU's step against the CPU's, on the same cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 from qkv_engine.config import KVConfig, RungConfig, uniform_rung
 from qkv_engine.kernels.block_tables import pack_tokens
+from qkv_engine.kv.attention_gpu import GpuAttention, GpuAttentionPlanner
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import build_ladder
-from qkv_engine.kv.step_triton import TritonPlanner, TritonStep
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -17,6 +17,9 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from ...kernels.interpreted import report
 
 LAYERS, KV_HEADS, GROUP = 2, 2, 2
+EIGHT_AND_FOUR = RungConfig(
+    "int8-4", ("int8-channel-128", "int4-channel-128"), ("int8-token-128", "int4-token-128")
+)  # by layer: pages of the second have the same format on the rung of 4 bits, at another offset
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 
 
@@ -28,7 +31,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
-    triton = TritonPlanner(cache.memory, DeviceTables(cache.tables, 3, 1000, torch.device("cpu")))
+    triton = GpuAttentionPlanner(cache.memory, DeviceTables(cache.tables, 3, 1000, torch.device("cpu")))
     for name in requests:
         cache.tables.open(name, len(rungs))
     worst = 0.0
@@ -47,7 +50,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     return worst
 
 
-def step(cache: KVCache, triton: TritonPlanner, batch: ScheduledBatch, head_dim: int) -> float:
+def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, head_dim: int) -> float:
     planner, total = cache._planner, batch.num_tokens
     qkv = torch.randn(LAYERS, total, KV_HEADS * (GROUP + 2), head_dim)
     angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
@@ -63,7 +66,7 @@ def step(cache: KVCache, triton: TritonPlanner, batch: ScheduledBatch, head_dim:
     return worst
 
 
-def triton_step(planner: TritonPlanner, batch: ScheduledBatch, cache: KVCache, num_decodes: int) -> TritonStep:
+def triton_step(planner: GpuAttentionPlanner, batch: ScheduledBatch, cache: KVCache, num_decodes: int) -> GpuAttention:
     """The step as the GPU's runner begins it, from the tables' copy."""
     items, tables = batch.items, planner.tables
     rows = tables.follow(cache.tables, [item.request.request_id for item in items])
@@ -75,8 +78,8 @@ def triton_step(planner: TritonPlanner, batch: ScheduledBatch, cache: KVCache, n
     chunks = None
     if late:
         chunks = planner.chunks(rows[num_decodes:], [item.start for item in late], [item.num_tokens for item in late])
-    cut = planner.cut(num_decodes, positions[:num_decodes])
-    return planner.begin(step_input, len(positions), num_decodes, cut, chunks)[1]
+    split = planner.split(num_decodes) if num_decodes else None
+    return planner.begin(step_input, len(positions), num_decodes, split, chunks)[1]
 
 
 if __name__ == "__main__":
@@ -85,6 +88,7 @@ if __name__ == "__main__":
             "one rung": lambda: compare((), 0, 64),
             "one rung, sink": lambda: compare((), 16, 64),
             "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
+            "nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 0, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
         }
     )

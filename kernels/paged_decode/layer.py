@@ -1,0 +1,50 @@
+"""A layer's page formats as decode attention launches over them: once a format, however many rungs have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import PageLayout
+from .split import Split
+
+
+class FormatRange(NamedTuple):
+    """Consecutive rungs ``first`` to ``end - 1``, on which a layer's pages have the sides of ``page``."""
+
+    page: PageLayout
+    first: int
+    end: int
+
+    def max_items(self, split: Split) -> int:
+        """Bound of the items on these rungs, which may all be on one of them."""
+        first, others = split.max_items
+        may_hold = any(max(1, self.first) <= rung < self.end for rung in split.rungs)
+        return first * (self.first == 0) + others * may_hold
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """A layer's formats, widest first.
+
+    Shapes:  offsets [R, 4] int64 on the device, bytes from a slot's address on each rung to the K codes, K metadata,
+             V codes and V metadata
+    """
+
+    ranges: tuple[FormatRange, ...]
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, pages: Sequence[PageLayout], device: torch.device) -> LayerFormats:
+        """``pages[r]`` says how the layer's pages on rung r are read. Equal sides stand on rungs side by side."""
+        ranges = []
+        for _, same in groupby(enumerate(pages), lambda rung: (rung[1].k, rung[1].v)):
+            (first, page), *others = same
+            ranges.append(FormatRange(page, first, first + 1 + len(others)))
+        offsets = [page.offsets for page in pages]
+        return cls(tuple(ranges), torch.tensor(offsets, dtype=torch.int64, device=device))
