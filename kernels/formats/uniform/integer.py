@@ -129,7 +129,7 @@ def load_top(p_tops, i_h):
 def load_part(p_x, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Elements FIRST .. FIRST + COUNT - 1 as float32, padded with zeros."""
     o_x = tl.arange(0, block_of(COUNT))
-    if COUNT == block_of(COUNT):
+    if block_of(COUNT) == COUNT:
         b_x = tl.load(p_x + FIRST + o_x)
     else:
         b_x = tl.load(p_x + FIRST + o_x, mask=o_x < COUNT, other=0.0)
@@ -156,7 +156,7 @@ def load_key_bytes(p_bytes, STRIDE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: 
     """Rows of K bytes in the order of ``tile_lanes`` as [ROWS, channels]."""
     o_d = tl.arange(0, block_of(CHANNELS))
     p_rows = p_bytes + tile_lanes(ROWS)[:, None] * STRIDE + o_d[None, :]
-    if CHANNELS == block_of(CHANNELS):
+    if block_of(CHANNELS) == CHANNELS:
         b_w = tl.load(p_rows)
     else:
         b_w = tl.load(p_rows, mask=(o_d < CHANNELS)[None, :], other=0)
@@ -168,7 +168,7 @@ def load_value_bytes(p_bytes, LANES: tl.constexpr, ROWS: tl.constexpr, CHANNELS:
     """The first ROWS of LANES columns of V bytes as [channels, ROWS]."""
     o_d = tl.arange(0, block_of(CHANNELS))
     p_rows = p_bytes + o_d[:, None] * LANES + tl.arange(0, ROWS)[None, :]
-    if CHANNELS == block_of(CHANNELS):
+    if block_of(CHANNELS) == CHANNELS:
         b_w = tl.load(p_rows)
     else:
         b_w = tl.load(p_rows, mask=(o_d < CHANNELS)[:, None], other=0)
@@ -214,15 +214,16 @@ def key_tile(
 def channel_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """K per channel: (q of each channel part as [channels, BLOCK_G], largest magnitude [BLOCK_G])."""
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
-    query = ()
+    query: tl.tuple = ()
     b_top = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
         o_d = tl.arange(0, block_of(PARTS[i]))
         b_mask = (o_d < PARTS[i])[:, None] & b_heads[None, :]
         b_q = tl.load(p_q[None, :] + (i * (D // 2) + o_d)[:, None], mask=b_mask, other=0.0).to(tl.float32) * scale
         b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 0))
-        query = query + (b_q,)
-    return query + (b_top,)
+        query += (b_q,)
+    query += (b_top,)
+    return query
 
 
 @triton.jit
@@ -231,12 +232,13 @@ def token_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: 
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     raw = channel_query(p_q, b_heads, scale, K, D, BLOCK_G)
     b_fix, b_unit = fixed_point(raw[count(PARTS)], K.BITS)
-    query = ()
+    query: tl.tuple = ()
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
-        query = query + (split_rows(raw[i] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+        query += (split_rows(raw[i] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
         b_sum += tl.sum(raw[i], 0)
-    return query + (b_unit, b_sum)
+    query += (b_unit, b_sum)
+    return query
 
 
 @triton.jit
@@ -244,13 +246,13 @@ def group_query(query, b_fix, p_meta, GROUP: tl.constexpr, K: tl.constexpr, D: t
     """For a group of tokens of K per channel: (digits of q * range of each channel part, bias [BLOCK_G])."""
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     p_lows = p_meta.to(tl.pointer_type(tl.float16), bitcast=True) + GROUP * D
-    scaled = ()
+    scaled: tl.tuple = ()
     b_bias = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
         b_low = load_part(p_lows, i * (D // 2), PARTS[i])
         b_range = load_part(p_lows + K.GROUPS * D, i * (D // 2), PARTS[i])
         b_bias += tl.sum(query[i] * (b_low + b_range * center(K))[:, None], 0)
-        scaled = scaled + (split_rows(query[i] * b_range[:, None] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+        scaled += (split_rows(query[i] * b_range[:, None] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
     return scaled, b_bias
 
 
@@ -270,12 +272,12 @@ def channel_scores(
     ROWS: tl.constexpr = T // TILES
     b_top = query[count(channel_parts(K.BITS, D))]
     b_fix, b_unit = fixed_point(b_top * load_top(p_meta + K.TOP, i_h), K.BITS)
-    tiles = ()
+    tiles: tl.tuple = ()
     for j in tl.static_range(TILES):
         if j * ROWS % K.GROUP == 0:
             scaled, b_bias = group_query(query, b_fix, p_meta + i_h * K.META, j * ROWS // K.GROUP, K, D, BLOCK_G)
         b_s = key_tile(scaled, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G)
-        tiles = tiles + (b_s * b_unit[None, :] + b_bias[None, :],)
+        tiles += (b_s * b_unit[None, :] + b_bias[None, :],)
     return join_tiles(tiles, TILES, ROWS, BLOCK_G)
 
 
@@ -295,9 +297,9 @@ def token_scores(
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     b_unit, b_sum = query[count(PARTS)], query[count(PARTS) + 1]
     b_low, b_range = load_token_meta(p_meta + i_h * K.META, 0, TILES, T)
-    tiles = ()
+    tiles: tl.tuple = ()
     for j in tl.static_range(TILES):
-        tiles = tiles + (key_tile(query, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G),)
+        tiles += (key_tile(query, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G),)
     b_s = join_tiles(tiles, TILES, T // TILES, BLOCK_G)
     b_s = b_s * b_unit[None, :, None] * b_range[:, None, :]
     return b_s + (b_low + b_range * center(K))[:, None, :] * b_sum[None, :, None]
@@ -327,10 +329,7 @@ def value_codes(
         b_c = take_bits(b_high, BIT, 1)
     else:
         b_w = load_value_bytes(p_codes + FIRST * LANES + J % SETS * ROWS, LANES, ROWS, CHANNELS)
-        if V.BITS == 3:
-            b_c = take_joined(b_w, b_high, J * 2, BIT)
-        else:
-            b_c = take_bits(b_w, J // SETS * WIDTH, WIDTH)
+        b_c = take_joined(b_w, b_high, J * 2, BIT) if V.BITS == 3 else take_bits(b_w, J // SETS * WIDTH, WIDTH)
     return b_c
 
 
@@ -368,9 +367,9 @@ def group_weights(
     b_low, b_range = load_token_meta(p_meta, GROUP, TILES, T)
     b_mean = tl.sum(b_p * (b_low + b_range * center(V))[:, None, :], 2)
     tiles = split_tiles(b_p * (b_range * b_fix)[:, None, :], TILES, T // TILES, BLOCK_G)
-    weights = ()
+    weights: tl.tuple = ()
     for j in tl.static_range(TILES):
-        weights = weights + (split_weights(tiles[j], T // TILES, BLOCK_G),)
+        weights += (split_weights(tiles[j], T // TILES, BLOCK_G),)
     return b_mean, weights
 
 
@@ -378,12 +377,12 @@ def group_weights(
 def begin_values(V: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """Sums of nothing: p . codes of each block of rows [channels, BLOCK_G], p . min of each group [ROWS, BLOCK_G]."""
     BLOCKS: tl.constexpr = row_blocks(V, D)
-    sums = ()
+    sums: tl.tuple = ()
     for r in tl.static_range(count(BLOCKS)):
-        sums = sums + (tl.zeros([block_of(BLOCKS[r][2]), BLOCK_G], tl.float32),)
+        sums += (tl.zeros([block_of(BLOCKS[r][2]), BLOCK_G], tl.float32),)
     GROUPS: tl.constexpr = V.GROUPS
     for _ in tl.static_range(GROUPS):
-        sums = sums + (tl.zeros([T // TILES, BLOCK_G], tl.float32),)
+        sums += (tl.zeros([T // TILES, BLOCK_G], tl.float32),)
     return sums
 
 
@@ -405,13 +404,14 @@ def add_values(
     BLOCKS: tl.constexpr = row_blocks(V, D)
     b_fix, b_unit = fixed_point(load_top(p_meta + V.TOP, i_h), V.BITS)
     p_codes, p_meta = p_codes + i_h * V.CODES, p_meta + i_h * V.META
-    outs, lows = (), ()
+    outs: tl.tuple = ()
+    lows: tl.tuple = ()
     for r in tl.static_range(count(BLOCKS)):
         if r == 0 or BLOCKS[r][0] != BLOCKS[r - 1][0]:  # a group's weights serve all its rows
             b_mean, weights = group_weights(b_p, b_fix, p_meta, BLOCKS[r][0], V, TILES, T, BLOCK_G)
-            lows = lows + (sums[count(BLOCKS) + BLOCKS[r][0]] * b_shrink[None, :] + b_mean,)
+            lows += (sums[count(BLOCKS) + BLOCKS[r][0]] * b_shrink[None, :] + b_mean,)
         b_o = value_block(weights, p_codes, BLOCKS[r][1], BLOCKS[r][2], V, TILES, T, D, BLOCK_G)
-        outs = outs + (sums[r] * b_shrink[None, :] + b_o * b_unit,)
+        outs += (sums[r] * b_shrink[None, :] + b_o * b_unit,)
     return outs + lows
 
 

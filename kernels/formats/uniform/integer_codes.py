@@ -143,7 +143,7 @@ def join_tiles(tiles, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.const
 def split_tiles(b_x, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The tiles that ``join_tiles`` joined, as a tuple."""
     if TILES == 1:
-        tiles = (tl.reshape(b_x, (ROWS, COLUMNS)),)
+        tiles: tl.tuple = (tl.reshape(b_x, (ROWS, COLUMNS)),)
     elif TILES == 2:
         tiles = tl.split(b_x)
     else:
