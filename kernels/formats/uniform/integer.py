@@ -1,0 +1,426 @@
+"""Integer decode functions of uniform sides: a page's scores by dots on bare K codes, its output by dots on V codes.
+
+K: q . (low + c step) = unit (qi . c) + bias, where qi is q * range in fixed point. V alike, with weights p * range.
+A page has TILES tiles of consecutive tokens, ROWS = T / TILES; rows of a score tile are in the order of ``tile_lanes``.
+Bytes are loaded where they are used: the compiler merges loads of equal addresses.
+
+Shapes:  b_p, scores [ROWS, BLOCK_G, TILES];  p_codes, p_meta: uint8 pointers to a side's codes and metadata
+Units:   scores in log2
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .integer_codes import (
+    fixed_point,
+    join8,
+    join_tiles,
+    split_rows,
+    split_tiles,
+    split_weights,
+    take_bits,
+    take_bits_scaled,
+    take_joined,
+    tile_lanes,
+)
+from .layout import TILES as MAX_TILES
+from .layout import UniformSide
+
+
+class KeyFunctions(NamedTuple):
+    """K's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
+
+    ``query(p_q, b_heads, scale, SIDE, D, BLOCK_G)``: the heads' queries at ``p_q`` [BLOCK_G], prepared as a tuple.
+    ``scores(query, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: a page's scores.
+    """
+
+    query: Any
+    scores: Any
+    min_tiles: int
+
+
+class ValueFunctions(NamedTuple):
+    """V's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
+
+    ``begin(SIDE, TILES, T, D, BLOCK_G)``: accumulators of nothing, a tuple.
+    ``add(sums, b_p, b_shrink, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: the accumulators times
+    ``b_shrink`` [BLOCK_G], plus a page weighed by ``b_p``.
+    ``finish(sums, b_total, p_o, b_heads, SIDE, D)``: stores the accumulators over ``b_total`` [BLOCK_G] as the heads'
+    rows of D float32 at ``p_o`` [BLOCK_G].
+    """
+
+    begin: Any
+    add: Any
+    finish: Any
+    min_tiles: int
+
+
+def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None:
+    """The device functions of a side, or ``None`` where integer dots do not apply.
+
+    Apart from sums of products, an integer dot needs one unit for all that it adds up: K's groups are whole tiles of
+    tokens or whole heads, V's groups are channels of one token.
+    """
+    tokens = side.shape.num_tokens
+    if tokens % (MAX_TILES * 32):  # the integer dot is 32 deep
+        return None
+    min_tiles = MAX_TILES if side.bits < 4 else 8 // side.bits
+    if side.name == "v":
+        return ValueFunctions(begin_values, add_values, finish_values, min_tiles) if side.axis == "token" else None
+    if side.axis == "channel":
+        return KeyFunctions(channel_query, channel_scores, max(min_tiles, tokens // side.group))
+    return KeyFunctions(token_query, token_scores, min_tiles) if side.num_groups == 1 else None
+
+
+@triton.constexpr_function
+def channel_parts(bits, d):
+    """Channels of the parts in which K is multiplied: halves where a byte of a 1-bit set has two channels."""
+    return (d // 2, d // 2) if bits % 2 else (d,)
+
+
+@triton.constexpr_function
+def row_blocks(side, d):
+    """(group, first channel, channels) of blocks of V's rows: within a group and a half, as ``channel_parts``."""
+    starts = sorted({*range(0, d, side.GROUP), *((d // 2,) if side.BITS % 2 else ())})
+    return tuple((a // side.GROUP, a, b - a) for a, b in zip(starts, (*starts[1:], d), strict=True))
+
+
+@triton.constexpr_function
+def block_of(n):
+    """Extent of a padded block of ``n`` rows; a dot has at least 16 rows and is at least 32 deep."""
+    return max(32, triton.next_power_of_2(n))
+
+
+@triton.constexpr_function
+def set_lanes(width, t):
+    """Token lanes of a plane set; 1-bit sets have two channels in a byte instead of fewer lanes."""
+    return max(2, width) * t // 8
+
+
+@triton.constexpr_function
+def count(items):
+    return len(items)
+
+
+@triton.constexpr_function
+def center(side):
+    """What ``take_bits`` takes off the codes, in ranges."""
+    return 128.0 / 255.0 if side.BITS == 8 else 0.0
+
+
+@triton.constexpr_function
+def field_unit(bits, shift):
+    """1 / the factor that codes of ``take_bits_scaled`` come with."""
+    return 2.0**-shift if shift + bits < 8 else 1.0
+
+
+@triton.jit
+def load_top(p_tops, i_h):
+    """The largest range of a head, read with its neighbour's: only loads of four bytes are fetched ahead."""
+    b_pair = tl.load(p_tops.to(tl.pointer_type(tl.int32), bitcast=True) + i_h // 2)
+    return (b_pair >> (i_h % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_part(p_x, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Elements FIRST .. FIRST + COUNT - 1 as float32, padded with zeros."""
+    o_x = tl.arange(0, block_of(COUNT))
+    if block_of(COUNT) == COUNT:
+        b_x = tl.load(p_x + FIRST + o_x)
+    else:
+        b_x = tl.load(p_x + FIRST + o_x, mask=o_x < COUNT, other=0.0)
+    return b_x.to(tl.float32)
+
+
+@triton.jit
+def load_token_meta(p_meta, G: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr):
+    """(min, range) of channel group G, each [ROWS, TILES] float32, from ``[groups][T / 4 lanes][4 tiles][2]``."""
+    ROWS: tl.constexpr = T // TILES
+    o_row, o_pair = tile_lanes(ROWS), tl.arange(0, 2 * TILES)
+    if TILES == 4:
+        o_meta = o_row[:, None] * 8 + o_pair[None, :]
+    else:
+        o_lane = o_row % (T // 4) * 8 + o_row // (T // 4) * 2
+        o_meta = o_lane[:, None] + (o_pair // 2 * (8 // TILES) + o_pair % 2)[None, :]
+    b_meta = tl.load(p_meta.to(tl.pointer_type(tl.float16), bitcast=True) + G * (2 * T) + o_meta)
+    b_low, b_range = tl.split(tl.reshape(b_meta, (ROWS, TILES, 2)))
+    return b_low.to(tl.float32), b_range.to(tl.float32)
+
+
+@triton.jit
+def load_key_bytes(p_bytes, STRIDE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Rows of K bytes in the order of ``tile_lanes`` as [ROWS, channels]."""
+    o_d = tl.arange(0, block_of(CHANNELS))
+    p_rows = p_bytes + tile_lanes(ROWS)[:, None] * STRIDE + o_d[None, :]
+    if block_of(CHANNELS) == CHANNELS:
+        b_w = tl.load(p_rows)
+    else:
+        b_w = tl.load(p_rows, mask=(o_d < CHANNELS)[None, :], other=0)
+    return b_w
+
+
+@triton.jit
+def load_value_bytes(p_bytes, LANES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """The first ROWS of LANES columns of V bytes as [channels, ROWS]."""
+    o_d = tl.arange(0, block_of(CHANNELS))
+    p_rows = p_bytes + o_d[:, None] * LANES + tl.arange(0, ROWS)[None, :]
+    if block_of(CHANNELS) == CHANNELS:
+        b_w = tl.load(p_rows)
+    else:
+        b_w = tl.load(p_rows, mask=(o_d < CHANNELS)[:, None], other=0)
+    return b_w
+
+
+@triton.jit
+def key_tile(
+    b_digits,
+    p_codes,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Scores [ROWS, BLOCK_G] of token tile J in fixed-point units; ``b_digits``: q's digits of each channel part."""
+    ROWS: tl.constexpr = T // TILES
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
+    SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
+    SHIFT: tl.constexpr = J // SETS * WIDTH
+    HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
+    b_s = tl.zeros([ROWS, 2 * BLOCK_G], tl.int32)
+    for i in tl.static_range(count(PARTS)):
+        if K.BITS == 1:
+            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1)
+        else:
+            b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
+            if K.BITS == 3:
+                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J)
+            else:
+                b_c = take_bits_scaled(b_w, SHIFT, WIDTH)
+        b_s = tl.dot(b_c, b_digits[i], b_s, out_dtype=tl.int32)
+    b_s = join8(b_s, ROWS, BLOCK_G)
+    if K.BITS % 2 == 0 and field_unit(WIDTH, SHIFT) != 1.0:
+        b_s *= field_unit(WIDTH, SHIFT)
+    return b_s
+
+
+@triton.jit
+def channel_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
+    """K per channel: (q of each channel part as [channels, BLOCK_G], largest magnitude [BLOCK_G])."""
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    query: tl.tuple = ()
+    b_top = tl.zeros([BLOCK_G], tl.float32)
+    for i in tl.static_range(count(PARTS)):
+        o_d = tl.arange(0, block_of(PARTS[i]))
+        b_mask = (o_d < PARTS[i])[:, None] & b_heads[None, :]
+        b_q = tl.load(p_q[None, :] + (i * (D // 2) + o_d)[:, None], mask=b_mask, other=0.0).to(tl.float32) * scale
+        b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 0))
+        query += (b_q,)
+    query += (b_top,)
+    return query
+
+
+@triton.jit
+def token_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
+    """K per token: (digits of q of each channel part, unit of a score and sum of q [BLOCK_G])."""
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    raw = channel_query(p_q, b_heads, scale, K, D, BLOCK_G)
+    b_fix, b_unit = fixed_point(raw[count(PARTS)], K.BITS)
+    query: tl.tuple = ()
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    for i in tl.static_range(count(PARTS)):
+        query += (split_rows(raw[i] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+        b_sum += tl.sum(raw[i], 0)
+    query += (b_unit, b_sum)
+    return query
+
+
+@triton.jit
+def group_query(query, b_fix, p_meta, GROUP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
+    """For a group of tokens of K per channel: (digits of q * range of each channel part, bias [BLOCK_G])."""
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    p_lows = p_meta.to(tl.pointer_type(tl.float16), bitcast=True) + GROUP * D
+    scaled: tl.tuple = ()
+    b_bias = tl.zeros([BLOCK_G], tl.float32)
+    for i in tl.static_range(count(PARTS)):
+        b_low = load_part(p_lows, i * (D // 2), PARTS[i])
+        b_range = load_part(p_lows + K.GROUPS * D, i * (D // 2), PARTS[i])
+        b_bias += tl.sum(query[i] * (b_low + b_range * center(K))[:, None], 0)
+        scaled += (split_rows(query[i] * b_range[:, None] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+    return scaled, b_bias
+
+
+@triton.jit
+def channel_scores(
+    query,
+    p_codes,
+    p_meta,
+    i_h,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Scores of a page whose K is per channel, in groups of whole tiles."""
+    ROWS: tl.constexpr = T // TILES
+    b_top = query[count(channel_parts(K.BITS, D))]
+    b_fix, b_unit = fixed_point(b_top * load_top(p_meta + K.TOP, i_h), K.BITS)
+    tiles: tl.tuple = ()
+    for j in tl.static_range(TILES):
+        if j * ROWS % K.GROUP == 0:
+            scaled, b_bias = group_query(query, b_fix, p_meta + i_h * K.META, j * ROWS // K.GROUP, K, D, BLOCK_G)
+        b_s = key_tile(scaled, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G)
+        tiles += (b_s * b_unit[None, :] + b_bias[None, :],)
+    return join_tiles(tiles, TILES, ROWS, BLOCK_G)
+
+
+@triton.jit
+def token_scores(
+    query,
+    p_codes,
+    p_meta,
+    i_h,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Scores of a page whose K is per token, a token's channels one group."""
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    b_unit, b_sum = query[count(PARTS)], query[count(PARTS) + 1]
+    b_low, b_range = load_token_meta(p_meta + i_h * K.META, 0, TILES, T)
+    tiles: tl.tuple = ()
+    for j in tl.static_range(TILES):
+        tiles += (key_tile(query, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G),)
+    b_s = join_tiles(tiles, TILES, T // TILES, BLOCK_G)
+    b_s = b_s * b_unit[None, :, None] * b_range[:, None, :]
+    return b_s + (b_low + b_range * center(K))[:, None, :] * b_sum[None, :, None]
+
+
+@triton.jit
+def value_codes(
+    p_codes,
+    FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    J: tl.constexpr,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Codes [channels, ROWS] of token tile J of a block of V's rows."""
+    ROWS: tl.constexpr = T // TILES
+    WIDTH: tl.constexpr = 2 if V.BITS == 3 else V.BITS
+    LANES: tl.constexpr = set_lanes(WIDTH, T)
+    SETS: tl.constexpr = LANES // ROWS
+    HIGH: tl.constexpr = T // 4 * D if V.BITS == 3 else 0
+    BIT: tl.constexpr = FIRST // (D // 2) * 4 + J  # in a 1-bit set
+    if V.BITS % 2:
+        b_high = load_value_bytes(p_codes + HIGH + FIRST % (D // 2) * (T // 4), T // 4, ROWS, CHANNELS)
+    if V.BITS == 1:
+        b_c = take_bits(b_high, BIT, 1)
+    else:
+        b_w = load_value_bytes(p_codes + FIRST * LANES + J % SETS * ROWS, LANES, ROWS, CHANNELS)
+        b_c = take_joined(b_w, b_high, J * 2, BIT) if V.BITS == 3 else take_bits(b_w, J // SETS * WIDTH, WIDTH)
+    return b_c
+
+
+@triton.jit
+def value_block(
+    weights,
+    p_codes,
+    FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Codes of a block of V's rows times weights, [channels, BLOCK_G] in fixed-point units."""
+    b_o = tl.zeros([block_of(CHANNELS), 2 * BLOCK_G], tl.int32)
+    for j in tl.static_range(TILES):
+        b_o = tl.dot(value_codes(p_codes, FIRST, CHANNELS, j, V, TILES, T, D), weights[j], b_o, out_dtype=tl.int32)
+    return join8(b_o, block_of(CHANNELS), BLOCK_G)
+
+
+@triton.jit
+def group_weights(
+    b_p,
+    b_fix,
+    p_meta,
+    GROUP: tl.constexpr,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """For a group of V's channels: (p . min [ROWS, BLOCK_G], digits of p * range of each token tile)."""
+    b_low, b_range = load_token_meta(p_meta, GROUP, TILES, T)
+    b_mean = tl.sum(b_p * (b_low + b_range * center(V))[:, None, :], 2)
+    tiles = split_tiles(b_p * (b_range * b_fix)[:, None, :], TILES, T // TILES, BLOCK_G)
+    weights: tl.tuple = ()
+    for j in tl.static_range(TILES):
+        weights += (split_weights(tiles[j], T // TILES, BLOCK_G),)
+    return b_mean, weights
+
+
+@triton.jit
+def begin_values(V: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Sums of nothing: p . codes of each block of rows [channels, BLOCK_G], p . min of each group [ROWS, BLOCK_G]."""
+    BLOCKS: tl.constexpr = row_blocks(V, D)
+    sums: tl.tuple = ()
+    for r in tl.static_range(count(BLOCKS)):
+        sums += (tl.zeros([block_of(BLOCKS[r][2]), BLOCK_G], tl.float32),)
+    GROUPS: tl.constexpr = V.GROUPS
+    for _ in tl.static_range(GROUPS):
+        sums += (tl.zeros([T // TILES, BLOCK_G], tl.float32),)
+    return sums
+
+
+@triton.jit
+def add_values(
+    sums,
+    b_p,
+    b_shrink,
+    p_codes,
+    p_meta,
+    i_h,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """The sums times ``b_shrink``, plus a page weighed by ``b_p``."""
+    BLOCKS: tl.constexpr = row_blocks(V, D)
+    b_fix, b_unit = fixed_point(load_top(p_meta + V.TOP, i_h), V.BITS)
+    p_codes, p_meta = p_codes + i_h * V.CODES, p_meta + i_h * V.META
+    outs: tl.tuple = ()
+    lows: tl.tuple = ()
+    for r in tl.static_range(count(BLOCKS)):
+        if r == 0 or BLOCKS[r][0] != BLOCKS[r - 1][0]:  # a group's weights serve all its rows
+            b_mean, weights = group_weights(b_p, b_fix, p_meta, BLOCKS[r][0], V, TILES, T, BLOCK_G)
+            lows += (sums[count(BLOCKS) + BLOCKS[r][0]] * b_shrink[None, :] + b_mean,)
+        b_o = value_block(weights, p_codes, BLOCKS[r][1], BLOCKS[r][2], V, TILES, T, D, BLOCK_G)
+        outs += (sums[r] * b_shrink[None, :] + b_o * b_unit,)
+    return outs + lows
+
+
+@triton.jit
+def finish_values(sums, b_total, p_o, b_heads, V: tl.constexpr, D: tl.constexpr):
+    """Stores the sums over ``b_total`` [BLOCK_G] as rows of D float32 at ``p_o`` [BLOCK_G]."""
+    BLOCKS: tl.constexpr = row_blocks(V, D)
+    for r in tl.static_range(count(BLOCKS)):
+        o_d = tl.arange(0, block_of(BLOCKS[r][2]))
+        b_o = (sums[r] + tl.sum(sums[count(BLOCKS) + BLOCKS[r][0]], 0)[None, :]) / b_total[None, :]
+        b_mask = (o_d < BLOCKS[r][2])[:, None] & b_heads[None, :]
+        tl.store(p_o[None, :] + (BLOCKS[r][1] + o_d)[:, None], b_o, mask=b_mask)

@@ -1,0 +1,154 @@
+"""Device functions of integer dots: bit fields of bytes as int8 codes, floats as fixed point in two int8 columns."""
+
+import triton
+import triton.language as tl
+
+USE_ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
+
+
+@triton.constexpr_function
+def field_asm(shift, bits):
+    """PTX: ``bits`` bits from ``shift`` on of each of four bytes."""
+    mask = (2**bits - 1) * 0x01010101
+    return f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 $0, t, {mask:#x}; }}"
+
+
+@triton.constexpr_function
+def masked_asm(shift, bits):
+    """PTX: the same bits where they lie."""
+    return f"and.b32 $0, $1, {(2**bits - 1 << shift) * 0x01010101:#x};"
+
+
+@triton.constexpr_function
+def joined_asm(shift, bit):
+    """PTX: two bits from ``shift`` on of four bytes, above them bit ``bit`` of four others."""
+    move = f"shr.u32 u, $2, {bit - 2}" if bit > 2 else f"shl.b32 u, $2, {2 - bit}"
+    low = f"shr.u32 t, $1, {shift}; and.b32 t, t, 0x03030303;"
+    return f"{{ .reg .b32 t, u; {low} {move}; and.b32 u, u, 0x04040404; or.b32 $0, t, u; }}"
+
+
+@triton.constexpr_function
+def is_positive(shift, bits):
+    """Whether a bit field is a positive int8 where it lies."""
+    return shift + bits < 8
+
+
+@triton.jit
+def take_bits(b_w, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """``BITS`` bits of bytes from ``SHIFT`` on as int8; of 8 bits, code - 128."""
+    if BITS == 8:
+        b_c = (b_w ^ 0x80).to(tl.int8, bitcast=True)
+    elif USE_ASM:
+        b_c = tl.inline_asm_elementwise(field_asm(SHIFT, BITS), "=r,r", [b_w], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        b_c = ((b_w >> SHIFT) & (2**BITS - 1)).to(tl.int8)
+    return b_c
+
+
+@triton.jit
+def take_bits_scaled(b_w, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """Like ``take_bits``, but fields come times ``2^SHIFT`` where that spares the shift (``is_positive``)."""
+    if not is_positive(SHIFT, BITS):
+        b_c = take_bits(b_w, SHIFT, BITS)
+    elif USE_ASM:
+        b_c = tl.inline_asm_elementwise(masked_asm(SHIFT, BITS), "=r,r", [b_w], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        b_c = (b_w & (2**BITS - 1 << SHIFT)).to(tl.int8)
+    return b_c
+
+
+@triton.jit
+def take_joined(b_low, b_high, SHIFT: tl.constexpr, BIT: tl.constexpr):
+    """3-bit codes as int8: two bits of ``b_low`` from ``SHIFT`` on, above them bit ``BIT`` of ``b_high``."""
+    if USE_ASM:
+        b_c = tl.inline_asm_elementwise(
+            joined_asm(SHIFT, BIT), "=r,r,r", [b_low, b_high], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        b_c = (((b_low >> SHIFT) & 3) | (((b_high >> BIT) & 1) << 2)).to(tl.int8)
+    return b_c
+
+
+@triton.jit
+def fixed_point(b_bound, BITS: tl.constexpr):
+    """(Factor that makes floats within +-``b_bound`` fixed point, unit of sums of these times ``BITS``-bit codes)."""
+    FIXED: tl.constexpr = 32512.0  # largest fixed-point value: its high digit is 127
+    b_bound = tl.maximum(b_bound, 1e-30)  # rows of zeros
+    return FIXED / b_bound, b_bound * (1.0 / ((2**BITS - 1) * FIXED))
+
+
+@triton.jit
+def digits(b_x):
+    """Floats within +-32512, rounded, as two int8: x = 256 high + low."""
+    b_i = (b_x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: the low 16 bits are the nearest integer
+    return ((b_i + 128) >> 8).to(tl.int8), b_i.to(tl.int8)
+
+
+@triton.jit
+def split8(b_even, b_odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Even and odd rows of [ROWS, COLUMNS] floats as [ROWS, 2 COLUMNS] int8: (high, low) of each column.
+
+    The rows are joined last: so the compiler lets a column's rows be neighbours in shared memory, where the dot
+    reads eight at once and not one by one.
+    """
+    b_even_high, b_even_low = digits(b_even)
+    b_odd_high, b_odd_low = digits(b_odd)
+    b_x = tl.join(tl.join(b_even_high, b_even_low), tl.join(b_odd_high, b_odd_low))
+    return tl.reshape(tl.permute(b_x, (0, 3, 1, 2)), (ROWS, 2 * COLUMNS))
+
+
+@triton.jit
+def split_rows(b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] floats as [ROWS, 2 COLUMNS] int8 digits."""
+    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_x, (ROWS // 2, 2, COLUMNS)), (0, 2, 1)))
+    return split8(b_even, b_odd, ROWS, COLUMNS)
+
+
+@triton.jit
+def split_weights(b_p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] floats in the row order of ``tile_lanes`` as [ROWS lanes, 2 COLUMNS] int8 digits."""
+    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_p, (2, 2, ROWS // 4, COLUMNS)), (2, 0, 3, 1)))
+    b_even, b_odd = tl.reshape(b_even, (ROWS // 2, COLUMNS)), tl.reshape(b_odd, (ROWS // 2, COLUMNS))
+    return split8(b_even, b_odd, ROWS, COLUMNS)
+
+
+@triton.jit
+def join8(b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, 2 COLUMNS] int32 sums over ``split8`` columns as [ROWS, COLUMNS] float32."""
+    b_high, b_low = tl.split(tl.reshape(b_x, (ROWS, COLUMNS, 2)))
+    return (b_high * 256 + b_low).to(tl.float32)
+
+
+@triton.jit
+def tile_lanes(ROWS: tl.constexpr):
+    """The lane that each row of a score tile stands for: four lanes side by side are rows of one thread."""
+    o_row = tl.arange(0, ROWS)
+    return o_row % (ROWS // 4) * 4 + o_row // (ROWS // 4)
+
+
+@triton.jit
+def join_tiles(tiles, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """1, 2 or 4 tiles [ROWS, COLUMNS] as [ROWS, COLUMNS, TILES]; joined this way they stay in registers."""
+    if TILES == 1:
+        b_x = tl.reshape(tiles[0], (ROWS, COLUMNS, 1))
+    elif TILES == 2:
+        b_x = tl.join(tiles[0], tiles[1])
+    else:
+        b_x = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+        b_x = tl.reshape(b_x, (ROWS, COLUMNS, 4))
+    return b_x
+
+
+@triton.jit
+def split_tiles(b_x, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tiles that ``join_tiles`` joined, as a tuple."""
+    if TILES == 1:
+        tiles: tl.tuple = (tl.reshape(b_x, (ROWS, COLUMNS)),)
+    elif TILES == 2:
+        tiles = tl.split(b_x)
+    else:
+        b_even, b_odd = tl.split(tl.reshape(b_x, (ROWS, COLUMNS, 2, 2)))
+        b_0, b_2 = tl.split(b_even)
+        b_1, b_3 = tl.split(b_odd)
+        tiles = (b_0, b_1, b_2, b_3)
+    return tiles
