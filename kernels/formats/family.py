@@ -106,6 +106,34 @@ class CpuOps(NamedTuple):
     values: Callable[[Tensor, SideBytes, Any], Tensor]
 
 
+class KeyFunctions(NamedTuple):
+    """K's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
+
+    ``query(p_q, b_heads, scale, SIDE, D, BLOCK_G)``: the heads' queries at ``p_q`` [BLOCK_G], prepared as a tuple.
+    ``scores(query, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: a page's scores.
+    """
+
+    query: Any
+    scores: Any
+    min_tiles: int
+
+
+class ValueFunctions(NamedTuple):
+    """V's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
+
+    ``begin(SIDE, TILES, T, D, BLOCK_G)``: accumulators of nothing, a tuple.
+    ``add(sums, b_p, b_shrink, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: the accumulators times
+    ``b_shrink`` [BLOCK_G], plus a page weighed by ``b_p``.
+    ``finish(sums, b_total, p_o, b_heads, SIDE, D)``: stores the accumulators over ``b_total`` [BLOCK_G] as the heads'
+    rows of D float32 at ``p_o`` [BLOCK_G].
+    """
+
+    begin: Any
+    add: Any
+    finish: Any
+    min_tiles: int
+
+
 class TritonOps(NamedTuple):
     """Device functions (``triton.jit``). ``p_codes`` and ``p_meta`` are uint8 pointers to a side's codes and metadata.
 
@@ -115,14 +143,14 @@ class TritonOps(NamedTuple):
     stored before (``b_raw``) and finite in float32 (``b_x``).
     ``demote_head(p_codes, p_meta, p_to_codes, p_to_meta, i_h, OLD, NEW, H, T, D, TILE_D)``: writes a head of ``OLD`` as
     ``NEW``; called for the family of ``NEW``.
-    ``integer(side)``: the functions of the integer decode kernel, see ``paged_decode/int_kernel.py``; ``None`` for a
-    side that the floating-point kernel serves.
+    ``integer(side)``: ``KeyFunctions`` of a K side or ``ValueFunctions`` of a V side, for the integer decode kernel;
+    ``None`` for a side that the floating-point kernel serves.
     """
 
     load_tile: Any
     seal_head: Any
     demote_head: Any
-    integer: Callable[[Any], tuple[Any, ...] | None]
+    integer: Callable[[Any], KeyFunctions | ValueFunctions | None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ..formats import PageLayout
+from ..formats.family import KeyFunctions, ValueFunctions
+from ..formats.loaders import page_loaders
 from ..overlap import can_overlap
-from ..tiles import DenseSide, PageFormat, UniformSide
-from ..tiles.launch import page_constexprs
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
 from .layer import FormatRange, LayerFormats
@@ -36,7 +37,6 @@ class Tuning:
 # Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one). One is enough
 # where eight programs an SM keep the memory busy; at 2 bits they do not.
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
-INT_TUNING = {8: Tuning(2, 2), 4: Tuning(1, 4), 2: Tuning(1, 5)}  # by bits
 
 SHORT_STAGES = 2  # of short items: more programs on a multiprocessor are worth more than what each fetches ahead
 
@@ -133,7 +133,7 @@ def launches(ranges: Sequence[FormatRange], split: Split, num_kv_heads: int) -> 
 
 
 def decode_variant(
-    page: PageFormat,
+    page: PageLayout,
     num_kv_heads: int,
     group: int,
     head_dim: int,
@@ -144,27 +144,18 @@ def decode_variant(
     is_short: bool = False,
 ) -> tuple[Any, dict[str, Any], Tuning]:
     """Kernel, compile-time arguments and launch parameters for pages of one format."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    shape = {"H": num_kv_heads, "G": group, "D": head_dim, "T": block_tokens, "BLOCK_D": block_d}
-    if page.has_integer_dots:
-        assert isinstance(page.k, UniformSide)
+    shape = {"H": num_kv_heads, "G": group, "D": head_dim, "T": block_tokens}
+    k, v = (side.family.triton().integer(side) for side in (page.k, page.v))
+    if isinstance(k, KeyFunctions) and isinstance(v, ValueFunctions):
         block_g = max(4, triton.next_power_of_2(group))  # two int8 columns a head fill the 8 of an mma
-        if tuning is None:  # twice the heads take twice the registers
-            tuning = INT_TUNING[page.k.bits]
-            tuning = replace(tuning, num_warps=min(8, tuning.num_warps * block_g // 4))
-        return (
-            decode_int_kernel,
-            {
-                **shape,
-                "BITS": page.k.bits,
-                "BLOCK_G": block_g,
-                "ASM": not triton.knobs.runtime.interpret,
-                "STAGES": tuning.num_stages,
-            },
-            tuning,
-        )
+        tuning = tuning or integer_tuning(page, block_g)
+        functions = {"QUERY": k.query, "SCORES": k.scores, "BEGIN": v.begin, "ADD": v.add, "FINISH": v.finish}
+        tiles = max(k.min_tiles, v.min_tiles)
+        sides = {"K": page.k.spec, "V": page.v.spec, "TILES": tiles, "BLOCK_G": block_g, "STAGES": tuning.num_stages}
+        return decode_int_kernel, {**shape, **functions, **sides}, tuning
+    block_d = max(16, triton.next_power_of_2(head_dim))
     if tuning is None:
-        is_16_bit = isinstance(page.k, DenseSide) and page.k.dtype.itemsize == 2
+        is_16_bit = page.k.dense_dtype is not None and page.k.dense_dtype.itemsize == 2
         tuning = FLOAT_TUNING if is_16_bit or block_d < 128 else replace(FLOAT_TUNING, num_warps=4)
         if is_short:
             tuning = replace(tuning, num_stages=SHORT_STAGES)
@@ -172,11 +163,20 @@ def decode_variant(
         decode_float_kernel,
         {
             **shape,
-            **page_constexprs(page),
+            **page_loaders(page),
             "S": sink_tokens,
+            "BLOCK_D": block_d,
             "BLOCK_G": max(16, triton.next_power_of_2(group)),
             "TILE": tuning.tile,
             "STAGES": tuning.num_stages,
         },
         tuning,
     )
+
+
+def integer_tuning(page: PageLayout, block_g: int) -> Tuning:
+    """Launch parameters of the integer body: twice the heads take twice the registers."""
+    widest = 8 * max(page.k.codes_nbytes, page.v.codes_nbytes)
+    bits = widest // (page.k.shape.num_kv_heads * page.k.shape.num_tokens * page.k.shape.head_dim)
+    tuning = Tuning(2, 2) if bits > 4 else Tuning(1, 4) if bits > 2 else Tuning(1, 5)
+    return replace(tuning, num_warps=min(8, tuning.num_warps * block_g // 4))

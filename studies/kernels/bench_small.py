@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference, token_rows
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu import swiglu
-from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.models import SHAPES, ModelConfig
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 

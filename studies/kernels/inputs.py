@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, Side
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place
 from qkv_engine.kernels.formats.dense import DenseSide
 from qkv_engine.kernels.formats.uniform import Uniform
 from qkv_engine.kernels.formats.uniform.layout import Axis

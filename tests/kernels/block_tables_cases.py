@@ -14,7 +14,6 @@ from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.split import Split
 
-
 from .interpreted import report
 from .token_rows import token_rows
 

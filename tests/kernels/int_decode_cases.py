@@ -13,7 +13,7 @@ from torch import Tensor
 from qkv_engine.kernels.formats.family import PageShape
 from qkv_engine.kernels.formats.uniform.integer import KeyFunctions, ValueFunctions, integer_functions
 from qkv_engine.kernels.formats.uniform.layout import BITS, Axis, Uniform, UniformSide
-from qkv_engine.kernels.paged_decode.integer_kernel import decode_int_kernel
+from qkv_engine.kernels.paged_decode.int_kernel import decode_int_kernel
 
 from .interpreted import report
 from .uniform_bytes import encode

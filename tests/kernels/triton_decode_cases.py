@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.split import Split
 from qkv_engine.kernels.paged_decode.triton import launches, paged_decode
-from qkv_engine.kernels.formats import PageLayout
 from studies.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 
 from .interpreted import report

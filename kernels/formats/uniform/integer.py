@@ -10,11 +10,10 @@ Units:   scores in log2
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
+from ..family import KeyFunctions, ValueFunctions
 from .integer_codes import (
     fixed_point,
     join8,
@@ -29,34 +28,6 @@ from .integer_codes import (
 )
 from .layout import TILES as MAX_TILES
 from .layout import UniformSide
-
-
-class KeyFunctions(NamedTuple):
-    """K's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
-
-    ``query(p_q, b_heads, scale, SIDE, D, BLOCK_G)``: the heads' queries at ``p_q`` [BLOCK_G], prepared as a tuple.
-    ``scores(query, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: a page's scores.
-    """
-
-    query: Any
-    scores: Any
-    min_tiles: int
-
-
-class ValueFunctions(NamedTuple):
-    """V's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
-
-    ``begin(SIDE, TILES, T, D, BLOCK_G)``: accumulators of nothing, a tuple.
-    ``add(sums, b_p, b_shrink, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: the accumulators times
-    ``b_shrink`` [BLOCK_G], plus a page weighed by ``b_p``.
-    ``finish(sums, b_total, p_o, b_heads, SIDE, D)``: stores the accumulators over ``b_total`` [BLOCK_G] as the heads'
-    rows of D float32 at ``p_o`` [BLOCK_G].
-    """
-
-    begin: Any
-    add: Any
-    finish: Any
-    min_tiles: int
 
 
 def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None:
