@@ -15,7 +15,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
     Torch's allocator gives the pinned memory in between to nobody else before the copy has been made.
     """
-    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+    if x.device == device:
+        return x
+    pinned = x.pin_memory()  # named, so that the traceback of an error holds it: freed on a lost device it would abort
+    return pinned.to(device, non_blocking=True)
 
 
 class PinnedWords:

@@ -190,6 +190,8 @@ class EngineLoop:
                 raise
             except Exception as cause:
                 failures, is_broken = failures + 1, True
+                # Here, so that the traceback and all tensors in it live on as the context of what this raises.
+                self._core.runner.check_device()
                 if failures > MAX_RECOVERIES:
                     raise
                 logger.error("a step broke off; its requests are recomputed", exc_info=cause)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import PageLayout
+from qkv_engine.kernels.formats import PageLayout, Place
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.split import Split
@@ -100,7 +100,9 @@ def rungs_of_one_format(page: PageLayout) -> Callable[[], float]:
 
     def run() -> float:
         pages = [dense_page(BF16, 1, 64), uniform_page(4, 1, 64)]
-        pages += [replace(page, k_offset=k, v_offset=v) for k, v in ((0, 16384), (256, 10240), (10240, 256))]
+        for k, v in ((0, 16384), (256, 10240), (10240, 256)):
+            places = {"k_place": Place(k, k + page.k.codes_nbytes), "v_place": Place(v, v + page.v.codes_nbytes)}
+            pages.append(replace(page, **places))
         case = make_case(pages, [1500, 800], group=4, sink_tokens=20)
         layer, work = LayerFormats.of(case.pages, case.q.device), plan(case)
         assert work.split.rungs == (0, 1, 2, 3, 4)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.formats import BlockLayout, PageLayout
 from qkv_engine.kernels.paged_prefill import triton
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
-from qkv_engine.kernels.tiles import PageFormat
 from studies.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
 
 from .interpreted import report
@@ -34,7 +34,7 @@ def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = No
 
 
 def build(
-    pages: Sequence[PageFormat],
+    pages: Sequence[PageLayout],
     chunks: Sequence[tuple[int, int]],
     group: int,
     sink: int,
@@ -55,7 +55,7 @@ def build(
 
 
 def against_reference(
-    pages: Sequence[PageFormat],
+    pages: Sequence[PageLayout],
     chunks: Sequence[tuple[int, int]],
     group: int,
     sink: int = 0,
@@ -99,7 +99,7 @@ def in_pieces() -> float:
 def cases() -> dict[str, Callable[[], float]]:
     d64, d80 = dense_page(BF16, 2, 64), dense_page(BF16, 1, 80)
     starts = [(0, n) for n in (1, 31, 127, 128, 129, 300)]
-    mixed = PageFormat(d80.k, uniform_page(4, 1, 80).v, 0, d80.k.nbytes)
+    mixed = BlockLayout.stack([d80.k, uniform_page(4, 1, 80).v]).pages[0]
     several = [d64, uniform_page(8, 2, 64), uniform_page(2, 2, 64), uniform_page(3, 2, 64, group=32)]
     return {
         "bf16 from the start group 3": against_reference([d64], starts, 3),
