@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.layout import BlockLayout, Side
-from qkv_engine.kv.formats import PageShape
-from qkv_engine.kv.formats.dense import Dense
-from qkv_engine.kv.formats.uniform import AXES, GROUPS, Uniform
+from qkv_engine.kernels.formats import BlockLayout, PageShape, Place, Side, SideBytes
+from qkv_engine.kernels.formats.dense import Dense
+from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -35,6 +34,19 @@ def all_sides(bits: int, shape: PageShape) -> list[Side]:
     return [fmt.layout(shape, side) for fmt in formats for side in ("k", "v")]
 
 
+def lay_apart(sides: Sequence[Side]) -> BlockLayout:
+    """The codes of all sides, then their metadata from the last side's to the first's, with gaps between them."""
+    end, places = 16, {}
+    for i, side in enumerate(sides):
+        places[i] = end
+        end += side.codes_nbytes + 48
+    metas = {}
+    for i in reversed(range(len(sides))):
+        metas[i] = end
+        end += -(-sides[i].meta_nbytes // 16) * 16 + 32
+    return BlockLayout(tuple(sides), tuple(Place(places[i], metas[i]) for i in range(len(sides))), end)
+
+
 def make_blocks(
     sides: Sequence[Side],
     shape: PageShape,
@@ -43,6 +55,7 @@ def make_blocks(
     dtype: torch.dtype = torch.bfloat16,
     x: Tensor | None = None,
     seed: int = 0,
+    lay_out: Callable[[Sequence[Side]], BlockLayout] = BlockLayout.stack,
 ) -> Blocks:
     """Blocks of random values (or ``x``) in slots of random order, 16-byte aligned."""
     generator = torch.Generator().manual_seed(seed)
@@ -50,13 +63,13 @@ def make_blocks(
     if x is None:
         x = torch.randn(extent, generator=generator) * torch.rand(extent[-1], generator=generator) * 3
     x = x.to(dtype).expand(extent).contiguous()
-    source = BlockLayout((Dense("dense", dtype).layout(shape, "k"),) * len(sides))
-    target = BlockLayout(tuple(sides))
+    source = BlockLayout.stack(Dense("dense", dtype).layout(shape, side.name) for side in sides)
+    target = lay_out(sides)
     spans = [source.nbytes] * num_blocks + [target.nbytes] * (2 * num_blocks)
     addresses, end = [0] * len(spans), 48
     for i in torch.randperm(len(spans), generator=generator).tolist():
         addresses[i] = end
-        end += spans[i] + 48
+        end += -(-spans[i] // 16) * 16 + 48
     memory = torch.full((end,), 255, dtype=torch.uint8)
     for address, block in zip(addresses, x, strict=False):
         memory[address : address + source.nbytes] = block.reshape(-1).view(torch.uint8)
@@ -67,3 +80,20 @@ def make_blocks(
 def slot(memory: Tensor, address: Tensor | int, layout: BlockLayout) -> Tensor:
     """The bytes of one block."""
     return memory[int(address) : int(address) + layout.nbytes]
+
+
+def written(layout: BlockLayout) -> Tensor:
+    """Which bytes of a slot belong to codes or metadata: [nbytes] bool."""
+    mask = torch.zeros(layout.nbytes, dtype=torch.bool)
+    for side, place in zip(layout.sides, layout.places, strict=True):
+        mask[place.codes : place.codes + side.codes_nbytes] = True
+        mask[place.meta : place.meta + side.meta_nbytes] = True
+    return mask
+
+
+def side_rows(memory: Tensor, addresses: Tensor, layout: BlockLayout, index: int) -> SideBytes:
+    """Copies of the codes and the metadata of one side of the blocks at ``addresses``."""
+    side, place = layout.sides[index], layout.places[index]
+    starts = addresses.tolist()
+    sizes = zip(place, (side.codes_nbytes, side.meta_nbytes), strict=True)
+    return SideBytes(*(torch.stack([memory[a + at : a + at + nbytes] for a in starts]) for at, nbytes in sizes))
