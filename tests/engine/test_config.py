@@ -22,7 +22,7 @@ from qkv_engine.config import (
     resolve_kv,
     uniform_rung,
 )
-from qkv_engine.kv.formats.uniform import uniform_formats
+from qkv_engine.kernels.formats.uniform.layout import uniform_formats
 from qkv_engine.kv.ladder import build_ladder
 
 from ..models.tiny import write_tiny

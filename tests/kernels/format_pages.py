@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import BlockLayout, PageShape, Place, Side, SideBytes
+from qkv_engine.errors import ConfigError
+from qkv_engine.kernels.formats import BlockLayout, Family, PageShape, Place, Side, SideBytes, narrower_formats
 from qkv_engine.kernels.formats.dense import Dense
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 
@@ -32,6 +33,24 @@ def all_sides(bits: int, shape: PageShape) -> list[Side]:
     """Every axis, group and orientation of ``bits``-bit pages."""
     formats = [Uniform(bits, axis, group) for axis in AXES for group in GROUPS]
     return [fmt.layout(shape, side) for fmt in formats for side in ("k", "v")]
+
+
+def family_sides(family: Family, shape: PageShape, dtype: torch.dtype = torch.bfloat16) -> list[Side]:
+    """K and V of every format of a family that can take ``shape``."""
+    found: list[Side] = []
+    for fmt in family.formats(dtype).values():
+        try:
+            found += [fmt.layout(shape, "k"), fmt.layout(shape, "v")]
+        except ConfigError:
+            continue
+    return found
+
+
+def family_steps(sides: Sequence[Side]) -> list[tuple[Side, Side]]:
+    """Each side of codes with itself and with all that it can step down to."""
+    sealed = [old for old in sides if old.dense_dtype is None]
+    narrower = [(old, fmt.layout(old.shape, old.name)) for old in sealed for fmt in narrower_formats(old)]
+    return [*zip(sealed, sealed, strict=True), *narrower]
 
 
 def lay_apart(sides: Sequence[Side]) -> BlockLayout:
@@ -75,6 +94,16 @@ def make_blocks(
         memory[address : address + source.nbytes] = block.reshape(-1).view(torch.uint8)
     src, dst, following = torch.tensor(addresses).view(3, num_blocks)
     return Blocks(memory, x, src, dst, following, source, target)
+
+
+def sow_odd(blocks: Blocks) -> Blocks:
+    """Writes what quantizers trip over into the last block: NaN, infinity, -0, no range, tiny and huge values."""
+    elements = slot(blocks.memory, blocks.src[-1], blocks.source).view(blocks.x.dtype).view(blocks.x.shape[1:])
+    elements[0, 0, 3, 2], elements[-1, -1, 4, 3] = float("nan"), float("-inf")
+    elements[:, 0, 5], elements[:, 0, 8], elements[:, 0, 11] = -0.0, 1e-7, 1e-30
+    elements[:, 0, :, 1] = 0.123
+    elements[1::2, -1, 6:8] = 60000
+    return blocks
 
 
 def slot(memory: Tensor, address: Tensor | int, layout: BlockLayout) -> Tensor:
