@@ -15,6 +15,7 @@ from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 
 from .interpreted import report
+from .token_rows import token_rows
 
 T, ROW_NBYTES = 128, 32
 

@@ -102,7 +102,7 @@ def far_case() -> float:
 def family_cases(family: Family) -> dict[str, Callable[[], float]]:
     cases: dict[str, Callable[[], float]] = {}
     for head_dim, every in HEAD_DIMS.items():
-        sides = family_sides(family, PageShape(2, 128, head_dim))[:: every]
+        sides = family_sides(family, PageShape(2, 128, head_dim))[::every]
         name = f"{family.name} D{head_dim}"
         cases[f"seal {name}"] = partial(seal_case, sides, torch.bfloat16)
         cases[f"tile {name}"] = partial(tile_case, sides)

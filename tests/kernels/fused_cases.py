@@ -16,6 +16,7 @@ from qkv_engine.kernels.swiglu.triton import swiglu_triton
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 
 from .interpreted import report
+from .token_rows import token_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYERS, SINK, BLOCK = 3, 4, 16  # tokens
