@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def copy_bytes(p_from, p_to, NBYTES: tl.constexpr):
-    """``NBYTES`` bytes, a multiple of 16, from and to multiples of 16."""
+    """``NBYTES`` bytes, from and to multiples of 16 where copies are to be wide."""
     TILE_N: tl.constexpr = 2048
     for start in range(0, NBYTES, TILE_N):
         o_byte = start + tl.arange(0, TILE_N)

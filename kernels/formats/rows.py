@@ -36,7 +36,9 @@ def even_runs(steps: list[Step]) -> list[list[Step]]:
     runs: list[list[Step]] = []
     for step in steps:
         run = runs[-1] if runs else []
-        if len(run) == 1 or (run and _growth(run[-1], step) == _growth(run[0], run[1])):
+        growth = _growth(run[-1], step) if run else ()
+        # Views cannot have negative strides.
+        if (len(run) == 1 and min(growth) >= 0) or (len(run) > 1 and growth == _growth(run[0], run[1])):
             run.append(step)
         else:
             runs.append([step])

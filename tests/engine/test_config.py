@@ -22,7 +22,7 @@ from qkv_engine.config import (
     resolve_kv,
     uniform_rung,
 )
-from qkv_engine.kv.formats.uniform import uniform_formats
+from qkv_engine.kernels.formats.uniform.layout import uniform_formats
 from qkv_engine.kv.ladder import build_ladder
 
 from ..models.tiny import write_tiny
@@ -206,7 +206,10 @@ def test_the_first_rung_has_one_dtype(first: RungConfig):
         ((RungConfig("a", ("dense16",) * 3, "dense16"),), "3 formats for 2 layers"),
         ((RungConfig("a", "dense17", "dense16"),), "unknown KV format"),
         ((DENSE16, uniform_rung(4), uniform_rung(8)), "not smaller"),
-        ((DENSE16, RungConfig("b", ("dense32", "int1-channel-32"), "int1-token-32")), "a layer grows"),
+        (
+            (DENSE16, RungConfig("b", ("dense32", "int1-channel-32"), "int1-token-32")),
+            "K of layer 0 grows from rung dense16",
+        ),
     ],
 )
 def test_ladders_that_cannot_be(rungs: tuple[RungConfig, ...], message: str):

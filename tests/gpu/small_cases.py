@@ -10,11 +10,10 @@ from triton.runtime.jit import JITFunction
 
 import qkv_engine.kernels
 from qkv_engine.kernels.demote import demote
-from qkv_engine.kernels.dequant import dequant_side
-from qkv_engine.kernels.layout import BlockLayout
+from qkv_engine.kernels.dequant import dequant_reference
+from qkv_engine.kernels.formats import BlockLayout, PageShape
 from qkv_engine.kernels.sample import sample
 from qkv_engine.kernels.seal import seal
-from qkv_engine.kv.formats import PageShape
 from studies.kernels.inputs import dense_page, make_case, uniform_page
 
 from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
@@ -39,12 +38,13 @@ def page_formats() -> None:
     shape = PageShape(HEADS, 128, 80)
     for old, new in ((4, 2), (3, 3)):
         blocks = make_blocks(all_sides(old, shape)[::3], shape, num_blocks=2)
-        target = BlockLayout(tuple(all_sides(new, shape)[::3]))
+        target = BlockLayout.stack(all_sides(new, shape)[::3])
         memory, (src, dst, following) = blocks.memory.cuda(), (x.cuda() for x in (blocks.src, blocks.dst, blocks.next))
         assert seal(memory, src, dst, blocks.source, blocks.target).all()
         demote(memory, dst, following, blocks.target, target)
-        for side, offset in zip(target.sides, target.offsets, strict=True):
-            assert dequant_side(memory, following + offset, side, torch.float32).isfinite().all()
+        for page in target.pages:
+            k, v = dequant_reference(memory.cpu(), following.cpu(), page)
+            assert k.isfinite().all() and v.isfinite().all()
 
 
 def fused() -> None:

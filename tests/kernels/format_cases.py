@@ -1,4 +1,4 @@
-"""Child of ``test_format_triton``: seal, demote and dequant kernels against their references, bytes that differ."""
+"""Child of ``test_conformance``: Triton seals, demotions and tile loaders of every family against its references."""
 
 from __future__ import annotations
 
@@ -6,33 +6,44 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 
 from qkv_engine.kernels.demote import demote_reference
 from qkv_engine.kernels.demote.triton import demote_triton
-from qkv_engine.kernels.dequant import dequant_reference
-from qkv_engine.kernels.dequant.triton import dequant_triton
-from qkv_engine.kernels.layout import BlockLayout
+from qkv_engine.kernels.formats import FAMILIES, BlockLayout, Family, PageShape, Side
+from qkv_engine.kernels.formats.dense import Dense
 from qkv_engine.kernels.seal import seal_reference
 from qkv_engine.kernels.seal.triton import seal_triton
-from qkv_engine.kv.formats import PageShape
 
-from .format_pages import all_sides, make_blocks, slot
+from .format_pages import all_sides, family_sides, family_steps, lay_apart, make_blocks, side_rows, slot, sow_odd
 from .interpreted import report
 
-WIDTHS = {80: (8, 4, 3, 2, 1), 64: (4,), 128: (2,)}  # bits by head dim
+HEAD_DIMS = {80: 1, 64: 7, 128: 9, 6: 7}  # every how many-th side of a family is run
+TILE = 32  # tokens loaded at a time
+VISIBLE = 96  # tokens; later ones are masked
 
 
-def seal_case(bits: int, head_dim: int, dtype: torch.dtype) -> float:
-    shape = PageShape(2, 128, head_dim)
-    probe = make_blocks(all_sides(bits, shape), shape, dtype=dtype)
-    x = probe.x.expand(2, -1, -1, -1, -1).clone()
-    x[0, 0, 0, 3, 2] = float("nan")
-    x[1, 1, 1, 5] = -0.0
-    x[1, 2, 0, 6:8] = 60000
-    x[1, 3, 0, :, 9] = 0.123
-    x[1, 4, 0, 8] = 1e-7
-    sides = [*all_sides(bits, shape)[1:], probe.source.sides[0]]  # a dense side among them
-    blocks = make_blocks(sides, shape, num_blocks=2, dtype=dtype, x=x)
+@triton.jit
+def tile_kernel(
+    memory_ptr, tokens_ptr, out_ptr, codes, meta, NUM_TOKENS, LOAD: tl.constexpr, SIDE: tl.constexpr, H: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Loads tokens [tiles * TILE] of head ``program_id(1)``, those below ``NUM_TOKENS``: out [H, tiles * TILE, D]."""
+    i_row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    o_t = tl.load(tokens_ptr + i_row)
+    i_h = tl.program_id(1)
+    b_x = LOAD(memory_ptr + codes, memory_ptr + meta, i_h, o_t, o_t < NUM_TOKENS, T, SIDE, H, T, D, BLOCK_D, tl.float32)
+    o_d = tl.arange(0, BLOCK_D)
+    p_out = out_ptr + (i_h * tl.num_programs(0) * TILE + i_row)[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_x, mask=(o_d < D)[None, :])
+
+
+def seal_case(sides: list[Side], dtype: torch.dtype) -> float:
+    """Bytes that differ, in blocks with all that quantizers trip over; a dense side among the sides."""
+    shape = sides[0].shape
+    sides = [side for side in sides if side.dense_dtype in (None, dtype)] + [Dense("dense", dtype).layout(shape, "k")]
+    blocks = sow_odd(make_blocks(sides, shape, num_blocks=2, dtype=dtype, lay_out=lay_apart))
     expected = blocks.memory.clone()
     flags = seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target)
     finite = torch.ones_like(flags)
@@ -40,14 +51,10 @@ def seal_case(bits: int, head_dim: int, dtype: torch.dtype) -> float:
     return float((blocks.memory != expected).sum() + (finite != flags).sum())
 
 
-def demote_case(head_dim: int) -> float:
-    shape = PageShape(2, 128, head_dim)
-    steps = [(8, 8), (8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1), (3, 3)]
-    source, target = (
-        [side for step in steps for side in all_sides(step[i], shape)[:: 1 if head_dim == 80 else 5]] for i in (0, 1)
-    )
-    blocks = make_blocks(source, shape, num_blocks=2)
-    layout = BlockLayout(tuple(target))
+def demote_case(steps: list[tuple[Side, Side]]) -> float:
+    """Bytes that differ; sides that keep their format among the steps."""
+    blocks = make_blocks([old for old, _ in steps], steps[0][0].shape, num_blocks=2, lay_out=lay_apart)
+    layout = lay_apart([new for _, new in steps])
     seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
     expected = blocks.memory.clone()
     where = blocks.dst, blocks.next, blocks.target, layout
@@ -56,15 +63,22 @@ def demote_case(head_dim: int) -> float:
     return float((blocks.memory != expected).sum())
 
 
-def dequant_case(bits: int, head_dim: int) -> float:
-    shape = PageShape(2, 128, head_dim)
-    blocks = make_blocks(all_sides(bits, shape), shape, num_blocks=2)
+def tile_case(sides: list[Side]) -> float:
+    """Largest difference, tokens in any order, some of them masked."""
+    shape, worst = sides[0].shape, 0.0
+    blocks = make_blocks(sides, shape, lay_out=lay_apart)
     seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
-    worst = 0.0
-    for side, offset in zip(blocks.target.sides, blocks.target.offsets, strict=True):
-        out = dequant_triton(blocks.memory, blocks.dst + offset, side, torch.float32)
-        expected = dequant_reference(blocks.memory, blocks.dst + offset, side, torch.float32)
-        worst = max(worst, float((out - expected).abs().max()))
+    tokens = torch.randperm(shape.num_tokens, generator=torch.Generator().manual_seed(0)).int()
+    for i, (side, place) in enumerate(zip(blocks.target.sides, blocks.target.places, strict=True)):
+        x = side.family.dequantize(side_rows(blocks.memory, blocks.dst, blocks.target, i), side)[0]
+        out = torch.full((shape.num_kv_heads, shape.num_tokens, shape.head_dim), float("nan"))
+        tile_kernel[shape.num_tokens // TILE, shape.num_kv_heads](
+            blocks.memory, tokens, out, int(blocks.dst) + place.codes, int(blocks.dst) + place.meta, VISIBLE,
+            LOAD=side.family.triton().load_tile, SIDE=side.spec, H=shape.num_kv_heads, T=shape.num_tokens,
+            D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), TILE=TILE,
+        )  # fmt: skip
+        expected = torch.where((tokens < VISIBLE)[None, :, None], x[:, tokens.long()], 0)
+        worst = max(worst, float((out - expected).abs().nan_to_num(float("inf")).max()))
     return worst
 
 
@@ -72,7 +86,7 @@ def far_case() -> float:
     """Slots beyond 2^31 bytes."""
     shape = PageShape(1, 128, 64)
     small = make_blocks(all_sides(4, shape)[:2], shape)
-    narrow = BlockLayout(tuple(all_sides(2, shape)[:2]))
+    narrow = BlockLayout.stack(all_sides(2, shape)[:2])
     where = torch.tensor([2**31 + 64]), torch.tensor([2**31 + 2**18]), torch.tensor([2**31 + 2**19])
     memory = torch.empty(2**31 + 2**20, dtype=torch.uint8)
     slot(memory, where[0], small.source)[:] = slot(small.memory, small.src, small.source)
@@ -85,15 +99,26 @@ def far_case() -> float:
     return float((slot(memory, where[2], narrow) != slot(small.memory, small.next, narrow)).sum())
 
 
+def family_cases(family: Family) -> dict[str, Callable[[], float]]:
+    cases: dict[str, Callable[[], float]] = {}
+    for head_dim, every in HEAD_DIMS.items():
+        sides = family_sides(family, PageShape(2, 128, head_dim))[::every]
+        name = f"{family.name} D{head_dim}"
+        cases[f"seal {name}"] = partial(seal_case, sides, torch.bfloat16)
+        cases[f"tile {name}"] = partial(tile_case, sides)
+        steps = family_steps(sides)
+        if steps:
+            cases[f"demote {name}"] = partial(demote_case, steps)
+    return cases
+
+
 def main() -> None:
     cases: dict[str, Callable[[], float]] = {"beyond 2 GiB": far_case}
-    for head_dim, widths in WIDTHS.items():
-        cases[f"demote D{head_dim}"] = partial(demote_case, head_dim)
-        for bits in widths:
-            cases[f"seal {bits} bits D{head_dim}"] = partial(seal_case, bits, head_dim, torch.bfloat16)
-            cases[f"dequant {bits} bits D{head_dim}"] = partial(dequant_case, bits, head_dim)
+    for family in FAMILIES:
+        cases |= family_cases(family)
     for dtype in (torch.float16, torch.float32):
-        cases[f"seal 4 bits D64 {dtype}"] = partial(seal_case, 4, 64, dtype)
+        sides = [side for family in FAMILIES for side in family_sides(family, PageShape(2, 128, 64))[::9]]
+        cases[f"seal {dtype}"] = partial(seal_case, sides, dtype)
     report(cases)
 
 

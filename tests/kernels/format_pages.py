@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.layout import BlockLayout, Side
-from qkv_engine.kv.formats import PageShape
-from qkv_engine.kv.formats.dense import Dense
-from qkv_engine.kv.formats.uniform import AXES, GROUPS, Uniform
+from qkv_engine.errors import ConfigError
+from qkv_engine.kernels.formats import BlockLayout, Family, PageShape, Place, Side, SideBytes, narrower_formats
+from qkv_engine.kernels.formats.dense import Dense
+from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -35,6 +35,37 @@ def all_sides(bits: int, shape: PageShape) -> list[Side]:
     return [fmt.layout(shape, side) for fmt in formats for side in ("k", "v")]
 
 
+def family_sides(family: Family, shape: PageShape, dtype: torch.dtype = torch.bfloat16) -> list[Side]:
+    """K and V of every format of a family that can take ``shape``."""
+    found: list[Side] = []
+    for fmt in family.formats(dtype).values():
+        try:
+            found += [fmt.layout(shape, "k"), fmt.layout(shape, "v")]
+        except ConfigError:
+            continue
+    return found
+
+
+def family_steps(sides: Sequence[Side]) -> list[tuple[Side, Side]]:
+    """Each side of codes with itself and with all that it can step down to."""
+    sealed = [old for old in sides if old.dense_dtype is None]
+    narrower = [(old, fmt.layout(old.shape, old.name)) for old in sealed for fmt in narrower_formats(old)]
+    return [*zip(sealed, sealed, strict=True), *narrower]
+
+
+def lay_apart(sides: Sequence[Side]) -> BlockLayout:
+    """The codes of all sides, then their metadata from the last side's to the first's, with gaps between them."""
+    end, places = 16, {}
+    for i, side in enumerate(sides):
+        places[i] = end
+        end += side.codes_nbytes + 48
+    metas = {}
+    for i in reversed(range(len(sides))):
+        metas[i] = end
+        end += -(-sides[i].meta_nbytes // 16) * 16 + 32
+    return BlockLayout(tuple(sides), tuple(Place(places[i], metas[i]) for i in range(len(sides))), end)
+
+
 def make_blocks(
     sides: Sequence[Side],
     shape: PageShape,
@@ -43,6 +74,7 @@ def make_blocks(
     dtype: torch.dtype = torch.bfloat16,
     x: Tensor | None = None,
     seed: int = 0,
+    lay_out: Callable[[Sequence[Side]], BlockLayout] = BlockLayout.stack,
 ) -> Blocks:
     """Blocks of random values (or ``x``) in slots of random order, 16-byte aligned."""
     generator = torch.Generator().manual_seed(seed)
@@ -50,13 +82,13 @@ def make_blocks(
     if x is None:
         x = torch.randn(extent, generator=generator) * torch.rand(extent[-1], generator=generator) * 3
     x = x.to(dtype).expand(extent).contiguous()
-    source = BlockLayout((Dense("dense", dtype).layout(shape, "k"),) * len(sides))
-    target = BlockLayout(tuple(sides))
+    source = BlockLayout.stack(Dense("dense", dtype).layout(shape, side.name) for side in sides)
+    target = lay_out(sides)
     spans = [source.nbytes] * num_blocks + [target.nbytes] * (2 * num_blocks)
     addresses, end = [0] * len(spans), 48
     for i in torch.randperm(len(spans), generator=generator).tolist():
         addresses[i] = end
-        end += spans[i] + 48
+        end += -(-spans[i] // 16) * 16 + 48
     memory = torch.full((end,), 255, dtype=torch.uint8)
     for address, block in zip(addresses, x, strict=False):
         memory[address : address + source.nbytes] = block.reshape(-1).view(torch.uint8)
@@ -64,6 +96,33 @@ def make_blocks(
     return Blocks(memory, x, src, dst, following, source, target)
 
 
+def sow_odd(blocks: Blocks) -> Blocks:
+    """Writes what quantizers trip over into the last block: NaN, infinity, -0, no range, tiny and huge values."""
+    elements = slot(blocks.memory, blocks.src[-1], blocks.source).view(blocks.x.dtype).view(blocks.x.shape[1:])
+    elements[0, 0, 3, 2], elements[-1, -1, 4, 3] = float("nan"), float("-inf")
+    elements[:, 0, 5], elements[:, 0, 8], elements[:, 0, 11] = -0.0, 1e-7, 1e-30
+    elements[:, 0, :, 1] = 0.123
+    elements[1::2, -1, 6:8] = 60000
+    return blocks
+
+
 def slot(memory: Tensor, address: Tensor | int, layout: BlockLayout) -> Tensor:
     """The bytes of one block."""
     return memory[int(address) : int(address) + layout.nbytes]
+
+
+def written(layout: BlockLayout) -> Tensor:
+    """Which bytes of a slot belong to codes or metadata: [nbytes] bool."""
+    mask = torch.zeros(layout.nbytes, dtype=torch.bool)
+    for side, place in zip(layout.sides, layout.places, strict=True):
+        mask[place.codes : place.codes + side.codes_nbytes] = True
+        mask[place.meta : place.meta + side.meta_nbytes] = True
+    return mask
+
+
+def side_rows(memory: Tensor, addresses: Tensor, layout: BlockLayout, index: int) -> SideBytes:
+    """Copies of the codes and the metadata of one side of the blocks at ``addresses``."""
+    side, place = layout.sides[index], layout.places[index]
+    starts = addresses.tolist()
+    sizes = zip(place, (side.codes_nbytes, side.meta_nbytes), strict=True)
+    return SideBytes(*(torch.stack([memory[a + at : a + at + nbytes] for a in starts]) for at, nbytes in sizes))

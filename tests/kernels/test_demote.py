@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from qkv_engine.kernels.demote import demote, demote_reference, shrink
-from qkv_engine.kernels.dequant import dequant_reference
-from qkv_engine.kernels.layout import BlockLayout, UniformSide
-from qkv_engine.kernels.pages import read_meta
+from qkv_engine.kernels.demote import demote, demote_reference
+from qkv_engine.kernels.formats import BlockLayout, PageShape
+from qkv_engine.kernels.formats.uniform import Uniform, UniformSide
+from qkv_engine.kernels.formats.uniform.reference import read_meta, shrink
 from qkv_engine.kernels.seal import seal
-from qkv_engine.kv.formats import PageShape
-from qkv_engine.kv.formats.uniform import Uniform
 
-from .format_pages import HEAD_DIMS, all_sides, make_blocks, slot
+from .format_pages import HEAD_DIMS, all_sides, lay_apart, make_blocks, side_rows, slot
 
 STEPS = [(8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]
 
@@ -37,12 +37,13 @@ def test_golden_thresholds() -> None:
     assert rises.tolist() == [17 * k - 8 for k in range(1, 16)]
 
 
+@pytest.mark.parametrize("lay_out", [BlockLayout.stack, lay_apart])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_demotion_gives_the_bytes_of_direct_sealing(head_dim: int) -> None:
+def test_demotion_gives_the_bytes_of_direct_sealing(head_dim: int, lay_out: Callable) -> None:
     shape = PageShape(2, 128, head_dim)
     sealed, layouts = {}, {}
     for bits in (8, 4, 2, 1):
-        blocks = make_blocks(all_sides(bits, shape), shape)
+        blocks = make_blocks(all_sides(bits, shape), shape, lay_out=lay_out)
         seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
         sealed[bits] = slot(blocks.memory, blocks.dst[0], blocks.target).clone()
         layouts[bits] = blocks.target
@@ -62,17 +63,15 @@ def test_metadata_is_kept_and_endpoints_do_not_move() -> None:
     shape = PageShape(2, 128, 96)
     for wide, narrow in STEPS:
         blocks = make_blocks(all_sides(wide, shape), shape)
-        target = BlockLayout(tuple(all_sides(narrow, shape)))
+        target = BlockLayout.stack(all_sides(narrow, shape))
         seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
         demote(blocks.memory, blocks.dst, blocks.next, blocks.target, target)
         for i, (old, new) in enumerate(zip(blocks.target.sides, target.sides, strict=True)):
             assert isinstance(old, UniformSide) and isinstance(new, UniformSide)
-            at = blocks.dst + blocks.target.offsets[i], blocks.next + target.offsets[i]
-            before, after = (
-                blocks.memory[None, int(a) : int(a) + s.nbytes] for a, s in zip(at, (old, new), strict=True)
-            )
+            before = side_rows(blocks.memory, blocks.dst, blocks.target, i)
+            after = side_rows(blocks.memory, blocks.next, target, i)
             assert torch.equal(read_meta(before, old), read_meta(after, new))
-            x, y = (dequant_reference(blocks.memory, a, s, torch.float32) for a, s in zip(at, (old, new), strict=True))
+            x, y = old.family.dequantize(before, old), new.family.dequantize(after, new)
             assert torch.allclose(x.amax((2, 3)), y.amax((2, 3)), rtol=1e-5, atol=1e-6)
 
 
@@ -81,7 +80,7 @@ def test_order_and_company_do_not_matter() -> None:
     shape = PageShape(2, 128, 80)
     blocks = make_blocks(all_sides(8, shape), shape, num_blocks=3)
     seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
-    middle, last = (BlockLayout(tuple(all_sides(bits, shape))) for bits in (4, 2))
+    middle, last = (BlockLayout.stack(all_sides(bits, shape)) for bits in (4, 2))
     together = blocks.memory.clone()
     demote(together, blocks.dst, blocks.next, blocks.target, last)
     for i in (2, 0, 1):
@@ -114,7 +113,7 @@ def test_a_side_that_keeps_its_format_is_copied() -> None:
 )
 def test_what_is_no_demotion_is_refused(old: Uniform, new: Uniform) -> None:
     shape = PageShape(1, 128, 64)
-    source, target = (BlockLayout((fmt.layout(shape, "k"),)) for fmt in (old, new))
+    source, target = (BlockLayout.stack([fmt.layout(shape, "k")]) for fmt in (old, new))
     nowhere = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError):
         demote(torch.zeros(64, dtype=torch.uint8), nowhere, nowhere, source, target)

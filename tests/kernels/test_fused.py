@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, uniform_rung
 from qkv_engine.kernels.rms_norm import add_rms_norm, reference, rms_norm
-from qkv_engine.kernels.rope_kv_write import rope_kv_write, token_rows
+from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import build_ladder
@@ -17,6 +17,8 @@ from qkv_engine.kv.table import BlockTable
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+
+from .token_rows import token_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16

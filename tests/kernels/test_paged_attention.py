@@ -91,7 +91,7 @@ def test_blocks_in_a_row_are_read_in_place():
 
 
 @pytest.mark.parametrize("slots", [[4], [1, 3, 5], [5, 1, 3], [6, 0, 5, 2]], ids=str)
-def test_sinks_and_open_blocks_of_few_requests_are_attended_in_one_call(slots: list[int]):
+def test_sinks_and_open_blocks_of_all_requests_are_attended_in_a_call_each(slots: list[int]):
     pages, sink = dense_pages(8, 2, 64, torch.float32), 32
     sinks = torch.randn(9, 3, 2, 2, sink, 64)[:, 1]
     pages = replace(pages, sinks=sinks)
@@ -103,7 +103,7 @@ def test_sinks_and_open_blocks_of_few_requests_are_attended_in_one_call(slots: l
     expected = paged_decode_reference(q, pages, requests, SCALE)
     poison_unused(pages.blocks, [slots], float("nan"))
     plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
-    assert len(plan.groups) == 1
+    assert [group.is_sink for group in plan.groups] == [True, False]
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
     grown = [min(n + 9, BLOCK_TOKENS) for n in lengths]
     requests = [replace(r, length=sink + n, open=(r.open[0], n)) for r, n in zip(requests, grown, strict=True)]

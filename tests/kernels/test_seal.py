@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,14 +12,23 @@ from torch import Tensor
 
 from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.dequant import dequant_reference
-from qkv_engine.kernels.layout import BlockLayout, UniformSide
-from qkv_engine.kernels.pages import even_runs, read_codes, read_meta, spread
-from qkv_engine.kernels.seal import quantize, seal, seal_reference
-from qkv_engine.kernels.seal.reference import LIMIT, round_down, round_up
-from qkv_engine.kv.formats import PageShape
-from qkv_engine.kv.formats.uniform import Uniform
+from qkv_engine.kernels.formats import BlockLayout, PageShape, Place
+from qkv_engine.kernels.formats.page import Step
+from qkv_engine.kernels.formats.rows import even_runs
+from qkv_engine.kernels.formats.uniform import Uniform, UniformSide
+from qkv_engine.kernels.formats.uniform.reference import (
+    LIMIT,
+    encode,
+    read_codes,
+    read_meta,
+    round_down,
+    round_up,
+    spread,
+    tops,
+)
+from qkv_engine.kernels.seal import seal, seal_reference
 
-from .format_pages import HEAD_DIMS, all_sides, make_blocks, slot
+from .format_pages import HEAD_DIMS, all_sides, lay_apart, make_blocks, side_rows, slot, written
 
 BITS = (8, 4, 3, 2, 1)
 
@@ -28,7 +39,7 @@ def quantize_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     group = 1 << max(5, (width - 1).bit_length())
     padded = torch.cat([x, x[:, -1:].expand(rows, group - width)], 1)
     side = Uniform(bits, "token", group).layout(PageShape(1, rows, group), "k")
-    codes, meta = quantize(padded[None, None], side)
+    codes, meta = encode(padded[None, None], side)
     return codes[0, 0, :, :width], meta[0].flatten(), meta[1].flatten()
 
 
@@ -84,23 +95,20 @@ def test_kivi_codes() -> None:
         assert (ours != kivi).double().mean() <= (0 if bits == 2 else 0.02)
 
 
+@pytest.mark.parametrize("lay_out", [BlockLayout.stack, lay_apart])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_cpu_equals_reference_and_leaves_other_bytes(head_dim: int, dtype: torch.dtype) -> None:
+def test_cpu_equals_reference_and_leaves_other_bytes(head_dim: int, dtype: torch.dtype, lay_out: Callable) -> None:
     shape = PageShape(3, 128, head_dim)
     for bits in BITS:
-        blocks = make_blocks(all_sides(bits, shape), shape, num_blocks=2, dtype=dtype)
+        blocks = make_blocks(all_sides(bits, shape), shape, num_blocks=2, dtype=dtype, lay_out=lay_out)
         expected = blocks.memory.clone()
         seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target)
-        before = blocks.memory.clone()
+        untouched = blocks.memory == 255
         finite = seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
         assert finite.all() and torch.equal(blocks.memory, expected)
-        for address in blocks.dst.tolist():
-            for offset, side in zip(blocks.target.offsets, blocks.target.sides, strict=True):
-                assert isinstance(side, UniformSide)
-                first = address + offset
-                before[first : first + side.top_offset + 2 * side.num_kv_heads] = 0
-        untouched = before == 255
+        for address in blocks.dst:
+            slot(untouched, address, blocks.target)[written(blocks.target)] = False
         assert (blocks.memory[untouched] == 255).all()
 
 
@@ -112,16 +120,14 @@ def test_error_is_at_most_half_a_step(head_dim: int) -> None:
         seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
         for i, side in enumerate(blocks.target.sides):
             assert isinstance(side, UniformSide)
-            first = int(blocks.dst[0]) + blocks.target.offsets[i]
-            rows = blocks.memory[None, first : first + side.nbytes]
+            rows = side_rows(blocks.memory, blocks.dst, blocks.target, i)
             low, span = (spread(m, side) for m in read_meta(rows, side).double())
             x = blocks.x[:, i].double()
             assert (low <= x).all() and (x <= low + span).all()
             step = span / side.max_code
             codes = read_codes(rows, side).double()
             assert ((low + codes * step - x).abs() <= step * 0.5001).all()
-            tops = rows[0, side.top_offset :][: 2 * side.num_kv_heads].view(torch.float16)
-            assert torch.equal(tops.double(), span.expand(x.shape).amax((0, 2, 3)))
+            assert torch.equal(tops(rows, side).double(), span.expand(x.shape).amax((2, 3)))
 
 
 def test_blocks_do_not_depend_on_their_batch() -> None:
@@ -148,11 +154,9 @@ def test_a_non_finite_value_is_reported_and_stays_in_its_block() -> None:
     for block in range(4):
         here, there = (slot(m, blocks.dst[block], blocks.target) for m in (blocks.memory, expected))
         assert torch.equal(here, there) == finite[block]
-        for i, side in enumerate(blocks.target.sides):
-            out = dequant_reference(
-                blocks.memory, blocks.dst[block : block + 1] + blocks.target.offsets[i], side, torch.float32
-            )
-            assert out.isfinite().all()
+        for page in blocks.target.pages:
+            k, v = dequant_reference(blocks.memory, blocks.dst[block : block + 1], page)
+            assert k.isfinite().all() and v.isfinite().all()
 
 
 @pytest.mark.parametrize("values", [(float("nan"),), (float("inf"), -1e30), (32752.5,), (-3e38, 3e38), (-0.0, 1e-42)])
@@ -181,15 +185,18 @@ def test_layers_of_many_formats_in_any_order() -> None:
     seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target)
     assert torch.equal(blocks.memory, expected)
     lower = {eight: four, four: two}
-    target = BlockLayout(tuple(lower[fmt].layout(shape, "kv"[i % 2]) for i, fmt in enumerate(formats)))
+    target = BlockLayout.stack(lower[fmt].layout(shape, "kv"[i % 2]) for i, fmt in enumerate(formats))
     demote(blocks.memory, blocks.dst, blocks.next, blocks.target, target)
     demote_reference(expected, blocks.dst, blocks.next, blocks.target, target)
     assert torch.equal(blocks.memory, expected)
 
 
 def test_runs_are_even_and_lose_nobody() -> None:
-    members = [(0, 0), (10, 5), (20, 10), (35, 15), (50, 20), (51, 90)]
-    assert even_runs(members) == [members[:3], members[3:5], members[5:]]
+    """All four offsets have to grow evenly, and none may shrink."""
+    offsets = [(0, 1, 0, 0), (10, 3, 5, 0), (20, 5, 10, 0), (35, 7, 15, 0), (50, 9, 20, 0), (51, 10, 90, 0)]
+    offsets += [(52, 11, 160, 0), (53, 12, 230, 8), (54, 10, 300, 16)]
+    members = [Step(Place(*row[:2]), Place(*row[2:])) for row in offsets]
+    assert even_runs(members) == [members[:3], members[3:5], members[5:7], members[7:8], members[8:]]
     assert even_runs([]) == []
 
 
@@ -199,11 +206,11 @@ def test_dense_sides_are_copied_and_their_dtype_kept() -> None:
     probe = make_blocks([int4], shape)
     blocks = make_blocks([probe.source.sides[0], int4], shape)
     assert seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target).all()
-    copied = slot(blocks.memory, blocks.dst[0], BlockLayout(blocks.target.sides[:1]))
+    copied = slot(blocks.memory, blocks.dst[0], BlockLayout.stack(blocks.target.sides[:1]))
     assert torch.equal(copied.view(torch.bfloat16), blocks.x[0, 0].flatten())
     with pytest.raises(ValueError, match="dtype"):
         wide = make_blocks([int4, int4], shape, dtype=torch.float32)
-        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, BlockLayout(wide.source.sides))
+        seal(blocks.memory, blocks.src, blocks.dst, blocks.source, wide.source)
 
 
 @pytest.mark.parametrize("bits", [8, 2])

@@ -32,33 +32,31 @@ def _shrink_planes(
 ):  # fmt: skip
     """Plane f of source lanes [r * LANES, (r + 1) * LANES) becomes plane f * RUNS + r of the target's LANES lanes.
 
-    Four bytes at a time: neighbouring channels of K, neighbouring lanes of V.
+    Four bytes at a time: neighbours in the rows of K, which follow one another, neighbouring lanes of V.
     """
     LANES: tl.constexpr = T * TO_BITS // 8
     RUNS: tl.constexpr = FROM_BITS // TO_BITS
     p_from = p_from.to(tl.pointer_type(tl.int32))
     p_to = p_to.to(tl.pointer_type(tl.int32))
     if IS_K:
-        o_lane = tl.arange(0, LANES)[:, None]
-        o_word = tl.arange(0, TILE_D // 4)[None, :]
-        o_from = o_lane * (D // 4) + o_word
+        o_from = tl.arange(0, LANES * TILE_D // 4)
         o_to = o_from
-        m_d = o_word < D // 4
+        m_word = o_from < LANES * D // 4
     else:
         o_d = tl.arange(0, TILE_D)[:, None]
         o_word = tl.arange(0, LANES // 4)[None, :]
         o_from = o_d * (LANES * RUNS // 4) + o_word
         o_to = o_d * (LANES // 4) + o_word
-        m_d = o_d < D
+        m_word = o_d < D
     b_words = tl.zeros_like(o_from)
     for r in tl.static_range(RUNS):
-        b_from = tl.load(p_from + o_from + r * LANES * (D if IS_K else 1) // 4, mask=m_d, other=0)
+        b_from = tl.load(p_from + o_from + r * LANES * (D if IS_K else 1) // 4, mask=m_word, other=0)
         for f in tl.static_range(8 // FROM_BITS):
             b_codes = b_from
             if FROM_BITS < 8:
                 b_codes = (b_from >> f * FROM_BITS) & (0x01010101 * ((1 << FROM_BITS) - 1))
             b_words |= _shrink_bytes(b_codes, FROM_BITS, TO_BITS) << (f * RUNS + r) * TO_BITS
-    tl.store(p_to + o_to, b_words, mask=m_d)
+    tl.store(p_to + o_to, b_words, mask=m_word)
 
 
 @triton.jit

@@ -28,7 +28,6 @@ BITS = (8, 4, 3, 2, 1)
 GROUPS = (32, 64, 128)
 AXES: tuple[Axis, ...] = ("channel", "token")
 META_NBYTES = 4  # one (min, range) pair in fp16
-HEAD_ALIGN = 16  # bytes: the widest load of one thread
 TILES = 4  # token tiles of a page
 
 
@@ -80,7 +79,7 @@ class UniformSide(Side):
 
     @property
     def head_meta_nbytes(self) -> int:
-        return _align(META_NBYTES * self.num_groups * self.across, HEAD_ALIGN)
+        return META_NBYTES * self.num_groups * self.across
 
     @property
     def across(self) -> int:
@@ -159,7 +158,3 @@ def uniform_formats() -> dict[str, Uniform]:
     """Every uniform format by its name."""
     formats = (Uniform(*choice) for choice in product(BITS, AXES, GROUPS))
     return {fmt.name: fmt for fmt in formats}
-
-
-def _align(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..family import SideBytes
 from .codes import pack, unpack
@@ -145,7 +144,6 @@ def write(codes: Tensor, meta: Tensor, side: UniformSide) -> SideBytes:
     Shapes:  codes [n, H, T, D] uint8;  meta [2, n, H, num_groups, D or T] fp16
     """
     heads = _pairs(meta, side).flatten(2).contiguous().view(torch.uint8)
-    heads = pad(heads, (0, side.head_meta_nbytes - heads.shape[-1]))
     top = meta[1].amax((-2, -1)).unsqueeze(-1).view(torch.uint8)
     return SideBytes(pack(codes, side.bits, side.name).flatten(1), torch.cat([heads.flatten(1), top.flatten(1)], 1))
 

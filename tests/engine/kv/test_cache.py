@@ -10,8 +10,7 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, uniform_rung
 from qkv_engine.errors import CapacityError, ConfigError
-from qkv_engine.kernels.layout import UniformSide
-from qkv_engine.kernels.seal import quantize
+from qkv_engine.kernels.formats import Side
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import Rung, build_ladder
 from qkv_engine.models.rope import Rotation
@@ -48,21 +47,15 @@ class Oracle:
             start = self.sink + index * BLOCK_TOKENS
             for side in (0, 1):
                 layout = rung.layout.sides[2 * layer + side]
-                if isinstance(layout, UniformSide):
+                if layout.dense_dtype is None:
                     block = sides[side, start : start + BLOCK_TOKENS]
                     block.copy_(_round(block.transpose(0, 1)[None], layout)[0].transpose(0, 1))
         return sides[0], sides[1]
 
 
-def _round(x: Tensor, side: UniformSide) -> Tensor:
+def _round(x: Tensor, side: Side) -> Tensor:
     """Values as their codes give them back; x [1, H, T, D]."""
-    codes, (low, span) = quantize(x, side)
-    low, step = low.float(), span.float() / side.max_code
-    if side.axis == "channel":
-        spread = [m.repeat_interleave(side.group, dim=2)[:, :, : x.shape[2]] for m in (low, step)]
-    else:
-        spread = [m.mT.repeat_interleave(side.group, dim=3)[..., : x.shape[3]] for m in (low, step)]
-    return codes.float() * spread[1] + spread[0]
+    return side.family.dequantize(side.family.quantize(x, side), side)
 
 
 class Bench:
@@ -207,8 +200,16 @@ def test_ladders_that_cannot_work_are_refused():
     for rungs, message in (
         ((uniform_rung(8),), "first rung must be dense"),
         ((DENSE16, uniform_rung(4), uniform_rung(8)), "not smaller"),
-        ((DENSE16, uniform_rung(8), uniform_rung(3)), "no demotion leads from 8 to 3"),
-        ((DENSE16, uniform_rung(8, 128), uniform_rung(4, 32)), "axis and group"),
+        ((DENSE16, uniform_rung(8), uniform_rung(3)), "K of layer 0.*from 8 to 3 bits.*Choose from int4-channel-128"),
+        ((DENSE16, uniform_rung(8, 128), uniform_rung(4, 32)), "K of layer 0.*keeps side, axis and group"),
+        (
+            (DENSE16, uniform_rung(8), RungConfig("swapped", "int4-token-128", "int4-channel-128")),
+            "rung='swapped': K of layer 0.*axis.*Choose from int4-channel-128",
+        ),
+        (
+            (DENSE16, uniform_rung(3), RungConfig("x", ("int3-channel-128", "int2-channel-128"), "int3-token-128")),
+            "K of layer 1.*3 to 2 bits.*End the ladder there",
+        ),
         ((DENSE16, RungConfig("x", ("int8-channel-128",), "int8-token-128")), "1 formats for 2 layers"),
         ((RungConfig("x", "int5", "int5"),), "unknown KV format"),
     ):

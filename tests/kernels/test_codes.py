@@ -1,12 +1,12 @@
-"""Plane packing: the bits where the format says they are, and back."""
+"""Packed codes: the bits where the layout says they are, and back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from qkv_engine.kernels.bits import narrow, pack, plane_sets, planes, unpack
-from qkv_engine.kernels.demote import shrink
+from qkv_engine.kernels.formats.uniform.codes import code_planes, narrow, pack, unpack
+from qkv_engine.kernels.formats.uniform.reference import shrink
 
 BITS = (8, 4, 3, 2, 1)
 
@@ -18,7 +18,7 @@ def make_codes(bits: int, head_dim: int, num_tokens: int = 128) -> torch.Tensor:
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("head_dim", [1, 5, 64, 80])
+@pytest.mark.parametrize("head_dim", [2, 6, 64, 80])
 def test_unpack_inverts_pack(bits: int, side: str, head_dim: int) -> None:
     codes = make_codes(bits, head_dim)
     packed = pack(codes, bits, side)
@@ -28,20 +28,21 @@ def test_unpack_inverts_pack(bits: int, side: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", BITS)
-def test_every_bit_lies_where_the_format_says(bits: int, side: str) -> None:
-    codes = make_codes(bits, 3)[0, 0]
+def test_every_bit_lies_where_the_layout_says(bits: int, side: str) -> None:
+    codes = make_codes(bits, 6)[0, 0]
     packed = pack(codes, bits, side)
     first = 0
     found = torch.zeros_like(codes)
-    for width, low in plane_sets(bits):
-        lanes = 128 * width // 8
+    for width, low in ((2, 0), (1, 2)) if bits == 3 else ((bits, 0),):
+        lanes, columns = (32, 3) if width == 1 else (128 * width // 8, 6)
         for t in range(128):
-            for d in range(3):
-                byte = t % lanes * 3 + d if side == "k" else d * lanes + t % lanes
-                code = int(packed[first + byte]) >> width * (t // lanes) & (1 << width) - 1
-                found[t, d] |= code << low
-        first += lanes * 3
-    assert torch.equal(found, codes)
+            for d in range(6):
+                lane, column = t % lanes, d % columns
+                byte = int(packed[first + (lane * columns + column if side == "k" else column * lanes + lane)])
+                shift = t // lanes * width + 4 * (d // columns)
+                found[t, d] |= (byte >> shift & (1 << width) - 1) << low
+        first += lanes * columns
+    assert first == len(packed) and torch.equal(found, codes)
 
 
 def test_three_bits_are_a_set_of_two_and_a_set_of_one() -> None:
@@ -55,8 +56,8 @@ def test_three_bits_are_a_set_of_two_and_a_set_of_one() -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_masked_planes_are_shifted_codes(bits: int, side: str) -> None:
     codes = make_codes(bits, 80)
-    found = planes(pack(codes, bits, side), bits, side, 128)
-    num_planes = 1 if bits == 3 else 8 // bits
+    found = code_planes(pack(codes, bits, side), bits, side, 128)
+    num_planes = 1 if bits % 2 else 8 // bits
     assert found.shape[:3] == (2, 3, num_planes)
     found = torch.stack([plane >> bits * p for p, plane in enumerate(found.unbind(2))], 2)
     out = found if side == "k" else found.mT
