@@ -82,16 +82,14 @@ def prepare_peer(kernel: PeerKernel, folder: Path | None, shape: Shape, device: 
 
 def prepare_ours(bits: int, shape: Shape, device: str) -> list[Call]:
     """Everything a decode step's attention does in one layer: sink, sealed blocks, open block, merge."""
-    from qkv_engine.kernels.paged_decode.triton import FLOAT_TUNING, INT_TUNING
-
-    from .kernels.bench_paged_decode import GROUP, HEAD_DIM, HEADS, calls, long_case
+    from .kernels.bench_paged_decode import GROUP, HEAD_DIM, HEADS, calls, long_case, named_pages
 
     if shape[2:] != (HEADS * GROUP, HEADS, HEAD_DIM):
         raise ConfigError("our kernel's benchmark has one shape of heads", field="heads", value=shape[2:])
-    case = long_case(bits, shape.batch, shape.length, 1, device)
-    tuning = FLOAT_TUNING if bits == 16 else INT_TUNING[bits]
+    page = named_pages()["16" if bits == 16 else f"K{bits}V{bits}"]
+    case = long_case(page, shape.batch, shape.length, 1, device=device)
     # Its result is checked by that benchmark itself, against float attention over poisoned pages.
-    return [Call(call, None, case.nbytes) for split in (8, 16, 32) for call in calls(case, split, tuning)]
+    return [Call(call, None, case.nbytes) for split in (8, 16, 32) for call in calls(case, split, None)]
 
 
 def prepare_torch(shape: Shape, device: str) -> list[Call]:

@@ -175,8 +175,9 @@ def decode_variant(
 
 
 def integer_tuning(page: PageLayout, block_g: int) -> Tuning:
-    """Launch parameters of the integer body: twice the heads take twice the registers."""
-    widest = 8 * max(page.k.codes_nbytes, page.v.codes_nbytes)
-    bits = widest // (page.k.shape.num_kv_heads * page.k.shape.num_tokens * page.k.shape.head_dim)
-    tuning = Tuning(2, 2) if bits > 4 else Tuning(1, 4) if bits > 2 else Tuning(1, 5)
-    return replace(tuning, num_warps=min(8, tuning.num_warps * block_g // 4))
+    """Launch parameters of the integer body by the bytes of a page; sixteen heads take twice the registers."""
+    shape = page.k.shape
+    elements = shape.num_kv_heads * shape.num_tokens * shape.head_dim
+    bits = [8 * side.codes_nbytes // elements for side in (page.k, page.v)]
+    num_warps, num_stages = (2, 2) if min(bits) > 4 else (1, 4) if max(bits) > 3 else (1, 5)
+    return Tuning(num_warps * max(1, block_g // 8), num_stages)

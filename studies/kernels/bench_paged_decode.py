@@ -1,10 +1,10 @@
 """Checks and times the decode attention kernels on a GPU.
 
-python -m studies.kernels.bench_paged_decode --check --time [--bits 16,8,4,2] [--json FILE]
+python -m studies.kernels.bench_paged_decode --check --time [--formats K4V4,K2V2g32] [--queries 4,8] [--tune]
 
 ``--check`` compares random shapes and rungs in a poisoned arena with float attention. ``--time`` measures everything
 a decode step's attention does in one layer (sink, open block, merge), each copy of the data in turn, so that nothing
-stays in L2. eta = bytes that must be read / (time * 4.3e12 B/s).
+stays in L2. eta = bytes that must be read / (time * 4.3e12 B/s). ``--tune`` tries other launch parameters, too.
 """
 
 from __future__ import annotations
@@ -18,41 +18,46 @@ from typing import Any
 
 import torch
 
+from qkv_engine.kernels.formats import PageLayout, Side
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
-from qkv_engine.kernels.tiles import PageFormat
 
 from ..roofline import BANDWIDTH
-from .inputs import Case, T, dense_page, encode, make_case, reference, uniform_page
+from .inputs import Case, T, dense_page, make_case, reference, uniform_page
 from .timing import time_calls
 
-HEADS, GROUP, HEAD_DIM, SINK = 8, 4, 128, 32
+HEADS, HEAD_DIM, SINK = 8, 128, 32
+GROUP = 4  # query heads a KV head, where no other number is asked for
 BF16 = torch.bfloat16
+SPLITS = (8, 16, 32)  # blocks an item
+TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2, 5))]
 
-# By bits: launch parameters and blocks an item, tried in this order.
-VARIANTS: dict[int, tuple[list[Tuning], list[int]]] = {
-    16: ([Tuning(2, 3), Tuning(2, 5)], [8, 16, 32]),
-    8: ([Tuning(2, 2), Tuning(2, 3)], [8, 16, 32]),
-    4: ([Tuning(1, 4), Tuning(1, 5)], [8, 16, 32]),
-    2: ([Tuning(1, 4), Tuning(1, 5)], [8, 16, 32]),
-}
+
+def named_pages() -> dict[str, PageLayout]:
+    """Pages by name: bits of K and V, "t" for K per token, "g" and the elements of a group where it is not whole."""
+    pairs = [(8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2), (2, 4), (2, 2), (2, 1), (1, 1)]
+    found = {"16": dense_page(BF16, HEADS, HEAD_DIM)}
+    found |= {f"K{k}V{v}": uniform_page((k, v), HEADS, HEAD_DIM) for k, v in pairs}
+    found |= {f"K{k}tV{v}": uniform_page((k, v), HEADS, HEAD_DIM, k_axis="token") for k, v in ((4, 4), (4, 2), (2, 2))}
+    groups = [(4, 4, 64), (2, 2, 64), (4, 4, 32), (3, 4, 32), (2, 2, 32)]
+    return found | {f"K{k}V{v}g{g}": uniform_page((k, v), HEADS, HEAD_DIM, group=g) for k, v, g in groups}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement."""
+    """One measurement. ``limit_us``: what must be read, at the bandwidth."""
 
+    format: str
     batch: int
     length: int
-    bits: int
-    warps: int
-    stages: int
-    tile: int
+    queries: int
+    stored_bits: float
+    tuning: str
     split: int
     us: float
+    limit_us: float
     eta: float
-    tera_elements: float
 
 
 def check(device: str = "cuda") -> dict[str, float]:
@@ -97,6 +102,8 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
     yield "fp32", make_case([dense_page(fp32, 2, 64)], lengths, group=4, dtype=fp32, device=device)
     pages = [dense_page(BF16, 2, 128), uniform_page(3, 2, 128, group=32), uniform_page(1, 2, 128, group=64)]
     pages += [uniform_page(8, 2, 128, k_axis="token"), uniform_page((4, 2), 2, 128)]
+    yield "3, 1, 8 and 4/2 bits", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
+    pages = [dense_page(BF16, 2, 128), *(uniform_page(4, 2, 128, k_axis="token", group=g) for g in (32, 64))]
     yield "float tiles", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
 
 
@@ -108,24 +115,26 @@ class LongCase:
     arena: torch.Tensor
     tables: list[tuple[torch.Tensor, torch.Tensor]]
     lengths: torch.Tensor
-    pages: list[PageFormat]
+    pages: list[PageLayout]
     nbytes: int
 
 
-def long_case(bits: int, batch: int, length: int, copies: int, device: str = "cuda") -> LongCase:
-    """Requests of ``length`` tokens: a sink, full blocks of ``bits`` and an open block, in random order."""
+def long_case(
+    page: PageLayout, batch: int, length: int, copies: int, queries: int = GROUP, device: str = "cuda"
+) -> LongCase:
+    """Requests of ``length`` tokens: a sink, full blocks of ``page`` and an open block, in random order."""
     dense = dense_page(BF16, HEADS, HEAD_DIM)
-    page = dense if bits == 16 else uniform_page(bits, HEADS, HEAD_DIM)
+    is_dense = page.k.dense_dtype is not None
     num_full, num_open = divmod(length - SINK, T)
     per_request = 2, num_full  # dense slots (sink and open block) and full blocks
     count = [batch * copies * n for n in per_request]
     slot = [p.k.nbytes + p.v.nbytes for p in (dense, page)]
-    arena = torch.empty(count[0] * slot[0] + count[1] * slot[1], dtype=torch.uint8, device=device)
+    arena = torch.zeros(count[0] * slot[0] + count[1] * slot[1], dtype=torch.uint8, device=device)
     x = torch.randn(16, HEADS, T, HEAD_DIM, device=device)
     starts = (0, count[0] * slot[0])
     places = []
     for p, n, size, start in zip((dense, page), count, slot, starts, strict=True):
-        unique = torch.cat([encode(p.k, x, "k")[0], encode(p.v, x, "v")[0]], 1)
+        unique = torch.cat([_encode(side, x) for side in (p.k, p.v)], 1)
         rows = arena[start : start + n * size].view(n, size)
         for first in range(0, n, len(unique)):
             rows[first : first + len(unique)] = unique[: n - first]
@@ -133,17 +142,23 @@ def long_case(bits: int, batch: int, length: int, copies: int, device: str = "cu
     tables = []
     for low, full in zip(*places, strict=True):
         addresses = torch.cat((low[:, :1], full, low[:, 1:]), 1)
-        rungs = torch.full_like(addresses, 0 if bits == 16 else 1)
+        rungs = torch.full_like(addresses, 0 if is_dense else 1)
         rungs[:, 0] = rungs[:, -1] = 0
         tables.append((addresses, rungs))
-    q = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device=device).to(BF16)
+    q = torch.randn(batch, HEADS * queries, HEAD_DIM, device=device).to(BF16)
     dense_tokens = (SINK + num_open) * batch
     nbytes = num_full * batch * slot[1] + dense_tokens * slot[0] // T
-    pages = [dense] if bits == 16 else [dense, page]
+    pages = [dense] if is_dense else [dense, page]
     return LongCase(q, arena, tables, torch.full((batch,), length, device=device), pages, nbytes)
 
 
-def calls(case: LongCase, split: int, tuning: Tuning) -> list[Callable[[], Any]]:
+def _encode(side: Side, x: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``x`` as sides, stacked: [n, nbytes] uint8."""
+    rows = torch.cat(side.family.quantize(x, side), 1)
+    return torch.nn.functional.pad(rows, (0, side.nbytes - rows.shape[1]))
+
+
+def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[], Any]]:
     """One attention call a copy; sinks and open blocks beside quantized pages keep their default launch."""
     found: list[Callable[[], Any]] = []
     layer = LayerFormats.of(case.pages, case.q.device)
@@ -165,54 +180,28 @@ def calls(case: LongCase, split: int, tuning: Tuning) -> list[Callable[[], Any]]
     return found
 
 
-def measure(bits: int, batch: int, length: int) -> Iterator[Row]:
+def measure(name: str, batch: int, length: int, queries: int, tunings: list[Tuning | None]) -> Iterator[Row]:
     """Every variant at one size, the failing ones left out."""
-    tokens = batch * length
-    nbytes = tokens * HEADS * HEAD_DIM * 2 * bits // 8
-    case = long_case(bits, batch, length, copies=max(2, min(8, int(1.2e9 / nbytes) + 1)))
-    tunings, splits = VARIANTS[bits]
+    page = named_pages()[name]
+    side_bits = 8 * (page.k.nbytes + page.v.nbytes) / (2 * HEADS * T * HEAD_DIM)
+    nbytes = batch * length * HEADS * HEAD_DIM * 2 * side_bits / 8
+    case = long_case(page, batch, length, copies=max(2, min(8, int(1.2e9 / nbytes) + 1)), queries=queries)
     for tuning in tunings:
-        for split in splits:
+        for split in SPLITS:
             try:
                 us = 1e6 * time_calls(calls(case, split, tuning))
             except Exception as error:
-                print(f"  {bits} bits {tuning} split {split}: {type(error).__name__} {str(error)[:80]}")
+                print(f"  {name} {tuning} split {split}: {type(error).__name__} {str(error)[:80]}")
                 continue
-            eta = case.nbytes / (us * 1e-6 * BANDWIDTH)
-            elements = 2 * tokens * HEADS * HEAD_DIM / us / 1e6
-            t = tuning
-            yield Row(
-                batch,
-                length,
-                bits,
-                t.num_warps,
-                t.num_stages,
-                t.tile,
-                split,
-                us,
-                eta,
-                elements,
-            )
-
-
-def breakdown(bits: int, batch: int, length: int, split: int, tuning: Tuning) -> dict[str, float]:
-    """Microseconds a call of each kernel, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    todo = calls(long_case(bits, batch, length, copies=4), split, tuning)
-    for call in todo:
-        call()
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for call in todo:
-            call()
-        torch.cuda.synchronize()
-    return {e.key: e.self_device_time_total / len(todo) for e in prof.key_averages() if e.key.endswith("kernel")}
+            limit = 1e6 * case.nbytes / BANDWIDTH
+            launch = "default" if tuning is None else f"{tuning.num_warps} warps {tuning.num_stages} stages"
+            yield Row(name, batch, length, queries, side_bits, launch, split, us, limit, limit / us)
 
 
 def print_row(row: Row) -> None:
     print(
-        f"{row.batch:4} x {row.length:6} {row.bits:3} bits  warps {row.warps} stages {row.stages} tile {row.tile:3} "
-        f"split {row.split:3} {row.us:8.1f} us  eta {row.eta:.3f}  {row.tera_elements:6.2f} T/s",
+        f"{row.format:8} {row.batch:3} x {row.length:6} G {row.queries}  {row.stored_bits:5.2f} bits  {row.tuning:16} "
+        f"split {row.split:3} {row.us:8.1f} us  limit {row.limit_us:7.1f}  eta {row.eta:.3f}",
         flush=True,
     )
 
@@ -221,7 +210,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
-    parser.add_argument("--bits", default="2,4,8,16")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--formats", default=",".join(named_pages()))
+    parser.add_argument("--queries", default="4")
+    parser.add_argument("--sizes", default="64x8192")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -230,28 +222,17 @@ def main() -> None:
         for name, error in result["errors"].items():
             print(f"{name:28} relative error {error:.2e} {'' if error <= 3e-3 else 'TOO LARGE'}", flush=True)
         assert all(error <= 3e-3 for error in result["errors"].values()), "kernels are wrong: nothing is timed"
-    rows: list[Row] = []
+    tunings: list[Tuning | None] = [None, *(TUNINGS if args.tune else [])]
     best: list[Row] = []
-    for bits in map(int, args.bits.split(",")) if args.time else ():
-        for batch, length in ((64, 8192), (1, 131072)):
-            here = []
-            for row in measure(bits, batch, length):
-                print_row(row)
-                here.append(row)
-            rows += here
-            if here:
-                best.append(min(here, key=lambda r: r.us))
-    if best:
-        print("best")
-    for row in best:
-        print_row(row)
-        tuning = Tuning(row.warps, row.stages, row.tile)
-        try:
-            parts = breakdown(row.bits, row.batch, row.length, row.split, tuning)
-            print("    " + "  ".join(f"{name} {us:.1f} us" for name, us in parts.items()))
-        except Exception as error:
-            print(f"    no breakdown: {error}")
-    result |= {"rows": [asdict(r) for r in rows], "best": [asdict(r) for r in best]}
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes.split(",")]
+    for queries in map(int, args.queries.split(",")) if args.time else ():
+        for batch, length in sizes:
+            for name in args.formats.split(","):
+                rows = sorted(measure(name, batch, length, queries, tunings), key=lambda row: row.us)
+                best += rows[:1]
+                for row in rows[: 4 if args.tune else 1]:
+                    print_row(row)
+    result["best"] = [asdict(row) for row in best]
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
-from qkv_engine.kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference, token_rows
+from qkv_engine.kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.models import SHAPES, ModelConfig
@@ -33,6 +33,7 @@ from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from ..roofline import BANDWIDTH
 from .small_cases import Case, make_cases
 from .timing import time_calls
+from .token_rows import token_rows
 
 BOUND = {torch.float32: 16.0, torch.bfloat16: 2.0, torch.float16: 2.0}  # roundings of the dtype
 ALONE = {"OVERLAP": False}

@@ -137,8 +137,8 @@ def _write(arena: Tensor, address: int, page: PageLayout, which: str, x: Tensor,
     side, place = (page.k, page.k_place) if which == "k" else (page.v, page.v_place)
     if side.dense_dtype is not None:
         stored, first = x.to(side.dense_dtype), address + place.codes // T * capacity
-        rows = arena[first : first + side.nbytes // T * capacity].view(side.dense_dtype)
-        rows.view(len(x), capacity, -1)[:, : x.shape[1]] = stored.to(arena.device)
+        elements = arena[first : first + side.nbytes // T * capacity].view(side.dense_dtype)
+        elements.view(len(x), capacity, -1)[:, : x.shape[1]] = stored.to(arena.device)
         return stored.float().transpose(0, 1)
     rows = side.family.quantize(x[None], side)
     for found, offset in zip(rows, place, strict=True):

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
-from qkv_engine.kernels.rope_kv_write import token_rows
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 from qkv_engine.models import ModelConfig
 from qkv_engine.models.rope import RotaryEmbedding
+
+from .token_rows import token_rows
 
 BF16 = torch.bfloat16
 L2_NBYTES = 200 << 20  # copies of a case's inputs together exceed the cache, where a few dozen can

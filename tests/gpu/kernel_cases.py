@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.demote import demote, demote_reference
-from qkv_engine.kernels.formats import BlockLayout, PageShape, Side
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
 from qkv_engine.kernels.seal import seal, seal_reference
@@ -177,7 +177,7 @@ def _head_dim(rng: random.Random) -> int:
     return rng.choice(HEAD_DIMS)
 
 
-def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[PageFormat]:
+def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[PageLayout]:
     """Dense pages, and up to three others: with the widest groups, or with any bits, axis and group on either side."""
     pages = [dense_page(dtype, kv_heads, head_dim)]
     for _ in range(rng.randrange(4)):
@@ -189,7 +189,7 @@ def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int)
     return pages
 
 
-def _bound(dtype: torch.dtype, pages: Sequence[PageFormat]) -> float:
+def _bound(dtype: torch.dtype, pages: Sequence[PageLayout]) -> float:
     """Relative error: the rounding of the output and of p, and where there are codes that of q and p in 16 bits."""
     if dtype == FP32:
         return 1e-5 if len(pages) == 1 else 1e-3

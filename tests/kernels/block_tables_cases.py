@@ -13,9 +13,9 @@ from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.split import Split
+from studies.kernels.token_rows import token_rows
 
 from .interpreted import report
-from .token_rows import token_rows
 
 T, ROW_NBYTES = 128, 32
 

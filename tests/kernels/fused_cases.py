@@ -14,9 +14,9 @@ from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
+from studies.kernels.token_rows import token_rows
 
 from .interpreted import report
-from .token_rows import token_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYERS, SINK, BLOCK = 3, 4, 16  # tokens
