@@ -102,10 +102,29 @@ def _write(arena: Tensor, address: int, offsets: Sequence[int], *both: tuple[Uni
     return tuple(values)
 
 
+def constexprs(k: UniformSide, v: UniformSide, group: int, tiles: int | None = None) -> dict[str, Any]:
+    """Compile-time arguments of the kernel but STAGES and OVERLAP."""
+    keys, values = integer_functions(k), integer_functions(v)
+    assert isinstance(keys, KeyFunctions) and isinstance(values, ValueFunctions)
+    return {
+        "QUERY": keys.query,
+        "SCORES": keys.scores,
+        "BEGIN": values.begin,
+        "ADD": values.add,
+        "FINISH": values.finish,
+        "K": k.spec,
+        "V": v.spec,
+        "TILES": tiles or max(keys.min_tiles, values.min_tiles),
+        "H": k.shape.num_kv_heads,
+        "G": group,
+        "D": k.shape.head_dim,
+        "T": T,
+        "BLOCK_G": max(4, triton.next_power_of_2(group)),
+    }
+
+
 def attend(pages: Pages, first_rung: int, last_rung: int, tiles: int | None = None) -> tuple[Tensor, Tensor]:
     """Partial outputs and log-sum-exps of the items of a range of rungs; NaN where nothing is written."""
-    keys, values = integer_functions(pages.k), integer_functions(pages.v)
-    assert isinstance(keys, KeyFunctions) and isinstance(values, ValueFunctions)
     _, num_heads, head_dim = pages.q.shape
     heads = pages.k.shape.num_kv_heads
     o = torch.full((pages.num_parts, num_heads, head_dim), float("nan"))
@@ -125,19 +144,7 @@ def attend(pages: Pages, first_rung: int, last_rung: int, tiles: int | None = No
         o,
         lse,
         head_dim**-0.5 * LOG2_E,
-        QUERY=keys.query,
-        SCORES=keys.scores,
-        BEGIN=values.begin,
-        ADD=values.add,
-        FINISH=values.finish,
-        K=pages.k.spec,
-        V=pages.v.spec,
-        TILES=tiles or max(keys.min_tiles, values.min_tiles),
-        H=heads,
-        G=num_heads // heads,
-        D=head_dim,
-        T=T,
-        BLOCK_G=max(4, triton.next_power_of_2(num_heads // heads)),
+        **constexprs(pages.k, pages.v, num_heads // heads, tiles),
         STAGES=1,
         OVERLAP=False,
     )
@@ -145,22 +152,23 @@ def attend(pages: Pages, first_rung: int, last_rung: int, tiles: int | None = No
 
 
 def error(pages: Pages, first_rung: int = 0, last_rung: int | None = None, tiles: int | None = None) -> float:
-    """Largest relative error of a request; infinite if a part of no item, or of none in the launch, is written."""
+    """Largest relative error of a request; infinite if the parts written are not those of the launch's items."""
     last_rung = len(pages.item_first) - 1 if last_rung is None else last_rung
     o, lse = attend(pages, first_rung, last_rung, tiles)
     launched = range(pages.item_first[first_rung], pages.item_first[last_rung])
-    written = [n in launched and pages.items[n][2] > 0 for n in range(pages.num_parts)]
-    if (~o.isnan()).flatten(1).any(1).tolist() != written or (~lse.isnan()).any(1).tolist() != written:
-        return float("inf")
-    worst = 0.0
+    written = torch.tensor([n in launched and item[2] > 0 for n, item in enumerate(pages.items)])
+    for part in (o.flatten(1), lse):
+        if not torch.equal(part.isfinite(), written[:, None].expand_as(part)):
+            return float("inf")
+    errors = [0.0]
     for b in range(len(pages.q)):
         mine = [n for n, item in enumerate(pages.items) if written[n] and item[0] == b]
         if mine:
             weights = torch.exp2(lse[mine].double() - lse[mine].amax(0))[..., None]
             got = (o[mine] * weights).sum(0) / weights.sum(0)
             want = expected(pages, b, mine)
-            worst = max(worst, float((got - want).norm() / want.norm()))
-    return worst
+            errors.append(float((got - want).norm() / want.norm()))
+    return max(errors)
 
 
 def expected(pages: Pages, request: int, items: Sequence[int]) -> Tensor:

@@ -29,15 +29,17 @@ from .integer_codes import (
 from .layout import TILES as MAX_TILES
 from .layout import UniformSide
 
+DOT_DEPTH = 32  # least elements that an integer dot sums up
+
 
 def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None:
     """The device functions of a side, or ``None`` where integer dots do not apply.
 
-    Apart from sums of products, an integer dot needs one unit for all that it adds up: K's groups are whole tiles of
-    tokens or whole heads, V's groups are channels of one token.
+    All that one integer dot adds up needs the same step once ranges are folded into q or p: K's groups must be tokens
+    of a channel or a token's whole head, V's groups channels of a token. Pages have 128 tokens.
     """
     tokens = side.shape.num_tokens
-    if tokens % (MAX_TILES * 32):  # the integer dot is 32 deep
+    if tokens != MAX_TILES * DOT_DEPTH:
         return None
     min_tiles = MAX_TILES if side.bits < 4 else 8 // side.bits
     if side.name == "v":
@@ -62,8 +64,8 @@ def row_blocks(side, d):
 
 @triton.constexpr_function
 def block_of(n):
-    """Extent of a padded block of ``n`` rows; a dot has at least 16 rows and is at least 32 deep."""
-    return max(32, triton.next_power_of_2(n))
+    """Extent of a block that holds ``n`` rows or columns of codes, padded for the integer dot."""
+    return max(DOT_DEPTH, triton.next_power_of_2(n))
 
 
 @triton.constexpr_function
@@ -74,6 +76,7 @@ def set_lanes(width, t):
 
 @triton.constexpr_function
 def count(items):
+    """Length of a tuple."""
     return len(items)
 
 
