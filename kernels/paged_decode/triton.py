@@ -27,7 +27,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of one format's kernel; ``tile`` is in tokens, for the floating-point body."""
+    """Launch parameters of one format's kernel; ``tile``: tokens of a tile of scores."""
 
     num_warps: int
     num_stages: int
@@ -148,11 +148,14 @@ def decode_variant(
     k, v = (side.family.triton().integer(side) for side in (page.k, page.v))
     if isinstance(k, KeyFunctions) and isinstance(v, ValueFunctions):
         block_g = max(4, triton.next_power_of_2(group))  # two int8 columns a head fill the 8 of an mma
-        tuning = tuning or integer_tuning(page, block_g)
+        tuning = tuning or integer_tuning(page, block_g, max(k.min_tiles, v.min_tiles))
         functions = {"QUERY": k.query, "SCORES": k.scores, "BEGIN": v.begin, "ADD": v.add, "FINISH": v.finish}
-        tiles = max(k.min_tiles, v.min_tiles)
-        sides = {"K": page.k.spec, "V": page.v.spec, "TILES": tiles, "BLOCK_G": block_g, "STAGES": tuning.num_stages}
-        return decode_int_kernel, {**shape, **functions, **sides}, tuning
+        sides = {"K": page.k.spec, "V": page.v.spec, "TILES": block_tokens // tuning.tile}
+        return (
+            decode_int_kernel,
+            {**shape, **functions, **sides, "BLOCK_G": block_g, "STAGES": tuning.num_stages},
+            tuning,
+        )
     block_d = max(16, triton.next_power_of_2(head_dim))
     if tuning is None:
         is_16_bit = page.k.dense_dtype is not None and page.k.dense_dtype.itemsize == 2
@@ -174,10 +177,14 @@ def decode_variant(
     )
 
 
-def integer_tuning(page: PageLayout, block_g: int) -> Tuning:
-    """Launch parameters of the integer body by the bytes of a page; sixteen heads take twice the registers."""
+def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:
+    """Launch parameters of the integer body by the code bits of K and V.
+
+    Wide score tiles need fewer instructions and more registers, of which eight heads take twice as many.
+    """
     shape = page.k.shape
     elements = shape.num_kv_heads * shape.num_tokens * shape.head_dim
     bits = [8 * side.codes_nbytes // elements for side in (page.k, page.v)]
     num_warps, num_stages = (2, 2) if min(bits) > 4 else (1, 4) if max(bits) > 3 else (1, 5)
-    return Tuning(num_warps * max(1, block_g // 8), num_stages)
+    tiles = 4 if block_g > 4 and max(bits) <= 4 else min_tiles
+    return Tuning(num_warps * max(1, block_g // 8), num_stages, shape.num_tokens // tiles)

@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from qkv_engine.bench.kernels.compiled import compile_kernel, describe
+from qkv_engine.kernels.formats import BlockLayout
 from qkv_engine.kernels.formats.family import PageShape
 from qkv_engine.kernels.formats.uniform.integer import integer_functions
 from qkv_engine.kernels.formats.uniform.layout import Axis, SideName, Uniform
-from qkv_engine.kernels.paged_decode.integer_kernel import decode_int_kernel
-from qkv_engine.kernels.paged_decode.integer_tuning import int_tuning
-from qkv_engine.kernels.paged_decode.triton import Tuning
+from qkv_engine.kernels.paged_decode.int_kernel import decode_int_kernel
+from qkv_engine.kernels.paged_decode.triton import Tuning, integer_tuning
+from studies.kernels.compiled import compile_kernel, describe
 
 from . import int_decode_cases as cases
 from .interpreted import run_cases
@@ -49,7 +49,7 @@ def test_pages_of_another_size_are_not_integer() -> None:
 def test_every_byte_of_a_page_is_fetched_ahead_and_once(k_bits: int, v_bits: int, group: int) -> None:
     k, v = cases.sides(k_bits, v_bits, 128, "channel", group, group, heads=8)
     arguments = cases.constexprs(k, v, 4)
-    tuning = int_tuning(k, v, 4, arguments["TILES"])
+    tuning = integer_tuning(BlockLayout.stack([k, v]).pages[0], 4, arguments["TILES"])
     options = {**arguments, "STAGES": 4, "OVERLAP": True}  # 4 stages hold one page
     built = compile_kernel(decode_int_kernel, options, Tuning(tuning.num_warps, 4))
     found = describe(built)
