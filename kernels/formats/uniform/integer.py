@@ -51,8 +51,11 @@ def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None
 
 @triton.constexpr_function
 def channel_parts(bits, d):
-    """Channels of the parts in which K is multiplied: halves where a byte of a 1-bit set has two channels."""
-    return (d // 2, d // 2) if bits % 2 else (d,)
+    """Channels of the parts in which K is multiplied: halves of few bits, which take fewer registers.
+
+    A byte of a 1-bit set has two channels, one of each half.
+    """
+    return (d // 2, d // 2) if bits < 4 and d % 2 == 0 else (d,)
 
 
 @triton.constexpr_function
