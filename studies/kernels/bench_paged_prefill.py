@@ -2,7 +2,7 @@
 
 python -m studies.kernels.bench_paged_prefill [--json FILE]
 
-A chunk of 2048 tokens after a history of 0 or 6144 tokens at 16 or 4 bits; 32 query heads, 8 KV heads, D = 128.
+A chunk of 2048 tokens after a history of 0 or 6144 tokens in every format; 32 query heads, 8 KV heads, D = 128.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from qkv_engine.kernels.paged_decode.triton import Tuning
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import BLOCK_M, paged_prefill, tile_tokens
 
-from .inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
+from .bench_paged_decode import named_pages
+from .inputs import Case, T, make_case, prefill_reference
 from .timing import time_calls
 
 HEADS, GROUP, HEAD_DIM, CHUNK, SINK = 8, 4, 128, 2048, 32
@@ -33,11 +34,11 @@ VARIANTS = [  # launch parameters and rows of a query tile
 
 
 def build(
-    bits: int, history: int, chunk: int = CHUNK, block_m: int = BLOCK_M
+    name: str, history: int, chunk: int = CHUNK, block_m: int = BLOCK_M
 ) -> tuple[Case, torch.Tensor, PrefillWork]:
-    """One request with ``history`` tokens at ``bits`` bits (the blocks that are full), and its chunk's queries."""
-    dense = dense_page(BF16, HEADS, HEAD_DIM)
-    pages = [dense] if bits == 16 else [dense, uniform_page(bits, HEADS, HEAD_DIM)]
+    """One request with ``history`` tokens in the format ``name`` (the blocks that are full), and its chunk's queries."""
+    found = named_pages()
+    pages = [found["16"]] if name == "16" else [found["16"], found[name]]
     case = make_case(
         pages,
         [history + chunk],
@@ -103,31 +104,30 @@ def measure() -> Iterator[dict[str, Any]]:
     for history in (0, 6144):
         flops = 4 * HEADS * GROUP * HEAD_DIM * CHUNK * (history + CHUNK / 2)
         for name, seconds in torch_seconds(history).items():
-            yield {"kernel": f"torch {name}", "bits": 16, "history": history, "seconds": seconds, "flops": flops}
-        for bits in (16, 4) if history else (16,):
-            for tuning, block_m in VARIANTS:
-                case, q, work = build(bits, history, block_m=block_m)
+            yield {"kernel": f"torch {name}", "format": "16", "history": history, "seconds": seconds, "flops": flops}
+        for tuning, block_m in VARIANTS:
+            name = f"ours {block_m} rows w{tuning.num_warps} s{tuning.num_stages} t{tuning.tile}"
+            seconds = time_calls([call("16", history, tuning, block_m)])
+            yield {"kernel": name, "format": "16", "history": history, "seconds": seconds, "flops": flops}
+        for name in named_pages() if history else ():
+            seconds = time_calls([call(name, history)])
+            yield {"kernel": "ours", "format": name, "history": history, "seconds": seconds, "flops": flops}
 
-                def call(case: Case = case, q: Any = q, work: Any = work, tuning: Tuning = tuning) -> Any:
-                    return paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tuning=tuning)
 
-                try:
-                    seconds = time_calls([call])
-                except Exception as error:
-                    print(f"  {bits} bits {tuning} {block_m} rows: {type(error).__name__} {str(error)[:80]}")
-                    continue
-                kernel = f"ours {block_m} rows w{tuning.num_warps} s{tuning.num_stages} t{tuning.tile}"
-                yield {"kernel": kernel, "bits": bits, "history": history, "seconds": seconds, "flops": flops}
+def call(name: str, history: int, tuning: Tuning | None = None, block_m: int = BLOCK_M) -> Callable[[], Any]:
+    """Attention of one chunk over its history in one layer."""
+    case, q, work = build(name, history, block_m=block_m)
+    return lambda: paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tuning=tuning)
 
 
 def check() -> None:
     """Small chunks against float attention."""
-    for bits in (16, 8, 4, 2):
-        case, q, work = build(bits, 1000, chunk=300)
+    for name in named_pages():
+        case, q, work = build(name, 1000, chunk=300)
         out = paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5).float()
         want = prefill_reference(case, q, [300], HEAD_DIM**-0.5)
         error = float((out - want).norm() / want.norm())
-        print(f"{bits:2} bits: relative error {error:.2e}")
+        print(f"{name:8} relative error {error:.2e}")
         assert error <= 3e-3
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     for row in measure():
         rows.append(row)
         print(
-            f"history {row['history']:5} {row['bits']:3} bits  {row['kernel']:24} {1e6 * row['seconds']:8.1f} us "
+            f"history {row['history']:5} {row['format']:8} {row['kernel']:24} {1e6 * row['seconds']:8.1f} us "
             f"{row['flops'] / row['seconds'] / 1e12:6.0f} TFLOP/s",
             flush=True,
         )
