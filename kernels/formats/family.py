@@ -172,3 +172,27 @@ class Family:
     demote: Callable[[SideBytes, Any, Any], SideBytes]
     cpu: CpuOps
     triton: Callable[[], TritonOps]
+
+
+def plain_cpu_ops(
+    quantize: Callable[[Tensor, Any], SideBytes],
+    dequantize: Callable[[SideBytes, Any], Tensor],
+    demote: Callable[[SideBytes, Any, Any], SideBytes],
+) -> CpuOps:
+    """Operations made of a family's references: right at once, and fast enough where the CPU is not the point."""
+
+    def store(found: SideBytes, out: SideBytes) -> None:
+        out.codes.copy_(found.codes)
+        out.meta.copy_(found.meta)
+
+    def seal(x: Tensor, out: SideBytes, side: Any) -> bool:
+        store(quantize(x, side), out)
+        return bool(x.isfinite().all())
+
+    return CpuOps(
+        seal=seal,
+        demote=lambda rows, out, old, new: store(demote(rows, old, new), out),
+        dequantize=lambda rows, side, dtype: dequantize(rows, side).to(dtype),
+        scores=lambda q, rows, side: (q @ dequantize(rows, side).mT, None),
+        values=lambda p, rows, side: p @ dequantize(rows, side),
+    )

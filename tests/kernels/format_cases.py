@@ -16,6 +16,7 @@ from qkv_engine.kernels.formats.dense import Dense
 from qkv_engine.kernels.seal import seal_reference
 from qkv_engine.kernels.seal.triton import seal_triton
 
+from ..toy_format.registered import registered
 from .format_pages import all_sides, family_sides, family_steps, lay_apart, make_blocks, side_rows, slot, sow_odd
 from .interpreted import report
 
@@ -103,6 +104,8 @@ def family_cases(family: Family) -> dict[str, Callable[[], float]]:
     cases: dict[str, Callable[[], float]] = {}
     for head_dim, every in HEAD_DIMS.items():
         sides = family_sides(family, PageShape(2, 128, head_dim))[::every]
+        if not sides:
+            continue
         name = f"{family.name} D{head_dim}"
         cases[f"seal {name}"] = partial(seal_case, sides, torch.bfloat16)
         cases[f"tile {name}"] = partial(tile_case, sides)
@@ -123,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with registered():
+        main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,20 @@ from qkv_engine.kernels.formats import FAMILIES, Family, PageShape, Side, SideBy
 from qkv_engine.kernels.formats.rows import page_rows
 from qkv_engine.kernels.seal import seal, seal_reference
 
+from ..toy_format import SIGN
+from ..toy_format.registered import registered
 from .common import relative_error
 from .format_pages import Blocks, family_sides, family_steps, lay_apart, make_blocks, slot, sow_odd, written
 from .interpreted import run_cases
 
-families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+families = pytest.mark.parametrize("family", [*FAMILIES, SIGN], ids=lambda family: family.name)
 head_dims = pytest.mark.parametrize("head_dim", [64, 80])
+
+
+@pytest.fixture(autouse=True)
+def _toy() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def sides_of(family: Family, head_dim: int) -> list[Side]:

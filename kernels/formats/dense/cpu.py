@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import CpuOps, Side, SideBytes
+from ..family import Side, SideBytes, plain_cpu_ops
 from .layout import DenseSide
 
 
@@ -39,25 +39,4 @@ def demote(rows: SideBytes, old: Side, new: DenseSide) -> SideBytes:
     raise ValueError(f"no demotion leads to {new}")
 
 
-def _seal(x: Tensor, out: SideBytes, side: DenseSide) -> bool:
-    elements(out, side).copy_(x)
-    return bool(x.isfinite().all())
-
-
-def _demote(rows: SideBytes, out: SideBytes, old: Side, new: DenseSide) -> None:
-    demote(rows, old, new)
-
-
-def _dequantize(rows: SideBytes, side: DenseSide, dtype: torch.dtype) -> Tensor:
-    return elements(rows, side).to(dtype)
-
-
-def _scores(q: Tensor, rows: SideBytes, side: DenseSide) -> tuple[Tensor, None]:
-    return q @ elements(rows, side).float().mT, None
-
-
-def _values(p: Tensor, rows: SideBytes, side: DenseSide) -> Tensor:
-    return p @ elements(rows, side).float()
-
-
-DENSE_CPU = CpuOps(_seal, _demote, _dequantize, _scores, _values)
+DENSE_CPU = plain_cpu_ops(quantize, dequantize, demote)
