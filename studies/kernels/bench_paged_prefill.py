@@ -36,7 +36,7 @@ VARIANTS = [  # launch parameters and rows of a query tile
 def build(
     name: str, history: int, chunk: int = CHUNK, block_m: int = BLOCK_M
 ) -> tuple[Case, torch.Tensor, PrefillWork]:
-    """One request with ``history`` tokens in the format ``name`` (the blocks that are full), and its chunk's queries."""
+    """One request with ``history`` tokens in the format ``name`` (the blocks that are full), and its queries."""
     found = named_pages()
     pages = [found["16"]] if name == "16" else [found["16"], found[name]]
     case = make_case(
