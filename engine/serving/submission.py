@@ -64,14 +64,6 @@ class Completion:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_read >= request.max_tokens else None
 
-    def read_on(self) -> None:
-        """Turns all unread tokens into text, of which it is known that none ends the request."""
-        token_ids = self.request.token_ids[self.request.num_prompt_tokens + self.num_read :]
-        self.num_read += len(token_ids)
-        if self.output_text is not None:
-            for token_id in token_ids:
-                self.output_text.push(token_id)
-
     def _push(self, output_text: OutputText, token_id: int, is_end: bool) -> str | None:
         """Adds the text of a token; returns the stop string that it completes."""
         if not is_end or self.request.params.include_stop_str_in_output:
@@ -140,11 +132,6 @@ class Submission:
             if completion.request.status is not FINISHED:
                 return False
         return bool(self.completions)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether each token has to be read at once: for its reader, stop strings or its log-probabilities."""
-        return self.incremental or bool(self.params.stop) or self.params.logprobs is not None
 
     def note_times(self, index: int, times: Sequence[float]) -> None:
         """The next tokens of completion ``index``, at least one, came at ``times``."""
