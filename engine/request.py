@@ -111,7 +111,7 @@ class Logprob(msgspec.Struct, frozen=True):
     decoded_token: str | None = None
 
 
-class CompletionOutput(msgspec.Struct, kw_only=True):
+class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     """One of the ``n`` continuations of a prompt so far.
 
     Fields
@@ -177,7 +177,7 @@ class KVUsage(msgspec.Struct, frozen=True):
     lowest_bits: float | None = None
 
 
-class RequestOutput(msgspec.Struct, kw_only=True):
+class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     """State of one request.
 
     ``text``, ``reasoning``, ``delta``, ``reasoning_delta``, ``token_ids`` and ``finish_reason`` are those of the first

@@ -25,6 +25,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampler import SampledToken, SampleRow
 from ..text.tokenizer import Tokenizer
 from .launched import Launched, NotLaunched
+from .stream import OutputStream, wake
 from .submission import Completion, Submission
 from .trials import Trials
 
@@ -174,8 +175,7 @@ class EngineCore:
         now, changed = time.monotonic(), dict[str, Submission]()
         for result in results:
             self._accept(result, now, changed)
-        for submission in changed.values():
-            self._report(submission)
+        self._report(*changed.values())
 
     def _accept(self, result: StepResult, now: float, changed: dict[str, Submission]) -> None:
         """Takes over what each request was given; notes in ``changed`` what its reader may want to know."""
@@ -361,16 +361,21 @@ class EngineCore:
         self.counters.num_failed += began
         self._report(submission)
 
-    def _report(self, submission: Submission) -> None:
-        """Hands the newest state to the reader. Done twice it does no harm; not done, the reader waits for ever."""
-        if self.live.get(submission.request_id) is not submission:
-            return
-        finished = submission.finished
-        if finished:
-            submission.metrics.finished_time = time.monotonic()
-        if finished or submission.incremental:
-            submission.stream.put(submission.output(finished))
-        if finished:
+    def _report(self, *submissions: Submission) -> None:
+        """Hands the newest states to the readers. Done twice it does no harm; not done, a reader waits for ever."""
+        told, ended = list[OutputStream](), list[Submission]()
+        for submission in submissions:
+            if self.live.get(submission.request_id) is not submission:
+                continue
+            finished = submission.finished
+            if finished:
+                submission.metrics.finished_time = time.monotonic()
+                ended.append(submission)
+            if finished or submission.incremental:
+                submission.stream.put(submission.report(finished))
+                told.append(submission.stream)
+        wake(told)
+        for submission in ended:
             del self.live[submission.request_id]
             self.counters.num_finished += submission.error is None
 

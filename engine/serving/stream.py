@@ -11,12 +11,21 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from ..errors import EngineDeadError, QKVError
 from ..request import RequestOutput
+from .report import Report
+
+
+class Bell(NamedTuple):
+    """Wakes one reader: ``ring`` is called in its event loop, or in any thread."""
+
+    loop: asyncio.AbstractEventLoop | None
+    ring: Callable[[], object]
 
 
 class OutputStream:
@@ -27,22 +36,21 @@ class OutputStream:
     """
 
     def __init__(self) -> None:
-        self._newest: RequestOutput | None = None
-        self._last_read: RequestOutput | None = None
+        self._newest: Report | None = None
+        self._last_read: Report | None = None
         self._num_read: list[tuple[int, int]] = []  # characters read of each completion's text and reasoning
         self._error: QKVError | None = None
-        self._bells: deque[Callable[[], object]] = deque()  # each wakes a reader that found nothing to read
+        self._bells: deque[Bell] = deque()  # each wakes a reader that found nothing to read
         self._pid = os.getpid()
 
-    def put(self, output: RequestOutput) -> None:
-        """Offers the newest state."""
-        self._newest = output
-        self._ring()
+    def put(self, report: Report) -> None:
+        """Offers the newest state. A reader that waits for it sleeps on until ``wake``."""
+        self._newest = report
 
     def fail(self, error: QKVError) -> None:
         """Makes every read raise ``error``, once the newest state has been read."""
         self._error = error
-        self._ring()
+        wake([self])
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
         """Waits for a new output; ``None`` after ``timeout`` seconds without one.
@@ -52,7 +60,7 @@ class OutputStream:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (output := self._take()) is None:
             bell: SimpleQueue[None] = SimpleQueue()
-            self._bells.append(partial(bell.put, None))
+            self._bells.append(Bell(None, partial(bell.put, None)))
             if self._is_readable:  # put before the bell was there to be rung
                 continue
             self._check_process()
@@ -67,7 +75,7 @@ class OutputStream:
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         while (output := self._take()) is None:
             ready.clear()
-            self._bells.append(partial(_call_soon, loop, ready.set))
+            self._bells.append(Bell(loop, ready.set))
             if not self._is_readable:
                 self._check_process()
                 await ready.wait()
@@ -82,27 +90,40 @@ class OutputStream:
         return self._newest is not self._last_read or self._error is not None
 
     def _take(self) -> RequestOutput | None:
-        output = self._newest
-        if output is self._last_read:
+        report = self._newest
+        if report is self._last_read:
             if self._error is not None:
                 raise self._error
             return None
-        assert output is not None
+        assert report is not None
+        output = report.read()
         starts = self._num_read or [(0, 0)] * len(output.outputs)
         for completion, (text, reasoning) in zip(output.outputs, starts, strict=True):
             completion.delta = completion.text[text:]
             completion.reasoning_delta = (completion.reasoning or "")[reasoning:]
         self._num_read = [(len(c.text), len(c.reasoning or "")) for c in output.outputs]
-        self._last_read = output
+        self._last_read = report
         return output
 
-    def _ring(self) -> None:
-        while self._bells:
-            try:
-                bell = self._bells.popleft()
-            except IndexError:  # ``fail`` of another thread rang it
-                return
-            bell()
+    def take_bell(self) -> Bell | None:
+        """A bell that is to be rung now; each is given out once."""
+        try:
+            return self._bells.popleft() if self._bells else None
+        except IndexError:  # ``fail`` of another thread took it
+            return None
+
+
+def wake(streams: Iterable[OutputStream]) -> None:
+    """Wakes the readers of ``streams``; all of one event loop at once, for each call there costs a change of threads."""
+    found: dict[asyncio.AbstractEventLoop, list[Bell]] = {}
+    for stream in streams:
+        while (bell := stream.take_bell()) is not None:
+            if bell.loop is None:
+                bell.ring()
+            else:
+                found.setdefault(bell.loop, []).append(bell)
+    for loop, bells in found.items():
+        _call_soon(loop, bells)
 
 
 def forked_error() -> EngineDeadError:
@@ -110,10 +131,15 @@ def forked_error() -> EngineDeadError:
     return EngineDeadError("the process was forked after the engine started", remedy="Make an Engine here")
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Wakes a reader in another event loop; a loop that was closed meanwhile has no reader."""
+def _call_soon(loop: asyncio.AbstractEventLoop, bells: list[Bell]) -> None:
+    """Rings ``bells`` in their event loop; one that was closed meanwhile has no readers."""
     try:
-        loop.call_soon_threadsafe(callback)
+        loop.call_soon_threadsafe(_ring, bells)
     except RuntimeError:
         if not loop.is_closed():
             raise
+
+
+def _ring(bells: list[Bell]) -> None:
+    for bell in bells:
+        bell.ring()

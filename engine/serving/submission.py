@@ -24,6 +24,7 @@ from ..sampling.sample_row import SampleRow
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import OutputText, ReasoningMarks
 from ..text.tokenizer import Tokenizer
+from .report import CompletionReport, Report
 from .stream import OutputStream
 
 NO_USAGE = KVUsage()  # of a request that has not ended
@@ -70,19 +71,17 @@ class Completion:
             output_text.push(token_id)
         return output_text.stopped
 
-    def output(self) -> CompletionOutput:
-        request = self.request
-        reason = request.finish_reason
-        return CompletionOutput(
+    def report(self) -> CompletionReport:
+        request, output_text = self.request, self.output_text
+        output = CompletionOutput(
             index=self.index,
-            text="" if self.output_text is None else self.output_text.text,
-            reasoning=None if self.output_text is None else self.output_text.reasoning,
-            token_ids=request.token_ids[request.num_prompt_tokens :],
+            text="" if output_text is None else output_text.text,
+            reasoning=None if output_text is None else output_text.reasoning,
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=None if reason is None else str(reason),
+            finish_reason=None if request.finish_reason is None else str(request.finish_reason),
             stop_reason=request.stop_reason,
         )
+        return CompletionReport(output, request, self.logprobs, request.num_output_tokens)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -183,15 +182,16 @@ class Submission:
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
 
-    def output(self, finished: bool) -> RequestOutput:
+    def report(self, finished: bool) -> Report:
         """What the reader is told; ``finished`` whether it is the last time."""
         requests = [completion.request for completion in self.completions]
+        completions = [completion.report() for completion in self.completions]
         self.metrics.num_preemptions = sum([request.num_preemptions for request in requests])
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output() for c in self.completions],
+            outputs=[completion.output for completion in completions],
             finished=finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
@@ -199,6 +199,7 @@ class Submission:
             kv=self._usage() if finished else NO_USAGE,
             error=None if self.error is None else str(self.error),
         )
+        return Report(output, completions)
 
     def _usage(self) -> KVUsage:
         """Where the blocks of all completions stood when they ended."""
