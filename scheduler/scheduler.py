@@ -96,7 +96,7 @@ class Scheduler:
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""
         request = item.request
-        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile
+        if request.next_cacheable_at <= item.end <= request.num_computed_tokens:  # not preempted since
             self.space.computed(request, item.end)
 
     def append_token(self, request: Request, token_id: int) -> None:

@@ -212,7 +212,7 @@ class EngineCore:
             self._add_prompt_logprobs(submission, item.start, found)
 
     def _accept_token(self, submission: Submission, completion: Completion, token_id: int, now: float) -> None:
-        submission.note_times(completion.index, (now,))
+        submission.note_time(completion.index, now)
         # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(completion.request, token_id)
         self.counters.generation_tokens += 1

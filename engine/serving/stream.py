@@ -10,22 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from ..errors import EngineDeadError, QKVError
 from ..request import RequestOutput
 from .report import Report
 
-
-class Bell(NamedTuple):
-    """Wakes one reader: ``ring`` is called in its event loop, or in any thread."""
-
-    loop: asyncio.AbstractEventLoop | None
-    ring: Callable[[], object]
+Bell = SimpleQueue[None] | asyncio.Future[None]  # of a reader in a thread, or in an event loop
 
 
 class OutputStream:
@@ -60,7 +53,7 @@ class OutputStream:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (output := self._take()) is None:
             bell: SimpleQueue[None] = SimpleQueue()
-            self._bells.append(Bell(None, partial(bell.put, None)))
+            self._bells.append(bell)
             if self._is_readable:  # put before the bell was there to be rung
                 continue
             self._check_process()
@@ -72,13 +65,13 @@ class OutputStream:
 
     async def get_async(self) -> RequestOutput:
         """Waits for a new output without blocking the running event loop. Raises what ``get`` does."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
         while (output := self._take()) is None:
-            ready.clear()
-            self._bells.append(Bell(loop, ready.set))
+            ready = loop.create_future()
+            self._bells.append(ready)
             if not self._is_readable:
                 self._check_process()
-                await ready.wait()
+                await ready
         return output
 
     def _check_process(self) -> None:
@@ -114,16 +107,16 @@ class OutputStream:
 
 
 def wake(streams: Iterable[OutputStream]) -> None:
-    """Wakes the readers of ``streams``; all of one event loop at once, for each call there costs a change of threads."""
-    found: dict[asyncio.AbstractEventLoop, list[Bell]] = {}
+    """Wakes the readers of ``streams``. Those of one event loop share a call, each of which costs a thread switch."""
+    futures = defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]](list)
     for stream in streams:
         while (bell := stream.take_bell()) is not None:
-            if bell.loop is None:
-                bell.ring()
+            if isinstance(bell, SimpleQueue):
+                bell.put(None)
             else:
-                found.setdefault(bell.loop, []).append(bell)
-    for loop, bells in found.items():
-        _call_soon(loop, bells)
+                futures[bell.get_loop()].append(bell)
+    for loop, found in futures.items():
+        _resolve_soon(loop, found)
 
 
 def forked_error() -> EngineDeadError:
@@ -131,15 +124,16 @@ def forked_error() -> EngineDeadError:
     return EngineDeadError("the process was forked after the engine started", remedy="Make an Engine here")
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, bells: list[Bell]) -> None:
-    """Rings ``bells`` in their event loop; one that was closed meanwhile has no readers."""
+def _resolve_soon(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]]) -> None:
+    """Wakes the readers in an event loop; one that was closed meanwhile has none."""
     try:
-        loop.call_soon_threadsafe(_ring, bells)
+        loop.call_soon_threadsafe(_resolve, futures)
     except RuntimeError:
         if not loop.is_closed():
             raise
 
 
-def _ring(bells: list[Bell]) -> None:
-    for bell in bells:
-        bell.ring()
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():  # its reader was not cancelled
+            future.set_result(None)

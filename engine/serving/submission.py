@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import QKVError
@@ -132,14 +132,14 @@ class Submission:
                 return False
         return bool(self.completions)
 
-    def note_times(self, index: int, times: Sequence[float]) -> None:
-        """The next tokens of completion ``index``, at least one, came at ``times``."""
+    def note_time(self, index: int, now: float) -> None:
+        """The next token of completion ``index`` came ``now``."""
         metrics = self.metrics
         if index == 0:
-            metrics.token_times.extend(times)
+            metrics.token_times.append(now)
         if metrics.first_token_time is None:
-            metrics.first_token_time = times[0]
-        metrics.last_token_time = times[-1]
+            metrics.first_token_time = now
+        metrics.last_token_time = now
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText | None:
         """A new one for a completion, if it is to be text."""

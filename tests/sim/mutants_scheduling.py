@@ -185,7 +185,7 @@ SCHEDULING = (
     Patch(
         "blocks a preempted request had are filed",
         "scheduler",
-        "        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile\n",
+        "        if request.next_cacheable_at <= item.end <= request.num_computed_tokens:  # not preempted since\n",
         "        if True:\n",
     ),
     Patch(
