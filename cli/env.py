@@ -30,7 +30,6 @@ _PACKAGES = (
     "safetensors",
     "huggingface-hub",
     "msgspec",
-    "uvloop",
     "jinja2",
     "rich",
     "prompt-toolkit",

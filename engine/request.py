@@ -111,7 +111,7 @@ class Logprob(msgspec.Struct, frozen=True):
     decoded_token: str | None = None
 
 
-class CompletionOutput(msgspec.Struct, kw_only=True):
+class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     """One of the ``n`` continuations of a prompt so far.
 
     Fields
@@ -177,7 +177,7 @@ class KVUsage(msgspec.Struct, frozen=True):
     lowest_bits: float | None = None
 
 
-class RequestOutput(msgspec.Struct, kw_only=True):
+class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     """State of one request.
 
     ``text``, ``reasoning``, ``delta``, ``reasoning_delta``, ``token_ids`` and ``finish_reason`` are those of the first
@@ -277,8 +277,8 @@ class Request:
     max_num_tokens: int = field(init=False)  # whose KV it may need: the last sampled token is never fed back
     num_tokens: int = field(init=False)  # with those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
-    ages_at: int = 0  # computed tokens before which none of its blocks can be old enough to step down; kept alike
-    files_at: int = 0  # computed tokens before which the prefix cache has nothing to file of it; kept alike
+    next_demotable_at: int = 0  # computed tokens at which a block of it can first step down; kept by KV memory
+    next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING

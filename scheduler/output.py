@@ -40,16 +40,10 @@ class ScheduledRequest(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work: single-token requests first, then chunks of prompts. ``started`` are those that began to run.
-
-    ``members``, if there are some, says that each item is the next token of a running request, all of which have one
-    and sample the token after it. Of two batches in a row with the same object, the second goes on where the first
-    ended: the same requests in the same order.
-    """
+    """One step's work: single-token requests first, then chunks of prompts. ``started`` are those that began to run."""
 
     items: list[ScheduledRequest]
     started: Sequence[Request] = ()
-    members: object | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -9,14 +9,10 @@ from qkv_engine.request import Request
 
 
 class ArrivalQueue:
-    """Requests in order of arrival. A preempted request returns to the place its arrival gives it.
-
-    ``members`` is another object whenever a request came or left.
-    """
+    """Requests in order of arrival. A preempted request returns to the place its arrival gives it."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self.members = object()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -34,7 +30,6 @@ class ArrivalQueue:
 
     def add(self, request: Request) -> None:
         bisect.insort(self._requests, request, key=_arrival)
-        self.members = object()
 
     def remove(self, request: Request) -> None:
         """Takes ``request`` out. Raises ``ValueError`` if it is not in the queue."""
@@ -42,7 +37,6 @@ class ArrivalQueue:
         if index == len(self._requests) or self._requests[index] is not request:
             raise ValueError(f"request {request.request_id!r} is not in the queue")
         del self._requests[index]
-        self.members = object()
 
 
 def _arrival(request: Request) -> int:

@@ -6,7 +6,6 @@ One rule gives chunked prefill, mixed batches and recompute after a preemption. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from itertools import count
 
 from qkv_engine.errors import CapacityError, QKVError, RequestError
@@ -66,7 +65,7 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
-        preempted, are_single = self.num_preemptions, True
+        preempted = self.num_preemptions
         self._num_steps += 1
         self.pressure.begin_step()
         for request in self.running:  # whoever is preempted for an older one is the last, and leaves
@@ -77,7 +76,6 @@ class Scheduler:
                 continue  # its last token is in flight, or one the host has to see first
             num_tokens = target - start
             if num_tokens > 1 or start == request.num_reserved_tokens:
-                are_single = are_single and num_tokens == 1
                 num_tokens = self._make_room(request, min(num_tokens, budget))
             if num_tokens:
                 end = start + num_tokens
@@ -93,24 +91,17 @@ class Scheduler:
             request.num_computed_tokens = item.end
             if item.samples:
                 request.num_tokens += 1
-        if started or not are_single:
-            return ScheduledBatch(items, [item.request for item in started])
-        return ScheduledBatch(items, members=self.running.members if len(items) == len(self.running) else None)
+        return ScheduledBatch(items, [item.request for item in started])
 
     def computed(self, item: ScheduledRequest) -> None:
         """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""
         request = item.request
-        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile
+        if request.next_cacheable_at <= item.end <= request.num_computed_tokens:  # not preempted since
             self.space.computed(request, item.end)
 
     def append_token(self, request: Request, token_id: int) -> None:
         """The token of ``request`` that was in flight is known."""
         request.token_ids.append(token_id)
-
-    def append_tokens(self, known: Sequence[list[int]], token_ids: Sequence[int]) -> None:
-        """``append_token`` for many requests, of which nothing but their lists of ``known`` tokens is looked at."""
-        for tokens, token_id in zip(known, token_ids, strict=True):
-            tokens.append(token_id)
 
     def finish(self, request: Request, reason: FinishReason, *, error: QKVError | None = None) -> None:
         """Ends a live request and takes its blocks back.

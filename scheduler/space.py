@@ -61,7 +61,7 @@ class KVSpace(Protocol):
         ...
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is in the cache. Need not be told before ``request.files_at``."""
+        """The KV of the first ``num_tokens`` tokens is in the cache. Told from ``request.next_cacheable_at`` on."""
         ...
 
     def free_blocks(self) -> int:

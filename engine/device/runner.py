@@ -19,8 +19,8 @@ from ..kv.cache import KVCache
 from ..request import Request
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
 from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens, Sampler, SampleRow
-from .cohort import Cohort, prompt_targets
 from .memory import is_out_of_memory
+from .steady_batch import SteadyBatch, prompt_targets
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps
@@ -38,15 +38,13 @@ class StepResult(NamedTuple):
     """What a step gave: for each item a token, if it reached the end of what is known.
 
     Of few items there is more, by their index: all of a token that has log-probabilities or is an error, and
-    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``. ``cohort`` is that of the items where
-    each goes on from the token that the cohort's step before sampled: what is known of the one is known of the other.
+    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``.
     """
 
     items: Sequence[ScheduledRequest]
     token_ids: Sequence[int | None]
     special: Mapping[int, SampledToken]
     prompt_logprobs: Mapping[int, list[TokenLogprobs]]
-    cohort: Cohort | None = None
 
 
 class Pending:
@@ -58,11 +56,10 @@ class Pending:
         tokens: PendingTokens | None,
         places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
-        cohort: Cohort | None,
     ):
         """``places`` says of each item which of ``tokens`` is its; ``None``: they are in order."""
         self._items, self._tokens, self._places = items, tokens, places
-        self._prompt_logprobs, self._cohort = prompt_logprobs, cohort
+        self._prompt_logprobs = prompt_logprobs
 
     def wait(self) -> StepResult:
         """Blocks until the step's tokens are on the host.
@@ -72,7 +69,7 @@ class Pending:
         items, places, prompt = self._items, self._places, self._prompt_logprobs
         token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
         if places is None:
-            return StepResult(items, token_ids[: len(items)], special, prompt, self._cohort)
+            return StepResult(items, token_ids[: len(items)], special, prompt)
         found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
         return StepResult(items, [None if place is None else token_ids[place] for place in places], found, prompt)
 
@@ -93,7 +90,7 @@ class Runner:
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
         self._gpu: GpuSteps | None = None
-        self._cohort: Cohort | None = None  # of the step launched last
+        self._steady: SteadyBatch | None = None  # of the step launched last
         if device.type == "cuda":
             from .gpu_steps import GpuSteps  # needs Triton
 
@@ -129,30 +126,25 @@ class Runner:
         try:
             return self._launch(batch, rows)
         except BaseException:
-            self._cohort = None
+            self._steady = None
             if self._gpu is not None:
                 self._gpu.tables.forget()
             raise
 
     def _launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
-        items, cohort = batch.items, self._cohort
-        goes_on = cohort is not None and cohort.goes_on(batch)
-        if cohort is None or not goes_on:
-            cohort = self._cohort = Cohort(batch, rows)
-        cohort.note_positions(items)
-        if self._gpu is not None and cohort.is_decode:
-            return self._launch_decode(self._gpu, items, cohort, goes_on)
+        items, steady = batch.items, self._steady
+        continues = steady is not None and steady.continues(items)
+        if steady is None or not continues:
+            steady = self._steady = SteadyBatch(items, rows)
+        steady.note_positions(items)
+        if self._gpu is not None and steady.is_decode:
+            return self._launch_decode(self._gpu, items, steady, continues)
         hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
-        tokens = self._sample(hidden, items, cohort)
+        tokens = self._sample(hidden, items, steady)
         if self._gpu is not None and tokens is not None:
-            self._gpu.keep_tokens(cohort.sampling, tokens.token_ids)
-        return Pending(
-            items,
-            tokens,
-            _places(items, cohort.sampling, range(len(cohort.sampling))),
-            self._prompt_logprobs(hidden, items),
-            cohort if goes_on else None,
-        )
+            self._gpu.keep_tokens(steady.sampling, tokens.token_ids)
+        places = _places(items, steady.sampling, range(len(steady.sampling)))
+        return Pending(items, tokens, places, self._prompt_logprobs(hidden, items))
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
         """Hidden states [N, E] of the batch's tokens, on the CPU."""
@@ -164,24 +156,26 @@ class Runner:
         step = self.cache.begin_step(batch)
         return self.model(torch.tensor(ids + padding), torch.tensor(positions + padding), step)[:num_tokens]
 
-    def _launch_decode(self, gpu: GpuSteps, items: list[ScheduledRequest], cohort: Cohort, goes_on: bool) -> Pending:
+    def _launch_decode(
+        self, gpu: GpuSteps, items: list[ScheduledRequest], steady: SteadyBatch, continues: bool
+    ) -> Pending:
         """A step of single tokens alone, of which the device takes the likeliest itself."""
-        logits = gpu.decode(items, keep_logits=not cohort.is_plain, goes_on=goes_on)
-        sampling, lasting = cohort.sampling, cohort if goes_on else None
-        if cohort.is_plain:
-            return Pending(items, gpu.likeliest(), _places(items, sampling, sampling), {}, lasting)
+        logits = gpu.decode(items, keep_logits=not steady.is_plain, goes_on=continues)
+        sampling = steady.sampling
+        if steady.is_plain:
+            return Pending(items, gpu.likeliest(), _places(items, sampling, sampling), {})
         assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
-        tokens = self.sampler.launch(logits, cohort.states)
+        tokens = self.sampler.launch(logits, steady.states)
         gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {}, lasting)
+        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {})
 
-    def _sample(self, hidden: Tensor, items: list[ScheduledRequest], cohort: Cohort) -> PendingTokens | None:
-        if not cohort.sampling:
+    def _sample(self, hidden: Tensor, items: list[ScheduledRequest], steady: SteadyBatch) -> PendingTokens | None:
+        if not steady.sampling:
             return None
         ends = list(accumulate(item.num_tokens for item in items))
-        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in cohort.sampling]), cohort.states)
+        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in steady.sampling]), steady.states)
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Logits of some rows of ``hidden`` [N, E]."""

@@ -21,7 +21,7 @@ class KVSpace:
         self.ladder = tables.ladder
         self.demand = RunningDemand(tables)
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
-        self._num_lifts = 0  # of floors, when ``ages_at`` of all requests was last true
+        self._floor_epoch = 0  # of the tables, when ``next_demotable_at`` of all requests was last true
 
     @property
     def num_rungs(self) -> int:
@@ -86,7 +86,7 @@ class KVSpace:
         self.demand.add(request, floor)
         self.tables.open(request.request_id, floor, shared)
         request.num_reserved_tokens = self.tables.held(request.request_id)
-        request.ages_at = request.files_at = 0
+        request.next_demotable_at = request.next_cacheable_at = 0
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
@@ -120,7 +120,7 @@ class KVSpace:
     def computed(self, request: Request, num_tokens: int) -> None:
         if self.prefix is not None:
             self.prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
-        request.files_at = sys.maxsize if self.prefix is None else self.prefix.next_end(num_tokens)
+        request.next_cacheable_at = sys.maxsize if self.prefix is None else self.prefix.next_end(num_tokens)
 
     def free_blocks(self) -> int:
         return self.tables.arena.room(self.ladder.widest.block_nbytes)
@@ -135,15 +135,15 @@ class KVSpace:
         return self.tables.coldest(request.request_id, request.num_computed_tokens)
 
     def aged(self, running: Iterable[Request]) -> list[Request]:
-        if self._num_lifts != self.tables.num_lifts:
+        if self._floor_epoch != self.tables.floor_epoch:
             for request in running:
-                request.ages_at = 0
-            self._num_lifts = self.tables.num_lifts
-        return [r for r in running if r.num_computed_tokens >= r.ages_at and self._has_aged(r)]
+                request.next_demotable_at = 0
+            self._floor_epoch = self.tables.floor_epoch
+        return [r for r in running if r.num_computed_tokens >= r.next_demotable_at and self._has_aged(r)]
 
     def _has_aged(self, request: Request) -> bool:
-        request.ages_at = self.tables.ages_at(request.request_id)
-        return request.num_computed_tokens >= request.ages_at
+        request.next_demotable_at = self.tables.next_demotable_at(request.request_id)
+        return request.num_computed_tokens >= request.next_demotable_at
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)

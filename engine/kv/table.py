@@ -47,7 +47,7 @@ class BlockTable:
     sink: Block | None = None
     blocks: list[Block] = field(default_factory=list)
     num_settled: int = 0  # leading blocks that can step down no further, as of so many lifts of floors
-    num_lifts: int = 0
+    floor_epoch: int = 0
 
     def __iter__(self) -> Iterator[Block]:
         if self.sink is not None:
@@ -86,7 +86,7 @@ class BlockTables:
         self.journal: Journal | None = None  # for one who keeps a copy of the tables
         self.on_lone: Callable[[Block], None] | None = None  # told of each block that has one owner left
         self.num_demotions: Counter[tuple[str, str]] = Counter()
-        self.num_lifts = 0  # times that settled blocks may have become unsettled
+        self.floor_epoch = 0  # times that settled blocks may have become unsettled
         self._tables: dict[str, BlockTable] = {}
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
@@ -281,18 +281,18 @@ class BlockTables:
         """Tokens behind the sink that are older than the recent window."""
         return num_computed - self.ladder.recent - self.ladder.sink
 
-    def ages_at(self, request_id: str) -> int:
+    def next_demotable_at(self, request_id: str) -> int:
         """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
 
-        More once blocks are settled; less only when a floor is lifted, which ``num_lifts`` counts.
+        More once blocks are settled; less only when a floor is lifted, which ``floor_epoch`` counts.
         """
         return self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS + self.ladder.recent
 
     def _num_settled(self, request_id: str) -> int:
         """The blocks of a request before the first unsettled one."""
         table = self._tables[request_id]
-        if table.num_lifts != self.num_lifts:
-            table.num_settled, table.num_lifts = 0, self.num_lifts
+        if table.floor_epoch != self.floor_epoch:
+            table.num_settled, table.floor_epoch = 0, self.floor_epoch
         while table.num_settled < len(table.blocks) and _is_settled(table.blocks[table.num_settled]):
             table.num_settled += 1
         return table.num_settled
@@ -378,7 +378,7 @@ class BlockTables:
         if block.rung == SINK or floor == block.floor:
             return
         block.floor = floor
-        self.num_lifts += bool(block.holders)
+        self.floor_epoch += bool(block.holders)
 
     def _evacuate(self) -> bool:
         """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""

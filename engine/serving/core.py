@@ -25,9 +25,9 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampler import SampledToken, SampleRow
 from ..text.tokenizer import Tokenizer
 from .launched import Launched, NotLaunched
+from .stream import OutputStream, wake
 from .submission import Completion, Submission
 from .trials import Trials
-from .unread import Unread
 
 logger = logging.getLogger("qkv_engine")
 
@@ -61,7 +61,6 @@ class EngineCore:
         self._rows: dict[Request, SampleRow] = {}
         self._in_flight: deque[Launched] = deque()
         self._suspects: set[Request] = set()  # were there when a step broke off
-        self._unread = Unread()  # for the steps of the last cohort
         self._trials: Trials | None = None  # while a guilty submission is looked for
 
     @property
@@ -102,7 +101,6 @@ class EngineCore:
         """Aborts a submission; one that is not live is ignored, even if another one has its id."""
         if self.live.get(submission.request_id) is not submission:
             return
-        self._catch_up()
         submission.make_completions()  # one that waits for trials to end may have none yet
         for completion in submission.completions:
             if not completion.request.is_finished:
@@ -176,30 +174,8 @@ class EngineCore:
     def _accept_all(self, results: list[StepResult]) -> None:
         now, changed = time.monotonic(), dict[str, Submission]()
         for result in results:
-            if not self._take(result, now):
-                self._catch_up()
-                self._accept(result, now, changed)
-        for submission in changed.values():
-            self._report(submission)
-
-    def _take(self, result: StepResult, now: float) -> bool:
-        """Accepts a step whose tokens need not be read yet; ``False`` if it is not one."""
-        if self._unread.cohort is not result.cohort:
-            self._catch_up()
-            self._unread = Unread(result.cohort)
-        self._unread.prepare(result, self._owners)
-        if not self._unread.take(result, now, self.scheduler):
-            return False
-        self.counters.generation_tokens += len(result.items)
-        self._fail(self._unread.read_some())
-        return True
-
-    def _catch_up(self) -> None:
-        """Reads what was not read yet: from here on requests may end, and their tokens be read one by one."""
-        if not self._unread.is_empty:
-            failed = self._unread.read_all()
-            self._unread = Unread()
-            self._fail(failed)
+            self._accept(result, now, changed)
+        self._report(*changed.values())
 
     def _accept(self, result: StepResult, now: float, changed: dict[str, Submission]) -> None:
         """Takes over what each request was given; notes in ``changed`` what its reader may want to know."""
@@ -236,7 +212,7 @@ class EngineCore:
             self._add_prompt_logprobs(submission, item.start, found)
 
     def _accept_token(self, submission: Submission, completion: Completion, token_id: int, now: float) -> None:
-        submission.note_times(completion.index, (now,))
+        submission.note_time(completion.index, now)
         # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(completion.request, token_id)
         self.counters.generation_tokens += 1
@@ -259,8 +235,6 @@ class EngineCore:
         for submission in list(self.live.values()):
             for completion in submission.completions:
                 self._note_usage(completion)
-        self._unread.note_times()
-        self._unread = Unread()
         self._in_flight.clear()
         self.runner.cache.reset()
         self.scheduler.recover(self.make_space())
@@ -378,7 +352,6 @@ class EngineCore:
             completion.output_text.finish()
 
     def _fail_submission(self, submission: Submission, error: QKVError) -> None:
-        self._catch_up()
         submission.error = error
         requests = [completion.request for completion in submission.completions]
         began = any(self.scheduler.requests.get(request.request_id) is request for request in requests)
@@ -388,16 +361,21 @@ class EngineCore:
         self.counters.num_failed += began
         self._report(submission)
 
-    def _report(self, submission: Submission) -> None:
-        """Hands the newest state to the reader. Done twice it does no harm; not done, the reader waits for ever."""
-        if self.live.get(submission.request_id) is not submission:
-            return
-        finished = submission.finished
-        if finished:
-            submission.metrics.finished_time = time.monotonic()
-        if finished or submission.incremental:
-            submission.stream.put(submission.output(finished))
-        if finished:
+    def _report(self, *submissions: Submission) -> None:
+        """Hands the newest states to the readers. Done twice it does no harm; not done, a reader waits for ever."""
+        told, ended = list[OutputStream](), list[Submission]()
+        for submission in submissions:
+            if self.live.get(submission.request_id) is not submission:
+                continue
+            finished = submission.finished
+            if finished:
+                submission.metrics.finished_time = time.monotonic()
+                ended.append(submission)
+            if finished or submission.incremental:
+                submission.stream.put(submission.report(finished))
+                told.append(submission.stream)
+        wake(told)
+        for submission in ended:
             del self.live[submission.request_id]
             self.counters.num_finished += submission.error is None
 

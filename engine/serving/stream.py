@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
 from ..errors import EngineDeadError, QKVError
 from ..request import RequestOutput
+from .report import Report
+
+Bell = SimpleQueue[None] | asyncio.Future[None]  # of a reader in a thread, or in an event loop
 
 
 class OutputStream:
@@ -27,22 +29,21 @@ class OutputStream:
     """
 
     def __init__(self) -> None:
-        self._newest: RequestOutput | None = None
-        self._last_read: RequestOutput | None = None
+        self._newest: Report | None = None
+        self._last_read: Report | None = None
         self._num_read: list[tuple[int, int]] = []  # characters read of each completion's text and reasoning
         self._error: QKVError | None = None
-        self._bells: deque[Callable[[], object]] = deque()  # each wakes a reader that found nothing to read
+        self._bells: deque[Bell] = deque()  # each wakes a reader that found nothing to read
         self._pid = os.getpid()
 
-    def put(self, output: RequestOutput) -> None:
-        """Offers the newest state."""
-        self._newest = output
-        self._ring()
+    def put(self, report: Report) -> None:
+        """Offers the newest state. A reader that waits for it sleeps on until ``wake``."""
+        self._newest = report
 
     def fail(self, error: QKVError) -> None:
         """Makes every read raise ``error``, once the newest state has been read."""
         self._error = error
-        self._ring()
+        wake([self])
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
         """Waits for a new output; ``None`` after ``timeout`` seconds without one.
@@ -52,7 +53,7 @@ class OutputStream:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (output := self._take()) is None:
             bell: SimpleQueue[None] = SimpleQueue()
-            self._bells.append(partial(bell.put, None))
+            self._bells.append(bell)
             if self._is_readable:  # put before the bell was there to be rung
                 continue
             self._check_process()
@@ -64,13 +65,13 @@ class OutputStream:
 
     async def get_async(self) -> RequestOutput:
         """Waits for a new output without blocking the running event loop. Raises what ``get`` does."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
         while (output := self._take()) is None:
-            ready.clear()
-            self._bells.append(partial(_call_soon, loop, ready.set))
+            ready = loop.create_future()
+            self._bells.append(ready)
             if not self._is_readable:
                 self._check_process()
-                await ready.wait()
+                await ready
         return output
 
     def _check_process(self) -> None:
@@ -82,27 +83,40 @@ class OutputStream:
         return self._newest is not self._last_read or self._error is not None
 
     def _take(self) -> RequestOutput | None:
-        output = self._newest
-        if output is self._last_read:
+        report = self._newest
+        if report is self._last_read:
             if self._error is not None:
                 raise self._error
             return None
-        assert output is not None
+        assert report is not None
+        output = report.read()
         starts = self._num_read or [(0, 0)] * len(output.outputs)
         for completion, (text, reasoning) in zip(output.outputs, starts, strict=True):
             completion.delta = completion.text[text:]
             completion.reasoning_delta = (completion.reasoning or "")[reasoning:]
         self._num_read = [(len(c.text), len(c.reasoning or "")) for c in output.outputs]
-        self._last_read = output
+        self._last_read = report
         return output
 
-    def _ring(self) -> None:
-        while self._bells:
-            try:
-                bell = self._bells.popleft()
-            except IndexError:  # ``fail`` of another thread rang it
-                return
-            bell()
+    def take_bell(self) -> Bell | None:
+        """A bell that is to be rung now; each is given out once."""
+        try:
+            return self._bells.popleft() if self._bells else None
+        except IndexError:  # ``fail`` of another thread took it
+            return None
+
+
+def wake(streams: Iterable[OutputStream]) -> None:
+    """Wakes the readers of ``streams``. Those of one event loop share a call, each of which costs a thread switch."""
+    futures = defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]](list)
+    for stream in streams:
+        while (bell := stream.take_bell()) is not None:
+            if isinstance(bell, SimpleQueue):
+                bell.put(None)
+            else:
+                futures[bell.get_loop()].append(bell)
+    for loop, found in futures.items():
+        _resolve_soon(loop, found)
 
 
 def forked_error() -> EngineDeadError:
@@ -110,10 +124,16 @@ def forked_error() -> EngineDeadError:
     return EngineDeadError("the process was forked after the engine started", remedy="Make an Engine here")
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Wakes a reader in another event loop; a loop that was closed meanwhile has no reader."""
+def _resolve_soon(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]]) -> None:
+    """Wakes the readers in an event loop; one that was closed meanwhile has none."""
     try:
-        loop.call_soon_threadsafe(callback)
+        loop.call_soon_threadsafe(_resolve, futures)
     except RuntimeError:
         if not loop.is_closed():
             raise
+
+
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():  # its reader was not cancelled
+            future.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import QKVError
@@ -24,6 +24,7 @@ from ..sampling.sample_row import SampleRow
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import OutputText, ReasoningMarks
 from ..text.tokenizer import Tokenizer
+from .report import CompletionReport, Report
 from .stream import OutputStream
 
 NO_USAGE = KVUsage()  # of a request that has not ended
@@ -64,33 +65,23 @@ class Completion:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_read >= request.max_tokens else None
 
-    def read_on(self) -> None:
-        """Turns all unread tokens into text, of which it is known that none ends the request."""
-        token_ids = self.request.token_ids[self.request.num_prompt_tokens + self.num_read :]
-        self.num_read += len(token_ids)
-        if self.output_text is not None:
-            for token_id in token_ids:
-                self.output_text.push(token_id)
-
     def _push(self, output_text: OutputText, token_id: int, is_end: bool) -> str | None:
         """Adds the text of a token; returns the stop string that it completes."""
         if not is_end or self.request.params.include_stop_str_in_output:
             output_text.push(token_id)
         return output_text.stopped
 
-    def output(self) -> CompletionOutput:
-        request = self.request
-        reason = request.finish_reason
-        return CompletionOutput(
+    def report(self) -> CompletionReport:
+        request, output_text = self.request, self.output_text
+        output = CompletionOutput(
             index=self.index,
-            text="" if self.output_text is None else self.output_text.text,
-            reasoning=None if self.output_text is None else self.output_text.reasoning,
-            token_ids=request.token_ids[request.num_prompt_tokens :],
+            text="" if output_text is None else output_text.text,
+            reasoning=None if output_text is None else output_text.reasoning,
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=None if reason is None else str(reason),
+            finish_reason=None if request.finish_reason is None else str(request.finish_reason),
             stop_reason=request.stop_reason,
         )
+        return CompletionReport(output, request, self.logprobs, request.num_output_tokens)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -141,19 +132,14 @@ class Submission:
                 return False
         return bool(self.completions)
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether each token has to be read at once: for its reader, stop strings or its log-probabilities."""
-        return self.incremental or bool(self.params.stop) or self.params.logprobs is not None
-
-    def note_times(self, index: int, times: Sequence[float]) -> None:
-        """The next tokens of completion ``index``, at least one, came at ``times``."""
+    def note_time(self, index: int, now: float) -> None:
+        """The next token of completion ``index`` came ``now``."""
         metrics = self.metrics
         if index == 0:
-            metrics.token_times.extend(times)
+            metrics.token_times.append(now)
         if metrics.first_token_time is None:
-            metrics.first_token_time = times[0]
-        metrics.last_token_time = times[-1]
+            metrics.first_token_time = now
+        metrics.last_token_time = now
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText | None:
         """A new one for a completion, if it is to be text."""
@@ -196,15 +182,16 @@ class Submission:
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
 
-    def output(self, finished: bool) -> RequestOutput:
+    def report(self, finished: bool) -> Report:
         """What the reader is told; ``finished`` whether it is the last time."""
         requests = [completion.request for completion in self.completions]
+        completions = [completion.report() for completion in self.completions]
         self.metrics.num_preemptions = sum([request.num_preemptions for request in requests])
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output() for c in self.completions],
+            outputs=[completion.output for completion in completions],
             finished=finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
@@ -212,6 +199,7 @@ class Submission:
             kv=self._usage() if finished else NO_USAGE,
             error=None if self.error is None else str(self.error),
         )
+        return Report(output, completions)
 
     def _usage(self) -> KVUsage:
         """Where the blocks of all completions stood when they ended."""

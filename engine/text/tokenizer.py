@@ -81,11 +81,6 @@ class Tokenizer:
         """
         return self._ids(self._backend, self._check_text(text, max_tokens), add_special_tokens)
 
-    def encode_batch(self, texts: Sequence[str | bytes], add_special_tokens: bool = True) -> list[list[int]]:
-        """``encode`` of each text, in parallel. Raises RequestError."""
-        checked = [self._check_text(text) for text in texts]
-        return self._ids_of_all(self._backend, checked, add_special_tokens)
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a token give none. Raises RequestError."""
         message = "the ids cannot be decoded"
@@ -173,12 +168,9 @@ class Tokenizer:
 
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of one text as a batch: the library lets other threads run only while it encodes a batch."""
-        return self._ids_of_all(backend, [text], add_special_tokens)[0]
-
-    def _ids_of_all(self, backend: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         message, encode = "the text cannot be tokenized", backend.encode_batch_fast
-        found = contain(RequestError, message, encode, texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
+        ids: list[int] = contain(RequestError, message, encode, [text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def _check_text(self, text: str | bytes, max_tokens: int | None = None) -> str:
         if isinstance(text, bytes):

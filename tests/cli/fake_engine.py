@@ -11,6 +11,7 @@ from typing import Any
 from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
 from qkv_engine.metrics import EngineStats
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from qkv_engine.serving.report import Report
 from qkv_engine.serving.stream import OutputStream
 
 LOGGER = logging.getLogger("qkv_engine")
@@ -123,13 +124,16 @@ class FakeEngine:
                 if text == ANSWERS["logged"]:
                     LOGGER.warning("block %d stepped down", end)
                 stream.put(
-                    RequestOutput(
-                        request_id="0",
-                        prompt=None,
-                        prompt_token_ids=[60, 61],
-                        outputs=[completion],
-                        finished=finished,
-                        metrics=metrics,
+                    Report(
+                        RequestOutput(
+                            request_id="0",
+                            prompt=None,
+                            prompt_token_ids=[60, 61],
+                            outputs=[completion],
+                            finished=finished,
+                            metrics=metrics,
+                        ),
+                        [],
                     )
                 )
                 output = stream.get()

@@ -34,32 +34,6 @@ def test_decodes_share_a_step_with_a_prompt_and_come_first():
     assert shape(scheduler.schedule()) == [("a", 10, 1), ("b", 0, 199)]
 
 
-def test_batches_of_the_same_members_go_on_with_each_other():
-    scheduler = make_scheduler(8)
-    for name in "ab":
-        scheduler.add(make_request(name, 10))
-
-    def step() -> object | None:
-        batch = scheduler.schedule()
-        run(scheduler, batch)
-        return batch.members
-
-    assert step() is None  # prompts
-    first = step()
-    assert first is not None and step() is first
-    scheduler.add(make_request("c", 10))
-    assert step() is None
-    second = step()
-    assert second not in (None, first) and step() is second
-    scheduler.finish(scheduler.requests["b"], FinishReason.ABORT)
-    assert step() not in (None, first, second)
-    scheduler.running.oldest.needs_tokens = True
-    batch = scheduler.schedule()  # launched, but not run
-    assert batch.members is not None and len(batch) == 2
-    behind = scheduler.schedule()
-    assert behind.members is None and len(behind) == 1
-
-
 def test_admission_is_first_come_first_served_even_when_a_later_one_would_fit():
     scheduler = make_scheduler(4)
     scheduler.add(make_request("a", 2 * BLOCK))  # three blocks with what it may write

@@ -30,7 +30,6 @@ MODULES = {  # in order of their imports
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
     "submission": "qkv_engine.serving.submission",
-    "unread": "qkv_engine.serving.unread",
     "core": "qkv_engine.serving.core",
 }
 
@@ -89,7 +88,6 @@ def load(block: int, patch: Patch | None = None) -> Code:
         if "BLOCK_TOKENS" in module.__dict__:
             module.__dict__["BLOCK_TOKENS"] = block
     modules["demand"].__dict__["OPEN_END_TOKENS"] = OPEN_END_BLOCKS * block
-    modules["unread"].__dict__["PATIENCE"] = 1  # requests are short here
     return Code(
         block,
         modules["arena"].Arena,

@@ -35,7 +35,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
             owners.setdefault(table.sink, []).append(table.floor)
         for index, block in enumerate(table.blocks):
             require(block.rung != SINK, "a sink stands among the blocks")
-            settled = index < table.num_settled and table.num_lifts == tables.num_lifts
+            settled = index < table.num_settled and table.floor_epoch == tables.floor_epoch
             require(not settled or block.rung >= block.floor, "a block is forgotten as settled")
             owners.setdefault(block, []).append(table.floor)
     cached: dict[Any, int] = {}

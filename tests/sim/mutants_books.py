@@ -109,14 +109,14 @@ BOOKS = (
     Patch(
         "a floor outlives who asked for it",
         "table",
-        "        block.floor = floor\n        self.num_lifts",
-        "        self.num_lifts",
+        "        block.floor = floor\n        self.floor_epoch",
+        "        self.floor_epoch",
     ),
     Patch(
         "settled blocks are not looked at again when a floor is lifted",
         "table",
-        "            table.num_settled, table.num_lifts = 0, self.num_lifts\n",
-        "            table.num_lifts = self.num_lifts\n",
+        "            table.num_settled, table.floor_epoch = 0, self.floor_epoch\n",
+        "            table.floor_epoch = self.floor_epoch\n",
     ),
     Patch(
         "an old slot is freed within its wave",

@@ -24,30 +24,6 @@ CORE = (
         "                pass\n",
     ),
     Patch(
-        "tokens that end a request are not looked at",
-        "unread",
-        "not self._ends.isdisjoint(result.token_ids)",
-        "False",
-    ),
-    Patch(
-        "the last token of a request is not looked at",
-        "unread",
-        "len(self._times) >= self._num_steps or",
-        "not self._num_steps or",
-    ),
-    Patch(
-        "recovery forgets the times of unread tokens",
-        "core",
-        "        self._unread.note_times()\n",
-        "",
-    ),
-    Patch(
-        "an abort leaves tokens unread",
-        "core",
-        "        self._catch_up()\n        submission.make_completions()",
-        "        submission.make_completions()",
-    ),
-    Patch(
         "recovery reports no end",
         "core",
         "        elif submission.finished:\n            self._report(submission)\n",

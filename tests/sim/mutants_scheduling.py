@@ -77,18 +77,6 @@ SCHEDULING = (
         "            if True:\n",
     ),
     Patch(
-        "requests that left are thought to be there",
-        "queue",
-        "        del self._requests[index]\n        self.members = object()\n",
-        "        del self._requests[index]\n",
-    ),
-    Patch(
-        "requests that wait for a token are thought to go on",
-        "scheduler",
-        "self.running.members if len(items) == len(self.running) else None",
-        "self.running.members",
-    ),
-    Patch(
         "who lacks a block is asked once for all",
         "pressure",
         "        self.forget()\n        self._lacking = None\n",
@@ -197,7 +185,7 @@ SCHEDULING = (
     Patch(
         "blocks a preempted request had are filed",
         "scheduler",
-        "        if request.files_at <= item.end <= request.num_computed_tokens:  # it was not preempted meanwhile\n",
+        "        if request.next_cacheable_at <= item.end <= request.num_computed_tokens:  # not preempted since\n",
         "        if True:\n",
     ),
     Patch(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.device.cohort import Cohort
 from qkv_engine.device.runner import StepResult
+from qkv_engine.device.steady_batch import SteadyBatch
 
 from .spy import require
 
@@ -34,16 +34,6 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
             simulation.about_to_emit(request)
             super().append_token(request, token_id)
             simulation.emitted(request, token_id)
-
-        def append_tokens(self, known: Any, token_ids: Any) -> None:
-            """One by one, so that it may break off between any two."""
-            requests = {id(request.token_ids): request for request in self.requests.values()}
-            for tokens, token_id in zip(known, token_ids, strict=True):
-                request = requests[id(tokens)]
-                simulation.about_to_emit(request)
-                super().append_tokens([tokens], [token_id])
-                simulation.emitted(request, token_id)
-                simulation.counts["unread"] += 1
 
         def finish(self, request: Any, reason: Any, *, error: Any = None) -> None:
             blocks = simulation.blocks_of(request)
@@ -89,7 +79,7 @@ class SimulatedRunner:
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
         self.cache = SimulatedCache(simulation)
-        self._cohort: Cohort | None = None  # of the step launched last
+        self._steady: SteadyBatch | None = None  # of the step launched last
         self._items: list[Any] = []  # its own
 
     def check_device(self) -> None:
@@ -98,27 +88,27 @@ class SimulatedRunner:
     def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids
-        cohort, self._cohort = self._cohort, None  # a step that breaks off here is followed by nobody
+        steady, self._steady = self._steady, None  # a step that breaks off here is followed by nobody
         found, error = self.simulation.compute(batch)
-        self._cohort = cohort
+        self._steady = self._follow(steady, batch, rows)
         token_ids = [token and token.token_id for _, token in found]
         special = {i: token for i, (_, token) in enumerate(found) if token is not None and token.error is not None}
         return Later(
-            StepResult(batch.items, token_ids, special, {}, self._lasting_cohort(batch, rows)),
+            StepResult(batch.items, token_ids, special, {}),
             error,
             told=None if error is None else self.simulation.run_again,
         )
 
-    def _lasting_cohort(self, batch: Any, rows: Mapping[Any, Any]) -> Cohort | None:
-        """The cohort of a step that goes on with it."""
+    def _follow(self, steady: SteadyBatch | None, batch: Any, rows: Mapping[Any, Any]) -> SteadyBatch:
+        """The steady batch of this step; one that continues is what it would be if it were made anew."""
         before, self._items = self._items, batch.items
-        if self._cohort is not None and self._cohort.goes_on(batch):
-            for old, new in zip(before, batch.items, strict=True):
-                require(new.request is old.request and new.start == old.end, "a step goes on with others")
-                require(old.samples and new.samples and new.num_tokens == 1, "a step goes on with other tokens")
-            return self._cohort
-        self._cohort = Cohort(batch, rows)
-        return None
+        made = SteadyBatch(batch.items, rows)
+        if steady is None or not steady.continues(batch.items):
+            return made
+        for old, new in zip(before, batch.items, strict=True):
+            require(old.samples and new.samples and new.num_tokens == 1, "a step goes on with other tokens")
+        require(vars(steady) == vars(made), "a step goes on with others")
+        return steady
 
     def run(self, batch: Any, rows: Mapping[Any, Any]) -> StepResult:
         found: StepResult = self.launch(batch, rows).wait()

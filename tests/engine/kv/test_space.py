@@ -155,4 +155,4 @@ def test_aged_are_those_with_a_block_past_the_window_at_every_token(seed: int):
             assert space.demote([(block, block.rung + 1)])
         if step == 2 * BLOCK:
             space.release(running.pop())
-    assert found > 20 and space.tables.num_lifts
+    assert found > 20 and space.tables.floor_epoch

@@ -136,13 +136,13 @@ def test_ages_count_from_the_recent_window_and_settled_blocks_are_left_out():
     assert list(tables.unsettled("a", num_computed)) == [
         (block, 3 * BLOCK - 100 - (i + 1) * BLOCK) for i, block in enumerate(blocks)
     ]
-    assert tables.ages_at("a") == 32 + BLOCK + 100
+    assert tables.next_demotable_at("a") == 32 + BLOCK + 100
     tables.demote([(blocks[0], 2)])
     assert [block for block, _ in tables.unsettled("a", num_computed)] == blocks[1:]
     assert tables["a"].num_settled == 1
-    assert tables.ages_at("a") == 32 + 2 * BLOCK + 100 <= num_computed
+    assert tables.next_demotable_at("a") == 32 + 2 * BLOCK + 100 <= num_computed
     tables.demote([(blocks[1], 2)])
-    assert tables.ages_at("a") > num_computed and tables["a"].num_settled == 2
+    assert tables.next_demotable_at("a") > num_computed and tables["a"].num_settled == 2
 
 
 def test_the_floor_of_a_shared_block_is_that_of_those_who_hold_it():

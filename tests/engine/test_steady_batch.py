@@ -1,4 +1,4 @@
-"""Steps that go on with the same requests: what they do not find out again is what they would have found."""
+"""Facts of a batch that decode steps with the same requests take over: they are those of steps made from nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine.device.cohort import Cohort
 from qkv_engine.device.gpu_steps import GpuSteps
+from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampling.sampler import SampleRow
-from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+from qkv_engine.scheduler import ScheduledRequest
 from qkv_engine.serving.submission import Submission
 
 from .kv.test_device_tables import check
@@ -35,43 +35,61 @@ def step(requests: list[Request], start: int, num_tokens: int = 1) -> list[Sched
     return items
 
 
-def cohort_of(items: list[ScheduledRequest], members: object | None = None) -> Cohort:
+def steady_batch(items: list[ScheduledRequest]) -> SteadyBatch:
     rows = {i.request: SampleRow(i.request.params, 0, i.request.token_ids, 3) for i in items}
-    return Cohort(ScheduledBatch(items, members=members), rows)
+    return SteadyBatch(items, rows)
 
 
-def test_a_cohort_goes_on_with_the_next_tokens_of_the_same_requests_alone():
-    requests, members = requests_of(3), object()
-    cohort = cohort_of(step(requests, 2), members)
-    assert cohort.is_decode and cohort.is_plain and cohort.sampling == [0, 1, 2]
-    assert cohort.goes_on(ScheduledBatch(step(requests, 3), members=members))
-    assert not cohort.goes_on(ScheduledBatch(step(requests[:2], 4), members=object()))
-    assert not cohort.goes_on(ScheduledBatch(step(requests[:2], 5)))
-    unknown = cohort_of(step(requests_of(3), 0, 2))  # chunks
-    assert not unknown.goes_on(ScheduledBatch(step(requests, 6), members=members))
-    assert not unknown.goes_on(ScheduledBatch(step(requests, 7)))
+def test_the_next_tokens_of_the_same_requests_continue_a_batch():
+    requests = requests_of(3)
+    batch = steady_batch(step(requests, 2))
+    assert batch.is_decode and batch.is_plain and batch.sampling == [0, 1, 2]
+    assert batch.continues(step(requests, 3)) and batch.continues(step(requests, 4))
+
+
+@pytest.mark.parametrize("others", ["fewer", "more", "another order", "other requests", "the same step", "one further"])
+def test_other_requests_or_positions_continue_nothing(others: str):
+    requests = requests_of(4)
+    batch = steady_batch(step(requests[:3], 2))
+    items = {
+        "fewer": lambda: step(requests[:2], 3),
+        "more": lambda: step(requests, 3),
+        "another order": lambda: step(requests[2::-1], 3),
+        "other requests": lambda: step(requests_of(3), 3),
+        "the same step": lambda: step(requests[:3], 2),
+        "one further": lambda: [*step(requests[:2], 3), *step(requests[2:3], 4)],
+    }[others]()
+    assert not batch.continues(items)
+
+
+def test_nothing_continues_prompts():
+    requests = requests_of(2)
+    chunks = steady_batch(step(requests, 0, 2))
+    assert not chunks.is_decode and not chunks.continues(step(requests, 2))
+    unsampled = steady_batch(step(requests, 1))  # the prompt's second token of three: the third is not sampled
+    assert unsampled.is_decode and not unsampled.sampling and not unsampled.continues(step(requests, 2))
 
 
 def test_a_step_that_wants_more_than_tokens_is_no_decode():
-    asking, members = requests_of(2, prompt_logprobs=1), object()
-    cohort = cohort_of(step(asking, 1), members)
-    assert not cohort.is_decode and not cohort.goes_on(ScheduledBatch(step(asking, 2), members=members))
-    assert cohort_of(step(asking, 3)).is_decode
+    asking = requests_of(2, prompt_logprobs=1)
+    batch = steady_batch(step(asking, 1))
+    assert not batch.is_decode and not batch.continues(step(asking, 2))
+    assert steady_batch(step(asking, 3)).is_decode
 
 
 def test_rows_are_told_how_many_tokens_are_in_flight():
     [request] = requests_of(1, logprobs=1)
-    items, members = step([request], 2), object()
-    cohort = cohort_of(items, members)
-    cohort.note_positions(items)
-    assert cohort.states[0].position == 0 and not cohort.is_plain
+    items = step([request], 2)
+    batch = steady_batch(items)
+    batch.note_positions(items)
+    assert batch.states[0].position == 0 and not batch.is_plain
     items = step([request], 3)
-    assert cohort.goes_on(ScheduledBatch(items, members=members))
-    cohort.note_positions(items)
-    assert (cohort.states[0].num_in_flight, cohort.states[0].position) == (1, 1)
+    assert batch.continues(items)
+    batch.note_positions(items)
+    assert (batch.states[0].num_in_flight, batch.states[0].position) == (1, 1)
     request.token_ids.append(7)
-    cohort.note_positions(items)
-    assert (cohort.states[0].num_in_flight, cohort.states[0].position) == (0, 1)
+    batch.note_positions(items)
+    assert (batch.states[0].num_in_flight, batch.states[0].position) == (0, 1)
 
 
 class NextToken:
@@ -122,14 +140,14 @@ def answers(memory: str) -> list[list[Any]]:
 def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
-    goes_on, found = Cohort.goes_on, list[bool]()
+    continues, found = SteadyBatch.continues, list[bool]()
 
-    def noted(cohort: Cohort, batch: ScheduledBatch) -> bool:
-        found.append(goes_on(cohort, batch))
+    def noted(batch: SteadyBatch, items: list[ScheduledRequest]) -> bool:
+        found.append(continues(batch, items))
         return found[-1]
 
-    monkeypatch.setattr(Cohort, "goes_on", noted)
+    monkeypatch.setattr(SteadyBatch, "continues", noted)
     mine = answers(memory)
     assert sum(found) > 100
-    monkeypatch.setattr(Cohort, "goes_on", lambda *args: False)
+    monkeypatch.setattr(SteadyBatch, "continues", lambda *args: False)
     assert mine == answers(memory)

@@ -1,0 +1,59 @@
+"""The facts about a batch that hold for as long as the same requests decode together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qkv_engine.scheduler import ScheduledRequest
+
+from ..request import Request
+from ..sampling.sample_row import SampleRow
+
+
+class SteadyBatch:
+    """A step's requests, in order, and how they are sampled: computed once for all decode steps in a row with them.
+
+    ``sampling`` are the indices of the items that sample a token, ``states`` their rows. ``is_plain`` says that greedy
+    tokens are all that is asked for; ``is_decode`` that the step is made of single tokens alone, and that nothing but
+    the next ones is wanted.
+    """
+
+    def __init__(self, items: Sequence[ScheduledRequest], rows: Mapping[Request, SampleRow]):
+        self.sampling = [i for i, item in enumerate(items) if item.samples]
+        self.states = [rows[items[i].request] for i in self.sampling]
+        self.is_plain = False not in [state.is_plain for state in self.states]
+        self.is_decode = _is_decode(items)
+        self._requests = [item.request for item in items]
+        self._ends = [item.end for item in items]
+
+    def continues(self, items: Sequence[ScheduledRequest]) -> bool:
+        """Moves on to ``items`` if they are the tokens that the step before sampled, for the same requests in order.
+
+        Otherwise returns ``False``, and the batch is of no use any more.
+        """
+        if not self.is_decode or len(self.sampling) < len(self._requests):
+            return False
+        if [item.request for item in items] != self._requests or [item.start for item in items] != self._ends:
+            return False
+        self._ends = [item.end for item in items]
+        return True
+
+    def note_positions(self, items: Sequence[ScheduledRequest]) -> None:
+        """Tells rows whose edits or draws depend on it how many tokens before the next one are in flight."""
+        if self.is_plain:
+            return
+        for i, state in zip(self.sampling, self.states, strict=True):
+            if not state.is_plain:
+                state.num_in_flight = items[i].end - len(state.token_ids)
+
+
+def prompt_targets(item: ScheduledRequest) -> list[int]:
+    """The prompt tokens that follow an item's."""
+    return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
+
+
+def _is_decode(items: Sequence[ScheduledRequest]) -> bool:
+    """Whether a step is made of single tokens, which come first, and nothing but the next ones is wanted of it."""
+    if items[-1].num_tokens > 1:
+        return False
+    return not any(item.request.params.prompt_logprobs is not None and prompt_targets(item) for item in items)
