@@ -138,7 +138,7 @@ class Family:
 
     name: str
     formats: Callable[[torch.dtype], Mapping[str, Format]]
-    check_step: Callable[[Side, Side], None]
+    check_step: Callable[[Side, Any], None]
     quantize: Callable[[Tensor, Any], SideBytes]
     dequantize: Callable[[SideBytes, Any], Tensor]
     demote: Callable[[SideBytes, Any, Any], SideBytes]

@@ -121,10 +121,9 @@ def meta_tile(rows: SideBytes, side: UniformSide) -> Tensor:
     outer, start = (words.stride(0), side.head_meta_nbytes // 2), words.storage_offset()
     across, num_groups = side.across, side.num_groups
     if side.axis == "channel":
-        shape, steps = (2, *heads, num_groups, across), (num_groups * across, *outer, across, 1)
-        return words.as_strided(shape, steps, start)
-    tile, steps = (2, *heads, num_groups, TILES, across // TILES), (1, *outer, 2 * across, 2, 2 * TILES)
-    return words.as_strided(tile, steps, start)
+        return words.as_strided((2, *heads, num_groups, across), (num_groups * across, *outer, across, 1), start)
+    lanes = across // TILES
+    return words.as_strided((2, *heads, num_groups, TILES, lanes), (1, *outer, 2 * across, 2, 2 * TILES), start)
 
 
 def read_meta(rows: SideBytes, side: UniformSide) -> Tensor:
