@@ -152,6 +152,15 @@ def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch):
         assert printed[:2] == ["4042", "5 11 23 99"]
 
 
+def test_quotes_are_those_of_the_files():
+    """A Python block that begins with a path is a part of that file."""
+    quotes = [code for code in _snippets(ROOT / "docs/adding_a_format.md") if code.startswith("# tests/")]
+    assert len(quotes) >= 5
+    for quote in quotes:
+        path, code = quote.removeprefix("# ").split("\n", 1)
+        assert code in (ROOT / path).read_text(), path
+
+
 def test_readme_counts_lines():
     """Within a tenth: the figures are round."""
     core, kernels = re.search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..formats import BlockLayout
-from ..formats.dense import DenseSide, elements
+from ..formats.dense import elements
 from ..formats.rows import even_runs, run_rows
 
 
@@ -14,7 +14,7 @@ def seal_cpu(
 ) -> None:
     """See ``seal``."""
     steps = source.steps(target).items()
-    runs = [(old, new, run) for (old, new), some in steps if isinstance(old, DenseSide) for run in even_runs(some)]
+    runs = [(old, new, run) for (old, new), some in steps if old.dense_dtype is not None for run in even_runs(some)]
     for index, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for old, new, run in runs:
             rows, out = run_rows(memory, a, b, run, old, new)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockLayout
-from ..formats.dense import DenseSide, elements
+from ..formats.dense import elements
 from ..formats.rows import run_rows
 
 
@@ -15,7 +15,7 @@ def seal_reference(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout
     finite = torch.ones(len(src), dtype=torch.int64)
     for block, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for (old, new), steps in source.steps(target).items():
-            if not isinstance(old, DenseSide):
+            if old.dense_dtype is None:
                 continue
             for step in steps:
                 rows, out = run_rows(memory, a, b, [step], old, new)

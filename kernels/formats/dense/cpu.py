@@ -9,10 +9,11 @@ from ..family import Side, SideBytes, plain_cpu_ops
 from .layout import DenseSide
 
 
-def elements(rows: SideBytes, side: DenseSide) -> Tensor:
-    """Elements [n, H, T, D] in the side's dtype, a view."""
-    shape = side.shape
-    return rows.codes.view(side.dtype).view(-1, shape.num_kv_heads, shape.num_tokens, shape.head_dim)
+def elements(rows: SideBytes, side: Side) -> Tensor:
+    """Elements [n, H, T, D] of a dense side in its dtype, a view."""
+    shape, dtype = side.shape, side.dense_dtype
+    assert dtype is not None, "codes have no elements"
+    return rows.codes.view(dtype).view(-1, shape.num_kv_heads, shape.num_tokens, shape.head_dim)
 
 
 def quantize(x: Tensor, side: DenseSide) -> SideBytes:

@@ -30,16 +30,27 @@ def _store_set(
     COLUMNS: tl.constexpr = D // 2 if WIDTH == 1 else D
     shift = tl.arange(0, PLANES) * WIDTH
     b_bytes = tl.sum(tl.reshape(b_codes, (PLANES, LANES, TILE_D)) << shift[:, None, None], 0)
-    o_lane = tl.arange(0, LANES)
-    o_d = tl.arange(0, TILE_D)
-    if WIDTH == 1:  # the second half of the channels goes into the high nibbles of the first
-        o_other = tl.minimum(o_d + COLUMNS, TILE_D - 1)
-        b_bytes |= tl.gather(b_bytes, tl.broadcast_to(o_other[None, :], (LANES, TILE_D)), 1) << 4
+    if WIDTH == 1:
+        b_bytes = _fold_halves(b_bytes, LANES, COLUMNS, TILE_D)
     b_bytes = b_bytes.to(tl.uint8)
+    o_lane = tl.arange(0, LANES)
+    o_d = tl.arange(0, b_bytes.shape[1])
     if IS_K:
         tl.store(p_codes + o_lane[:, None] * COLUMNS + o_d[None, :], b_bytes, mask=o_d[None, :] < COLUMNS)
     else:
         tl.store(p_codes + o_d[:, None] * LANES + o_lane[None, :], tl.trans(b_bytes), mask=o_d[:, None] < COLUMNS)
+
+
+@triton.jit
+def _fold_halves(b_nibbles, LANES: tl.constexpr, COLUMNS: tl.constexpr, TILE_D: tl.constexpr):
+    """The second half of the channels goes into the high nibbles of the first."""
+    if 2 * COLUMNS == TILE_D:
+        shift = tl.arange(0, 2) * 4
+        b_bytes = tl.sum(tl.reshape(b_nibbles, (LANES, 2, COLUMNS)) << shift[None, :, None], 1)
+    else:
+        o_other = tl.minimum(tl.arange(0, TILE_D) + COLUMNS, TILE_D - 1)
+        b_bytes = b_nibbles | tl.gather(b_nibbles, tl.broadcast_to(o_other[None, :], (LANES, TILE_D)), 1) << 4
+    return b_bytes
 
 
 @triton.jit

@@ -75,22 +75,36 @@ def _shrink_bytes(b_codes, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr):
 def _keep_one_bit(
     p_from, p_to, FROM_BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
 ):
-    """Bit 4 h + j of a byte is token tile j of channel half h: its code's upper half, whichever width it has.
+    """Bit 4 h + j of a byte is token tile j of channel half h: its code's highest bit, whichever width it has.
 
-    X_8 >= 128, X_4 >= 8 and X_2 >= 2 say the same, since demotion does not depend on the steps taken.
+    X_8 >= 128, X_4 >= 8 and X_2 >= 2 say the same, since demotion does not depend on the steps taken. ``WORD`` bytes
+    at a time: neighbouring channels of K, neighbouring lanes of V.
     """
+    WORD: tl.constexpr = 4 if D % 8 == 0 else 1
+    ONES: tl.constexpr = 0x01010101 if WORD == 4 else 1
     LANES: tl.constexpr = T // 4
     FROM_LANES: tl.constexpr = T * FROM_BITS // 8
-    o_lane = tl.arange(0, LANES)[:, None]
-    o_d = tl.arange(0, TILE_D)[None, :]
-    m_d = o_d < D // 2
-    b_bits = tl.zeros([LANES, TILE_D], tl.int32)
+    dtype: tl.constexpr = tl.int32 if WORD == 4 else tl.uint8
+    p_from, p_to = p_from.to(tl.pointer_type(dtype)), p_to.to(tl.pointer_type(dtype))
+    if IS_K:
+        o_row, o_word = tl.arange(0, LANES)[:, None], tl.arange(0, TILE_D // WORD)[None, :]
+        m_word = o_word < D // 2 // WORD
+        o_to = o_row * (D // 2 // WORD) + o_word
+        o_from = o_row * (D // WORD) + o_word
+        HALF: tl.constexpr = D // 2 // WORD  # words to the other half of the channels, and to the next token tile
+        TILE: tl.constexpr = LANES * D // WORD
+    else:
+        o_row, o_word = tl.arange(0, TILE_D)[:, None], tl.arange(0, LANES // WORD)[None, :]
+        m_word = o_row < D // 2
+        o_to = o_row * (LANES // WORD) + o_word
+        o_from = o_row * (FROM_LANES // WORD) + o_word
+        HALF: tl.constexpr = D // 2 * FROM_LANES // WORD
+        TILE: tl.constexpr = LANES // WORD
+    b_bits = tl.zeros_like(o_from)
     for h in tl.static_range(2):
-        o_channel = o_d + h * (D // 2)
         for j in tl.static_range(4):
-            o_from = o_lane + j * LANES % FROM_LANES
-            o_from = o_from * D + o_channel if IS_K else o_channel * FROM_LANES + o_from
-            b_codes = tl.load(p_from + o_from, mask=m_d, other=0).to(tl.int32)
-            b_bits |= (b_codes >> (j * LANES // FROM_LANES + 1) * FROM_BITS - 1 & 1) << 4 * h + j
-    o_to = o_lane * (D // 2) + o_d if IS_K else o_d * LANES + o_lane
-    tl.store(p_to + o_to, b_bits.to(tl.uint8), mask=m_d)
+            PLANE: tl.constexpr = j * LANES // FROM_LANES
+            p_tile = p_from + h * HALF + (j - PLANE * FROM_LANES // LANES) * TILE
+            b_codes = tl.load(p_tile + o_from, mask=m_word, other=0).to(tl.int32)
+            b_bits |= ((b_codes >> (PLANE + 1) * FROM_BITS - 1) & ONES) << 4 * h + j
+    tl.store(p_to + o_to, b_bits.to(dtype), mask=m_word)

@@ -122,8 +122,8 @@ def meta_tile(rows: SideBytes, side: UniformSide) -> Tensor:
     across, num_groups = side.across, side.num_groups
     if side.axis == "channel":
         return words.as_strided((2, *heads, num_groups, across), (num_groups * across, *outer, across, 1), start)
-    tile = (2, *heads, num_groups, TILES, across // TILES)
-    return words.as_strided(tile, (1, *outer, 2 * across, 2, 2 * TILES), start)
+    lanes = across // TILES
+    return words.as_strided((2, *heads, num_groups, TILES, lanes), (1, *outer, 2 * across, 2, 2 * TILES), start)
 
 
 def read_meta(rows: SideBytes, side: UniformSide) -> Tensor:
