@@ -22,9 +22,9 @@ from .integer_codes import (
     split_tiles,
     split_weights,
     take_bits,
-    take_bits_scaled,
     take_joined,
     tile_lanes,
+    zero_value,
 )
 from .layout import TILES as MAX_TILES
 from .layout import UniformSide
@@ -84,15 +84,11 @@ def count(items):
 
 
 @triton.constexpr_function
-def center(side):
-    """What ``take_bits`` takes off the codes, in ranges."""
-    return 128.0 / 255.0 if side.BITS == 8 else 0.0
-
-
-@triton.constexpr_function
-def field_unit(bits, shift):
-    """1 / the factor that codes of ``take_bits_scaled`` come with."""
-    return 2.0**-shift if shift + bits < 8 else 1.0
+def field_place(bits, shift):
+    """The bit at which K's codes of a tile are left, those of 3 bits with the least shifts; they must fit an int8."""
+    if bits == 3:
+        return (0, 2, 4, 1)[shift // 2]
+    return shift if bits == 2 and shift < 6 else 0
 
 
 @triton.jit
@@ -154,7 +150,8 @@ def load_value_bytes(p_bytes, LANES: tl.constexpr, ROWS: tl.constexpr, CHANNELS:
 
 @triton.jit
 def key_tile(
-    b_digits,
+    digits,
+    b_unit,
     p_codes,
     J: tl.constexpr,
     K: tl.constexpr,
@@ -163,28 +160,26 @@ def key_tile(
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Scores [ROWS, BLOCK_G] of token tile J in fixed-point units; ``b_digits``: q's digits of each channel part."""
+    """Codes of token tile J times q in ``b_unit`` [BLOCK_G]: [ROWS, BLOCK_G]; ``digits``: q's, of each channel part."""
     ROWS: tl.constexpr = T // TILES
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
     SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
     SHIFT: tl.constexpr = J // SETS * WIDTH
     HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
+    TO: tl.constexpr = field_place(K.BITS, SHIFT)
     b_s = tl.zeros([ROWS, 2 * BLOCK_G], tl.int32)
     for i in tl.static_range(count(PARTS)):
         if K.BITS == 1:
-            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1)
+            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1, TO)
         else:
             b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
             if K.BITS == 3:
-                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J)
+                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J, TO)
             else:
-                b_c = take_bits_scaled(b_w, SHIFT, WIDTH)
-        b_s = tl.dot(b_c, b_digits[i], b_s, out_dtype=tl.int32)
-    b_s = join8(b_s, ROWS, BLOCK_G)
-    if K.BITS % 2 == 0 and field_unit(WIDTH, SHIFT) != 1.0:
-        b_s *= field_unit(WIDTH, SHIFT)
-    return b_s
+                b_c = take_bits(b_w, SHIFT, WIDTH, TO)
+        b_s = tl.dot(b_c, digits[i], b_s, out_dtype=tl.int32)
+    return join8(b_s, ROWS, BLOCK_G) * (b_unit * 2.0**-TO)[None, :]
 
 
 @triton.jit
@@ -228,8 +223,8 @@ def group_query(query, b_fix, p_meta, GROUP: tl.constexpr, K: tl.constexpr, D: t
     for i in tl.static_range(count(PARTS)):
         b_low = load_part(p_lows, i * (D // 2), PARTS[i])
         b_range = load_part(p_lows + K.GROUPS * D, i * (D // 2), PARTS[i])
-        b_bias += tl.sum(query[i] * (b_low + b_range * center(K))[:, None], 0)
-        scaled += (split_rows(query[i] * b_range[:, None] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+        b_bias += tl.sum(query[i] * zero_value(b_low, b_range, K.BITS)[:, None], 0)
+        scaled += (split_rows(query[i] * b_fix[None, :] * b_range[:, None], block_of(PARTS[i]), BLOCK_G),)
     return scaled, b_bias
 
 
@@ -253,8 +248,8 @@ def channel_scores(
     for j in tl.static_range(TILES):
         if j * ROWS % K.GROUP == 0:
             scaled, b_bias = group_query(query, b_fix, p_meta + i_h * K.META, j * ROWS // K.GROUP, K, D, BLOCK_G)
-        b_s = key_tile(scaled, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G)
-        tiles += (b_s * b_unit[None, :] + b_bias[None, :],)
+        b_s = key_tile(scaled, b_unit, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G)
+        tiles += (b_s + b_bias[None, :],)
     return join_tiles(tiles, TILES, ROWS, BLOCK_G)
 
 
@@ -276,10 +271,10 @@ def token_scores(
     b_low, b_range = load_token_meta(p_meta + i_h * K.META, 0, TILES, T)
     tiles: tl.tuple = ()
     for j in tl.static_range(TILES):
-        tiles += (key_tile(query, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G),)
+        tiles += (key_tile(query, b_unit, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G),)
     b_s = join_tiles(tiles, TILES, T // TILES, BLOCK_G)
-    b_s = b_s * b_unit[None, :, None] * b_range[:, None, :]
-    return b_s + (b_low + b_range * center(K))[:, None, :] * b_sum[None, :, None]
+    b_low = zero_value(b_low, b_range, K.BITS)
+    return b_s * b_range[:, None, :] + b_low[:, None, :] * b_sum[None, :, None]
 
 
 @triton.jit
@@ -303,10 +298,10 @@ def value_codes(
     if V.BITS % 2:
         b_high = load_value_bytes(p_codes + HIGH + FIRST % (D // 2) * (T // 4), T // 4, ROWS, CHANNELS)
     if V.BITS == 1:
-        b_c = take_bits(b_high, BIT, 1)
+        b_c = take_bits(b_high, BIT, 1, 0)
     else:
         b_w = load_value_bytes(p_codes + FIRST * LANES + J % SETS * ROWS, LANES, ROWS, CHANNELS)
-        b_c = take_joined(b_w, b_high, J * 2, BIT) if V.BITS == 3 else take_bits(b_w, J // SETS * WIDTH, WIDTH)
+        b_c = take_joined(b_w, b_high, J * 2, BIT, 0) if V.BITS == 3 else take_bits(b_w, J // SETS * WIDTH, WIDTH, 0)
     return b_c
 
 
@@ -342,7 +337,7 @@ def group_weights(
 ):
     """For a group of V's channels: (p . min [ROWS, BLOCK_G], digits of p * range of each token tile)."""
     b_low, b_range = load_token_meta(p_meta, GROUP, TILES, T)
-    b_mean = tl.sum(b_p * (b_low + b_range * center(V))[:, None, :], 2)
+    b_mean = tl.sum(b_p * zero_value(b_low, b_range, V.BITS)[:, None, :], 2)
     tiles = split_tiles(b_p * (b_range * b_fix)[:, None, :], TILES, T // TILES, BLOCK_G)
     weights: tl.tuple = ()
     for j in tl.static_range(TILES):

@@ -7,66 +7,53 @@ USE_ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter ha
 
 
 @triton.constexpr_function
-def field_asm(shift, bits):
-    """PTX: ``bits`` bits from ``shift`` on of each of four bytes."""
-    mask = (2**bits - 1) * 0x01010101
-    return f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 $0, t, {mask:#x}; }}"
+def moved_field(name, source, shift, bits, to):
+    """PTX: ``bits`` bits from ``shift`` on of each byte of ``source``, at bit ``to`` of register ``name``."""
+    move = f"shr.u32 {name}, {source}, {shift - to}" if shift > to else f"shl.b32 {name}, {source}, {to - shift}"
+    return f"{move}; and.b32 {name}, {name}, {(2**bits - 1 << to) * 0x01010101:#x};"
 
 
 @triton.constexpr_function
-def masked_asm(shift, bits):
-    """PTX: the same bits where they lie."""
-    return f"and.b32 $0, $1, {(2**bits - 1 << shift) * 0x01010101:#x};"
+def field_asm(shift, bits, to):
+    """PTX: ``bits`` bits from ``shift`` on of each of four bytes, at bit ``to``."""
+    return f"{{ .reg .b32 t; {moved_field('t', '$1', shift, bits, to)} mov.b32 $0, t; }}"
 
 
 @triton.constexpr_function
-def joined_asm(shift, bit):
-    """PTX: two bits from ``shift`` on of four bytes, above them bit ``bit`` of four others."""
-    move = f"shr.u32 u, $2, {bit - 2}" if bit > 2 else f"shl.b32 u, $2, {2 - bit}"
-    low = f"shr.u32 t, $1, {shift}; and.b32 t, t, 0x03030303;"
-    return f"{{ .reg .b32 t, u; {low} {move}; and.b32 u, u, 0x04040404; or.b32 $0, t, u; }}"
-
-
-@triton.constexpr_function
-def is_positive(shift, bits):
-    """Whether a bit field is a positive int8 where it lies."""
-    return shift + bits < 8
+def joined_asm(shift, bit, to):
+    """PTX: two bits from ``shift`` on of four bytes, above them bit ``bit`` of four others; at bit ``to``."""
+    low, high = moved_field("t", "$1", shift, 2, to), moved_field("u", "$2", bit, 1, to + 2)
+    return f"{{ .reg .b32 t, u; {low} {high} or.b32 $0, t, u; }}"
 
 
 @triton.jit
-def take_bits(b_w, SHIFT: tl.constexpr, BITS: tl.constexpr):
-    """``BITS`` bits of bytes from ``SHIFT`` on as int8; of 8 bits, code - 128."""
+def take_bits(b_w, SHIFT: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr):
+    """``BITS`` bits of bytes from ``SHIFT`` on as int8 times ``2^TO``; of 8 bits, code - 128."""
     if BITS == 8:
         b_c = (b_w ^ 0x80).to(tl.int8, bitcast=True)
     elif USE_ASM:
-        b_c = tl.inline_asm_elementwise(field_asm(SHIFT, BITS), "=r,r", [b_w], dtype=tl.int8, is_pure=True, pack=4)
+        asm: tl.constexpr = field_asm(SHIFT, BITS, TO)
+        b_c = tl.inline_asm_elementwise(asm, "=r,r", [b_w], dtype=tl.int8, is_pure=True, pack=4)
     else:
-        b_c = ((b_w >> SHIFT) & (2**BITS - 1)).to(tl.int8)
+        b_c = (((b_w >> SHIFT) & (2**BITS - 1)) << TO).to(tl.int8)
     return b_c
 
 
 @triton.jit
-def take_bits_scaled(b_w, SHIFT: tl.constexpr, BITS: tl.constexpr):
-    """Like ``take_bits``, but fields come times ``2^SHIFT`` where that spares the shift (``is_positive``)."""
-    if not is_positive(SHIFT, BITS):
-        b_c = take_bits(b_w, SHIFT, BITS)
-    elif USE_ASM:
-        b_c = tl.inline_asm_elementwise(masked_asm(SHIFT, BITS), "=r,r", [b_w], dtype=tl.int8, is_pure=True, pack=4)
-    else:
-        b_c = (b_w & (2**BITS - 1 << SHIFT)).to(tl.int8)
-    return b_c
-
-
-@triton.jit
-def take_joined(b_low, b_high, SHIFT: tl.constexpr, BIT: tl.constexpr):
-    """3-bit codes as int8: two bits of ``b_low`` from ``SHIFT`` on, above them bit ``BIT`` of ``b_high``."""
+def take_joined(b_low, b_high, SHIFT: tl.constexpr, BIT: tl.constexpr, TO: tl.constexpr):
+    """3-bit codes as int8 times ``2^TO``: two bits of ``b_low`` from ``SHIFT`` on, then bit ``BIT`` of ``b_high``."""
     if USE_ASM:
-        b_c = tl.inline_asm_elementwise(
-            joined_asm(SHIFT, BIT), "=r,r,r", [b_low, b_high], dtype=tl.int8, is_pure=True, pack=4
-        )
+        asm: tl.constexpr = joined_asm(SHIFT, BIT, TO)
+        b_c = tl.inline_asm_elementwise(asm, "=r,r,r", [b_low, b_high], dtype=tl.int8, is_pure=True, pack=4)
     else:
-        b_c = (((b_low >> SHIFT) & 3) | (((b_high >> BIT) & 1) << 2)).to(tl.int8)
+        b_c = ((((b_low >> SHIFT) & 3) | (((b_high >> BIT) & 1) << 2)) << TO).to(tl.int8)
     return b_c
+
+
+@triton.jit
+def zero_value(b_low, b_range, BITS: tl.constexpr):
+    """The value of the code that ``take_bits`` gives as 0."""
+    return b_low + b_range * (128.0 / 255.0) if BITS == 8 else b_low
 
 
 @triton.jit
