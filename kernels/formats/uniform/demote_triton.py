@@ -86,20 +86,19 @@ def _keep_one_bit(
     FROM_LANES: tl.constexpr = T * FROM_BITS // 8
     dtype: tl.constexpr = tl.int32 if WORD == 4 else tl.uint8
     p_from, p_to = p_from.to(tl.pointer_type(dtype)), p_to.to(tl.pointer_type(dtype))
+    # Words to the other half of the channels, and to the next token tile.
+    HALF: tl.constexpr = D // 2 * (1 if IS_K else FROM_LANES) // WORD
+    TILE: tl.constexpr = LANES * (D if IS_K else 1) // WORD
     if IS_K:
         o_row, o_word = tl.arange(0, LANES)[:, None], tl.arange(0, TILE_D // WORD)[None, :]
         m_word = o_word < D // 2 // WORD
         o_to = o_row * (D // 2 // WORD) + o_word
         o_from = o_row * (D // WORD) + o_word
-        HALF: tl.constexpr = D // 2 // WORD  # words to the other half of the channels, and to the next token tile
-        TILE: tl.constexpr = LANES * D // WORD
     else:
         o_row, o_word = tl.arange(0, TILE_D)[:, None], tl.arange(0, LANES // WORD)[None, :]
         m_word = o_row < D // 2
         o_to = o_row * (LANES // WORD) + o_word
         o_from = o_row * (FROM_LANES // WORD) + o_word
-        HALF: tl.constexpr = D // 2 * FROM_LANES // WORD
-        TILE: tl.constexpr = LANES // WORD
     b_bits = tl.zeros_like(o_from)
     for h in tl.static_range(2):
         for j in tl.static_range(4):
