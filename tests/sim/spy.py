@@ -227,7 +227,10 @@ class SpySpace:
 
     def _is_last_resort(self, block: Any) -> bool:
         """Whether a block may step down alone: none that should rather, those in a recent window last, finds a slot."""
-        found = self._eligible(self._ranks(self.needy.params.tenant), even_recent=True)
+        ranks = self._ranks(self.needy.params.tenant)
+        if any(map(self._finds_slot, sorted(self._eligible(ranks))[: self._pressure.RELIEF_BLOCKS])):
+            return False
+        found = self._eligible(ranks, even_recent=True)
         found.sort(key=lambda e: (e.newness > 0, e))
         place = [e.key for e in found].index(id(block))
         return not any(map(self._finds_slot, found[:place]))
