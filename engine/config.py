@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
-MAX_RUNGS = 8  # of a ladder; each holds a slab of KV memory in reserve
+MAX_RUNGS = 16  # of a ladder; each that blocks stand on has a slab that is not full
 MAX_NAME_CHARS = 64  # of a ladder or a rung: they stand in tables and in every output
 MAX_SIZE = 2**62  # bytes; anything above is a slip of the pen and would not fit the kernels' int64 addresses
 
@@ -80,7 +80,7 @@ class KVConfig:
 
     Fields
         name: of the ladder, as tables show it.
-        rungs: 1 to 8 ``RungConfig``, most bits first.
+        rungs: 1 to 16 ``RungConfig``, most bits first.
         sink: first tokens of a request, which stay on the first rung for life: 0 or a power of two up to 128.
         recent: newest tokens of a request, which stay on the first rung until they are older; 0 to 1,048,576.
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.

@@ -30,6 +30,7 @@ from .kv.cache import MAX_SLAB_BLOCKS, KVCache
 from .kv.ladder import Ladder, build_ladder
 from .kv.prefix import PrefixCache
 from .kv.space import KVSpace
+from .kv.table import num_reserve_slabs
 from .request import SamplingParams
 from .serving.core import EngineCore
 from .text.tokenizer import Tokenizer
@@ -245,7 +246,7 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
     # One block more each: the scheduler admits a request only with one to spare for every running one.
     blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
     # Slabs that are no use to them: the reserve, and the rest of the one that sinks are in.
-    spare = MAX_SLAB_BLOCKS * (len(ladder.rungs) - 1 + bool(ladder.sink))
+    spare = MAX_SLAB_BLOCKS * (num_reserve_slabs(len(ladder.rungs)) + bool(ladder.sink))
     return (blocks + spare) * ladder.widest.block_nbytes + num_requests * ladder.sink_nbytes
 
 

@@ -11,6 +11,8 @@ from qkv_engine.request import Request
 from .queue import ArrivalQueue
 from .space import Block, KVSpace
 
+NEVER = 2**62  # tokens: newer than any block, of one whose holder pays for nobody
+
 
 class Candidate(NamedTuple):
     """A block that may step down, in the order in which blocks do: tuples compare field by field."""
@@ -79,10 +81,13 @@ class Coldest:
             heappush(self._heap, follower)
 
 
-def eligible(space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int]) -> list[Candidate]:
+def eligible(
+    space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int], *, even_recent: bool = False
+) -> list[Candidate]:
     """Blocks of the requests in ``ranks`` that may step down now, each once, in no order.
 
-    Of a shared block's owners the one to whom it is newest decides, and the one who pays last.
+    Of a shared block's owners the one to whom it is newest decides, and the one who pays last. With ``even_recent``
+    blocks in a recent window count too, unless they are on the widest rung.
     """
     found: dict[int, Candidate] = {}
     counts_all = len(ranks) == len(running) or _have_shared(space, ranks)
@@ -91,14 +96,14 @@ def eligible(space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int]
         for index, (block, age) in enumerate(space.unsettled(request)):
             twin = found.get(id(block))
             rank = max(payer or 0, twin.tenant if twin else 0)
-            newness = 1 if payer is None else -age
+            newness = NEVER if payer is None else -age
             if twin is None or newness > twin.newness:
                 found[id(block)] = Candidate(
                     rank, block.is_shared, block.rung, newness, request.arrival, index, block, request
                 )
             elif rank > twin.tenant:
                 found[id(block)] = twin._replace(tenant=rank)
-    return [candidate for candidate in found.values() if candidate.newness <= 0]
+    return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]
 
 
 def _have_shared(space: KVSpace, requests: Iterable[Request]) -> bool:

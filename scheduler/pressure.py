@@ -7,6 +7,8 @@ The oldest running request never gives way. Since every request fits alone on it
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
 
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.request import Request
@@ -56,7 +58,7 @@ class Pressure:
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
         while not self._reserve(request, num_tokens):
-            if not self._relieve(request):
+            if not self._relieve(request) and not self._step_down_any(request.params.tenant):
                 return False
         return True
 
@@ -112,24 +114,40 @@ class Pressure:
         """The ``number`` coldest blocks go down one rung; returns how many did."""
         # With quotas, who is over one changes with every block.
         if self._coldest is None or self._payer != tenant or self._has_quota:
-            self._coldest, self._payer = Coldest(self.space, self.running, self._ranks(tenant)), tenant
+            self._coldest, self._payer = self._find_coldest(tenant), tenant
         return self._demote([(candidate, candidate.rung + 1) for candidate in self._coldest.take(number)])
 
-    def _ranks(self, tenant: str | None) -> dict[Request, int]:
-        """Whose blocks may step down now, if ``tenant`` needs room, and who pays first.
+    def _step_down_any(self, tenant: str) -> bool:
+        """The coldest block that finds a slot goes down, if the coldest of all find none: the last thing to try.
+
+        So may blocks that a request shares, on a narrower rung already, although they lie in its recent window.
+        """
+        tried = set[tuple[int, int]]()
+        found = eligible(self.space, self.running, self._ranks(tenant, self.running), even_recent=True)
+        for candidate in sorted(found, key=lambda candidate: (candidate.newness > 0, candidate)):
+            steps = (candidate.rung, candidate.block.floor)
+            if steps not in tried and self._demote([(candidate, candidate.rung + 1)]):
+                return True
+            tried.add(steps)
+        return False
+
+    def _find_coldest(self, tenant: str | None) -> Coldest:
+        return Coldest(self.space, self.running, self._ranks(tenant, self.space.aged(self.running)))
+
+    def _ranks(self, tenant: str | None, requests: Iterable[Request]) -> dict[Request, int]:
+        """Whose blocks of ``requests`` may step down now, if ``tenant`` needs room, and who pays first.
 
         With quotas, tenants over theirs pay before one within it, who pays for nobody else.
         """
-        aged = self.space.aged(self.running)
         if not self._has_quota:
-            return {request: int(request.params.tenant != tenant) for request in aged}
+            return {request: int(request.params.tenant != tenant) for request in requests}
         usage: dict[str, int] = {}
         for request in self.running:
             name = request.params.tenant
             usage[name] = usage.get(name, 0) + self.space.nbytes(request)
         over = {name for name, nbytes in usage.items() if self.space.over_quota(nbytes)}
         ranks = {}
-        for request in aged:
+        for request in requests:
             name = request.params.tenant
             if name == tenant or name in over:
                 ranks[request] = int(name != tenant if tenant in over else name not in over)
@@ -140,15 +158,14 @@ class Pressure:
             return 0
         before = self.space.free_blocks()
         done = self.space.demote([(candidate.block, rung) for candidate, rung in chosen])
+        if any(candidate.block.rung != rung for candidate, rung in chosen):
+            self.forget()  # it took each block to go where it was sent
         if logger.isEnabledFor(logging.INFO):
-            self._explain(chosen[:done], before)
+            self._explain([candidate for candidate, _ in chosen], before)
         return done
 
-    def _explain(self, chosen: list[tuple[Candidate, int]], before: int) -> None:
-        counts: dict[tuple[str, int, int], int] = {}
-        for candidate, rung in chosen:
-            key = (candidate.request.request_id, candidate.rung, rung)
-            counts[key] = counts.get(key, 0) + 1
+    def _explain(self, chosen: list[Candidate], before: int) -> None:
+        counts = Counter((c.request.request_id, c.rung, c.block.rung) for c in chosen if c.block.rung > c.rung)
         for (name, old, new), number in counts.items():
             logger.info(
                 "%s: %d block%s (%d tokens) stepped down %s -> %s; free 16-bit blocks %d -> %d",

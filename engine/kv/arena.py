@@ -62,8 +62,7 @@ class _Pool:
 class Arena:
     """Slots in ``nbytes`` bytes, in slabs of ``slab_nbytes``. Owned by the KV cache for the engine's life.
 
-    ``reserve`` slabs are kept out of ordinary allocations, so that what makes room always finds a place to write: one
-    for each size that blocks may shrink to is enough, whatever is free in the slabs they begin.
+    ``reserve`` slabs are kept out of ordinary allocations, so that a demotion always finds a place to write.
     """
 
     def __init__(self, nbytes: int, slab_nbytes: int, reserve: int = 0):

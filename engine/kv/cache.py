@@ -17,7 +17,7 @@ from .arena import Arena
 from .attention_cpu import CpuAttentionPlanner
 from .ladder import Ladder
 from .mover import Mover, Moving, PendingMoves
-from .table import SINK, Block, BlockTables, Move
+from .table import SINK, Block, BlockTables, Move, num_reserve_slabs
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
 
@@ -26,9 +26,9 @@ class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is what the scheduler sees of it."""
 
     def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, *, cuda_graphs: bool = True):
-        block_nbytes = ladder.widest.block_nbytes
-        # The reserve is a slab for each narrower rung, so that every one of them can always be begun.
-        least = (len(ladder.rungs) + (len(ladder.rungs) > 1) + bool(ladder.sink)) * block_nbytes
+        # The smallest slabs hold a widest block: one is for the open block, one for sinks, one for narrower blocks.
+        num_slabs = 1 + bool(ladder.sink) + (len(ladder.rungs) > 1) + num_reserve_slabs(len(ladder.rungs))
+        least = num_slabs * ladder.widest.block_nbytes
         if nbytes < least:
             raise CapacityError(
                 f"no room for one block of {BLOCK_TOKENS} tokens, its sink and the reserve",
@@ -52,7 +52,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""
-        self.arena = Arena(self.arena.nbytes, self.arena.slab_nbytes, self.arena.reserve)
+        self.arena = Arena(self.arena.nbytes, self.arena.slab_nbytes, num_reserve_slabs(len(self.ladder.rungs)))
         self.tables = BlockTables(self.arena, self.ladder)
 
     def bytes_in_use(self) -> Counter[str]:
@@ -119,18 +119,21 @@ def _nbytes(found: Counter[str]) -> int:
 
 
 def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
-    """The arena whose slab size wastes least: small slabs leave rests beside narrow slots, large ones a big reserve."""
-    best, most = None, -1.0
-    for slab_blocks in range(1, MAX_SLAB_BLOCKS + 1):
-        arena = Arena(nbytes, slab_blocks * ladder.widest.block_nbytes, reserve=len(ladder.rungs) - 1)
-        if not arena.num_slabs:
-            break
-        tables = BlockTables(arena, ladder)
-        useful = sum(tables.max_tokens(i) * rung.token_nbytes for i, rung in enumerate(ladder.rungs))
-        if useful >= most:
-            best, most = arena, useful
-    assert best is not None
-    return best
+    """The arena whose slabs of whole widest blocks waste least: small ones leave rests, large ones a large reserve.
+
+    That is the one in which the longest requests, one alone on each rung, take the most bytes in sum.
+    """
+
+    def make(slab_blocks: int) -> Arena:
+        return Arena(nbytes, slab_blocks * block_nbytes, num_reserve_slabs(len(ladder.rungs)))
+
+    def useful(slab_blocks: int) -> int:
+        tables = BlockTables(make(slab_blocks), ladder)
+        return sum(tables.max_tokens(i) * rung.block_nbytes for i, rung in enumerate(ladder.rungs))
+
+    block_nbytes = ladder.widest.block_nbytes
+    most = min(MAX_SLAB_BLOCKS, nbytes // block_nbytes)
+    return make(max(range(1, most + 1), key=lambda slab_blocks: (useful(slab_blocks), slab_blocks)))
 
 
 def _by_rungs(wave: list[Move]) -> Iterable[tuple[tuple[int, int], list[Move]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
@@ -16,6 +16,15 @@ from .arena import Arena, ArenaError, Slot
 from .ladder import Ladder
 
 SINK = -1  # rung of a sink, which is dense and never steps down
+
+
+def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
+    """Slabs to keep for demotions, so that blocks always reach their floors: ``num_floors`` rungs but the widest.
+
+    One for each floor, one for the dense slab that demotions leave sparse, and no more than narrower rungs. The proof
+    is in docs/kv_cache.md.
+    """
+    return min(num_rungs - 1, num_floors + 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +97,8 @@ class BlockTables:
         self.num_demotions: Counter[tuple[str, str]] = Counter()
         self.floor_epoch = 0  # times that settled blocks may have become unsettled
         self._tables: dict[str, BlockTable] = {}
+        self._num_tables: Counter[int] = Counter()  # by floor
+        self._least_reserve = arena.reserve
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
@@ -135,11 +146,17 @@ class BlockTables:
         """
         slabs, dense = self.arena.slabs_for(demand), demand.get(self.sizes[0], 0)
         early = (dense - 1) % self.arena.per_slab(self.sizes[0]) if dense else 0
+        floors = set(floors)
         for size in {self.sizes[rung] for rung in floors if rung}:
             per_slab = self.arena.per_slab(size)
             slots = demand.get(size, 0)
             slabs += -(-(slots + early) // per_slab) - -(-slots // per_slab)
-        return slabs <= self.arena.num_slabs - self.arena.reserve
+        return slabs <= self.arena.num_slabs - self._reserve_for(floors)
+
+    def _reserve_for(self, floors: Collection[int]) -> int:
+        """Slabs to keep for demotions while requests with ``floors``, each named once, hold blocks."""
+        num_floors = sum(floor > 0 for floor in floors)
+        return max(self._least_reserve, num_reserve_slabs(len(self.ladder.rungs), num_floors))
 
     def max_tokens(self, rung: int, share: float = 1.0) -> int:
         """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena."""
@@ -174,6 +191,7 @@ class BlockTables:
     def open(self, request_id: str, floor: int, shared: Iterable[Block] = ()) -> None:
         """Begins the table of a request, on ``shared`` blocks (its sink first, if the ladder has sinks)."""
         table = self._tables[request_id] = BlockTable(floor)
+        self._count_table(floor, 1)
         if self.journal is not None:
             self.journal.opened = True
         for block in shared:
@@ -229,11 +247,16 @@ class BlockTables:
         table = self._tables.pop(request_id, None)
         if table is None:
             return
+        self._count_table(table.floor, -1)
         for block in table:
             del block.holders[bisect_left(block.holders, table.floor)]
             self.num_entries[block.rung] -= 1
             self._lift_floor(block)
             self.drop(block)
+
+    def _count_table(self, floor: int, number: int) -> None:
+        self._num_tables[floor] += number
+        self.arena.reserve = self._reserve_for(+self._num_tables)
 
     def drop(self, block: Block) -> None:
         """One owner of ``block`` less; the last one frees it. Raises ``ArenaError`` for a dead block."""
@@ -298,18 +321,18 @@ class BlockTables:
         return table.num_settled
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
-        """Lets each block step down to its rung, as one wave; returns how many did. Stops where no slot is left."""
+        """Lets each block step down to its rung, as one wave; returns how many did.
+
+        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is.
+        """
         wave, done = list[Move](), 0
-        for block, rung in steps:
-            slot = self.arena.allocate(self.sizes[rung], urgent=True)
-            if slot is None:
-                self._end_wave(wave)
-                wave = []
-                slot = self.arena.allocate(self.sizes[rung], urgent=True)
-            while slot is None:
-                if not self._evacuate():
-                    return done
-                slot = self.arena.allocate(self.sizes[rung], urgent=True)
+        for block, wanted in steps:
+            for rung in range(wanted, block.floor + 1):
+                slot = self._urgent_slot(self.sizes[rung], wave)
+                if slot is not None:
+                    break
+            else:
+                continue
             wave.append(Move(block, block.slot.address, slot.address, block.rung, rung))
             rungs = self.ladder.rungs
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
@@ -326,6 +349,16 @@ class BlockTables:
             done += 1
         self._end_wave(wave)
         return done
+
+    def _urgent_slot(self, nbytes: int, wave: list[Move]) -> Slot | None:
+        """A slot for a block that steps down, if need be after ending the ``wave`` and emptying sparse slabs."""
+        slot = self.arena.allocate(nbytes, urgent=True)
+        if slot is None:
+            self._end_wave(wave)
+            slot = self.arena.allocate(nbytes, urgent=True)
+        while slot is None and self._evacuate():
+            slot = self.arena.allocate(nbytes, urgent=True)
+        return slot
 
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless tables, blocks and arena agree."""
@@ -398,8 +431,10 @@ class BlockTables:
         return bool(moves)
 
     def _end_wave(self, wave: list[Move]) -> None:
+        """Notes the moves of ``wave``, which is empty then, and frees the slots that they leave."""
         if wave:
-            self.waves.append(wave)
+            self.waves.append(wave[:])
+            wave.clear()
         for slot in self._retiring:
             self.arena.release(slot)
         self._retiring.clear()

@@ -165,7 +165,7 @@ def test_names_and_formats_are_names():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("rungs", [None, DENSE16, [DENSE16], (DENSE16, DENSE16), (DENSE16, None), (DENSE16,) * 9, *OBJECTS, *TEXTS]),
+        ("rungs", [None, DENSE16, [DENSE16], (DENSE16, DENSE16), (DENSE16, None), (DENSE16,) * 17, *OBJECTS, *TEXTS]),
         ("sink", [None, True, 3, 256, 32.0, *OBJECTS, *NUMBERS, *TEXTS]),
         ("recent", [None, True, 2**20 + 1, 5.0, *OBJECTS, *NUMBERS, *TEXTS]),
         ("eager", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.space import KVSpace
-from qkv_engine.kv.table import BlockTables
+from qkv_engine.kv.table import BlockTables, num_reserve_slabs
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
@@ -51,7 +51,7 @@ def make_space(
     quota: float | None = None,
 ) -> KVSpace:
     nbytes = ladder.widest.block_nbytes
-    arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=len(ladder.rungs) - 1)
+    arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=num_reserve_slabs(len(ladder.rungs)))
     tables = BlockTables(arena, ladder)
     return KVSpace(tables, PrefixCache(tables, "model") if prefix else None, quota)
 

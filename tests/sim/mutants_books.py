@@ -130,7 +130,7 @@ BOOKS = (
         "            self.arena.release(slot)\n        self._retiring.clear()",
         "            pass\n        self._retiring.clear()",
     ),
-    Patch("a wave is lost", "table", "            self.waves.append(wave)\n", "            pass\n"),
+    Patch("a wave is lost", "table", "            self.waves.append(wave[:])\n", "            pass\n"),
     Patch(
         "a move starts from the new address",
         "table",
@@ -181,8 +181,8 @@ BOOKS = (
     Patch(
         "a demotion gives up before it frees its wave",
         "table",
-        "                slot = self.arena.allocate(self.sizes[rung], urgent=True)\n            while",
-        "            while",
+        "            slot = self.arena.allocate(nbytes, urgent=True)\n        while",
+        "            pass\n        while",
     ),
     Patch(
         "a sink as large as a block is not counted",

@@ -8,21 +8,20 @@ SCHEDULING = (
     Patch(
         "the hottest block steps down first",
         "coldest",
-        "newness = 1 if payer is None else -age",
-        "newness = 1 if payer is None else min(1, age - 10**9) if age >= 0 else 1",
+        "newness = NEVER if payer is None else -age",
+        "newness = NEVER if payer is None else min(1, age - 10**9) if age >= 0 else 1",
     ),
     Patch(
         "blocks in the recent window step down",
         "coldest",
-        "if candidate.newness <= 0]",
-        "if candidate.newness <= 10**9]",
+        "if c.newness <= 0 or",
+        "if c.newness <= 10**9 or",
     ),
     Patch(
         "a shared block is named twice",
         "coldest",
-        "    return [candidate for candidate in found.values() if candidate.newness <= 0]",
-        "    both = [candidate for candidate in found.values() if candidate.newness <= 0]\n"
-        "    return both + [c for c in both if c.shared][:1]",
+        "    return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]",
+        "    both = [c for c in found.values() if c.newness <= 0]\n    return both + [c for c in both if c.shared][:1]",
     ),
     Patch(
         "shared blocks are never looked at",

@@ -26,6 +26,7 @@ class Options:
     admit_at: int
     slabs: int
     slab_blocks: int
+    reserve: int  # slabs
     budget: int
     max_num_seqs: int
     prefix: bool
@@ -59,10 +60,6 @@ class Options:
         )
 
     @property
-    def reserve(self) -> int:
-        return len(self.sizes) - 1
-
-    @property
     def promises_no_preemption(self) -> bool:
         """Whether admission sees all that a running request may come to need: then none ever gives way."""
         return not self.open_ended and self.quota is None
@@ -92,6 +89,7 @@ def draw(seed: int) -> Options:
         admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)),
         slabs=slabs,
         slab_blocks=slab_blocks,
+        reserve=len(sizes) - 1,
         budget=rng.choice(
             (max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))
         ),

@@ -31,6 +31,7 @@ class Eligible(NamedTuple):
     arrival: int
     index: int
     key: int
+    floor: int
 
 
 class SpySpace:
@@ -55,6 +56,11 @@ class SpySpace:
 
     # ---- memory, reckoned again
 
+    def reserve_slabs(self) -> int:
+        """Slabs that only demotions may take: one for each floor of those that hold blocks, and one more."""
+        floors = {table.floor for table in self.tables._tables.values()} - {0}
+        return max(self.options.reserve, min(len(self.options.sizes) - 1, len(floors) + 1))
+
     def live(self) -> Counter[int]:
         """Slots in use by size, counted slab by slab."""
         counts: Counter[int] = Counter()
@@ -73,7 +79,7 @@ class SpySpace:
         arena, counts = self.tables.arena, self.live() if live is None else live
         slab = arena.slab_nbytes
         others = sum(-(-n // (slab // s)) for s, n in counts.items() if s != size)
-        return max(0, (arena.num_slabs - self.options.reserve - others) * (slab // size) - counts[size])
+        return max(0, (arena.num_slabs - self.reserve_slabs() - others) * (slab // size) - counts[size])
 
     # ---- calls
 
@@ -96,7 +102,7 @@ class SpySpace:
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
         self._ask(request, num_tokens, spare)
-        table, limit = self.tables[request.request_id], self.tables.arena.num_slabs - self.options.reserve
+        table, limit = self.tables[request.request_id], self.tables.arena.num_slabs - self.reserve_slabs()
 
         def fits(tokens: int) -> bool:
             blocks = max(0, self.tables.blocks_for(tokens) - len(table.blocks))
@@ -116,7 +122,7 @@ class SpySpace:
         new = max(0, self.tables.blocks_for(num_tokens) - had)
         sinks = int(self.options.sink > 0 and table.sink is None)
         sizes = [self.options.sizes[0]] * new + [self.tables.ladder.sink_nbytes] * sinks
-        limit = self.tables.arena.num_slabs - self.options.reserve
+        limit = self.tables.arena.num_slabs - self.reserve_slabs()
         fits = not sizes or self.packed(sizes) <= limit
         got = self._space.reserve(request, num_tokens)
         require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
@@ -194,19 +200,45 @@ class SpySpace:
         else:
             self._check_relief(steps)
         sizes = self.options.sizes
-        used = self.tables.arena.used_nbytes
-        won = 0
+        used, had = self.tables.arena.used_nbytes, [block.rung for block, _ in steps]
         for block, rung in steps:
             require(block.rung < rung <= block.floor, f"rung {block.rung} -> {rung} with floor {block.floor}")
-            self.replayed[f"rung{block.rung}", f"rung{rung}"] += 1
-            won += sizes[block.rung] - sizes[rung]
         require(len({id(block) for block, _ in steps}) == len(steps), "a block is named twice")
         done = self._space.demote(steps)
-        require(done == len(steps), f"{done} of {len(steps)} blocks stepped down: the reserve was not enough")
-        require(all(block.rung == rung for block, rung in steps), "a block is not where it was sent")
+        won = moved = 0
+        for (block, rung), old in zip(steps, had, strict=True):
+            require(block.rung == old or rung <= block.rung <= block.floor, "a block is not where it was sent")
+            exact = self.options.reserve < len(sizes) - 1 or block.rung == rung
+            require(exact, "a block is not where it was sent: the reserve was not enough")
+            if block.rung > old:
+                self.replayed[f"rung{old}", f"rung{block.rung}"] += 1
+                won += sizes[old] - sizes[block.rung]
+                moved += 1
+        require(done == moved, f"{moved} blocks stepped down, {done} are counted")
         require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
         self.demoted += done
         return int(done)
+
+    def check_preemption(self) -> None:
+        """Nobody gives way while cached blocks are idle, or one that may step down finds a slot for it."""
+        require(self._idle() == 0, "a request gives way while cached blocks are idle")
+        found = self._eligible(self._ranks(self.needy.params.tenant), even_recent=True)
+        require(not any(map(self._finds_slot, found)), "a request gives way while a block could step down")
+
+    def _is_last_resort(self, block: Any) -> bool:
+        """Whether a block may step down alone: none that should rather, those in a recent window last, finds a slot."""
+        ranks = self._ranks(self.needy.params.tenant)
+        if any(map(self._finds_slot, sorted(self._eligible(ranks))[: self._pressure.RELIEF_BLOCKS])):
+            return False
+        found = self._eligible(ranks, even_recent=True)
+        found.sort(key=lambda e: (e.newness > 0, e))
+        place = [e.key for e in found].index(id(block))
+        return not any(map(self._finds_slot, found[:place]))
+
+    def _finds_slot(self, found: Eligible) -> bool:
+        sizes, num_slabs = self.options.sizes, self.tables.arena.num_slabs
+        rungs = range(found.rung + 1, found.floor + 1)
+        return any(self.packed([sizes[rung]]) <= num_slabs for rung in rungs)
 
     # ---- who may step down
 
@@ -231,6 +263,8 @@ class SpySpace:
         else:
             require(self.short, "blocks step down although there is room")
             tenant = self.needy.params.tenant
+        if len(steps) == 1 and self.needy is not None and self._is_last_resort(steps[0][0]):
+            return
         expected = sorted(self._eligible(self._ranks(tenant)))
         require(len(steps) == min(most, len(expected)), f"{len(steps)} blocks step down at once")
         require(
@@ -254,8 +288,8 @@ class SpySpace:
             return {r: int(r.params.tenant != tenant) for r in pays}
         return {r: int(r.params.tenant == tenant) for r in pays}
 
-    def _eligible(self, ranks: dict[Any, int]) -> list[Eligible]:
-        """All blocks that may step down, each as its newest holder sees it."""
+    def _eligible(self, ranks: dict[Any, int], *, even_recent: bool = False) -> list[Eligible]:
+        """All blocks that may step down, each as its newest holder sees it; narrow ones ``even_recent`` if need be."""
         options, holders = self.options, {}
         for request in self.scheduler.running:
             for index, block in enumerate(self.tables[request.request_id].blocks):
@@ -265,10 +299,12 @@ class SpySpace:
                     holders.setdefault(id(block), (block, []))[1].append((age, request, index))
         found = []
         for key, (block, ages) in holders.items():
-            if all(request in ranks for _, request, _ in ages) and all(age >= 0 for age, _, _ in ages):
+            if all(request in ranks for _, request, _ in ages) and (
+                all(age >= 0 for age, _, _ in ages) or (even_recent and block.rung > 0)
+            ):
                 age, request, index = min(ages, key=lambda entry: entry[0])
                 rank = max(ranks[request] for _, request, _ in ages)
-                found.append(Eligible(rank, len(ages) > 1, block.rung, -age, request.arrival, index, key))
+                found.append(Eligible(rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor))
         return found
 
     def check_work(self, num_items: int) -> None:
@@ -281,5 +317,5 @@ class SpySpace:
         running = len(self.scheduler.running)
         bound = self._pressure.AHEAD_PER_STEP * -(-running // 64) + self._pressure.EAGER_PER_STEP * -(-running // 32)
         for blocks in self.asked.values():
-            bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8
+            bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8 * (len(sizes) - 1)
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

@@ -25,6 +25,10 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
             simulation.scheduled(batch)
             return batch
 
+        def _preempt(self, request: Any) -> None:
+            simulation.space.check_preemption()
+            super()._preempt(request)
+
         def computed(self, item: Any) -> None:
             super().computed(item)
             if not item.samples:

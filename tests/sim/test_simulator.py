@@ -6,24 +6,28 @@ import hashlib
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+from .options import Options
 from .simulator import simulate
 
 ROOT = Path(__file__).parents[2]
 CHAOS = 900  # events of a run before everybody may finish
 
 
-def swarm(seeds: range) -> tuple[Counter[str], str]:
+def swarm(
+    seeds: range, num_events: int = CHAOS, change: Callable[[Options], Options] | None = None
+) -> tuple[Counter[str], str]:
     """Events by kind of one run a seed, and a digest over all their logs."""
     total: Counter[str] = Counter()
     digest = hashlib.sha256()
     for seed in seeds:
-        simulation = simulate(seed, CHAOS)
+        simulation = simulate(seed, num_events, change)
         total += simulation.counts
         total["events"] += simulation.num_events
         digest.update(simulation.digest().encode())

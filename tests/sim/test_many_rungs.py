@@ -1,0 +1,90 @@
+"""Ladders of many rungs, whose reserve is smaller than the number of narrower rungs: every invariant, as elsewhere."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from qkv_engine.kv.table import num_reserve_slabs
+
+from .code import Patch
+from .options import Options, draw
+from .simulator import Simulation
+from .spy import Broken
+from .test_simulator import describe, swarm
+
+# Slot sizes of the rungs, widest first: even and uneven steps, sizes that divide no slab, near neighbours.
+LADDERS = (
+    (48, 44, 38, 31, 22, 12), (64, 33, 17, 9, 5, 3), (30, 29, 28, 27, 26, 25),
+    (96, 88, 80, 71, 64, 57, 49, 41, 32, 26, 19, 13), (40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18),
+)  # fmt: skip
+
+# A bug, and a seed that shows it.
+BUGS = (
+    (Patch("floors do not count", "table", "len(self.ladder.rungs), num_floors))", "len(self.ladder.rungs)))"), 5),
+    (
+        Patch(
+            "the order of blocks that went further is kept",
+            "pressure",
+            "            self.forget()  # it took each block to go where it was sent\n",
+            "            pass\n",
+        ),
+        25,
+    ),
+    (
+        Patch(
+            "a block goes no further than it was sent",
+            "table",
+            "for rung in range(wanted, block.floor + 1):",
+            "for rung in (wanted,):",
+        ),
+        240,
+    ),
+    (
+        Patch(
+            "a request gives way at once",
+            "pressure",
+            " and not self._step_down_any(request.params.tenant):",
+            ":",
+        ),
+        240,
+    ),
+)
+
+
+def many_rungs(options: Options) -> Options:
+    """The same options with a ladder of 6 or 12 rungs and the reserve of the engine."""
+    rng = random.Random(options.seed)
+    sizes = rng.choice(LADDERS)
+    reserve = num_reserve_slabs(len(sizes))
+    return replace(
+        options, sizes=sizes, reserve=reserve, slabs=max(options.slabs, reserve + 2 + (options.sink > 0)),
+        admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)), eager=rng.random() < 0.2,
+    )  # fmt: skip
+
+
+def check(seeds: range, num_events: int, report: list[str]) -> None:
+    started = time.monotonic()
+    total, digest = swarm(seeds, num_events, many_rungs)
+    report.append(describe(seeds, total, digest, time.monotonic() - started))
+    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
+        assert total[kind], f"the loads show no {kind}"
+
+
+def test_ladders_of_many_rungs_keep_every_invariant(report: list[str]):
+    check(range(100, 160), 400, report)
+
+
+@pytest.mark.slow
+def test_ladders_of_many_rungs_for_long(report: list[str]):
+    check(range(650, 1150), 500, report)
+
+
+@pytest.mark.parametrize(("bug", "seed"), BUGS, ids=lambda value: value.name if isinstance(value, Patch) else "")
+def test_a_seeded_bug_is_found(bug: Patch, seed: int):
+    simulation = Simulation(many_rungs(draw(seed)), bug)
+    with pytest.raises(Broken):
+        simulation.run(400)
