@@ -52,7 +52,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, **op
     names = [n for n in kernel.arg_names if n not in constexprs]
     types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
     if "rows" in types:
-        types["rows"] = "tensordesc<{DTYPE}[{TILE}, {BLOCK_D}]>".format(**constexprs)
+        tile = constexprs["TILE"], constexprs["BLOCK_D"]
+        types["rows"] = f"tensordesc<{constexprs['SIDE'].STORED}[{tile[0]}, {tile[1]}]>"
     aligned = [n for n in names if n.endswith(("_ptr", "_offset")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,

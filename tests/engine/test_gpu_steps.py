@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from qkv_engine import SamplingParams
-from qkv_engine.bench.kernels.inputs import dense_page, uniform_page
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.device.gpu_steps import padded_batch
 from qkv_engine.device.graphs import MAX_GRAPHS
@@ -18,7 +17,7 @@ from qkv_engine.device.runner import Runner
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.split import Split
 from qkv_engine.kernels.paged_decode.triton import launches
-from qkv_engine.kernels.tiles import PageFormat
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kv.attention_gpu import GpuAttentionPlanner, format_numbers
 from qkv_engine.request import Request
 from qkv_engine.sampling.sampler import SampleRow
@@ -26,6 +25,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from qkv_engine.serving.core import EngineCore
 from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start
+from studies.kernels.inputs import dense_page, uniform_page
 
 gpu = pytest.mark.gpu
 LENGTHS = [5, 300, 40, 1, 129, 700, 64, 20]
@@ -69,7 +69,7 @@ def test_few_shapes_serve_blocks_that_step_down():
     assert len(shapes) <= 12
 
 
-def nested_pages(num_rungs: int, num_layers: int = 24) -> list[list[PageFormat]]:
+def nested_pages(num_rungs: int, num_layers: int = 24) -> list[list[PageLayout]]:
     """Pages by layer and rung of a ladder from 16 bits over 8 to 2 bits in all layers, more layers narrower on each."""
     pages = {bits: uniform_page(bits, 8, 128) for bits in (8, 4, 2)}
     layers = [[dense_page(torch.bfloat16, 8, 128)] for _ in range(num_layers)]
@@ -111,7 +111,7 @@ def test_more_rungs_are_not_more_graphs():
     assert many <= 1.1 * few and few < MAX_GRAPHS
 
 
-def planner(counts: list[int], pages: list[list[PageFormat]] | None = None) -> GpuAttentionPlanner:
+def planner(counts: list[int], pages: list[list[PageLayout]] | None = None) -> GpuAttentionPlanner:
     """One that only splits, on 132 multiprocessors and 8 KV heads; ``counts`` are the blocks by rung."""
     shape = SimpleNamespace(num_kv_heads=8)
     ladder = SimpleNamespace(widest=SimpleNamespace(shape=shape))

@@ -17,8 +17,7 @@ from qkv_engine.kv.table import BlockTable
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
-
-from .token_rows import token_rows
+from studies.kernels.token_rows import token_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16

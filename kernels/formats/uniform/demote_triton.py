@@ -84,6 +84,7 @@ def _keep_one_bit(
     ONES: tl.constexpr = 0x01010101 if WORD == 4 else 1
     LANES: tl.constexpr = T // 4
     FROM_LANES: tl.constexpr = T * FROM_BITS // 8
+    PLANE_TILES: tl.constexpr = FROM_LANES // LANES  # token tiles of a plane
     dtype: tl.constexpr = tl.int32 if WORD == 4 else tl.uint8
     p_from, p_to = p_from.to(tl.pointer_type(dtype)), p_to.to(tl.pointer_type(dtype))
     # Words to the other half of the channels, and to the next token tile.
@@ -102,8 +103,7 @@ def _keep_one_bit(
     b_bits = tl.zeros_like(o_from)
     for h in tl.static_range(2):
         for j in tl.static_range(4):
-            PLANE: tl.constexpr = j * LANES // FROM_LANES
-            p_tile = p_from + h * HALF + (j - PLANE * FROM_LANES // LANES) * TILE
+            p_tile = p_from + h * HALF + j % PLANE_TILES * TILE
             b_codes = tl.load(p_tile + o_from, mask=m_word, other=0).to(tl.int32)
-            b_bits |= ((b_codes >> (PLANE + 1) * FROM_BITS - 1) & ONES) << 4 * h + j
+            b_bits |= ((b_codes >> (j // PLANE_TILES + 1) * FROM_BITS - 1) & ONES) << 4 * h + j
     tl.store(p_to + o_to, b_bits.to(dtype), mask=m_word)
