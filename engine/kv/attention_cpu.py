@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.located import LayerPages, Located
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode
 from qkv_engine.kernels.paged_prefill import paged_prefill
+from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 from qkv_engine.kernels.rope_kv_write.cpu import head_rows, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.layers import HeadNorm
@@ -28,7 +28,7 @@ class Chunk:
 
     first: int
     last: int
-    past: Located
+    past: RequestPages
 
 
 class Extent(NamedTuple):
@@ -89,10 +89,10 @@ class CpuAttentionPlanner:
         num_sink = min(length, self.ladder.sink)
         return Extent(table, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
 
-    def _locate(self, extent: Extent) -> Located:
+    def _locate(self, extent: Extent) -> RequestPages:
         """Where tokens of a request lie."""
         table, dense = extent.table, self.ladder.widest.block_nbytes
-        found = Located(extent.num_tokens)
+        found = RequestPages(extent.num_tokens)
         if extent.num_sink:
             assert table.sink is not None
             found.sink = table.sink.slot.address // self.ladder.sink_nbytes, extent.num_sink

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, RowsCopy
 from qkv_engine.kernels.formats import BlockLayout
-from qkv_engine.kernels.transfer import copy, transfer
+from qkv_engine.kernels.step_down import copy, transfer
 
 from ..device.graphs import Graphs
 from .table import Block, Move

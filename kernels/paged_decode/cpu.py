@@ -15,9 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..attention_parts import merge_parts, partial_attention
 from ..block_attention import block_attention
-from ..located import LayerPages, Located
-from ..partial import merge_parts, partial_attention
+from ..request_pages import LayerPages, RequestPages
 
 MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading it in place: a gather is two more passes
 FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
@@ -97,7 +97,7 @@ class DecodePlan:
     missing: Tensor | None
 
     @classmethod
-    def build(cls, requests: list[Located], block_tokens: int, device: torch.device) -> DecodePlan:
+    def build(cls, requests: list[RequestPages], block_tokens: int, device: torch.device) -> DecodePlan:
         builder = _Builder(len(requests), block_tokens, device)
         sinks: list[Member] = [(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink]
         full: list[Member] = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..located import LayerPages, Located
-from ..tokens import request_tokens
+from ..request_kv import request_tokens
+from ..request_pages import LayerPages, RequestPages
 
 
-def paged_decode_reference(q: Tensor, pages: LayerPages, requests: list[Located], scale: float) -> Tensor:
+def paged_decode_reference(q: Tensor, pages: LayerPages, requests: list[RequestPages], scale: float) -> Tensor:
     """out[b, h] = softmax(scale * q[b, h] . K_b) V_b over the tokens of request b.
 
     Shapes:  q [B, HQ, D];  returns [B, HQ, D] float32

@@ -186,5 +186,5 @@ def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:
     elements = shape.num_kv_heads * shape.num_tokens * shape.head_dim
     bits = [8 * side.codes_nbytes // elements for side in (page.k, page.v)]
     num_warps, num_stages = (2, 2) if min(bits) > 4 else (1, 4) if max(bits) > 3 else (1, 5)
-    tiles = 4 if block_g > 4 and max(bits) <= 4 else min_tiles
+    tiles = min_tiles if block_g <= 4 or min(bits) > 4 else 4
     return Tuning(num_warps * max(1, block_g // 8), num_stages, shape.num_tokens // tiles)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..attention_parts import merge_parts, partial_attention
 from ..dequant import dequant
-from ..located import LayerPages, Located
-from ..partial import merge_parts, partial_attention
+from ..request_pages import LayerPages, RequestPages
 
 HISTORY_BLOCKS = 64  # earlier blocks gathered at a time, so that scratch stays bounded
 
 
-def paged_prefill(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Located, scale: float) -> Tensor:
+def paged_prefill(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: RequestPages, scale: float) -> Tensor:
     """Attention of a chunk of one request over itself and the request's earlier tokens.
 
     Shapes:  q [N, HQ, D];  k, v [N, H, D];  returns [N, HQ, D] in q's dtype
@@ -38,7 +38,7 @@ def _attend(heads: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: boo
     return partial_attention(heads, k, v, scale=scale, is_causal=is_causal)
 
 
-def _history(pages: LayerPages, past: Located, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+def _history(pages: LayerPages, past: RequestPages, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V [H, n, D] of the earlier tokens, some blocks at a time."""
     device = pages.memory.device
     for kv, where in ((pages.sinks, past.sink), (pages.blocks, past.open)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..located import LayerPages, Located
-from ..tokens import request_tokens
+from ..request_kv import request_tokens
+from ..request_pages import LayerPages, RequestPages
 
 
-def paged_prefill_reference(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Located, scale: float) -> Tensor:
-    """Token i of the chunk sees the ``past.length`` earlier tokens of its request and tokens 0 .. i of the chunk.
+def paged_prefill_reference(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: RequestPages, scale: float) -> Tensor:
+    """Token i of the chunk sees its request's earlier tokens, ``past``, and tokens 0 .. i of the chunk.
 
     Shapes:  q [N, HQ, D];  k, v [N, H, D];  returns [N, HQ, D] float32
     Source:  causal scaled dot-product attention, grouped queries

@@ -14,10 +14,10 @@ from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.device.gpu_steps import padded_batch
 from qkv_engine.device.graphs import MAX_GRAPHS
 from qkv_engine.device.runner import Runner
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.split import Split
 from qkv_engine.kernels.paged_decode.triton import launches
-from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kv.attention_gpu import GpuAttentionPlanner, format_numbers
 from qkv_engine.request import Request
 from qkv_engine.sampling.sampler import SampleRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.located import LayerPages, Located
+from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 
 BLOCK_TOKENS = 128
 
@@ -34,13 +34,13 @@ def block_tables(lengths: list[int], num_slots: int, *, order: str, seed: int = 
     return tables
 
 
-def locate(tables: list[list[int]], lengths: list[int]) -> list[Located]:
+def locate(tables: list[list[int]], lengths: list[int]) -> list[RequestPages]:
     """Requests whose blocks are all dense, in slots ``tables``."""
     found = []
     for table, length in zip(tables, lengths, strict=True):
         num_full, rest = divmod(length, BLOCK_TOKENS)
         open_ = (table[num_full], rest) if rest else None
-        found.append(Located(length, full=table[:num_full], open=open_))
+        found.append(RequestPages(length, full=table[:num_full], open=open_))
     return found
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkv_engine.kernels.located import Located
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode, paged_decode_reference
 from qkv_engine.kernels.paged_prefill import paged_prefill, paged_prefill_reference
+from qkv_engine.kernels.request_pages import RequestPages
 
 from .common import BLOCK_TOKENS, block_tables, dense_pages, locate, poison_unused, relative_error
 
@@ -97,7 +97,7 @@ def test_sinks_and_open_blocks_of_all_requests_are_attended_in_a_call_each(slots
     pages = replace(pages, sinks=sinks)
     lengths = [5, 128, 77, 64][: len(slots)]
     requests = [
-        Located(sink + n, sink=(8 - slot, sink), open=(slot, n)) for slot, n in zip(slots, lengths, strict=True)
+        RequestPages(sink + n, sink=(8 - slot, sink), open=(slot, n)) for slot, n in zip(slots, lengths, strict=True)
     ]
     q = torch.randn(len(slots), 4, 64)
     expected = paged_decode_reference(q, pages, requests, SCALE)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .dequant import dequant_reference
-from .located import LayerPages, Located
+from .request_pages import LayerPages, RequestPages
 
 
-def request_tokens(pages: LayerPages, request: Located) -> tuple[Tensor, Tensor]:
+def request_tokens(pages: LayerPages, request: RequestPages) -> tuple[Tensor, Tensor]:
     """K and V [H, n, D] float32 of a request's tokens; in the order sink, sealed, full, open, which softmax ignores."""
     pieces = []
     if request.sink is not None and pages.sinks is not None:

@@ -1,4 +1,4 @@
-"""Where the KV of a step lies: one layer of the arena as torch attention reads it, and one request's blocks in it."""
+"""Pages of one layer in the arena as torch attention reads them, and those of one request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerPages:
 
 
 @dataclass
-class Located:
+class RequestPages:
     """The first ``length`` tokens of one request: (slot, valid tokens) of its sink and open block, the slots of its
     full dense blocks, and the byte addresses of its sealed blocks by rung.
     """
