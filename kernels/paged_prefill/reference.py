@@ -9,7 +9,9 @@ from ..request_kv import request_tokens
 from ..request_pages import LayerPages, RequestPages
 
 
-def paged_prefill_reference(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: RequestPages, scale: float) -> Tensor:
+def paged_prefill_reference(
+    q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: RequestPages, scale: float
+) -> Tensor:
     """Token i of the chunk sees its request's earlier tokens, ``past``, and tokens 0 .. i of the chunk.
 
     Shapes:  q [N, HQ, D];  k, v [N, H, D];  returns [N, HQ, D] float32
