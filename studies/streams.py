@@ -30,9 +30,13 @@ def main() -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 1000) for _ in range(args.input_len)] for _ in range(args.requests)]
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
-    load = {} if args.shape is None else {"load_format": "random"}
     with Engine(
-        args.shape, kv=args.kv, kv_memory=args.kv_memory, max_num_seqs=args.requests, prefix_caching=False, **load
+        args.shape,
+        kv=args.kv,
+        kv_memory=args.kv_memory,
+        max_num_seqs=args.requests,
+        prefix_caching=False,
+        load_format="auto" if args.shape is None else "random",
     ) as engine:
 
         def unwatched() -> None:
