@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import PageLayout, Place
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.split import Split
 from qkv_engine.kernels.paged_decode.triton import launches, paged_decode
 from studies.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 
+from ..toy_format.layout import Sign
 from .interpreted import report
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -154,6 +155,12 @@ def constant_pages() -> float:
     return float(attend(case, plan(case)).abs().max())
 
 
+def sign_page(num_kv_heads: int, head_dim: int) -> PageLayout:
+    """A page of a family that lives in the tests."""
+    shape = PageShape(num_kv_heads, T, head_dim)
+    return BlockLayout.stack([Sign().layout(shape, "k"), Sign().layout(shape, "v")]).pages[0]
+
+
 def cases() -> dict[str, Callable[[], float]]:
     d64, d80 = dense_page(BF16, 2, 64), dense_page(BF16, 1, 80)
     found = {
@@ -181,6 +188,9 @@ def cases() -> dict[str, Callable[[], float]]:
     found["int8 K per token"] = against_reference([d80, uniform_page(8, 1, 80, k_axis="token")], [450], 1)
     found["int8 on three rungs"] = rungs_of_one_format(uniform_page(8, 1, 64))
     found["int3/32 on three rungs"] = rungs_of_one_format(uniform_page(3, 1, 64, group=32))
+    sign, four = sign_page(1, 80), uniform_page(4, 1, 80)
+    for name, page in {"sign": sign, "K sign V 4 bits": BlockLayout.stack([sign.k, four.v]).pages[0]}.items():
+        found[f"{name}, a family of the tests"] = against_reference([d80, page], [450], 4, sink=20)
     found["K 4 V 2 bits"] = against_reference([d80, uniform_page((4, 2), 1, 80)], [450], 1)
     return found
 

@@ -14,6 +14,7 @@ from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
 from studies.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
 
 from .interpreted import report
+from .triton_decode_cases import sign_page
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -112,6 +113,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "int4 K per token": against_reference([d80, uniform_page(4, 1, 80, k_axis="token")], [(300, 10)], 4),
         "dense and mixed history": against_reference([d80, d80, mixed], [(700, 40), (467, 33)], 4, sink=20),
         "int4 history in pieces": in_pieces,
+        "history of a family of the tests": against_reference([d80, sign_page(1, 80)], [(300, 10)], 4, sink=20),
         "exact neighbours": neighbours,
     }
 
