@@ -139,7 +139,7 @@ def _policy(ladder: Ladder) -> str:
     if len(ladder.rungs) == 1:
         return "fixed: blocks never step down"
     if ladder.eager:
-        return f"eager: blocks go to {ladder.floor.name} as soon as they may"
+        return f"eager: blocks go to {ladder.narrowest.name} as soon as they may"
     return "pressure: blocks step down when memory runs short"
 
 

@@ -284,7 +284,7 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
 def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
     ladder, tables = cache.ladder, cache.tables
     wide, narrow = tables.max_tokens(0), tables.max_tokens(len(ladder.rungs) - 1)
-    at_floor = f", {narrow:,} at the floor ({ladder.floor.name})" if len(ladder.rungs) > 1 else ""
+    at_floor = f", {narrow:,} at the floor ({ladder.narrowest.name})" if len(ladder.rungs) > 1 else ""
     concurrency = tables.max_requests(max_model_len, len(ladder.rungs) - 1)
     return [
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",

@@ -31,7 +31,7 @@ class Layer(nn.Module):
         """Called once after loading: weights may take the layout that their operators want."""
 
 
-class Slot(NamedTuple):
+class CheckpointRows(NamedTuple):
     """Where one checkpoint tensor goes: rows ``[start, stop)`` of a module's parameter."""
 
     name: str  # in the checkpoint, below the path of the module's parent
@@ -59,14 +59,14 @@ class Linear(Layer):
         """x [M, I] -> [M, O]."""
         return linear(x, self.weight, self.bias)
 
-    def slots(self) -> Iterator[Slot]:
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         start = 0
         for name, rows in self.shards.items():
             stop = start + rows
-            assert isinstance(self.weight, nn.Parameter), "slots are asked for before packing"
-            yield Slot(f"{name}.weight", (rows, self.in_features), self.weight, start, stop)
+            assert isinstance(self.weight, nn.Parameter), "asked for before packing"
+            yield CheckpointRows(f"{name}.weight", (rows, self.in_features), self.weight, start, stop)
             if self.bias is not None:
-                yield Slot(f"{name}.bias", (rows,), self.bias, start, stop)
+                yield CheckpointRows(f"{name}.bias", (rows,), self.bias, start, stop)
             start = stop
 
     def pack(self) -> None:
@@ -102,8 +102,8 @@ class RMSNorm(Layer):
         if self.weight.is_cpu and self.weight.dtype is torch.float32:
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
-    def slots(self) -> Iterator[Slot]:
-        yield Slot(f"{self.name}.weight", (self.size,), self.weight, 0, self.size)
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
+        yield CheckpointRows(f"{self.name}.weight", (self.size,), self.weight, 0, self.size)
 
 
 class HeadNorm(RMSNorm):
@@ -120,10 +120,10 @@ class HeadNorm(RMSNorm):
         """x and result [N, heads, D]; on the CPU. A GPU's kernel of attention takes ``weight`` and ``eps``."""
         return self.forward(x, None)[0]
 
-    def slots(self) -> Iterator[Slot]:
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         start = 0
         for name, heads in self.shards.items():
-            yield Slot(f"{name}.weight", (self.size,), self.weight, start, start + heads)
+            yield CheckpointRows(f"{name}.weight", (self.size,), self.weight, start, start + heads)
             start += heads
 
 
@@ -139,8 +139,8 @@ class Embedding(Layer):
         """input_ids [N] int64 -> [N, E]."""
         return F.embedding(input_ids, self.weight)
 
-    def slots(self) -> Iterator[Slot]:
-        yield Slot(f"{self.name}.weight", tuple(self.weight.shape), self.weight, 0, self.weight.shape[0])
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
+        yield CheckpointRows(f"{self.name}.weight", tuple(self.weight.shape), self.weight, 0, self.weight.shape[0])
 
 
 def _empty(*shape: int) -> nn.Parameter:

@@ -22,7 +22,7 @@ from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
 from .files import file_names, has_file, read_json
-from .layers import Embedding, Layer, Linear, RMSNorm, Slot
+from .layers import CheckpointRows, Embedding, Layer, Linear, RMSNorm
 from .registry import MODELS
 from .shapes import SHAPES
 
@@ -159,20 +159,20 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     return weights_nbytes(config, dtype) + packed
 
 
-def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, Slot]:
+def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, CheckpointRows]:
     """Checkpoint names of an unpacked model, and where each tensor goes. A tied output embedding has no
     tensor.
     """
-    slots: dict[str, Slot] = {}
+    wanted: dict[str, CheckpointRows] = {}
     for path, module in net.named_modules():
         if not isinstance(module, (Linear, RMSNorm, Embedding)):
             continue
         if path == "lm_head" and config.tie_word_embeddings:
             continue
         parent = path.rpartition(".")[0]
-        for slot in module.slots():
-            slots[f"{parent}.{slot.name}" if parent else slot.name] = slot
-    return slots
+        for part in module.checkpoint_rows():
+            wanted[f"{parent}.{part.name}" if parent else part.name] = part
+    return wanted
 
 
 def find_folder(
@@ -271,14 +271,14 @@ def _load_checkpoint(
     return net
 
 
-def _check_tensors(checkpoint: Checkpoint, slots: dict[str, Slot], config: ModelConfig) -> None:
+def _check_tensors(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], config: ModelConfig) -> None:
     """Names, shapes and dtypes must agree both ways; a tied output embedding may be stored as well."""
     files = ", ".join(checkpoint.file_names[:3])
-    missing = slots.keys() - checkpoint.tensors.keys()
+    missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:
         raise ModelError(f"{files} lack {_some(missing)}, which config.json calls for")
-    extra = {name for name in checkpoint.tensors.keys() - slots.keys() if not name.endswith(_DERIVED_TENSOR)}
-    expected = {name: slot.shape for name, slot in slots.items()}
+    extra = {name for name in checkpoint.tensors.keys() - wanted.keys() if not name.endswith(_DERIVED_TENSOR)}
+    expected = {name: part.shape for name, part in wanted.items()}
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -293,10 +293,10 @@ def _check_tensors(checkpoint: Checkpoint, slots: dict[str, Slot], config: Model
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
 
 
-def _fill(checkpoint: Checkpoint, slots: dict[str, Slot], stopped: Callable[[], bool]) -> None:
-    with _progress(sum(checkpoint.tensors[name].nbytes for name in slots)) as advance:
-        for name, slot in slots.items():
-            target = slot.parameter[slot.start : slot.stop]
+def _fill(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], stopped: Callable[[], bool]) -> None:
+    with _progress(sum(checkpoint.tensors[name].nbytes for name in wanted)) as advance:
+        for name, part in wanted.items():
+            target = part.parameter[part.start : part.stop]
             for start, end, piece in checkpoint.pieces(name):
                 _go_on_unless(stopped)
                 # A head norm's [D] fills every row; all other tensors have the target's rows.

@@ -113,7 +113,7 @@ class Ladder:
         return self.rungs[0]
 
     @property
-    def floor(self) -> Rung:
+    def narrowest(self) -> Rung:
         return self.rungs[-1]
 
     @property
