@@ -199,11 +199,8 @@ class BlockTables:
             block.refs += 1
             insort(block.holders, floor)
             self.num_entries[block.rung] += 1
-            if block.rung < 0:
-                table.slots.append(block)
-            else:
-                block.floor = block.holders[0]
-                table.blocks.append(block)
+            block.floor = block.holders[0]
+            (table.slots if block.rung < 0 else table.blocks).append(block)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Room for the first ``num_tokens`` tokens of a request; all or nothing."""
@@ -392,7 +389,7 @@ class BlockTables:
             slot = self.arena.allocate(size)
         # Numbers in use are as many as live blocks: with none spare, the next one is their count.
         number = self._spare_numbers.pop() if self._spare_numbers else len(self._owner)
-        block = self._owner[slot] = Block(slot, rung, rung if rung < 0 else floor, number, holders=[floor])
+        block = self._owner[slot] = Block(slot, rung, floor, number, holders=[floor])
         self._fresh[slot] = None
         self.num_blocks[rung] += 1
         self.num_entries[rung] += 1
@@ -411,10 +408,9 @@ class BlockTables:
     def _lift_floor(self, block: Block) -> None:
         """A request let go of ``block``, which may go as far down as those that still hold it allow."""
         floor = block.holders[0] if block.holders else len(self.ladder.rungs) - 1
-        if block.rung < 0 or floor == block.floor:
-            return
-        block.floor = floor
-        self.floor_epoch += bool(block.holders)
+        if floor != block.floor:
+            block.floor = floor
+            self.floor_epoch += bool(block.holders)
 
     def _evacuate(self) -> bool:
         """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""

@@ -56,7 +56,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         if len(floors) > 1 or block.holders != floors:
             require(sorted(block.holders) == sorted(floors), "holders are not the tables that name the block")
         floor = min(floors) if floors else last
-        require(rung < 0 or block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
+        require(block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
         require(rung <= floor, f"rung {rung} below the floor {floor}")
         before = seen.get(block)
         require(before is not None or slot in tables._fresh, "a new slot will not be cleared")

@@ -103,14 +103,14 @@ BOOKS = (
     Patch(
         "the floor of a new holder is ignored",
         "table",
-        "                block.floor = block.holders[0]\n                table.blocks",
-        "                table.blocks",
+        "            block.floor = block.holders[0]\n",
+        "",
     ),
     Patch(
         "a floor outlives who asked for it",
         "table",
-        "        block.floor = floor\n        self.floor_epoch",
-        "        self.floor_epoch",
+        "            block.floor = floor\n            self.floor_epoch",
+        "            self.floor_epoch",
     ),
     Patch(
         "settled blocks are not looked at again when a floor is lifted",
