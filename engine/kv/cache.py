@@ -31,7 +31,7 @@ class KVCache:
         least = num_slabs * ladder.widest.block_nbytes
         if nbytes < least:
             raise CapacityError(
-                f"no room for one request of {BLOCK_TOKENS} tokens and the reserve",
+                f"no room for one block of {BLOCK_TOKENS} tokens, the slots of its request and the reserve",
                 field="kv_memory",
                 value=format_size(nbytes),
                 remedy=f"Give at least {format_least(least)}",
