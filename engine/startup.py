@@ -245,9 +245,10 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
     """KV memory that ``num_requests`` of ``num_tokens`` each could ever use, all on the widest rung."""
     # One block more each: the scheduler admits a request only with one to spare for every running one.
     blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
-    # Slabs that are no use to them: the reserve, and the rest of the one that sinks are in.
-    spare = MAX_SLAB_BLOCKS * (num_reserve_slabs(len(ladder.rungs)) + bool(ladder.sink))
-    return (blocks + spare) * ladder.widest.block_nbytes + num_requests * ladder.sink_nbytes
+    # Slabs that are no use to them: the reserve, and the rest of those that their slots are in.
+    spare = MAX_SLAB_BLOCKS * (num_reserve_slabs(len(ladder.rungs)) + len(ladder.slots))
+    slots = num_requests * sum(slot.nbytes for slot in ladder.slots)
+    return (blocks + spare) * ladder.widest.block_nbytes + slots
 
 
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:

@@ -68,12 +68,12 @@ class FilledSpace(KVSpace):
         return filled
 
     def _fill(self, request: Request, start: int, end: int) -> None:
-        """Random K and V for the blocks that begin at tokens ``start .. end``, and for the sink."""
+        """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots."""
         apply_moves(self._core.runner.cache)
         table = self.tables[request.request_id]
-        if not start and table.sink is not None:
-            self._write(table.sink.slot)
         for block in table.blocks[self.tables.blocks_for(start) : self.tables.blocks_for(end)]:
+            self._write(block.slot)
+        for block in () if start else table.slots:
             self._write(block.slot)
 
     def _write(self, slot: Slot) -> None:

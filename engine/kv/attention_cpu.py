@@ -94,8 +94,8 @@ class CpuAttentionPlanner:
         table, dense = extent.table, self.ladder.widest.block_nbytes
         found = RequestPages(extent.num_tokens)
         if extent.num_sink:
-            assert table.sink is not None
-            found.sink = table.sink.slot.address // self.ladder.sink_nbytes, extent.num_sink
+            slot = table.slots[0].slot
+            found.sink = slot.address // slot.nbytes, extent.num_sink
         for block in table.blocks[: extent.num_full]:
             if block.rung:
                 found.sealed.setdefault(block.rung, []).append(block.slot.address)
@@ -115,8 +115,7 @@ class CpuAttentionPlanner:
             while start < item.end:
                 is_sink = start < sink
                 index, offset = (0, start) if is_sink else divmod(start - sink, BLOCK_TOKENS)
-                block, stride = (table.sink, sink) if is_sink else (table.blocks[index], BLOCK_TOKENS)
-                assert block is not None
+                block, stride = (table.slots[0], sink) if is_sink else (table.blocks[index], BLOCK_TOKENS)
                 row, num_tokens = block.slot.address // row_nbytes + offset, min(item.end - start, stride - offset)
                 rows.extend((row + i, stride) for i in range(num_tokens))
                 start += num_tokens

@@ -17,7 +17,7 @@ from .arena import Arena
 from .attention_cpu import CpuAttentionPlanner
 from .ladder import Ladder
 from .mover import Mover, Moving, PendingMoves
-from .table import SINK, Block, BlockTables, Move, num_reserve_slabs
+from .table import Block, BlockTables, Move, num_reserve_slabs, slot_rung
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
 
@@ -26,12 +26,12 @@ class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is what the scheduler sees of it."""
 
     def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, *, cuda_graphs: bool = True):
-        # The smallest slabs hold a widest block: one is for the open block, one for sinks, one for narrower blocks.
-        num_slabs = 1 + bool(ladder.sink) + (len(ladder.rungs) > 1) + num_reserve_slabs(len(ladder.rungs))
+        # The smallest slabs hold a widest block: one for the open block, one for each slot, one for narrower blocks.
+        num_slabs = 1 + len(ladder.slots) + (len(ladder.rungs) > 1) + num_reserve_slabs(len(ladder.rungs))
         least = num_slabs * ladder.widest.block_nbytes
         if nbytes < least:
             raise CapacityError(
-                f"no room for one block of {BLOCK_TOKENS} tokens, its sink and the reserve",
+                f"no room for one block of {BLOCK_TOKENS} tokens, the slots of its request and the reserve",
                 field="kv_memory",
                 value=format_size(nbytes),
                 remedy=f"Give at least {format_least(least)}",
@@ -59,10 +59,10 @@ class KVCache:
         """Live blocks by kind of byte, "codes", "meta" (with all padding) and "dense", and their KV "elements"."""
         found: Counter[str] = Counter()
         for number, count in self.tables.num_blocks.items():
-            if number == SINK:
-                share = self.ladder.sink / BLOCK_TOKENS
-                found["dense"] += count * self.ladder.sink_nbytes
-                found["elements"] += int(count * share * self.ladder.widest.num_elements)
+            if number < 0:
+                slot = self.ladder.slots[slot_rung(number)]
+                found["dense" if slot.num_tokens else "meta"] += count * slot.nbytes
+                found["elements"] += count * slot.num_elements
             else:
                 rung = self.ladder.rungs[number]
                 found["codes"] += count * rung.codes_nbytes
@@ -109,8 +109,7 @@ class KVCache:
         """Moves blocks from one rung to another; what will say whether their values are finite, where that is seen."""
         if old != new:
             return self._mover.step_down(moves, self.ladder.rungs[old].layout, self.ladder.rungs[new].layout)
-        nbytes = self.ladder.sink_nbytes if old == SINK else self.ladder.rungs[old].layout.nbytes
-        self._mover.copy(moves, nbytes)
+        self._mover.copy(moves, self.tables.sizes[old])
         return []
 
 

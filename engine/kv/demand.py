@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..config import BLOCK_TOKENS
 from ..request import Request
-from .table import SINK, BlockTables
+from .table import BlockTables
 
 OPEN_END_TOKENS = 1024  # output counted at admission for a request that named no max_tokens
 
@@ -60,8 +60,8 @@ class Demand:
             if number:
                 size = sizes[min(floor, rung)]
                 slots[size] = slots.get(size, 0) + number
-        if self._tables.ladder.sink:
-            slots[sizes[SINK]] = slots.get(sizes[SINK], 0) + len(self)
+        for slot in self._tables.ladder.slots:
+            slots[slot.nbytes] = slots.get(slot.nbytes, 0) + len(self)
         return slots
 
 

@@ -17,7 +17,7 @@ from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
 
 from ..config import BLOCK_TOKENS
-from .table import SINK, Block, BlockTable, BlockTables, Journal
+from .table import Block, BlockTable, BlockTables, Journal, slot_rung
 
 
 @dataclass(slots=True, eq=False)
@@ -103,10 +103,12 @@ class DeviceTables:
         return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
 
     def num_entries(self) -> list[int]:
-        """Blocks that all requests together hold on each rung, sinks on the first, shared ones counted for each."""
+        """Entries of all requests together on each rung; slots that hold tokens count on the first."""
         assert self._tables is not None
         held = self._tables.num_entries
-        return [held[rung] + (0 if rung else held[SINK]) for rung in range(len(self.ladder.rungs))]
+        counts = [held[rung] for rung in range(len(self.ladder.rungs))]
+        counts[0] += held[slot_rung(0)] if self.ladder.sink else 0
+        return counts
 
     def forget(self) -> None:
         """To be called when a step's input may not have reached the device: the next one brings everything."""
@@ -137,11 +139,10 @@ class DeviceTables:
 
     def _extend(self, row: Row) -> None:
         """Adds the entries that the row lacks."""
-        table, first = row.table, self.block_words.num_numbers + row.index * self.block_words.width
-        missing = table.blocks[max(0, row.num_entries - (table.sink is not None)) :]
-        if table.sink is not None and not row.num_entries:
-            missing.insert(0, table.sink)
-        for block in missing:
+        assert self._tables is not None
+        first = self.block_words.num_numbers + row.index * self.block_words.width
+        # A slot that holds no tokens has a number, but no entry: no kernel reads it.
+        for block in self._tables.entries(row.table)[row.num_entries :]:
             self._set(first + row.num_entries, block.number)
             row.num_entries += 1
 

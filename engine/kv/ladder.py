@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -94,16 +94,31 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """The rungs a block may step down, widest first, and which tokens never do.
+class RequestSlot:
+    """A slot that each request has beside its blocks, from the first one on and for life.
 
-    The first ``sink`` tokens of a request stay dense for life, the newest ``recent`` ones until they are older.
-    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short.
+    ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none. ``nbytes``: at most a
+    dense block's, a multiple of 16. ``num_elements``: KV elements, 0 for metadata.
+    """
+
+    name: str
+    num_tokens: int
+    nbytes: int
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs a block may step down, widest first, and the slots of a request that never do.
+
+    At most one of the ``slots`` holds tokens, and it comes first. The newest ``recent`` tokens of a request stay dense
+    until they are older. ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs
+    short.
     """
 
     name: str
     rungs: tuple[Rung, ...]
-    sink: int
+    slots: tuple[RequestSlot, ...]
     recent: int
     eager: bool
     admit_at: int  # rung that admission counts with
@@ -116,10 +131,10 @@ class Ladder:
     def narrowest(self) -> Rung:
         return self.rungs[-1]
 
-    @property
-    def sink_nbytes(self) -> int:
-        """Bytes of a sink slot: a dense block of ``sink`` tokens."""
-        return self.widest.block_nbytes * self.sink // BLOCK_TOKENS
+    @cached_property
+    def sink(self) -> int:
+        """Tokens of a request that come before its blocks and stay dense for life."""
+        return sum(slot.num_tokens for slot in self.slots)
 
     def index(self, name: str) -> int:
         """Number of the rung called ``name``. Raises ``ConfigError`` for an unknown one."""
@@ -145,10 +160,15 @@ def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_d
         raise ConfigError("the first rung mixes dtypes", field="rungs", value=rungs[0].name, remedy=remedy)
     for wide, narrow in pairwise(rungs):
         _check_step(wide, narrow)
-    ladder = Ladder(config.name, rungs, config.sink, config.recent, config.eager, len(rungs) - 1)
-    if config.admit_at is None:
-        return ladder
-    return Ladder(config.name, rungs, config.sink, config.recent, config.eager, ladder.index(config.admit_at))
+    slots = (_sink_slot(rungs[0], config.sink),) if config.sink else ()
+    ladder = Ladder(config.name, rungs, slots, config.recent, config.eager, len(rungs) - 1)
+    return ladder if config.admit_at is None else replace(ladder, admit_at=ladder.index(config.admit_at))
+
+
+def _sink_slot(rung: Rung, num_tokens: int) -> RequestSlot:
+    """A dense block of ``num_tokens`` tokens."""
+    nbytes, num_elements = (n * num_tokens // BLOCK_TOKENS for n in (rung.block_nbytes, rung.num_elements))
+    return RequestSlot("sink", num_tokens, nbytes, num_elements)
 
 
 def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:

@@ -20,7 +20,7 @@ from .table import Block, BlockTables
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cached block (or sink) and the tokens it holds, reached through ``parent``'s key. ``used``: when last."""
+    """One cached block and the tokens it holds, reached through ``parent``'s key. ``used``: when last."""
 
     key: bytes
     block: Block
@@ -56,7 +56,7 @@ class PrefixCache:
         return len(self._entries)
 
     def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> list[Block]:
-        """The longest cached prefix of ``tokens`` within its first ``limit``: its sink, if there is one, and blocks."""
+        """The blocks of the longest cached prefix of ``tokens`` within its first ``limit``, in token order."""
         self.num_queried_tokens += limit
         key, found = self._root(salt), []
         for index in range(self._num_pieces(limit)):
@@ -77,7 +77,7 @@ class PrefixCache:
         num_pieces = self._num_pieces(num_computed)
         if filed >= num_pieces:
             return
-        blocks, key = list(self._tables[request_id]), key or self._root(salt)
+        blocks, key = self._tables.entries(self._tables[request_id]), key or self._root(salt)
         for index in range(filed, num_pieces):
             piece = tokens[self._piece(index)]
             parent, key = key, _extend(key, piece)

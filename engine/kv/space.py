@@ -165,4 +165,5 @@ class KVSpace:
         rungs = Counter(block.rung for block in table.blocks[:num_blocks])
         bits = [self.ladder.rungs[rung].bits for rung in rungs]
         blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
-        return KVUsage(blocks, min(bits, default=self.ladder.widest.bits if table.sink else None))
+        holds_any = self.ladder.sink and table.slots
+        return KVUsage(blocks, min(bits, default=self.ladder.widest.bits if holds_any else None))

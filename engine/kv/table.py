@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
 from .arena import Arena, ArenaError, Slot
-from .ladder import Ladder
+from .ladder import Ladder, RequestSlot
 
-SINK = -1  # rung of a sink, which is dense and never steps down
+
+def slot_rung(index: int) -> int:
+    """The rung of slot ``index`` of a request, below all of the ladder's; the function is its own inverse."""
+    return -1 - index
 
 
 def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
@@ -29,10 +32,11 @@ def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """128 tokens of KV, or a sink, in one slot on one rung, shared by ``refs`` owners: requests and the prefix cache.
+    """128 tokens of KV, or a request's slot beside them, on one rung, shared by ``refs`` owners.
 
-    ``floor`` is the narrowest rung that all of these requests allow; ``holders`` has the floor of each, sorted. One
-    object a block: whoever shares it sees it step down. ``number`` is its own while it lives.
+    Owners are requests and the prefix cache. ``floor`` is the narrowest rung that all of these requests allow;
+    ``holders`` has the floor of each, sorted. One object a block: whoever shares it sees it step down. ``number`` is
+    its own while it lives.
     """
 
     slot: Slot
@@ -50,17 +54,16 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one request in token order, after its sink."""
+    """The blocks of one request in token order, and its slots beside them, in the order of the ladder's."""
 
     floor: int
-    sink: Block | None = None
+    slots: list[Block] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     num_settled: int = 0  # leading blocks that can step down no further, as of so many lifts of floors
     floor_epoch: int = 0
 
     def __iter__(self) -> Iterator[Block]:
-        if self.sink is not None:
-            yield self.sink
+        yield from self.slots
         yield from self.blocks
 
 
@@ -104,7 +107,7 @@ class BlockTables:
         self._retiring: list[Slot] = []  # old slots of the wave in progress
         self._spare_numbers: list[int] = []
         self.sizes = {number: rung.block_nbytes for number, rung in enumerate(ladder.rungs)}
-        self.sizes[SINK] = ladder.sink_nbytes
+        self.sizes |= {slot_rung(index): slot.nbytes for index, slot in enumerate(ladder.slots)}
 
     def __getitem__(self, request_id: str) -> BlockTable:
         return self._tables[request_id]
@@ -122,8 +125,7 @@ class BlockTables:
         dense, narrow = self.split(num_tokens, rung)
         demand = Counter({self.sizes[0]: dense})
         demand[self.sizes[rung]] += narrow
-        if self.ladder.sink:
-            demand[self.sizes[SINK]] += 1
+        demand.update(slot.nbytes for slot in self.ladder.slots)
         return demand
 
     def split(self, num_tokens: int, rung: int) -> tuple[int, int]:
@@ -178,18 +180,17 @@ class BlockTables:
 
     @property
     def max_blocks(self) -> int:
-        """Live blocks and sinks there can ever be; their numbers lie below."""
-        smallest = min(size for size in self.sizes.values() if size)
-        return self.arena.num_slabs * self.arena.per_slab(smallest)
+        """Live blocks there can ever be; their numbers lie below."""
+        return self.arena.num_slabs * self.arena.per_slab(min(self.sizes.values()))
 
     def live_blocks(self) -> list[Block]:
-        """Every block and sink that owns a slot."""
+        """Every block that owns a slot."""
         return list(self._owner.values())
 
     # ---- blocks of a request
 
     def open(self, request_id: str, floor: int, shared: Iterable[Block] = ()) -> None:
-        """Begins the table of a request, on ``shared`` blocks (its sink first, if the ladder has sinks)."""
+        """Begins the table of a request, on ``shared`` blocks in token order."""
         table = self._tables[request_id] = BlockTable(floor)
         self._count_table(floor, 1)
         if self.journal is not None:
@@ -198,23 +199,20 @@ class BlockTables:
             block.refs += 1
             insort(block.holders, floor)
             self.num_entries[block.rung] += 1
-            if block.rung == SINK:
-                table.sink = block
-            else:
-                block.floor = block.holders[0]
-                table.blocks.append(block)
+            block.floor = block.holders[0]
+            (table.slots if block.rung < 0 else table.blocks).append(block)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Room for the first ``num_tokens`` tokens of a request; all or nothing."""
         table = self._tables[request_id]
         missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
-        needs_sink = bool(self.ladder.sink) and table.sink is None
-        if not missing and not needs_sink:
+        slots = self.ladder.slots[len(table.slots) :]
+        if not missing and not slots:
             return True
-        if not self._has_room(missing, int(needs_sink)):
+        if not self._has_room(missing, slots):
             return False
-        if needs_sink:
-            table.sink = self._new_block(SINK, table.floor)
+        for index in range(len(table.slots), len(self.ladder.slots)):
+            table.slots.append(self._new_block(slot_rung(index), table.floor))
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor))
         if self.journal is not None:
@@ -224,21 +222,23 @@ class BlockTables:
     def held(self, request_id: str) -> int:
         """Tokens that a request's blocks have room for."""
         table = self._tables[request_id]
-        if table.sink is None and self.ladder.sink:
-            return 0
-        return self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
+        return self.ladder.sink * bool(table.slots) + len(table.blocks) * BLOCK_TOKENS
+
+    def entries(self, table: BlockTable) -> list[Block]:
+        """The blocks of a request that hold tokens, in token order: a slot that does comes first."""
+        return [*table.slots[: bool(self.ladder.sink)], *table.blocks]
 
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
         """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
-        if num_tokens <= self.held(request_id):
-            return num_tokens
+        slots = self.ladder.slots[len(table.slots) :]
         held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
-        sinks = int(bool(self.ladder.sink) and table.sink is None)
-        if sinks and not self._has_room(0, sinks):
+        if not slots and num_tokens <= held:
+            return num_tokens
+        if slots and not self._has_room(0, slots):
             return 0
         room = self.arena.room(self.sizes[0])
-        while sinks and room and not self._has_room(room, sinks):
+        while slots and room and not self._has_room(room, slots):
             room -= 1
         return min(num_tokens, held + max(0, room - spare) * BLOCK_TOKENS)
 
@@ -301,7 +301,7 @@ class BlockTables:
         return found
 
     def _newest(self, num_computed: int) -> int:
-        """Tokens behind the sink that are older than the recent window."""
+        """Tokens of the blocks that are older than the recent window."""
         return num_computed - self.ladder.recent - self.ladder.sink
 
     def next_demotable_at(self, request_id: str) -> int:
@@ -389,7 +389,7 @@ class BlockTables:
             slot = self.arena.allocate(size)
         # Numbers in use are as many as live blocks: with none spare, the next one is their count.
         number = self._spare_numbers.pop() if self._spare_numbers else len(self._owner)
-        block = self._owner[slot] = Block(slot, rung, SINK if rung == SINK else floor, number, holders=[floor])
+        block = self._owner[slot] = Block(slot, rung, floor, number, holders=[floor])
         self._fresh[slot] = None
         self.num_blocks[rung] += 1
         self.num_entries[rung] += 1
@@ -400,18 +400,17 @@ class BlockTables:
         if self.journal is not None:
             self.journal.blocks.append(block)
 
-    def _has_room(self, blocks: int, sinks: int) -> bool:
-        extra = {self.sizes[0]: blocks}
-        extra[self.sizes[SINK]] = extra.get(self.sizes[SINK], 0) + sinks  # may be the same size
+    def _has_room(self, blocks: int, slots: Iterable[RequestSlot]) -> bool:
+        extra = Counter({self.sizes[0]: blocks})
+        extra.update(slot.nbytes for slot in slots)  # adds to the blocks where it is the same size
         return self.arena.has_room(extra)
 
     def _lift_floor(self, block: Block) -> None:
         """A request let go of ``block``, which may go as far down as those that still hold it allow."""
-        floor = block.holders[0] if block.holders else len(self.sizes) - 2
-        if block.rung == SINK or floor == block.floor:
-            return
-        block.floor = floor
-        self.floor_epoch += bool(block.holders)
+        floor = block.holders[0] if block.holders else len(self.ladder.rungs) - 1
+        if floor != block.floor:
+            block.floor = floor
+            self.floor_epoch += bool(block.holders)
 
     def _evacuate(self) -> bool:
         """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""

@@ -114,11 +114,11 @@ def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
 def _place(cache: KVCache, table: BlockTable, position: int) -> Tensor:
     """Where attention reads the token at ``position``: a view [layers, 2, H, D] of its slot."""
     sink = cache.tables.ladder.sink
-    block, num_tokens, offset = table.sink, sink, position
-    if position >= sink:
+    if position < sink:
+        block, num_tokens, offset = table.slots[0], sink, position
+    else:
         number, offset = divmod(position - sink, BLOCK_TOKENS)
         block, num_tokens = table.blocks[number], BLOCK_TOKENS
-    assert block is not None
     slots = cache.memory.view(torch.float32).view(-1, LAYERS, 2, KV_HEADS, num_tokens, HEAD_DIM)
     return slots[block.slot.address // block.slot.nbytes, :, :, :, offset]
 

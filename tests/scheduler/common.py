@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from qkv_engine.kv.arena import Arena
+from qkv_engine.kv.ladder import RequestSlot
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.space import KVSpace
 from qkv_engine.kv.table import BlockTables, num_reserve_slabs
@@ -32,13 +34,20 @@ class TinyLadder:
     name: str = "tiny"
     admit_at: int = 99
     sink_nbytes: int = 0
+    others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens
 
     @property
     def widest(self) -> TinyRung:
         return self.rungs[0]
 
+    @cached_property
+    def slots(self) -> tuple[RequestSlot, ...]:
+        sinks = (RequestSlot("sink", self.sink, self.sink_nbytes, 0),) if self.sink else ()
+        return sinks + self.others
+
 
 DENSE = TinyLadder((TinyRung("dense16", 16, 16.0),))
+BANK = RequestSlot("bank", num_tokens=0, nbytes=3, num_elements=0)
 LADDER = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("int8", 8, 8.0), TinyRung("int4", 4, 4.0)))
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from .spy import Broken
 
 MASK = (1 << 61) - 1
-SINK = -1
 
 
 def mix(*parts: int) -> int:

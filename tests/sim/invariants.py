@@ -20,7 +20,6 @@ from typing import Any
 
 from qkv_engine.request import RequestStatus
 
-from .device import SINK
 from .spy import SpySpace, require
 
 
@@ -30,11 +29,12 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     arena, sizes = tables.arena, tables.sizes
     owners: dict[Any, list[int]] = {}
     for table in tables._tables.values():
-        if table.sink is not None:
-            require(table.sink.rung == SINK, "a sink stepped down")
-            owners.setdefault(table.sink, []).append(table.floor)
+        for index, (block, slot) in enumerate(zip(table.slots, tables.ladder.slots, strict=False)):
+            require(block.rung == -1 - index, "a slot changed its rung")
+            require(slot.num_tokens or block.refs == 1, "a slot without tokens is shared")
+            owners.setdefault(block, []).append(table.floor)
         for index, block in enumerate(table.blocks):
-            require(block.rung != SINK, "a sink stands among the blocks")
+            require(block.rung >= 0, "a slot stands among the blocks")
             settled = index < table.num_settled and table.floor_epoch == tables.floor_epoch
             require(not settled or block.rung >= block.floor, "a block is forgotten as settled")
             owners.setdefault(block, []).append(table.floor)
@@ -56,7 +56,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         if len(floors) > 1 or block.holders != floors:
             require(sorted(block.holders) == sorted(floors), "holders are not the tables that name the block")
         floor = min(floors) if floors else last
-        require(rung == SINK or block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
+        require(block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
         require(rung <= floor, f"rung {rung} below the floor {floor}")
         before = seen.get(block)
         require(before is not None or slot in tables._fresh, "a new slot will not be cleared")
@@ -89,8 +89,7 @@ def check_room(space: SpySpace) -> None:
     """What the arena says of its room, against the slabs counted again; free slabs and slots add up."""
     arena, live = space.tables.arena, space.live()
     for size in space.tables.sizes.values():
-        if size:
-            require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
+        require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
     pool = list(arena._pool)
     require(len(pool) == len(arena._pool) == len(set(pool)), "a slab is twice in the pool")
     require(sorted([*pool, *arena._slabs]) == list(range(arena.num_slabs)), "a slab is lost, or pooled and in use")
@@ -127,7 +126,7 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
         require(request.status is RequestStatus.RUNNING, "a running request is in another state")
         table = names.get(request.request_id)
         require(table is not None, "a running request has no table")
-        held = options.sink * (table.sink is not None) + len(table.blocks) * options.block
+        held = options.sink * bool(table.slots) + len(table.blocks) * options.block
         require(held >= request.num_computed_tokens, "computed tokens have no block")
     for request in waiting:
         require(request.status is RequestStatus.WAITING, "a waiting request is in another state")
@@ -157,7 +156,7 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
             require(not request.needs_tokens, "the host has to see a token first")
             num_ahead += 1
         table = space.tables[request.request_id]
-        require(table.sink is not None or not options.sink, "no sink")
+        require(len(table.slots) == len(space.tables.ladder.slots), "a request lacks a slot")
         blocks = -(-max(0, item.end - options.sink) // options.block)
         require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
     space.check_work(len(batch))

@@ -103,14 +103,14 @@ BOOKS = (
     Patch(
         "the floor of a new holder is ignored",
         "table",
-        "                block.floor = block.holders[0]\n                table.blocks",
-        "                table.blocks",
+        "            block.floor = block.holders[0]\n",
+        "",
     ),
     Patch(
         "a floor outlives who asked for it",
         "table",
-        "        block.floor = floor\n        self.floor_epoch",
-        "        self.floor_epoch",
+        "            block.floor = floor\n            self.floor_epoch",
+        "            self.floor_epoch",
     ),
     Patch(
         "settled blocks are not looked at again when a floor is lifted",
@@ -185,15 +185,15 @@ BOOKS = (
         "            pass\n        while",
     ),
     Patch(
-        "a sink as large as a block is not counted",
+        "a slot as large as a block is not counted",
         "table",
-        "extra.get(self.sizes[SINK], 0) + sinks  # may be the same size\n",
-        "max(sinks, extra.get(self.sizes[SINK], 0))\n",
+        "        extra.update(slot.nbytes for slot in slots)  #",
+        "        extra |= Counter(slot.nbytes for slot in slots)  #",
     ),
     Patch(
-        "room for a sink is not looked for",
+        "room for a slot is not looked for",
         "table",
-        "        if sinks and not self._has_room(0, sinks):\n            return 0\n",
+        "        if slots and not self._has_room(0, slots):\n            return 0\n",
         "",
     ),
     Patch(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from qkv_engine.kv.ladder import RequestSlot
+
 from ..scheduler.common import TinyLadder, TinyRung
 
 # Slot sizes of the rungs, widest first: halves, odd ones that divide no slab, metadata that stays, near neighbours.
@@ -47,6 +49,7 @@ class Options:
     floored: float
     open_ended: float
     ahead: bool  # whether the core runs a step ahead
+    other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0
@@ -57,6 +60,7 @@ class Options:
             eager=self.eager,
             admit_at=self.admit_at,
             sink_nbytes=max(1, self.sizes[0] * sink_tokens // self.block) if self.sink else 0,
+            others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
         )
 
     @property

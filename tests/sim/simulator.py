@@ -19,7 +19,7 @@ from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.sampling.sampler import SampledToken
 
 from .code import Code, Patch, load
-from .device import SINK, Device, mix
+from .device import Device, mix
 from .invariants import check_batch, check_books, check_queues, check_room
 from .options import Options, draw
 from .requests import Requests
@@ -209,7 +209,7 @@ class Simulation:
         self.in_step = False
         self.tainted.clear()
         self.unknown.clear()
-        held = [r for r in self.truths if any(block.rung != SINK for block in self.blocks_of(r))]
+        held = [r for r in self.truths if any(block.rung >= 0 for block in self.blocks_of(r))]
         self.core.recover()
         for request in [request for request in self.truths if request.is_finished]:
             self._note_end(request)
@@ -346,7 +346,7 @@ class Simulation:
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
         table = self.space.tables[item.request.request_id]
-        sizes, blocks = self.space.tables.sizes, list(table)
+        sizes, blocks = self.space.tables.sizes, self.space.tables.entries(table)
         return [
             (block, sizes[block.rung], start, end)
             for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)
@@ -387,7 +387,7 @@ class Simulation:
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
         if blocks:
             held = -(-max(0, len(request.token_ids) - 1 - self.options.sink) // self.options.block)
-            rungs = Counter(f"rung{block.rung}" for block in [b for b in blocks if b.rung != SINK][:held])
+            rungs = Counter(f"rung{block.rung}" for block in [b for b in blocks if b.rung >= 0][:held])
             self.usage[request.request_id] = dict(rungs)
         self._note_end(request)
         self.event("end of", request.request_id, str(reason))

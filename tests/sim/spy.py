@@ -106,9 +106,9 @@ class SpySpace:
 
         def fits(tokens: int) -> bool:
             blocks = max(0, self.tables.blocks_for(tokens) - len(table.blocks))
-            sinks = int(self.options.sink > 0 and table.sink is None)
-            sizes = [self.options.sizes[0]] * (blocks + spare * (blocks > 0)) + [self.tables.ladder.sink_nbytes] * sinks
-            return not tokens or not (blocks or sinks) or self.packed(sizes) <= limit
+            slots = self._lacking_slots(table)
+            sizes = [self.options.sizes[0]] * (blocks + spare * (blocks > 0)) + slots
+            return not tokens or not (blocks or slots) or self.packed(sizes) <= limit
 
         require(fits(room), f"no room for {room} tokens and {spare} spare blocks")
         require(room == num_tokens or not fits(room + 1), f"room for more than {room} tokens")
@@ -120,13 +120,13 @@ class SpySpace:
         had = len(table.blocks)
         promised = self._space.room_for(request, num_tokens) >= num_tokens
         new = max(0, self.tables.blocks_for(num_tokens) - had)
-        sinks = int(self.options.sink > 0 and table.sink is None)
-        sizes = [self.options.sizes[0]] * new + [self.tables.ladder.sink_nbytes] * sinks
+        sizes = [self.options.sizes[0]] * new + self._lacking_slots(table)
         limit = self.tables.arena.num_slabs - self.reserve_slabs()
         fits = not sizes or self.packed(sizes) <= limit
         got = self._space.reserve(request, num_tokens)
         require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
         require(len(table.blocks) == had + new * got, "a reservation is not all or nothing")
+        require(not got or not self._lacking_slots(table), "a request has blocks and lacks a slot")
         if got and new and num_tokens > request.num_computed_tokens + 1:
             others = [r for r in self.scheduler.running if r is not request and self._lacks_block(r)]
             spare = [self.options.sizes[0]] * len(others)
@@ -142,9 +142,11 @@ class SpySpace:
     def _held(self, request: Any) -> int:
         """Tokens that the blocks of a request have room for."""
         table = self.tables[request.request_id]
-        if self.options.sink and table.sink is None:
-            return 0
-        return self.options.sink + len(table.blocks) * self.options.block
+        return self.options.sink * bool(table.slots) + len(table.blocks) * self.options.block
+
+    def _lacking_slots(self, table: Any) -> list[int]:
+        """Bytes of the slots that a request is still to get."""
+        return [slot.nbytes for slot in self.tables.ladder.slots[len(table.slots) :]]
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
         self.needy = request
@@ -161,7 +163,7 @@ class SpySpace:
         found = self._space.open(request)
         require(found < request.num_tokens, "nothing is left to compute")
         table = self.tables[request.request_id]
-        held = (self.options.sink if table.sink is not None else 0) + len(table.blocks) * self.options.block
+        held = self._held(request)
         require(found == held, f"{found} tokens found, blocks hold {held}")
         floor = self.own_floor(request.params)
         require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")

@@ -9,7 +9,7 @@ import torch
 
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.errors import QKVError
-from qkv_engine.kv.table import SINK
+from qkv_engine.kv.table import slot_rung
 from qkv_engine.startup import start
 from studies.decode_run import largest_batch
 from studies.filled import FilledCore, spread_prompts
@@ -55,7 +55,7 @@ def test_eager_ladders_settle_at_once() -> None:
     with filled("int4") as core:
         core.start([32 + 5 * 128 + 7, 40], 1000)
         assert rungs(core) == [1] * 5 + [0]
-        assert core.cache.tables["bench-0"].sink.rung == SINK
+        assert [slot.rung for slot in core.cache.tables["bench-0"].slots] == [slot_rung(0)]
         assert rungs(core, 1) == [0]
         core.seconds_per_step(125)  # over a block's end: the engine seals by itself
         assert rungs(core) == [1] * 6 + [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, unifo
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.kernels.formats import Side
 from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import Rung, build_ladder
+from qkv_engine.kv.ladder import RequestSlot, Rung, build_ladder
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -61,8 +62,9 @@ def _round(x: Tensor, side: Side) -> Tensor:
 class Bench:
     """A cache, its oracle and requests that grow by any number of tokens a step."""
 
-    def __init__(self, config: KVConfig, num_blocks: int = 24):
+    def __init__(self, config: KVConfig, num_blocks: int = 24, others: tuple[RequestSlot, ...] = ()):
         ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
+        ladder = replace(ladder, slots=ladder.slots + others)
         self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
         self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
         self.oracle = Oracle(ladder.sink)
@@ -189,6 +191,26 @@ def test_bytes_in_use_are_the_bytes_of_live_slots():
     assert found["codes"] == elements * (8 + 2) // 8
     bench.close("a")
     assert bench.cache.bytes_in_use().total() == 0 and arena.used_nbytes == 0
+
+
+def test_a_slot_without_tokens_lies_beside_what_attention_reads():
+    bench = Bench(LADDERS["8-4-2-1"], others=(RequestSlot("bank", num_tokens=0, nbytes=4096, num_elements=0),))
+    for name, other in ("ab", "cd"):
+        bench.open(name)
+        bench.open(other)
+        bench.step({name: 300, other: 20})
+    bench.demote("a", 0, 1)
+    banks = {name: bench.cache.tables[name].slots[1] for name in "abcd"}
+    for number, bank in enumerate(banks.values(), 1):
+        bench.cache.memory[bank.slot.address : bank.slot.address + bank.slot.nbytes] = number
+    bench.step({"a": 1, "c": 40, "d": 1})
+    bench.close("b")
+    found = bench.cache.bytes_in_use()
+    meta = bench.cache.ladder.rungs[1].meta_nbytes + 3 * 4096
+    assert found["meta"] == meta and found["codes"] + meta + found["dense"] == bench.cache.arena.used_nbytes
+    for number, name in ((1, "a"), (3, "c"), (4, "d")):  # what is written there stays
+        slot = banks[name].slot
+        assert bench.cache.memory[slot.address : slot.address + slot.nbytes].unique().tolist() == [number]
 
 
 def test_ladders_that_cannot_work_are_refused():

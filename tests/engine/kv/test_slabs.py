@@ -35,7 +35,7 @@ def most_tokens(ladder: Ladder, num_slabs: int, slab_nbytes: int, rung: int) -> 
         dense = min(blocks, 1 + -(-ladder.recent // BLOCK_TOKENS)) if rung else blocks
         slots = Counter({wide: dense})
         slots[narrow] += blocks - dense
-        slots[ladder.sink_nbytes] += bool(ladder.sink)
+        slots.update(slot.nbytes for slot in ladder.slots)
         slabs = sum(-(-number // (slab_nbytes // size)) for size, number in slots.items() if number)
         if slabs > num_slabs - num_reserve_slabs(len(ladder.rungs)):
             return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -11,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from qkv_engine.kv.arena import ArenaError
 from qkv_engine.kv.prefix import PrefixCache
-from qkv_engine.kv.table import SINK, BlockTables
+from qkv_engine.kv.table import BlockTables, slot_rung
 
-from ...scheduler.common import BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_space
+from ...scheduler.common import BANK, BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_space
 
 
 def tables_of(num_blocks: int, ladder: TinyLadder = LADDER, slab_blocks: int = 1) -> BlockTables:
@@ -173,7 +174,7 @@ class TablesMachine(RuleBasedStateMachine):
         super().__init__()
         sizes = ((16, 0), (9, 1), (5, 2))
         ladder = TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for size, i in sizes), sink=32, sink_nbytes=4)
-        space = make_space(20, ladder, slab_blocks=2, prefix=True)
+        space = make_space(20, replace(ladder, others=(BANK,)), slab_blocks=2, prefix=True)
         self.tables: BlockTables = space.tables
         self.prefix: PrefixCache = space.prefix
         self.tokens: dict[str, list[int]] = {}
@@ -199,6 +200,7 @@ class TablesMachine(RuleBasedStateMachine):
         room = self.tables.room_for(name, target)
         assert self.tables.reserve(name, target) == (room >= target)
         if room >= target:
+            assert len(self.tables[name].slots) == 2
             self.computed[name] = target
             self.prefix.publish(name, self.tokens[name], "salt", target)
 
@@ -240,7 +242,8 @@ class TablesMachine(RuleBasedStateMachine):
             table = self.tables[name]
             assert len(table.blocks) >= self.tables.blocks_for(num_computed)
             assert all(0 <= block.rung <= table.floor for block in table.blocks)
-            assert table.sink is None or table.sink.rung == SINK
+            assert [slot.rung for slot in table.slots] == [slot_rung(i) for i in range(len(table.slots))]
+            assert all(slot.refs == 1 for slot in table.slots[1:])  # it holds no tokens, so it is not shared
 
 
 TestTablesMachine = TablesMachine.TestCase

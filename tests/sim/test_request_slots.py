@@ -1,0 +1,83 @@
+"""Requests with slots that hold no tokens, beside a sink or alone: every invariant, as elsewhere."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from .code import Patch
+from .options import Options, draw
+from .simulator import Simulation
+from .spy import Broken
+from .test_simulator import describe, swarm
+
+# A bug, and a seed that shows it.
+BUGS = (
+    (
+        Patch(
+            "a slot without tokens is filed as a prefix",
+            "table",
+            "[*table.slots[: bool(self.ladder.sink)], *table.blocks]",
+            "[*table]",
+        ),
+        1,
+    ),
+    (
+        Patch(
+            "only the first slot is taken",
+            "table",
+            "in range(len(table.slots), len(self.ladder.slots)):",
+            "in range(len(table.slots), 1):",
+        ),
+        0,
+    ),
+    (
+        Patch(
+            "a request that found its sink lacks no slot",
+            "table",
+            "        slots = self.ladder.slots[len(table.slots) :]\n        if not missing",
+            "        slots = () if table.slots else self.ladder.slots\n        if not missing",
+        ),
+        465,
+    ),
+    (
+        Patch(
+            "admission counts one slot a request",
+            "demand",
+            "for slot in self._tables.ladder.slots:",
+            "for slot in self._tables.ladder.slots[:1]:",
+        ),
+        0,
+    ),
+)
+
+
+def with_slots(options: Options) -> Options:
+    """The same options with one or two slots more, of any size up to a block's, and the slabs that they begin."""
+    rng = random.Random(options.seed)
+    slots = tuple(rng.choice((1, 3, *options.sizes)) for _ in range(rng.randint(1, 2)))
+    return replace(options, other_slots=slots, slabs=options.slabs + len(slots))
+
+
+def test_slots_without_tokens_keep_every_invariant(report: list[str]):
+    started, seeds = time.monotonic(), range(300, 330)
+    total, digest = swarm(seeds, 400, with_slots)
+    report.append(describe(seeds, total, digest, time.monotonic() - started))
+    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
+        assert total[kind], f"the loads show no {kind}"
+
+
+@pytest.mark.slow
+def test_slots_without_tokens_for_long(report: list[str]):
+    started, seeds = time.monotonic(), range(400, 900)
+    report.append(describe(seeds, *swarm(seeds, 500, with_slots), time.monotonic() - started))
+
+
+@pytest.mark.parametrize(("bug", "seed"), BUGS, ids=lambda value: value.name if isinstance(value, Patch) else "")
+def test_a_seeded_bug_is_found(bug: Patch, seed: int):
+    simulation = Simulation(with_slots(draw(seed)), bug)
+    with pytest.raises(Broken):
+        simulation.run(400)
