@@ -12,15 +12,18 @@ from .openmp import is_decided
 
 SMALL_MODEL_NBYTES = 64 * 2**20  # of weights, below which a step is too short for more than SMALL_MODEL_THREADS
 SMALL_MODEL_THREADS = 4
+FEW_CORES = 2  # on which a small model uses one thread: waking the other one costs what it computes
 _PARALLEL_SIZE = 2**20  # elements that torch adds up with all of its threads
 
 
 def choose_num_threads(given: int | None, weights_nbytes: int) -> int:
-    """``given``, or torch's own number, of which a small model uses a few."""
+    """``given``, or torch's own number, of which a small model uses a few, and of two one."""
     if given is not None:
         return given
     most = torch.get_num_threads()
-    return min(most, SMALL_MODEL_THREADS) if weights_nbytes <= SMALL_MODEL_NBYTES else most
+    if weights_nbytes > SMALL_MODEL_NBYTES:
+        return most
+    return 1 if most <= FEW_CORES else min(most, SMALL_MODEL_THREADS)
 
 
 @contextmanager

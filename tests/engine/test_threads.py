@@ -42,7 +42,8 @@ def test_a_small_model_uses_a_few_threads(monkeypatch: pytest.MonkeyPatch):
     assert choose_num_threads(None, SMALL_MODEL_NBYTES + 1) == 16
     assert choose_num_threads(9, 1) == 9
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert choose_num_threads(None, SMALL_MODEL_NBYTES) == 2
+    assert choose_num_threads(None, SMALL_MODEL_NBYTES) == 1
+    assert choose_num_threads(None, SMALL_MODEL_NBYTES + 1) == 2
 
 
 def test_other_threads_keep_their_number():
