@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -12,18 +14,41 @@ from .openmp import is_decided
 
 SMALL_MODEL_NBYTES = 64 * 2**20  # of weights, below which a step is too short for more than SMALL_MODEL_THREADS
 SMALL_MODEL_THREADS = 4
-FEW_CORES = 2  # on which a small model uses one thread: waking the other one costs what it computes
 _PARALLEL_SIZE = 2**20  # elements that torch adds up with all of its threads
+_STEP_SIZE = 512  # rows and columns of a small model's matrices
 
 
 def choose_num_threads(given: int | None, weights_nbytes: int) -> int:
-    """``given``, or torch's own number, of which a small model uses a few, and of two one."""
+    """``given``, or torch's own number. A small model uses a few of them, or one where that is faster."""
     if given is not None:
         return given
     most = torch.get_num_threads()
     if weights_nbytes > SMALL_MODEL_NBYTES:
         return most
-    return 1 if most <= FEW_CORES else min(most, SMALL_MODEL_THREADS)
+    few = min(most, SMALL_MODEL_THREADS)
+    return few if few > 1 and short_step_seconds(few) < short_step_seconds(1) else 1
+
+
+@cache
+def short_step_seconds(number: int) -> float:
+    """Seconds of what a small model does in a step, with ``number`` threads; measured once, in some 40 milliseconds.
+
+    Waking a thread takes a few microseconds on some machines and as long as an operator computes on others.
+    """
+    found: list[float] = []
+
+    def measure() -> None:
+        with computing_with(number):
+            x, weight = torch.ones(1, _STEP_SIZE), torch.ones(_STEP_SIZE, _STEP_SIZE)
+            for _ in range(10):
+                start = time.perf_counter()
+                for _ in range(40):
+                    x = (x @ weight).clamp_(max=1)  # a parallel operator, and short ones that are not
+                    x = x + x.sum()
+                found.append(time.perf_counter() - start)
+
+    _in_a_thread(measure).join()
+    return min(found)
 
 
 @contextmanager

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from qkv_engine import ConfigError, Engine
-from qkv_engine.device.threads import SMALL_MODEL_NBYTES, SMALL_MODEL_THREADS, choose_num_threads, computing_with
+from qkv_engine.device import threads
+from qkv_engine.device.threads import (
+    SMALL_MODEL_NBYTES,
+    SMALL_MODEL_THREADS,
+    choose_num_threads,
+    computing_with,
+    short_step_seconds,
+)
 
 
 def run(program: str, **settings: str) -> str:
@@ -37,13 +44,21 @@ def test_spinning_is_shortened_unless_somebody_has_decided(program: str, setting
 
 
 def test_a_small_model_uses_a_few_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads, "short_step_seconds", lambda number: 1 / number)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     assert choose_num_threads(None, SMALL_MODEL_NBYTES) == SMALL_MODEL_THREADS
     assert choose_num_threads(None, SMALL_MODEL_NBYTES + 1) == 16
     assert choose_num_threads(9, 1) == 9
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert choose_num_threads(None, SMALL_MODEL_NBYTES) == 2
+    monkeypatch.setattr(threads, "short_step_seconds", float)  # more threads are slower
     assert choose_num_threads(None, SMALL_MODEL_NBYTES) == 1
     assert choose_num_threads(None, SMALL_MODEL_NBYTES + 1) == 2
+
+
+def test_a_short_step_is_measured_once():
+    assert 0 < short_step_seconds(1) < 1
+    assert short_step_seconds(1) == short_step_seconds(1)
 
 
 def test_other_threads_keep_their_number():
