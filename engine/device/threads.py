@@ -39,12 +39,13 @@ def short_step_seconds(number: int) -> float:
 
     def measure() -> None:
         with computing_with(number):
-            x, weight = torch.ones(1, _STEP_SIZE), torch.ones(_STEP_SIZE, _STEP_SIZE)
-            for _ in range(10):
+            x, weights = torch.ones(1, _STEP_SIZE), torch.ones(4, _STEP_SIZE, _STEP_SIZE)
+            for _ in range(8):
                 start = time.perf_counter()
-                for _ in range(40):
-                    x = (x @ weight).clamp_(max=1)  # a parallel operator, and short ones that are not
-                    x = x + x.sum()
+                for weight in 10 * weights.unbind():
+                    x = torch.nn.functional.linear(x, weight).clamp_(max=1)
+                    for _ in range(15):  # operators too short to be shared out
+                        x = x + 1
                 found.append(time.perf_counter() - start)
 
     _in_a_thread(measure).join()
