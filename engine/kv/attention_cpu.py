@@ -106,7 +106,7 @@ class CpuAttentionPlanner:
         return found
 
     def _token_rows(self, batch: ScheduledBatch, tables: BlockTables) -> list[tuple[int, int]]:
-        """Where the K and V of the step's tokens go; see ``kernels/rope_kv_write/rows.py``."""
+        """Where the K and V of the step's tokens go; see ``kernels/rope_kv_write``."""
         shape, sink = self.ladder.widest.shape, self.ladder.sink
         row_nbytes = shape.head_dim * self.ladder.widest.dtype.itemsize
         rows: list[tuple[int, int]] = []

@@ -229,9 +229,8 @@ class EngineCore:
 
         Needs nothing but the live requests, their tokens and times, and may itself be interrupted and called again.
         With ``isolate`` each submission then runs alone for some steps; one with which alone steps break off fails.
-        Returns whether such trials began or came further. Raises ``EngineDeadError`` if the device is lost.
+        Returns whether such trials began or came further. The device must be there: the caller has looked.
         """
-        self.runner.check_device()
         for submission in list(self.live.values()):
             for completion in submission.completions:
                 self._note_usage(completion)

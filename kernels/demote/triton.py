@@ -56,7 +56,7 @@ def _copy_words(p_from, p_to, i_h, NUM_WORDS: tl.constexpr, H):
 
 def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
     """See ``demote``."""
-    for (old, new), _ in source.steps(target).items():
+    for old, new in source.steps(target):
         if old.dense_dtype is not None or len(src) == 0:
             continue
         steps, shape = step_table(source, target, old, new, memory.device), old.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ class Tuning:
     tile: int = 32
 
 
-# Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one). One is enough
-# where eight programs an SM keep the memory busy; at 2 bits they do not.
+# Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one).
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
 
 SHORT_STAGES = 2  # of short items: more programs on a multiprocessor are worth more than what each fetches ahead
@@ -132,6 +132,7 @@ def launches(ranges: Sequence[FormatRange], split: Split, num_kv_heads: int) -> 
     return sorted(((f, n) for f, n in sizes if n), key=lambda launch: (launch[1] >= FEW_PROGRAMS, -launch[1]))
 
 
+@cache  # a layer has few formats, and a step that no graph replays asks for each of them
 def decode_variant(
     page: PageLayout,
     num_kv_heads: int,
@@ -180,6 +181,7 @@ def decode_variant(
 def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:
     """Launch parameters of the integer body by the code bits of K and V.
 
+    One page ahead is enough where eight programs a multiprocessor keep the memory busy; at 3 bits and less they do not.
     Wide score tiles need fewer instructions and more registers, of which eight heads take twice as many.
     """
     shape = page.k.shape

@@ -23,8 +23,12 @@ def rope_kv_write(
     Rounds as the separate operators do: to the model's dtype after the norm, after its weight and after the rotation.
     On a GPU all but ``qkv`` are read while the kernel before may still run: that kernel must not write them.
 
+    A dense slot is ``[layers][K, V][H][tokens]`` rows of D elements. So two numbers place a token in all layers: the
+    row of its K in head 0 of layer 0, -1 for padding, and the rows from one head to the next. Side s (0: K, 1: V) of
+    layer l and head h is at ``row + ((2 l + s) H + h) * rows between heads``.
+
     Shapes:  qkv [N, HQ + 2 H, D], contiguous, its q part overwritten;  cos, signed_sin [N, 1, D] float32, from
-             ``RotaryEmbedding``: halves of cos equal, of sin opposite;  rows [N, 2] int64, from ``token_rows``;
+             ``RotaryEmbedding``: halves of cos equal, of sin opposite;  rows [N, 2] int64, as above;
              pages [R, D], the whole arena as rows in the pages' dtype;  norm_weight [HQ + H, D]
     Returns: q [N, HQ, D], a view of ``qkv``
     """

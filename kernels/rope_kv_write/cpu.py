@@ -45,7 +45,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, out: Tensor) -> None:
 
 
 def head_rows(rows: Tensor, num_layers: int, num_kv_heads: int) -> Tensor:
-    """Rows of all heads of a step's tokens in each layer, [L, N * 2 H], from those of ``token_rows`` [N, 2]."""
+    """Rows of all heads of a step's tokens in each layer, [L, N * 2 H], from ``rows`` [N, 2]."""
     return (rows[:, :1] + _sides(num_layers, num_kv_heads) * rows[:, 1:]).flatten(1)
 
 

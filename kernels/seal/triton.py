@@ -48,7 +48,7 @@ def seal_triton(
     memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
 ) -> None:
     """See ``seal``."""
-    for (old, new), _ in source.steps(target).items():
+    for old, new in source.steps(target):
         if old.dense_dtype is None or len(src) == 0:
             continue
         steps = step_table(source, target, old, new, memory.device)

@@ -58,7 +58,7 @@ def scores(q: Tensor, rows: SideBytes, side: UniformSide) -> tuple[Tensor, Tenso
     if side.axis != "channel" or side.num_groups > 1:
         return _product(q, rows, side), None
     low, span = meta_tile(rows, side).float()
-    codes = code_planes(head_codes(rows, side), side.bits, "k", side.shape.num_tokens).float()
+    codes = _planes(rows, side)
     n, heads, queries, size = q.shape
     out = torch.bmm((q * span).view(n * heads, queries, size), codes.view(n * heads, -1, size).mT)
     out = out.view(n, heads, queries, -1).mul_(token_factors(side.bits, side.shape.num_tokens))
@@ -70,7 +70,7 @@ def values(p: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
     if side.axis != "token" or side.num_groups > 1:
         return _product(p, rows, side)
     low, span = meta_tile(rows, side).flatten(-2).float()
-    codes = code_planes(head_codes(rows, side), side.bits, "v", side.shape.num_tokens).float()
+    codes = _planes(rows, side)
     n, heads, queries, _ = p.shape
     planes = n * heads * codes.shape[2]
     inputs = p * span.mul_(token_factors(side.bits, side.shape.num_tokens))
@@ -150,10 +150,15 @@ def _product(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
     return torch.addcmul(bias, out, factors) if is_k else out.add_(bias)
 
 
+def _planes(rows: SideBytes, side: UniformSide) -> Tensor:
+    """``code_planes`` of each head in float32: K [n, H, planes, lanes, D] or V [n, H, planes, D, lanes]."""
+    return code_planes(head_codes(rows, side), side.bits, side.name, side.shape.num_tokens).float()
+
+
 def _dot(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
     """x [n, H, groups, G, I] . masked codes [n, H, J, I] -> [n, H, groups, G, J]"""
     n, heads, groups, queries, size = x.shape
-    codes = code_planes(head_codes(rows, side), side.bits, side.name, side.shape.num_tokens).float()
+    codes = _planes(rows, side)
     num_planes, inputs = codes.shape[2], x.reshape(n * heads, groups * queries, size)
     if side.name == "k" or num_planes == 1:
         out = torch.bmm(inputs, codes.view(n * heads, -1, size).mT)
