@@ -90,7 +90,7 @@ def interrupted(call: Callable[[], object], delay: float) -> bool:
         signal.setitimer(signal.ITIMER_REAL, delay)
         call()
         signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the latter between two lines of ``asyncio.Runner.run``
         return True
     return False
 
