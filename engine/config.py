@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from .errors import ConfigError
 
@@ -122,9 +124,21 @@ class KVConfig:
 DENSE16 = RungConfig("dense16", "dense16", "dense16")
 
 
-def uniform_rung(bits: int, group: int = 128) -> RungConfig:
-    """KIVI's choice of axes: K in groups of tokens per channel, V in groups of channels per token."""
-    return RungConfig(f"int{bits}", f"int{bits}-channel-{group}", f"int{bits}-token-{group}")
+def uniform_rung(bits: int, group: int = 128, v_bits: int | None = None) -> RungConfig:
+    """KIVI's choice of axes: K in groups of tokens per channel, V (of ``v_bits``, or as many) per token."""
+    v_bits = bits if v_bits is None else v_bits
+    name = f"int{bits}" if bits == v_bits else f"k{bits}v{v_bits}"
+    suffix = "" if group == BLOCK_TOKENS else f"-g{group}"
+    return RungConfig(name + suffix, f"int{bits}-channel-{group}", f"int{v_bits}-token-{group}")
+
+
+def _kivi() -> Iterator[KVConfig]:
+    """KIVI (arXiv 2402.02750) at every width, in groups of a block or of 32, without and with a sink."""
+    widths = {"kivi-4": (4, 4), "kivi-2": (2, 2), "kivi-k4v2": (4, 2), "kivi-k2v4": (2, 4)}
+    for (name, (k, v)), group, sink in product(widths.items(), (BLOCK_TOKENS, 32), (0, 32)):
+        suffix = f"{'' if group == BLOCK_TOKENS else f'-g{group}'}{'-sink' if sink else ''}"
+        rungs = (DENSE16, uniform_rung(k, group, v))
+        yield KVConfig(name=name + suffix, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
 PRESETS: dict[str, KVConfig] = {
@@ -134,8 +148,7 @@ PRESETS: dict[str, KVConfig] = {
         KVConfig(name="fp32", rungs=(RungConfig("dense32", "dense32", "dense32"),)),
         KVConfig(name="int8", rungs=(DENSE16, uniform_rung(8)), sink=32, eager=True),
         KVConfig(name="int4", rungs=(DENSE16, uniform_rung(4)), sink=32, eager=True),
-        KVConfig(name="kivi-4", rungs=(DENSE16, uniform_rung(4)), recent=128, eager=True),
-        KVConfig(name="kivi-2", rungs=(DENSE16, uniform_rung(2)), recent=128, eager=True),
+        *_kivi(),
         KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
     )
 }
