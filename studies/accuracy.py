@@ -1,0 +1,145 @@
+"""What each preset costs in answers: ``python -m studies.accuracy --kv bf16,kitty-pro,kivi-2 --samples 200``.
+
+One row a preset: right answers of each demo task, and the mean over tasks. ``--boost 0,12.5,25,50,100`` adds ladders
+with that percentage of K's channels at four bits, chosen by each of ``--rankings``; ``--plot`` draws these (Kitty's
+Figure 4). ``--plans FILE ...`` adds plan files as one row: the mean of several draws, such as KVmix's random control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from qkv_engine import Engine
+from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, evaluate
+from qkv_engine.bench.files import write_file
+from qkv_engine.bench.grading import wilson_interval
+from qkv_engine.bench.questions import parse_tasks
+from qkv_engine.bench.report import number, render
+from qkv_engine.bench.table import Table, as_markdown, from_columns
+from qkv_engine.config import DENSE16, KVConfig, RungConfig, resolve_kv
+
+TASKS = "ledger:40,lookup:100,addition:10,sorting:40"
+STYLES = ("o-", "s--", "D:")  # of the lines of a plot
+
+
+class Result(NamedTuple):
+    """Answers with one cache, over all tasks; of several plans their sum. ``bits`` are effective."""
+
+    name: str
+    right: dict[str, int]
+    asked: dict[str, int]
+    bits: float
+
+    @property
+    def mean(self) -> float:
+        """The mean of the tasks' shares of right answers."""
+        return sum(right / self.asked[task] for task, right in self.right.items()) / len(self.right)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval over all answers."""
+        return wilson_interval(sum(self.right.values()), sum(self.asked.values()))
+
+
+def boosted(percent: str, ranking: str) -> KVConfig:
+    """Kitty's cache with ``percent`` of K's channels at four bits, chosen by ``ranking``."""
+    suffix = "" if ranking == "magnitude" else f"-{ranking}"
+    rung = RungConfig("boosted", f"kitty-{percent}{suffix}", "int2-token-128")
+    return KVConfig(name=f"boost {percent} % {ranking}", rungs=(DENSE16, rung), sink=32, recent=128, eager=True)
+
+
+def run(ladders: Mapping[str, KVConfig], args: argparse.Namespace) -> dict[str, list[AccuracyRow]]:
+    """Asks the questions through each cache in turn; the rows of each."""
+    tasks = parse_tasks(args.tasks, samples=args.samples, seed=args.seed)
+    plan = AccuracyPlan(model="demo", kvs=tuple(ladders), tasks=tasks, seed=args.seed)
+
+    def open_engine(name: str) -> Engine:
+        return Engine(kv=ladders[name], kv_memory=args.kv_memory, prefix_caching=False, device=args.device)
+
+    rows: dict[str, list[AccuracyRow]] = {name: [] for name in ladders}
+    for row in evaluate(plan, open_engine):
+        rows[row.kv].append(row)
+        line = f"{row.kv}, {row.task}: {row.right} of {row.samples}, {row.seconds} s {row.detail or ''}"
+        print(line, file=sys.stderr)
+    return rows
+
+
+def result(name: str, rows: Sequence[AccuracyRow]) -> Result:
+    """The sum of a cache's rows, task by task."""
+    right, asked = dict[str, int](), dict[str, int]()
+    for row in rows:
+        right[row.task] = right.get(row.task, 0) + (row.right or 0)
+        asked[row.task] = asked.get(row.task, 0) + row.samples
+    bits = [row.effective_bits for row in rows if row.effective_bits is not None]
+    return Result(name, right, asked, sum(bits) / max(1, len(bits)))
+
+
+def as_table(results: Sequence[Result], title: str) -> Table:
+    columns = {"kv": [result.name for result in results]}
+    for task in results[0].right:
+        columns[task] = [f"{100 * r.right[task] / r.asked[task]:.1f}" for r in results]
+    columns["mean"] = [f"{100 * r.mean:.1f}" for r in results]
+    columns["95 % interval"] = [f"{100 * r.interval[0]:.1f} - {100 * r.interval[1]:.1f}" for r in results]
+    columns["bits"] = [number(r.bits, 2) for r in results]
+    return from_columns(title, columns, [])
+
+
+def draw(boosts: Sequence[tuple[str, str, Result]], path: Path) -> None:
+    """Mean accuracy against the share of boosted channels, a line a ranking."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for style, ranking in zip(STYLES, dict.fromkeys(ranking for _, ranking, _ in boosts), strict=False):
+        line = sorted((float(percent), found) for percent, name, found in boosts if name == ranking)
+        shares, means = [percent for percent, _ in line], [100 * found.mean for _, found in line]
+        lows, highs = ([100 * found.interval[end] for _, found in line] for end in (0, 1))
+        axes.plot(shares, means, style, label=f"by {ranking}")
+        axes.fill_between(shares, lows, highs, color=axes.lines[-1].get_color(), alpha=0.12, linewidth=0)
+    axes.set_xlabel("K channels at 4 bits, %")
+    axes.set_ylabel("right answers, %, mean of the tasks")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kv", default="bf16,int4,kitty-pro,kitty,kivi-2-sink,kivi-2", help="presets and plan files")
+    parser.add_argument("--plans", nargs="*", default=[], help="plan files whose mean is one row")
+    parser.add_argument("--boost", default="", help="percentages of boosted channels")
+    parser.add_argument("--rankings", default="magnitude", help="magnitude, variance, random")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-memory", default="4GiB")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path, help="rows, .json")
+    parser.add_argument("--plot", type=Path, help="accuracy against --boost, .png")
+    args = parser.parse_args()
+    presets = {name: resolve_kv(name) for name in args.kv.split(",") if name}
+    plans = {name: resolve_kv(name) for name in args.plans}
+    percents, rankings = ([part for part in text.split(",") if part] for text in (args.boost, args.rankings))
+    points = {f"{percent} % by {ranking}": (percent, ranking) for ranking in rankings for percent in percents}
+    rows = run(presets | plans | {name: boosted(*point) for name, point in points.items()}, args)
+    results = [result(name, rows[name]) for name in presets]
+    if plans:
+        results.append(result(f"mean of {len(plans)} plans", [row for name in plans for row in rows[name]]))
+    boosts = [(*point, result(name, rows[name])) for name, point in points.items()]
+    table = as_table([*results, *(found for *_, found in boosts)], f"demo, {args.samples} samples a task, greedy")
+    print(as_markdown(table))
+    if args.output is not None:
+        every = [row for mine in rows.values() for row in mine]
+        write_file(args.output, render("json", every, table).encode())
+    if args.plot is not None and boosts:
+        draw(boosts, args.plot)
+
+
+if __name__ == "__main__":
+    main()
