@@ -17,7 +17,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 from ..device.memory import is_out_of_memory
 from ..device.runner import Pending, Runner, StepResult
 from ..errors import QKVError, RequestError, as_request_error
-from ..kv.space import KVSpace
+from ..kv.manager import KVManager
 from ..kv.table import Block
 from ..metrics import Counters
 from ..request import FINISHED, FinishReason, Request
@@ -47,7 +47,7 @@ class EngineCore:
         runner: Runner,
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
-        make_space: Callable[[], KVSpace],
+        make_space: Callable[[], KVManager],
         *,
         runs_ahead: bool = False,
     ):
@@ -64,9 +64,9 @@ class EngineCore:
         self._trials: Trials | None = None  # while a guilty submission is looked for
 
     @property
-    def space(self) -> KVSpace:
+    def space(self) -> KVManager:
         """The KV memory of the scheduler, with what only the engine asks of it."""
-        return cast(KVSpace, self.scheduler.space)
+        return cast(KVManager, self.scheduler.space)
 
     @property
     def has_work(self) -> bool:

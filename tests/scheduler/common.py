@@ -7,8 +7,8 @@ from functools import cached_property
 
 from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.ladder import RequestSlot
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
-from qkv_engine.kv.space import KVSpace
 from qkv_engine.kv.table import BlockTables, num_reserve_slabs
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
@@ -58,11 +58,11 @@ def make_space(
     slab_blocks: int = 1,
     prefix: bool = False,
     quota: float | None = None,
-) -> KVSpace:
+) -> KVManager:
     nbytes = ladder.widest.block_nbytes
     arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=num_reserve_slabs(len(ladder.rungs)))
     tables = BlockTables(arena, ladder)
-    return KVSpace(tables, PrefixCache(tables, "model") if prefix else None, quota)
+    return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
 
 
 def make_scheduler(

@@ -235,17 +235,17 @@ BOOKS = (
         "for block in blocks if block in self._of_block][1:]:",
     ),
     Patch(
-        "every token may come from the cache", "space", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
+        "every token may come from the cache", "manager", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
     ),
     Patch(
         "pinned requests are as others",
-        "space",
+        "manager",
         "        if params.kv_pinned:\n            return 0",
         "        if params.kv_pinned:\n            return self.num_rungs - 1",
     ),
     Patch(
         "admission looks at the newcomer alone",
-        "space",
+        "manager",
         "        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))\n"
         "        if self.ladder.admit_at",
         "        together = Demand(self.tables).plus(self.demand.share(request, self.floor(request)))\n"
@@ -301,13 +301,13 @@ BOOKS = (
     ),
     Patch(
         "what a failed request shared is still offered",
-        "space",
+        "manager",
         "            self.distrust(self.tables[request.request_id])\n",
         "            pass\n",
     ),
     Patch(
         "an ended request's place in the cache is kept",
-        "space",
+        "manager",
         "            self.prefix.forget(request.request_id)\n",
         "            pass\n",
     ),

@@ -84,7 +84,7 @@ class Simulation:
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes)
         self.seen: dict[Any, Any] = {}
-        return SpySpace(code.KVSpace(tables, prefix, options.quota), options, code)
+        return SpySpace(code.KVManager(tables, prefix, options.quota), options, code)
 
     def _renew_space(self) -> SpySpace:
         """New books over the old bytes."""
