@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from qkv_engine.kv.arena import Arena
@@ -10,6 +11,7 @@ from qkv_engine.kv.ladder import RequestSlot
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.table import BlockTables, num_reserve_slabs
+from qkv_engine.kv.window import RecentWindow
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
@@ -35,10 +37,15 @@ class TinyLadder:
     admit_at: int = 99
     sink_nbytes: int = 0
     others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens
+    recent_ratio: Fraction = Fraction(0)
 
     @property
     def widest(self) -> TinyRung:
         return self.rungs[0]
+
+    @cached_property
+    def window(self) -> RecentWindow:
+        return RecentWindow(self.recent, self.recent_ratio)
 
     @cached_property
     def slots(self) -> tuple[RequestSlot, ...]:

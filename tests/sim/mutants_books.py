@@ -142,14 +142,14 @@ BOOKS = (
     Patch(
         "the recent window is ignored",
         "table",
-        "return num_computed - self.ladder.recent - self.ladder.sink",
+        "return self.ladder.window.older(num_computed) - self.ladder.sink",
         "return num_computed - self.ladder.sink",
     ),
     Patch(
         "the sink is forgotten when ages are counted",
         "table",
-        "return num_computed - self.ladder.recent - self.ladder.sink",
-        "return num_computed - self.ladder.recent",
+        "return self.ladder.window.older(num_computed) - self.ladder.sink",
+        "return self.ladder.window.older(num_computed)",
     ),
     Patch(
         "a block is old one block too early",

@@ -297,7 +297,8 @@ class SpySpace:
             for index, block in enumerate(self.tables[request.request_id].blocks):
                 if block.rung < block.floor:
                     end = options.sink + (index + 1) * options.block
-                    age = request.num_computed_tokens - options.recent - end
+                    computed = request.num_computed_tokens
+                    age = computed - options.window(computed) - end
                     holders.setdefault(id(block), (block, []))[1].append((age, request, index))
         found = []
         for key, (block, ages) in holders.items():
