@@ -135,10 +135,12 @@ class EngineCore:
         """
         if self._trials is not None:
             self._go_on_with_trials(self._trials)
+        num_followed = len(self._in_flight)  # steps from whose tokens and blocks the scheduler goes on
         launched = self._launch(self.scheduler.schedule())
         may_run_ahead = self.runs_ahead and launched and not self._suspects
         while len(self._in_flight) > may_run_ahead:
-            self._collect()
+            self._collect(is_followed=num_followed > 0)
+            num_followed -= 1
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
     def _launch(self, batch: ScheduledBatch) -> bool:
@@ -159,15 +161,18 @@ class EngineCore:
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
 
-    def _collect(self) -> None:
-        """Waits for the oldest step under way, and accepts what it gave."""
+    def _collect(self, is_followed: bool) -> None:
+        """Waits for the oldest step under way, and accepts what it gave.
+
+        One that broke off is run again, unless it ``is_followed``: then the books may say what its bytes do not.
+        """
         step = self._in_flight.popleft()
         self._fail_holders(step.moves.wait())
         try:
             results = [step.pending.wait()]
         except Exception as error:
-            if self._in_flight:
-                raise  # the step after it has gone on from its tokens and blocks: everything starts over
+            if is_followed:
+                raise  # everything starts over
             results = self._narrow_down(step.batch, error)
         self._accept_all(results)
 
