@@ -217,7 +217,7 @@ BOOKS = (
     ),
     Patch("the cache holds no reference", "prefix", "                blocks[index].refs += 1\n", ""),
     Patch(
-        "a hit may be narrower than the floor", "prefix", "or entry.block.rung > floor:", "or entry.block.rung > 99:"
+        "a hit may be narrower than the floor", "prefix", "or entry.block.rung > narrowest:", "or entry.block.rung > 99:"
     ),
     Patch(
         "blocks in use are given up",
