@@ -9,8 +9,33 @@ from fractions import Fraction
 
 import pytest
 
-from .options import LADDERS, Options
+from .code import Patch
+from .options import LADDERS, Options, draw
+from .simulator import Simulation
+from .spy import Broken
 from .test_simulator import describe, swarm
+
+# A bug, and a seed that shows it.
+BUGS = (
+    (
+        Patch(
+            "admission forgets that the window grows",
+            "table",
+            "older = self._newest(self.ladder.sink + (blocks - 1) * BLOCK_TOKENS)",
+            "older = (blocks - 1) * BLOCK_TOKENS - self.ladder.window.num_tokens",
+        ),
+        7,
+    ),
+    (
+        Patch(
+            "a request shares narrow blocks in its window",
+            "prefix",
+            "narrowest = floor if index < num_narrow else 0",
+            "narrowest = floor",
+        ),
+        51,
+    ),
+)
 
 RATIOS = tuple(Fraction(text) for text in ("0.1", "0.2", "0.3", "0.5", "0.77", "0.99"))
 
@@ -41,3 +66,10 @@ def test_windows_by_ratio_keep_every_invariant(report: list[str]):
 @pytest.mark.slow
 def test_windows_by_ratio_for_long(report: list[str]):
     check(range(1200, 1700), 500, report)
+
+
+@pytest.mark.parametrize(("bug", "seed"), BUGS, ids=lambda value: value.name if isinstance(value, Patch) else "")
+def test_a_seeded_bug_is_found(bug: Patch, seed: int):
+    simulation = Simulation(with_ratio(draw(seed)), bug)
+    with pytest.raises(Broken):
+        simulation.run(400)
