@@ -217,7 +217,16 @@ BOOKS = (
     ),
     Patch("the cache holds no reference", "prefix", "                blocks[index].refs += 1\n", ""),
     Patch(
-        "a hit may be narrower than the floor", "prefix", "or entry.block.rung > narrowest:", "or entry.block.rung > 99:"
+        "a hit may be narrower than the floor",
+        "prefix",
+        "or entry.block.rung > narrowest:",
+        "or entry.block.rung > 99:",
+    ),
+    Patch(
+        "a hit in the recent window may be narrow",
+        "prefix",
+        "narrowest = floor if index < num_narrow else 0",
+        "narrowest = floor",
     ),
     Patch(
         "blocks in use are given up",
