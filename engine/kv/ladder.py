@@ -112,8 +112,8 @@ class RequestSlot:
 class Ladder:
     """The rungs a block may step down, widest first, and the slots of a request that never do.
 
-    At most one of the ``slots`` holds tokens, and it comes first. Blocks in the ``window`` of a request stay dense. ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs
-    short.
+    At most one of the ``slots`` holds tokens, and it comes first. Blocks in the ``window`` of a request stay dense.
+    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short.
     """
 
     name: str

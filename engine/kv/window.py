@@ -18,11 +18,11 @@ class RecentWindow:
 
     def older(self, num_computed: int) -> int:
         """How many of ``num_computed`` tokens are older than the window; negative while the window is not full."""
-        share = num_computed * self.ratio.numerator // self.ratio.denominator
-        return num_computed - max(self.num_tokens, share)
+        part, whole = self.ratio.as_integer_ratio()
+        return num_computed - max(self.num_tokens, num_computed * part // whole)
 
     def least_computed(self, num_older: int) -> int:
         """The fewest computed tokens of which ``num_older`` are older than the window, the inverse of ``older``."""
-        # ``older`` is the lesser of n - num_tokens and ceil(n * rest / whole).
-        whole, rest = self.ratio.denominator, self.ratio.denominator - self.ratio.numerator
-        return max(num_older + self.num_tokens, (num_older - 1) * whole // rest + 1)
+        # Of n tokens the lesser of n - num_tokens and ceil(n * (whole - part) / whole) are older.
+        part, whole = self.ratio.as_integer_ratio()
+        return max(num_older + self.num_tokens, (num_older - 1) * whole // (whole - part) + 1)

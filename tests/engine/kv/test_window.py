@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from math import floor
 
 import pytest
@@ -103,7 +104,7 @@ def test_what_is_counted_dense_is_the_most_that_ever_are(window: RecentWindow, s
         shares.append(tables.split(num_tokens, 1))
         assert sum(shares[-1]) == blocks and shares[-1][0] == most
         assert tables.split(num_tokens, 0) == (blocks, 0)
-    assert all(a <= c and b <= d for (a, b), (c, d) in zip(shares, shares[1:], strict=False))
+    assert all(a <= c and b <= d for (a, b), (c, d) in pairwise(shares))
 
 
 @given(WINDOWS, st.sampled_from((0, 32)), st.integers(3, 14), st.integers(1, 3))
