@@ -121,7 +121,7 @@ class KVConfig:
     @property
     def window(self) -> RecentWindow:
         """``recent`` and ``recent_ratio`` as they count; the ratio is the fraction that its decimals say."""
-        return RecentWindow(self.recent, Fraction(str(float(self.recent_ratio))))
+        return RecentWindow.of(self.recent, Fraction(str(float(self.recent_ratio))))
 
     def _check_rungs(self) -> None:
         rungs, remedy = self.rungs, f"Give a tuple of 1 to {MAX_RUNGS} RungConfig, widest first"

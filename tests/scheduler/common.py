@@ -45,7 +45,7 @@ class TinyLadder:
 
     @cached_property
     def window(self) -> RecentWindow:
-        return RecentWindow(self.recent, self.recent_ratio)
+        return RecentWindow.of(self.recent, self.recent_ratio)
 
     @cached_property
     def slots(self) -> tuple[RequestSlot, ...]:

@@ -21,7 +21,7 @@ RATIOS = st.one_of(
     st.sampled_from([Fraction(text) for text in ("0", "0.1", "0.2", "0.3", "0.99", "1/3", "1/1000")]),
     st.fractions(0, Fraction(999, 1000), max_denominator=1000),
 )
-WINDOWS = st.builds(RecentWindow, st.integers(0, 600), RATIOS)
+WINDOWS = st.builds(RecentWindow.of, st.integers(0, 600), RATIOS)
 TWO = replace(LADDER, rungs=LADDER.rungs[:2])
 FIFTH = replace(TWO, recent_ratio=Fraction(1, 5), eager=True)
 
