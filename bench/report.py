@@ -160,7 +160,7 @@ def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
     for name, kv in (key for key, number in demotions.items() if not number):
         preset = PRESETS.get(kv)
         if preset is not None and len(preset.rungs) > 1:
-            full = preset.sink + preset.recent + BLOCK_TOKENS
+            full = preset.window.least_computed(preset.sink + BLOCK_TOKENS)
             early = f"no block was filled, which takes {full} tokens of context: all KV stayed at 16 bits"
             ample = f"memory was never short, or contexts stayed under {full} tokens: all KV stayed at 16 bits"
             reasons.setdefault(early if preset.eager else ample, []).append(name)

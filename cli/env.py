@@ -41,6 +41,7 @@ fresh start. Exit code 3: the model and its KV memory do not fit.
 kv:
   sink, recent tokens   the first and the newest tokens of a request, which stay
                         on the first rung
+  recent ratio          share of all its tokens that stays there, if more
   admission             the rung on which requests are counted: one starts while
                         all running ones and it would fit there
 rungs, from the widest to the floor:
@@ -116,7 +117,8 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "preset": ladder.name,
         "policy": _policy(ladder),
         "sink_tokens": ladder.sink,
-        "recent_tokens": ladder.recent,
+        "recent_tokens": ladder.window.num_tokens,
+        "recent_ratio": float(ladder.window.ratio),
         "admission": _admission(ladder),
         "memory_bytes": nbytes,
         "rungs": _rungs(ladder, capacities),

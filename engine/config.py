@@ -6,9 +6,11 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import product
 
 from .errors import ConfigError
+from .kv.window import RecentWindow
 
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
 MAX_RUNGS = 16  # of a ladder; each that blocks stand on has a slab that is not full
@@ -30,6 +32,11 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
         raise ConfigError("not an integer", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
     if not low <= value <= high:
         raise ConfigError("out of range", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
+
+
+def _check_ratio(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError("not a ratio", field=field, value=value, remedy="Give a number from 0 to below 1")
 
 
 def _check_flag(field: str, value: object) -> None:
@@ -85,6 +92,7 @@ class KVConfig:
         rungs: 1 to 16 ``RungConfig``, most bits first.
         sink: first tokens of a request, which stay on the first rung for life: 0 or a power of two up to 128.
         recent: newest tokens of a request, which stay on the first rung until they are older; 0 to 1,048,576.
+        recent_ratio: share of a request's computed tokens that do so where it is more than ``recent``; 0 to below 1.
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
@@ -94,6 +102,7 @@ class KVConfig:
     rungs: tuple[RungConfig, ...]
     sink: int = 0
     recent: int = 0
+    recent_ratio: float = 0.0
     eager: bool = False
     admit_at: str | None = None
 
@@ -104,11 +113,17 @@ class KVConfig:
             remedy = f"Give 0 or a power of two up to {BLOCK_TOKENS}, so that sinks tile a block"
             raise ConfigError("not supported", field="sink", value=self.sink, remedy=remedy)
         _check_int("recent", self.recent, 0, 2**20)
+        _check_ratio("recent_ratio", self.recent_ratio)
         _check_flag("eager", self.eager)
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"
             raise ConfigError("no rung of this ladder", field="admit_at", value=self.admit_at, remedy=remedy)
+
+    @property
+    def window(self) -> RecentWindow:
+        """``recent`` and ``recent_ratio`` as they count; the ratio is the fraction that its decimals say."""
+        return RecentWindow.of(self.recent, Fraction(str(float(self.recent_ratio))))
 
     def _check_rungs(self) -> None:
         rungs, remedy = self.rungs, f"Give a tuple of 1 to {MAX_RUNGS} RungConfig, widest first"

@@ -28,8 +28,8 @@ from .device.warm_up import warm_up
 from .errors import CapacityError, ConfigError
 from .kv.cache import MAX_SLAB_BLOCKS, KVCache
 from .kv.ladder import Ladder, build_ladder
+from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
-from .kv.space import KVSpace
 from .kv.table import num_reserve_slabs
 from .request import SamplingParams
 from .serving.core import EngineCore
@@ -86,9 +86,9 @@ def start(config: EngineConfig) -> Started:
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, cuda_graphs=config.cuda_graphs)
     max_model_len = _fit_model_len(config, limit, cache)
 
-    def make_space() -> KVSpace:
+    def make_space() -> KVManager:
         prefix = PrefixCache(cache.tables, loaded.name) if config.prefix_caching else None
-        return KVSpace(cache.tables, prefix, config.kv_quota)
+        return KVManager(cache.tables, prefix, config.kv_quota)
 
     name = "demo" if config.model is None else loaded.name
     scheduler = Scheduler(

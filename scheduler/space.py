@@ -20,7 +20,7 @@ class Block(Protocol):
 
 
 class KVSpace(Protocol):
-    """What the scheduler needs of KV memory; ``engine/kv/space.py`` provides it."""
+    """What the scheduler needs of KV memory; ``engine/kv/manager.py`` provides it."""
 
     def capacity(self, request: Request) -> int:
         """Tokens that fit for ``request`` alone, on its floor."""

@@ -19,7 +19,7 @@ from qkv_engine.bench.sweep import FAILED, NO_FIT, OK, Row, parse_batches
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
 from qkv_engine.kv.ladder import Ladder
-from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import Request, SamplingParams
@@ -291,7 +291,7 @@ def free(started: Started) -> None:
 def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
     """The most requests of ``num_tokens`` tokens each that an engine with ``nbytes`` of KV memory runs at once."""
     try:
-        space = KVSpace(planned_cache(ladder, nbytes).tables, None)
+        space = KVManager(planned_cache(ladder, nbytes).tables, None)
     except CapacityError:
         return 0
     params = SamplingParams(max_tokens=num_tokens)

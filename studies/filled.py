@@ -17,7 +17,7 @@ import torch
 from qkv_engine.bench.sweep import greedy
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import QKVError
-from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.serving.submission import Submission
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ MAX_SETTLING = 4096  # rounds of pressure; one steps a few blocks down
 PROMPT_TOKEN = 5  # nobody reads it
 
 
-class FilledSpace(KVSpace):
+class FilledManager(KVManager):
     """KV memory in which every prompt is found, all but its last token, as if the prefix cache held it.
 
     Prompts take room and step down exactly as if they were computed: widest rung first, under the pressure of the
@@ -90,7 +90,7 @@ class FilledCore:
         self._submissions: list[Submission] = []
         if fill:
             patterns = random_blocks(self.cache, started.device)
-            self.core.make_space = lambda: FilledSpace(self.core, patterns)
+            self.core.make_space = lambda: FilledManager(self.core, patterns)
             self.core.recover()
 
     @property

@@ -23,8 +23,8 @@ from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sizing import make_ladder, planned_cache
 from qkv_engine.bench.table import Table
 from qkv_engine.config import BLOCK_TOKENS, PRESETS
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
-from qkv_engine.kv.space import KVSpace
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
@@ -56,7 +56,7 @@ class Bench:
     def __init__(self, running: int, kv: str = "auto", *, nbytes: int = ROOMY, quota: float | None = None):
         ladder = make_ladder(PRESETS[kv], ModelConfig.from_hf(SHAPES["demo"]), torch.bfloat16)
         tables = planned_cache(ladder, nbytes).tables
-        space = KVSpace(tables, PrefixCache(tables, "demo"), quota)
+        space = KVManager(tables, PrefixCache(tables, "demo"), quota)
         self.scheduler = Scheduler(space, max_num_seqs=running, max_num_batched_tokens=BUDGET)
         self._num_added = 0
 

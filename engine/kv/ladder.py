@@ -20,6 +20,7 @@ from qkv_engine.kernels.formats.family import SideName
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
+from .window import RecentWindow
 
 if TYPE_CHECKING:
     import torch
@@ -111,15 +112,14 @@ class RequestSlot:
 class Ladder:
     """The rungs a block may step down, widest first, and the slots of a request that never do.
 
-    At most one of the ``slots`` holds tokens, and it comes first. The newest ``recent`` tokens of a request stay dense
-    until they are older. ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs
-    short.
+    At most one of the ``slots`` holds tokens, and it comes first. Blocks in the ``window`` of a request stay dense.
+    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short.
     """
 
     name: str
     rungs: tuple[Rung, ...]
     slots: tuple[RequestSlot, ...]
-    recent: int
+    window: RecentWindow
     eager: bool
     admit_at: int  # rung that admission counts with
 
@@ -161,7 +161,7 @@ def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_d
     for wide, narrow in pairwise(rungs):
         _check_step(wide, narrow)
     slots = (_sink_slot(rungs[0], config.sink),) if config.sink else ()
-    ladder = Ladder(config.name, rungs, slots, config.recent, config.eager, len(rungs) - 1)
+    ladder = Ladder(config.name, rungs, slots, config.window, config.eager, len(rungs) - 1)
     return ladder if config.admit_at is None else replace(ladder, admit_at=ladder.index(config.admit_at))
 
 

@@ -56,14 +56,19 @@ class PrefixCache:
         return len(self._entries)
 
     def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> list[Block]:
-        """The blocks of the longest cached prefix of ``tokens`` within its first ``limit``, in token order."""
+        """The blocks of the longest cached prefix of ``tokens`` within its first ``limit``, in token order.
+
+        Those that a request of ``tokens`` is counted with as dense have to be so.
+        """
         self.num_queried_tokens += limit
+        num_narrow = bool(self._tables.ladder.sink) + self._tables.split(len(tokens), floor)[1]
         key, found = self._root(salt), []
         for index in range(self._num_pieces(limit)):
             piece = tokens[self._piece(index)]
             key = _extend(key, piece)
             entry = self._entries.get(key)
-            if entry is None or entry.tokens != array("q", piece) or entry.block.rung > floor:
+            narrowest = floor if index < num_narrow else 0
+            if entry is None or entry.tokens != array("q", piece) or entry.block.rung > narrowest:
                 break
             entry.used = next(self._uses)
             self._note_idle(entry)

@@ -129,10 +129,14 @@ class BlockTables:
         return demand
 
     def split(self, num_tokens: int, rung: int) -> tuple[int, int]:
-        """Blocks of a request of ``num_tokens`` that stay dense, and those that may stand on ``rung``."""
+        """Blocks of a request of ``num_tokens`` that stay dense, and those that may stand on ``rung``.
+
+        Counted when its last block begins, which is when most are dense; neither number falls as a request grows.
+        """
         blocks = self.blocks_for(num_tokens)
-        dense = min(blocks, 1 + -(-self.ladder.recent // BLOCK_TOKENS)) if rung else blocks
-        return dense, blocks - dense
+        older = self._newest(self.ladder.sink + (blocks - 1) * BLOCK_TOKENS)
+        narrow = max(0, older // BLOCK_TOKENS) if rung else 0
+        return blocks - narrow, narrow
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-max(0, num_tokens - self.ladder.sink) // BLOCK_TOKENS)
@@ -302,14 +306,15 @@ class BlockTables:
 
     def _newest(self, num_computed: int) -> int:
         """Tokens of the blocks that are older than the recent window."""
-        return num_computed - self.ladder.recent - self.ladder.sink
+        return self.ladder.window.older(num_computed) - self.ladder.sink
 
     def next_demotable_at(self, request_id: str) -> int:
         """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
 
         More once blocks are settled; less only when a floor is lifted, which ``floor_epoch`` counts.
         """
-        return self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS + self.ladder.recent
+        end = self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS
+        return self.ladder.window.least_computed(end)
 
     def _num_settled(self, request_id: str) -> int:
         """The blocks of a request before the first unsettled one."""

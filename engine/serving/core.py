@@ -17,7 +17,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 from ..device.memory import is_out_of_memory
 from ..device.runner import Pending, Runner, StepResult
 from ..errors import QKVError, RequestError, as_request_error
-from ..kv.space import KVSpace
+from ..kv.manager import KVManager
 from ..kv.table import Block
 from ..metrics import Counters
 from ..request import FINISHED, FinishReason, Request
@@ -47,7 +47,7 @@ class EngineCore:
         runner: Runner,
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
-        make_space: Callable[[], KVSpace],
+        make_space: Callable[[], KVManager],
         *,
         runs_ahead: bool = False,
     ):
@@ -64,9 +64,9 @@ class EngineCore:
         self._trials: Trials | None = None  # while a guilty submission is looked for
 
     @property
-    def space(self) -> KVSpace:
+    def space(self) -> KVManager:
         """The KV memory of the scheduler, with what only the engine asks of it."""
-        return cast(KVSpace, self.scheduler.space)
+        return cast(KVManager, self.scheduler.space)
 
     @property
     def has_work(self) -> bool:
@@ -135,10 +135,12 @@ class EngineCore:
         """
         if self._trials is not None:
             self._go_on_with_trials(self._trials)
+        num_followed = len(self._in_flight)  # steps from whose tokens and blocks the scheduler goes on
         launched = self._launch(self.scheduler.schedule())
         may_run_ahead = self.runs_ahead and launched and not self._suspects
         while len(self._in_flight) > may_run_ahead:
-            self._collect()
+            self._collect(is_followed=num_followed > 0)
+            num_followed -= 1
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
     def _launch(self, batch: ScheduledBatch) -> bool:
@@ -159,15 +161,18 @@ class EngineCore:
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
 
-    def _collect(self) -> None:
-        """Waits for the oldest step under way, and accepts what it gave."""
+    def _collect(self, is_followed: bool) -> None:
+        """Waits for the oldest step under way, and accepts what it gave.
+
+        One that broke off is run again, unless it ``is_followed``: then the books may say what its bytes do not.
+        """
         step = self._in_flight.popleft()
         self._fail_holders(step.moves.wait())
         try:
             results = [step.pending.wait()]
         except Exception as error:
-            if self._in_flight:
-                raise  # the step after it has gone on from its tokens and blocks: everything starts over
+            if is_followed:
+                raise  # everything starts over
             results = self._narrow_down(step.batch, error)
         self._accept_all(results)
 

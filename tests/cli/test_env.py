@@ -50,6 +50,7 @@ def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
     assert last["bytes_per_token"] == last["block_bytes"] / 128 == last["effective_bits"] * 8192 / 16
     policy, sink, recent = {"auto": ("pressure", 32, 0), "kivi-2": ("eager", 0, 128)}[kv]
     assert (found["policy"].split(":")[0], found["sink_tokens"], found["recent_tokens"]) == (policy, sink, recent)
+    assert found["recent_ratio"] == 0
 
 
 def test_layers_alike_are_named_together():

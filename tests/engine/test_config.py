@@ -168,6 +168,7 @@ def test_names_and_formats_are_names():
         ("rungs", [None, DENSE16, [DENSE16], (DENSE16, DENSE16), (DENSE16, None), (DENSE16,) * 17, *OBJECTS, *TEXTS]),
         ("sink", [None, True, 3, 256, 32.0, *OBJECTS, *NUMBERS, *TEXTS]),
         ("recent", [None, True, 2**20 + 1, 5.0, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("recent_ratio", [None, True, False, 1, 1.0, *OBJECTS, *filter(None, NUMBERS), *TEXTS]),
         ("eager", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("admit_at", [True, "int4", *OBJECTS, *NUMBERS, *TEXTS]),
     ],
@@ -229,6 +230,7 @@ def test_random_ladders_are_refused_or_run(tmp_path: Path):
                 rungs=rungs,
                 sink=rng.choice([0, 1, 32, 128]),
                 recent=rng.choice([0, 128]),
+                recent_ratio=rng.choice([0, 0.3]),
                 eager=rng.random() < 0.5,
             )
             build_ladder(kv, num_layers=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)

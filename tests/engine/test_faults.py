@@ -17,7 +17,7 @@ import torch
 
 from qkv_engine import DeviceLostError, Engine, EngineDeadError, RequestError, SamplingParams
 from qkv_engine.device.runner import Runner
-from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.serving.loop import MAX_BATCH, MAX_RECOVERIES, MAX_TRIES
 from qkv_engine.serving.trials import TRIAL_STEPS
 
@@ -72,14 +72,14 @@ def test_steps_that_break_off_while_many_threads_submit(engine: Engine, monkeypa
 def test_a_request_that_breaks_the_scheduler_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str):
     work = prompts(8)
     expected = answers(engine, work)
-    guilty, method = work[3], getattr(KVSpace, place)
+    guilty, method = work[3], getattr(KVManager, place)
 
-    def broken(self: KVSpace, request: Any, *more: Any) -> Any:
+    def broken(self: KVManager, request: Any, *more: Any) -> Any:
         if request.prompt_token_ids == guilty:
             raise TypeError("injected")
         return method(self, request, *more)
 
-    monkeypatch.setattr(KVSpace, place, broken)
+    monkeypatch.setattr(KVManager, place, broken)
     outputs = engine.generate(work, GREEDY)
     assert [output.finish_reason for output in outputs].count("error") == 1
     assert outputs[3].finish_reason == "error" and "break off" in str(outputs[3].error)

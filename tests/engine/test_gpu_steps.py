@@ -141,7 +141,7 @@ def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list
         core.step()
         if core.counters.num_steps == 30 and not core.scheduler.num_preemptions:
             while core._in_flight:  # a request is scheduled anew with all of its tokens known
-                core._collect()
+                core._collect(is_followed=False)
             core.scheduler._preempt(list(core.scheduler.running)[-1])
     assert [s.error for s in submissions] == [None] * len(submissions)
     return [s.completions[0].request.output_token_ids for s in submissions], core

@@ -55,7 +55,7 @@ def answer(engine: Engine, load: Load) -> RequestOutput:
 
 def test_every_request_is_answered_as_it_is_alone(monkeypatch: pytest.MonkeyPatch):
     # Admission that looks at nothing, so that memory runs out and requests are preempted.
-    monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
+    monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
     rng = random.Random(7)
     loads = [make_load(rng, [" a", "1", "so", "e", "\n", "="]) for _ in range(NUM_REQUESTS)]
     loads[: len(MARATHONS)] = MARATHONS

@@ -167,7 +167,7 @@ def test_mixed_requests_are_answered_alike(seed: int):
 
 def test_aborts_and_preemptions_with_a_step_under_way(monkeypatch: pytest.MonkeyPatch):
     # Admission that looks at nothing, so that memory runs out and requests are preempted.
-    monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
+    monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
     roomy, short = begin("fp32", "128MiB"), begin("fp32", "12MiB")
     aborts = {step: f"r{step % 30}" for step in range(3, 90, 4)}
     preempted = 0

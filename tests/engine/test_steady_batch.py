@@ -138,7 +138,7 @@ def answers(memory: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("memory", ["64MiB", "6MiB"])
 def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
+    monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
     continues, found = SteadyBatch.continues, list[bool]()
 

@@ -57,7 +57,7 @@ def assert_greedy(reference: transformers.PreTrainedModel, output: RequestOutput
 @pytest.fixture(autouse=True)
 def _overcommitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission that looks at nothing, so that memory runs out and requests are preempted."""
-    monkeypatch.setattr("qkv_engine.kv.space.KVSpace.admits", lambda *args: True)
+    monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=str)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.ladder import RequestSlot
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
-from qkv_engine.kv.space import KVSpace
 from qkv_engine.kv.table import BlockTables, num_reserve_slabs
+from qkv_engine.kv.window import RecentWindow
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
@@ -35,10 +37,15 @@ class TinyLadder:
     admit_at: int = 99
     sink_nbytes: int = 0
     others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens
+    recent_ratio: Fraction = Fraction(0)
 
     @property
     def widest(self) -> TinyRung:
         return self.rungs[0]
+
+    @cached_property
+    def window(self) -> RecentWindow:
+        return RecentWindow.of(self.recent, self.recent_ratio)
 
     @cached_property
     def slots(self) -> tuple[RequestSlot, ...]:
@@ -58,11 +65,11 @@ def make_space(
     slab_blocks: int = 1,
     prefix: bool = False,
     quota: float | None = None,
-) -> KVSpace:
+) -> KVManager:
     nbytes = ladder.widest.block_nbytes
     arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=num_reserve_slabs(len(ladder.rungs)))
     tables = BlockTables(arena, ladder)
-    return KVSpace(tables, PrefixCache(tables, "model") if prefix else None, quota)
+    return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
 
 
 def make_scheduler(

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 import pytest
 
-from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import Request
 from qkv_engine.scheduler.coldest import Candidate, Coldest, eligible
 from qkv_engine.scheduler.queue import ArrivalQueue
@@ -18,7 +18,7 @@ from .common import BLOCK, LADDER, TinyLadder, make_request, make_space
 class AllInOrder:
     """A heap of all blocks that may step down."""
 
-    def __init__(self, space: KVSpace, running: ArrivalQueue, ranks: dict[Request, int]):
+    def __init__(self, space: KVManager, running: ArrivalQueue, ranks: dict[Request, int]):
         self.heap = eligible(space, running, ranks)
         heapify(self.heap)
 
@@ -30,7 +30,7 @@ class AllInOrder:
         return chosen
 
 
-def crowd(rng: random.Random) -> tuple[KVSpace, ArrivalQueue]:
+def crowd(rng: random.Random) -> tuple[KVManager, ArrivalQueue]:
     """Requests of all lengths and floors, some of which begin with blocks of another, on rungs of all kinds."""
     space = make_space(2000, TinyLadder(LADDER.rungs, recent=rng.choice((0, 50))), slab_blocks=4)
     running = ArrivalQueue()

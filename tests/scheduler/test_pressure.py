@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import FinishReason, Request
 from qkv_engine.scheduler import Scheduler
 
@@ -208,7 +208,7 @@ def test_an_attacker_at_full_rate_changes_nothing_for_a_victim_within_its_quota(
 
 
 def test_a_chunk_leaves_the_others_their_next_block(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(KVSpace, "admits", lambda *args: True)
+    monkeypatch.setattr(KVManager, "admits", lambda *args: True)
     scheduler = make_scheduler(4, budget=600)
     young, old = make_request("young", BLOCK - 1, 4), make_request("old", 4 * BLOCK, 1)
     young.arrival = 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.errors import CapacityError, RequestError
-from qkv_engine.kv.space import KVSpace
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import FinishReason, RequestStatus
 
 from .common import BLOCK, make_request, make_scheduler, run, shape
@@ -54,7 +54,7 @@ def test_max_num_seqs_bounds_the_running():
 @pytest.fixture
 def overcommitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission that looks at nothing, so that memory runs out later."""
-    monkeypatch.setattr(KVSpace, "admits", lambda *args: True)
+    monkeypatch.setattr(KVManager, "admits", lambda *args: True)
 
 
 def test_the_youngest_is_preempted_and_recomputes_prompt_and_output(overcommitted: None):

@@ -23,7 +23,7 @@ MODULES = {  # in order of their imports
     "table": "qkv_engine.kv.table",
     "prefix": "qkv_engine.kv.prefix",
     "demand": "qkv_engine.kv.demand",
-    "space": "qkv_engine.kv.space",
+    "manager": "qkv_engine.kv.manager",
     "queue": "qkv_engine.scheduler.queue",
     "output": "qkv_engine.scheduler.output",
     "coldest": "qkv_engine.scheduler.coldest",
@@ -52,7 +52,7 @@ class Code:
     Arena: Any
     BlockTables: Any
     PrefixCache: Any
-    KVSpace: Any
+    KVManager: Any
     Scheduler: Any
     EngineCore: Any
     Submission: Any
@@ -93,7 +93,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         modules["arena"].Arena,
         modules["table"].BlockTables,
         modules["prefix"].PrefixCache,
-        modules["space"].KVSpace,
+        modules["manager"].KVManager,
         modules["scheduler"].Scheduler,
         modules["core"].EngineCore,
         modules["submission"].Submission,

@@ -142,14 +142,14 @@ BOOKS = (
     Patch(
         "the recent window is ignored",
         "table",
-        "return num_computed - self.ladder.recent - self.ladder.sink",
+        "return self.ladder.window.older(num_computed) - self.ladder.sink",
         "return num_computed - self.ladder.sink",
     ),
     Patch(
         "the sink is forgotten when ages are counted",
         "table",
-        "return num_computed - self.ladder.recent - self.ladder.sink",
-        "return num_computed - self.ladder.recent",
+        "return self.ladder.window.older(num_computed) - self.ladder.sink",
+        "return self.ladder.window.older(num_computed)",
     ),
     Patch(
         "a block is old one block too early",
@@ -217,7 +217,16 @@ BOOKS = (
     ),
     Patch("the cache holds no reference", "prefix", "                blocks[index].refs += 1\n", ""),
     Patch(
-        "a hit may be narrower than the floor", "prefix", "or entry.block.rung > floor:", "or entry.block.rung > 99:"
+        "a hit may be narrower than the floor",
+        "prefix",
+        "or entry.block.rung > narrowest:",
+        "or entry.block.rung > 99:",
+    ),
+    Patch(
+        "a hit in the recent window may be narrow",
+        "prefix",
+        "narrowest = floor if index < num_narrow else 0",
+        "narrowest = floor",
     ),
     Patch(
         "blocks in use are given up",
@@ -235,17 +244,17 @@ BOOKS = (
         "for block in blocks if block in self._of_block][1:]:",
     ),
     Patch(
-        "every token may come from the cache", "space", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
+        "every token may come from the cache", "manager", "floor, request.num_tokens - 1)", "floor, request.num_tokens)"
     ),
     Patch(
         "pinned requests are as others",
-        "space",
+        "manager",
         "        if params.kv_pinned:\n            return 0",
         "        if params.kv_pinned:\n            return self.num_rungs - 1",
     ),
     Patch(
         "admission looks at the newcomer alone",
-        "space",
+        "manager",
         "        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))\n"
         "        if self.ladder.admit_at",
         "        together = Demand(self.tables).plus(self.demand.share(request, self.floor(request)))\n"
@@ -301,13 +310,13 @@ BOOKS = (
     ),
     Patch(
         "what a failed request shared is still offered",
-        "space",
+        "manager",
         "            self.distrust(self.tables[request.request_id])\n",
         "            pass\n",
     ),
     Patch(
         "an ended request's place in the cache is kept",
-        "space",
+        "manager",
         "            self.prefix.forget(request.request_id)\n",
         "            pass\n",
     ),

@@ -74,7 +74,7 @@ CORE = (
     Patch(
         "what follows a step that broke off is kept",
         "core",
-        "            if self._in_flight:\n                raise",
+        "            if is_followed:\n                raise",
         "            if False:\n                raise",
     ),
     Patch(

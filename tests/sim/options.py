@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
 
 from qkv_engine.kv.ladder import RequestSlot
 
@@ -50,6 +52,7 @@ class Options:
     open_ended: float
     ahead: bool  # whether the core runs a step ahead
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
+    recent_ratio: Fraction = Fraction(0)
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0
@@ -57,11 +60,16 @@ class Options:
             tuple(TinyRung(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)),
             sink=self.sink,
             recent=self.recent,
+            recent_ratio=self.recent_ratio,
             eager=self.eager,
             admit_at=self.admit_at,
             sink_nbytes=max(1, self.sizes[0] * sink_tokens // self.block) if self.sink else 0,
             others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
         )
+
+    def window(self, num_computed: int) -> int:
+        """The newest tokens of a request that stay on the first rung."""
+        return max(self.recent, floor(self.recent_ratio * num_computed))
 
     @property
     def promises_no_preemption(self) -> bool:

@@ -84,7 +84,7 @@ class Simulation:
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes)
         self.seen: dict[Any, Any] = {}
-        return SpySpace(code.KVSpace(tables, prefix, options.quota), options, code)
+        return SpySpace(code.KVManager(tables, prefix, options.quota), options, code)
 
     def _renew_space(self) -> SpySpace:
         """New books over the old bytes."""
@@ -381,7 +381,7 @@ class Simulation:
         require(request.error is None or any(word in str(request.error) for word in purpose), repr(request.error))
         require("Fault" not in str(request.error) or request in self.doomed, "a request fails for another one")
         if request.error is not None:
-            self.unknown -= {block for block in blocks if not block.is_shared}
+            self.unknown -= {block for block in blocks if not block.holders}
         if request.error is not None and self.space.prefix is not None:
             offered = {id(entry.block) for entry in self.space.prefix._entries.values()}
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")

@@ -168,9 +168,17 @@ class SpySpace:
         floor = self.own_floor(request.params)
         require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
         require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
+        num_narrow = sum(block.rung > 0 for block in table.blocks)
+        require(num_narrow == 0 or self._leaves_window(request, num_narrow), "a hit in the recent window is narrow")
         if request.params.prompt_logprobs is not None:
             require(found == 0, "prompt log-probabilities need every token computed")
         return int(found)
+
+    def _leaves_window(self, request: Any, num_blocks: int) -> bool:
+        """Whether the first blocks of a request are older than its window when the last one of its tokens begins."""
+        options, block = self.options, self.options.block
+        begins = options.sink + (request.num_tokens - options.sink - 1) // block * block
+        return bool(options.sink + num_blocks * block <= begins - options.window(begins))
 
     def evict(self) -> bool:
         idle = self._idle()
@@ -297,7 +305,8 @@ class SpySpace:
             for index, block in enumerate(self.tables[request.request_id].blocks):
                 if block.rung < block.floor:
                     end = options.sink + (index + 1) * options.block
-                    age = request.num_computed_tokens - options.recent - end
+                    computed = request.num_computed_tokens
+                    age = computed - options.window(computed) - end
                     holders.setdefault(id(block), (block, []))[1].append((age, request, index))
         found = []
         for key, (block, ages) in holders.items():

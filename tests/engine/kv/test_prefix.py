@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qkv_engine.kv import prefix as prefix_module
 
 from ...scheduler.common import BLOCK, DENSE, LADDER, TinyLadder, make_space
@@ -129,3 +131,18 @@ def test_the_next_block_is_full_at_its_end_and_not_before():
             end = prefix.next_end(num_tokens)
             pieces = [prefix._num_pieces(n) for n in (num_tokens, end - 1, end)]
             assert num_tokens < end and pieces == [pieces[0], pieces[0], pieces[0] + 1]
+
+
+def test_a_hit_that_would_lie_in_the_recent_window_has_to_be_dense():
+    space = make_space(20, replace(LADDER, recent=BLOCK), prefix=True)
+    table = filed(space, "a", [1] * 5 * BLOCK)
+    space.demote([(block, 1) for block in table.blocks[:4]])
+
+    def hits(num_tokens: int, floor: int = 2) -> int:
+        return len(space.prefix.lookup([1] * num_tokens, "", floor, num_tokens - 1))
+
+    assert hits(5 * BLOCK) == 3  # its last block begins at 512, when 384 tokens are older than the window
+    assert hits(5 * BLOCK + 1) == 5  # the fifth lies in the window, and is dense
+    assert space.prefix.num_hit_tokens == 8 * BLOCK
+    space.demote([(table.blocks[4], 1)])
+    assert (hits(5 * BLOCK + 1), hits(6 * BLOCK + 1), hits(6 * BLOCK + 1, floor=0)) == (4, 5, 0)

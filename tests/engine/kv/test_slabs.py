@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from math import floor
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from qkv_engine.kv.table import BlockTables, num_reserve_slabs
 from ...scheduler.common import TinyLadder, TinyRung
 
 THREE = KVConfig(name="three", rungs=(DENSE16, *(uniform_rung(bits) for bits in (8, 4, 2))), sink=16, recent=300)
+SHARE = replace(THREE, name="share", recent_ratio=0.35)
 
 
 def ladder_of(config: KVConfig) -> Ladder:
@@ -32,9 +34,11 @@ def most_tokens(ladder: Ladder, num_slabs: int, slab_nbytes: int, rung: int) -> 
     wide, narrow = ladder.widest.block_nbytes, ladder.rungs[rung].block_nbytes
     blocks = tokens = 0
     while True:
-        dense = min(blocks, 1 + -(-ladder.recent // BLOCK_TOKENS)) if rung else blocks
-        slots = Counter({wide: dense})
-        slots[narrow] += blocks - dense
+        computed = ladder.sink + (blocks - 1) * BLOCK_TOKENS  # when the last block begins
+        older = computed - max(ladder.window.num_tokens, floor(ladder.window.ratio * computed))
+        old = sum(ladder.sink + number * BLOCK_TOKENS <= older for number in range(1, blocks + 1)) if rung else 0
+        slots = Counter({wide: blocks - old})
+        slots[narrow] += old
         slots.update(slot.nbytes for slot in ladder.slots)
         slabs = sum(-(-number // (slab_nbytes // size)) for size, number in slots.items() if number)
         if slabs > num_slabs - num_reserve_slabs(len(ladder.rungs)):
@@ -50,7 +54,7 @@ def useful(ladder: Ladder, nbytes: int, slab_nbytes: int) -> int:
     )
 
 
-@pytest.mark.parametrize("config", [*PRESETS.values(), THREE], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*PRESETS.values(), THREE, SHARE], ids=lambda config: config.name)
 def test_the_slab_is_the_one_that_wastes_least(config: KVConfig):
     ladder = ladder_of(config)
     block = ladder.widest.block_nbytes
@@ -103,10 +107,10 @@ def test_twelve_rungs_of_an_8b_model_lose_as_much_as_the_page_says():
     assert round(sum(lost) / 12, 3) == 0.016 and round(max(lost), 3) == 0.033
 
 
-@pytest.mark.parametrize("config", [*PRESETS.values(), THREE], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*PRESETS.values(), THREE, SHARE], ids=lambda config: config.name)
 def test_the_least_memory_is_exact(config: KVConfig):
     """A byte less is refused; with it a block fits on each rung beside an open one."""
-    ladder = ladder_of(replace(config, recent=0))
+    ladder = ladder_of(replace(config, recent=0, recent_ratio=0.0))
     least = ladder.widest.block_nbytes * (1 + bool(ladder.sink) + (0, 2, 3, 3)[len(ladder.rungs) - 1])
     with pytest.raises(CapacityError, match="Give at least"):
         KVCache(ladder, least - 1, torch.device("meta"))

@@ -13,7 +13,7 @@ from .prefix import PrefixCache
 from .table import Block, BlockTables
 
 
-class KVSpace:
+class KVManager:
     """Implements ``scheduler.KVSpace``. Owned by the scheduler's thread, like everything below it."""
 
     def __init__(self, tables: BlockTables, prefix: PrefixCache | None, quota: float | None = None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -135,7 +136,8 @@ def test_quotas_bound_a_tenant_but_never_its_only_request():
 def test_aged_are_those_with_a_block_past_the_window_at_every_token(seed: int):
     """Requests that share a block and step down now and then; one leaves, so that the others' may go further down."""
     rng, floors = random.Random(seed), {"a": "int4", "b": "int4", "c": "int8"}
-    space = make_space(64, TinyLadder(LADDER.rungs, sink=4 * (seed % 2), recent=50, sink_nbytes=16))
+    ladder = TinyLadder(LADDER.rungs, sink=4 * (seed % 2), recent=50, recent_ratio=Fraction(seed, 10), sink_nbytes=16)
+    space = make_space(64, ladder)
     running = [make_request(name, BLOCK, kv_floor=floor) for name, floor in floors.items()]
     space.open(running[0])
     assert space.reserve(running[0], BLOCK)
