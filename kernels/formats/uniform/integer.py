@@ -149,6 +149,38 @@ def load_value_bytes(p_bytes, LANES: tl.constexpr, ROWS: tl.constexpr, CHANNELS:
 
 
 @triton.jit
+def key_dots(
+    b_s,
+    digits,
+    p_codes,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+):
+    """``b_s`` [ROWS, 2 BLOCK_G] plus codes of token tile J, at their ``field_place``, times q's digits."""
+    ROWS: tl.constexpr = T // TILES
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
+    SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
+    SHIFT: tl.constexpr = J // SETS * WIDTH
+    HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
+    TO: tl.constexpr = field_place(K.BITS, SHIFT)
+    for i in tl.static_range(count(PARTS)):
+        if K.BITS == 1:
+            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1, TO)
+        else:
+            b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
+            if K.BITS == 3:
+                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J, TO)
+            else:
+                b_c = take_bits(b_w, SHIFT, WIDTH, TO)
+        b_s = tl.dot(b_c, digits[i], b_s, out_dtype=tl.int32)
+    return b_s
+
+
+@triton.jit
 def key_tile(
     digits,
     b_unit,
@@ -162,23 +194,9 @@ def key_tile(
 ):
     """Codes of token tile J times q in ``b_unit`` [BLOCK_G]: [ROWS, BLOCK_G]; ``digits``: q's, of each channel part."""
     ROWS: tl.constexpr = T // TILES
-    PARTS: tl.constexpr = channel_parts(K.BITS, D)
-    WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
-    SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
-    SHIFT: tl.constexpr = J // SETS * WIDTH
-    HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
-    TO: tl.constexpr = field_place(K.BITS, SHIFT)
-    b_s = tl.zeros([ROWS, 2 * BLOCK_G], tl.int32)
-    for i in tl.static_range(count(PARTS)):
-        if K.BITS == 1:
-            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1, TO)
-        else:
-            b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
-            if K.BITS == 3:
-                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J, TO)
-            else:
-                b_c = take_bits(b_w, SHIFT, WIDTH, TO)
-        b_s = tl.dot(b_c, digits[i], b_s, out_dtype=tl.int32)
+    SETS: tl.constexpr = set_lanes(2 if K.BITS == 3 else K.BITS, T) // ROWS
+    TO: tl.constexpr = field_place(K.BITS, J // SETS * (2 if K.BITS == 3 else K.BITS))
+    b_s = key_dots(tl.zeros([ROWS, 2 * BLOCK_G], tl.int32), digits, p_codes, J, K, TILES, T, D)
     return join8(b_s, ROWS, BLOCK_G) * (b_unit * 2.0**-TO)[None, :]
 
 
