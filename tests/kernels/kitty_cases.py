@@ -1,4 +1,4 @@
-"""Child of ``test_kitty``: Kitty sides under Triton's interpreter, bytes against the references, scores against float."""
+"""Child of ``test_kitty``: Kitty sides under Triton's interpreter against the references and float attention."""
 
 from __future__ import annotations
 

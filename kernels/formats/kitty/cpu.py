@@ -9,17 +9,17 @@ from ..family import CpuOps, SideBytes
 from ..uniform import UniformSide
 from ..uniform.codes import code_planes, pack, token_factors
 from ..uniform.cpu import seal as seal_uniform
-from ..uniform.reference import meta_tile, read_codes
+from ..uniform.reference import meta_tile
+from ..uniform.reference import read_codes as read_uniform
 from .layout import KittySide, Ranking
 from .reference import (
-    BOOST,
     choose,
     code_sets,
     hash_channels,
     head_metas,
     numbers,
     pairs,
-    read,
+    read_codes,
     tops,
 )
 
@@ -35,7 +35,7 @@ def seal(dense: Tensor, out: SideBytes, side: KittySide) -> bool:
 
 def demote(rows: SideBytes, out: SideBytes, old: UniformSide, new: KittySide) -> None:
     """The bytes of uniform sides of 8 or 4 bits as Kitty sides."""
-    codes = read_codes(rows, old)
+    codes = read_uniform(rows, old)
     if old.bits == 8:
         codes = codes.to(torch.int16).add_(9).mul_(15).bitwise_right_shift_(8).to(torch.uint8)  # see ``codes.narrow``
     meta = meta_tile(rows, old).squeeze(3)
@@ -47,19 +47,15 @@ def demote(rows: SideBytes, out: SideBytes, old: UniformSide, new: KittySide) ->
 def dequantize(rows: SideBytes, side: KittySide, dtype: torch.dtype) -> Tensor:
     """Elements [n, H, T, D]."""
     low, span = pairs(rows, side).float().split(1, 2)
-    codes, is_boosted = read(rows, side)
-    out = codes.float().mul_(span * _steps(is_boosted).unsqueeze(2) / 3)
-    return out.add_(low).to(dtype)
+    return read_codes(rows, side).float().mul_(_steps(span)).add_(low).to(dtype)
 
 
 def scores(q: Tensor, rows: SideBytes, side: KittySide) -> tuple[Tensor, Tensor | None]:
     """logits_t = sum_d (q_d step_d) (low_td + 4 high_td) + sum_d q_d min_d; the last sum is shared by all tokens."""
     n, heads, queries, _ = q.shape
     low, span = pairs(rows, side).float().split(1, 2)
-    channels = numbers(rows, side).long()
-    is_boosted = torch.zeros(n, heads, q.shape[3], dtype=torch.bool).scatter_(-1, channels, True)
-    inputs = q * span * _steps(is_boosted).unsqueeze(2)
-    boosted = inputs.gather(3, channels.unsqueeze(2).expand(-1, -1, queries, -1))
+    inputs = q * _steps(span).mul_(3)  # the factors of tokens have the 3 levels of 2 bits
+    boosted = inputs.gather(3, numbers(rows, side).long().unsqueeze(2).expand(-1, -1, queries, -1))
     base, high = (code_planes(part, 2, "k", side.shape.num_tokens).float() for part in code_sets(rows, side))
     out = torch.bmm(inputs.flatten(0, 1), base.flatten(2, 3).flatten(0, 1).mT)
     out.baddbmm_(boosted.flatten(0, 1), high.flatten(2, 3).flatten(0, 1).mT, alpha=4)
@@ -74,9 +70,9 @@ def _values(p: Tensor, rows: SideBytes, side: KittySide) -> Tensor:
 KITTY_CPU = CpuOps(seal, demote, dequantize, scores, _values)
 
 
-def _steps(is_boosted: Tensor) -> Tensor:
-    """Steps of each channel in thirds of its range."""
-    return torch.where(is_boosted, 1 / BOOST, 1.0)
+def _steps(span: Tensor) -> Tensor:
+    """Steps of channels by their ranges, which are negative in boosted ones."""
+    return torch.maximum(span / 3, span / -15)
 
 
 def _scores(codes: Tensor, low: Tensor, span: Tensor, ranking: Ranking) -> Tensor:
@@ -106,10 +102,8 @@ def _store_codes(codes: Tensor, channels: Tensor, is_boosted: Tensor, out: SideB
 
 def _store_meta(meta: Tensor, channels: Tensor, is_boosted: Tensor, out: SideBytes, side: KittySide) -> None:
     """Shapes:  meta [2, n, H, D] fp16"""
-    pairs(out, side).copy_(meta.movedim(0, 2))
-    index = head_metas(out, side)[..., side.mask_offset :].zero_()
-    for bit in range(8):
-        part = is_boosted[..., bit::8]
-        index[..., : part.shape[-1]] |= part.to(torch.uint8) << bit
+    low, span = meta
+    pairs(out, side).copy_(torch.stack((low, torch.where(is_boosted, -span, span)), 2))
+    head_metas(out, side)[..., side.numbers_offset + side.boosted :].zero_()
     numbers(out, side).copy_(channels)
-    tops(out, side).copy_(meta[1].amax(-1))
+    tops(out, side).copy_(span.amax(-1))

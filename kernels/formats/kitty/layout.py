@@ -19,7 +19,6 @@ from ..uniform import UniformSide
 from ..uniform.layout import META_NBYTES, TILES
 
 MAX_CHANNELS = 256  # a channel number is a byte
-WORD = 4  # bytes: shorter loads are not fetched ahead
 HEAD_ALIGN = 16  # bytes: the metadata of every head starts where wide copies can
 
 _NAME = re.compile(r"kitty-([0-9]{1,3}(?:\.[0-9]{1,6})?)(?:-(variance|random))?", re.ASCII)
@@ -38,8 +37,8 @@ class KittySpec(NamedTuple):
     """Compile-time layout of a Kitty side, for device functions. Strides and offsets in bytes.
 
     ``BITS``: of the set of all channels. ``BOOSTED``: channels with two bits more. ``RANKING``: a ``Ranking``.
-    ``CODES``, ``META``: of one head. ``MASK``, ``NUMBERS``: from the start of a head's metadata to the bitmask and to
-    the numbers of boosted channels. ``TOP``: from the metadata's start to the largest ranges.
+    ``CODES``, ``META``: of one head. ``NUMBERS``: from the start of a head's metadata to the numbers of boosted
+    channels. ``TOP``: from the metadata's start to the largest ranges.
     """
 
     BITS: int
@@ -47,7 +46,6 @@ class KittySpec(NamedTuple):
     RANKING: int
     CODES: int
     META: int
-    MASK: int
     NUMBERS: int
     TOP: int
 
@@ -58,9 +56,9 @@ class KittySide(Side):
 
     Codes: per head ``[T / 4][D]`` with the low two bits of every channel's code, then ``[T / 4][boosted]`` with the
     high two bits of the boosted channels' codes.
-    Metadata: per head ``[2 (min, range)][D]`` fp16; the bitmask of boosted channels, bit d % 8 of byte d // 8, padded
-    to 4 bytes; the numbers of boosted channels, ascending, uint8; zeros up to a multiple of 16 bytes. Then
-    (``top_offset``) the largest range of each head, ``[H]`` fp16.
+    Metadata: per head ``[2 (min, range)][D]`` fp16, the sign bit of the range set in boosted channels; the numbers of
+    boosted channels, ascending, uint8; zeros up to a multiple of 16 bytes. Then (``top_offset``) the largest range of
+    each head, ``[H]`` fp16.
     """
 
     boosted: int
@@ -71,18 +69,13 @@ class KittySide(Side):
         return self.shape.num_tokens // TILES * (self.shape.head_dim + self.boosted)
 
     @property
-    def mask_offset(self) -> int:
-        """Bytes from the start of a head's metadata to the bitmask."""
+    def numbers_offset(self) -> int:
+        """Bytes from the start of a head's metadata to the numbers of boosted channels."""
         return META_NBYTES * self.shape.head_dim
 
     @property
-    def numbers_offset(self) -> int:
-        """Bytes from the start of a head's metadata to the numbers of boosted channels."""
-        return self.mask_offset + _padded(-(-self.shape.head_dim // 8), WORD)
-
-    @property
     def head_meta_nbytes(self) -> int:
-        return _padded(self.numbers_offset + self.boosted, HEAD_ALIGN)
+        return -(-(self.numbers_offset + self.boosted) // HEAD_ALIGN) * HEAD_ALIGN
 
     @property
     def top_offset(self) -> int:
@@ -105,7 +98,6 @@ class KittySide(Side):
             int(self.ranking),
             self.head_codes_nbytes,
             self.head_meta_nbytes,
-            self.mask_offset,
             self.numbers_offset,
             self.top_offset,
         )
@@ -158,7 +150,3 @@ def parse(name: str) -> Kitty | None:
     if found is None:
         raise ConfigError("unknown KV format", field="format", value=name, remedy=_REMEDY)
     return Kitty(Decimal(found[1]), Ranking[found[2].upper()] if found[2] else Ranking.MAGNITUDE)
-
-
-def _padded(nbytes: int, align: int) -> int:
-    return -(-nbytes // align) * align

@@ -8,10 +8,9 @@ from torch import Tensor
 from ..family import SideBytes
 from ..uniform import UniformSide
 from ..uniform.codes import pack, unpack
-from ..uniform.reference import encode, read_codes, read_meta, shrink
+from ..uniform.reference import encode, read_meta, shrink
+from ..uniform.reference import read_codes as read_uniform
 from .layout import KittySide, Ranking
-
-BOOST = 5  # steps of a boosted channel in one of another: 15 levels / 3 levels
 
 
 def quantize(x: Tensor, side: KittySide) -> SideBytes:
@@ -24,16 +23,15 @@ def quantize(x: Tensor, side: KittySide) -> SideBytes:
 
 def demote(rows: SideBytes, old: UniformSide, new: KittySide) -> SideBytes:
     """The bytes of uniform sides of 8 or 4 bits as Kitty sides; (min, range) stay."""
-    codes = shrink(read_codes(rows, old).int(), old.bits, 4).to(torch.uint8)
+    codes = shrink(read_uniform(rows, old).int(), old.bits, 4).to(torch.uint8)
     return write(codes, read_meta(rows, old), new)
 
 
 def dequantize(rows: SideBytes, side: KittySide) -> Tensor:
     """x = min + code * range / 15 in boosted channels, / 3 in others, [n, H, T, D] float32."""
     low, span = pairs(rows, side).float().unbind(2)
-    codes, is_boosted = read(rows, side)
-    levels = torch.where(is_boosted, 3 * BOOST, 3)
-    return low.unsqueeze(2) + codes.float() * (span / levels).unsqueeze(2)
+    step = torch.where(span.signbit(), -span / 15, span / 3)
+    return low.unsqueeze(2) + read_codes(rows, side).float() * step.unsqueeze(2)
 
 
 def write(codes: Tensor, meta: Tensor, side: KittySide) -> SideBytes:
@@ -46,10 +44,8 @@ def write(codes: Tensor, meta: Tensor, side: KittySide) -> SideBytes:
     base = torch.where(is_boosted.unsqueeze(2), codes & 3, shrink(codes, 4, 2))
     high = (codes >> 2).gather(3, channels.unsqueeze(2).expand(-1, -1, codes.shape[2], -1))
     heads = torch.zeros(*span.shape[:2], side.head_meta_nbytes, dtype=torch.uint8)
-    heads[..., : side.mask_offset] = torch.stack((low, span), 2).flatten(2).view(torch.uint8)
-    bits = torch.nn.functional.pad(is_boosted.int(), (0, -is_boosted.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    mask = (bits << torch.arange(8)).sum(-1)
-    heads[..., side.mask_offset : side.mask_offset + mask.shape[-1]] = mask
+    signed = torch.where(is_boosted, -span, span)
+    heads[..., : side.numbers_offset] = torch.stack((low, signed), 2).flatten(2).view(torch.uint8)
     heads[..., side.numbers_offset : side.numbers_offset + side.boosted] = channels
     top = span.amax(-1, keepdim=True).view(torch.uint8)
     packed = torch.cat((pack(base, 2, "k"), pack(high, 2, "k")), -1)
@@ -105,8 +101,8 @@ def head_metas(rows: SideBytes, side: KittySide) -> Tensor:
 
 
 def pairs(rows: SideBytes, side: KittySide) -> Tensor:
-    """(min, range) of every channel, a view [n, H, 2, D] fp16."""
-    return head_metas(rows, side)[..., : side.mask_offset].view(torch.float16).unflatten(-1, (2, -1))
+    """(min, range) of every channel, ranges of boosted ones negative, a view [n, H, 2, D] fp16."""
+    return head_metas(rows, side)[..., : side.numbers_offset].view(torch.float16).unflatten(-1, (2, -1))
 
 
 def numbers(rows: SideBytes, side: KittySide) -> Tensor:
@@ -119,9 +115,8 @@ def tops(rows: SideBytes, side: KittySide) -> Tensor:
     return rows.meta[:, side.top_offset :].view(torch.float16)
 
 
-def read(rows: SideBytes, side: KittySide) -> tuple[Tensor, Tensor]:
-    """Codes [n, H, T, D] uint8, of 4 bits in boosted channels, else of 2; which are boosted, [n, H, D] bool."""
+def read_codes(rows: SideBytes, side: KittySide) -> Tensor:
+    """Codes [n, H, T, D] uint8, of 4 bits in boosted channels and of 2 in others."""
     low, high = (unpack(part, 2, "k", side.shape.num_tokens) for part in code_sets(rows, side))
     channels = numbers(rows, side).long()
-    is_boosted = torch.zeros(*channels.shape[:2], side.shape.head_dim, dtype=torch.bool).scatter_(-1, channels, True)
-    return low.scatter_add(3, channels.unsqueeze(2).expand(high.shape), high << 2), is_boosted
+    return low.scatter_add(3, channels.unsqueeze(2).expand(high.shape), high << 2)

@@ -57,16 +57,10 @@ def _write_head(
     p_meta += i_h * SIDE.META
     p_pairs = p_meta.to(tl.pointer_type(tl.float16))
     tl.store(p_pairs + o_d, b_low, mask=o_d < D)
-    tl.store(p_pairs + D + o_d, b_span, mask=o_d < D)
+    b_bits = b_span.to(tl.int16, bitcast=True)
+    b_bits = tl.where(b_boosted != 0, b_bits | -32768, b_bits).to(tl.int16)
+    tl.store((p_pairs + D + o_d).to(tl.pointer_type(tl.int16), bitcast=True), b_bits, mask=o_d < D)
     tl.store(p_meta + SIDE.NUMBERS + b_slot, o_d.to(tl.uint8), mask=b_boosted != 0)
-    _store_mask(p_meta, b_boosted, SIDE, TILE_D)
-
-
-@triton.jit
-def _store_mask(p_meta, b_boosted, SIDE: tl.constexpr, TILE_D: tl.constexpr):
-    """The bitmask of boosted channels, and zeros behind their numbers."""
-    o_byte, o_d = tl.arange(0, 32), tl.arange(0, TILE_D)  # 32 bytes: 256 channels
-    b_bits = tl.where(o_byte[:, None] == (o_d // 8)[None, :], (b_boosted << o_d % 8)[None, :], 0)
-    tl.store(p_meta + SIDE.MASK + o_byte, tl.sum(b_bits, 1).to(tl.uint8), mask=o_byte < SIDE.NUMBERS - SIDE.MASK)
     END: tl.constexpr = SIDE.NUMBERS + SIDE.BOOSTED
-    tl.store(p_meta + END + o_byte, tl.zeros_like(o_byte).to(tl.uint8), mask=o_byte < SIDE.META - END)
+    o_pad = tl.arange(0, 16)
+    tl.store(p_meta + END + o_pad, tl.zeros_like(o_pad).to(tl.uint8), mask=o_pad < SIDE.META - END)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..family import KeyFunctions, ValueFunctions
 from .integer_codes import (
+    fixed,
     fixed_point,
     join8,
     join_tiles,
@@ -225,7 +226,7 @@ def token_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: 
     query: tl.tuple = ()
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
-        query += (split_rows(raw[i] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+        query += (split_rows(fixed(raw[i] * b_fix[None, :]), block_of(PARTS[i]), BLOCK_G),)
         b_sum += tl.sum(raw[i], 0)
     query += (b_unit, b_sum)
     return query
@@ -242,7 +243,8 @@ def group_query(query, b_fix, p_meta, GROUP: tl.constexpr, K: tl.constexpr, D: t
         b_low = load_part(p_lows, i * (D // 2), PARTS[i])
         b_range = load_part(p_lows + K.GROUPS * D, i * (D // 2), PARTS[i])
         b_bias += tl.sum(query[i] * zero_value(b_low, b_range, K.BITS)[:, None], 0)
-        scaled += (split_rows(query[i] * b_fix[None, :] * b_range[:, None], block_of(PARTS[i]), BLOCK_G),)
+        b_scaled = fixed(query[i] * b_fix[None, :] * b_range[:, None])
+        scaled += (split_rows(b_scaled, block_of(PARTS[i]), BLOCK_G),)
     return scaled, b_bias
 
 
