@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side, make_format
+from qkv_engine.kernels.formats import PageShape, Side, make_format
 from qkv_engine.kernels.formats.uniform import Uniform
-from studies.kernels.inputs import dense_page, make_case
+from studies.kernels.inputs import dense_page, make_case, named_page
 
 from .format_cases import demote_case, seal_case, tile_case
 from .interpreted import report
@@ -30,17 +30,11 @@ def wide_side(bits: int, head_dim: int, heads: int = 2) -> Side:
     return Uniform(bits, "channel", 128).layout(PageShape(heads, 128, head_dim), "k")
 
 
-def kitty_page(name: str, v_name: str, heads: int, head_dim: int) -> PageLayout:
-    shape = PageShape(heads, 128, head_dim)
-    k, v = make_format(name, BF16).layout(shape, "k"), make_format(v_name, BF16).layout(shape, "v")
-    return BlockLayout.stack([k, v]).pages[0]
-
-
 def attention(name: str, head_dim: int, group: int, v_name: str = "int2-token-128") -> Callable[[], float]:
     """Decode over a sink, sealed blocks and an open block; queries in float32, so that nothing else rounds."""
 
     def run() -> float:
-        pages = [dense_page(torch.float32, 2, head_dim), kitty_page(name, v_name, 2, head_dim)]
+        pages = [dense_page(torch.float32, 2, head_dim), named_page(name, v_name, 2, head_dim)]
         case = make_case(pages, [300], group=group, sink_tokens=20, dtype=torch.float32, demote_all=True)
         assert (case.rungs == 1).sum() == 2
         return error(case, attend(case, plan(case)))

@@ -10,12 +10,23 @@ import torch
 from torch import Tensor
 
 from qkv_engine.errors import ConfigError
-from qkv_engine.kernels.formats import FAMILIES, PageShape, SideBytes, check_step, make_format, narrower_formats
+from qkv_engine.kernels.demote import demote, demote_reference
+from qkv_engine.kernels.formats import (
+    FAMILIES,
+    BlockLayout,
+    PageShape,
+    SideBytes,
+    check_step,
+    make_format,
+    narrower_formats,
+)
 from qkv_engine.kernels.formats.kitty import KITTY, Kitty, KittySide, Ranking
 from qkv_engine.kernels.formats.kitty import reference as kitty
 from qkv_engine.kernels.formats.uniform import Uniform, UniformSide
 from qkv_engine.kernels.formats.uniform import reference as uniform
+from qkv_engine.kernels.seal import seal, seal_reference
 
+from .format_pages import make_blocks, sow_odd
 from .interpreted import run_cases
 
 BF16 = torch.bfloat16
@@ -271,6 +282,24 @@ def test_random_ranking_depends_on_the_data_and_the_channel() -> None:
 
 
 # ---- back ends
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [6, 24, 64, 80, 128, 256])
+def test_bytes_on_a_gpu(head_dim: int) -> None:
+    """At every share and by every ranking, sealed and stepped down, beside the references."""
+    from .kitty_cases import kitty_sides
+
+    sides = kitty_sides(head_dim)
+    for bits in (8, 4):
+        blocks = sow_odd(make_blocks([*sides, *[uniform_side(bits, head_dim)] * len(sides)], sides[0].shape))
+        target = BlockLayout.stack([*sides, *sides])
+        memory, where = blocks.memory.cuda(), [address.cuda() for address in (blocks.src, blocks.dst, blocks.next)]
+        seal(memory, *where[:2], blocks.source, blocks.target)
+        demote(memory, *where[1:], blocks.target, target)
+        seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+        demote_reference(blocks.memory, blocks.dst, blocks.next, blocks.target, target)
+        assert torch.equal(memory.cpu(), blocks.memory)
 
 
 def test_device_functions() -> None:

@@ -85,8 +85,8 @@ def _scores(codes: Tensor, low: Tensor, span: Tensor, ranking: Ranking) -> Tenso
         squares = (codes * codes).sum(2, dtype=torch.int32)
         return span.square() * (num_tokens * squares - total.square())
     # A code below the first one whose value is not negative stands for a negative value.
-    first = sum((15 * low + code * span < 0).to(torch.uint8) for code in range(16))
-    is_negative = codes < first.unsqueeze(2)
+    values = torch.addcmul((15 * low).unsqueeze(2), span.unsqueeze(2), torch.arange(16.0)[:, None])
+    is_negative = codes < (values < 0).sum(2, keepdim=True, dtype=torch.uint8)
     count = num_tokens - 2 * is_negative.sum(2, dtype=torch.int32)
     total -= 2 * (codes * is_negative).sum(2, dtype=torch.int32)
     return 15 * low * count + span * total

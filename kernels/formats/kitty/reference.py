@@ -43,7 +43,7 @@ def write(codes: Tensor, meta: Tensor, side: KittySide) -> SideBytes:
     channels, is_boosted = choose(channel_scores(codes, low, span, side.ranking), side.boosted)
     base = torch.where(is_boosted.unsqueeze(2), codes & 3, shrink(codes, 4, 2))
     high = (codes >> 2).gather(3, channels.unsqueeze(2).expand(-1, -1, codes.shape[2], -1))
-    heads = torch.zeros(*span.shape[:2], side.head_meta_nbytes, dtype=torch.uint8)
+    heads = codes.new_zeros(*span.shape[:2], side.head_meta_nbytes)
     signed = torch.where(is_boosted, -span, span)
     heads[..., : side.numbers_offset] = torch.stack((low, signed), 2).flatten(2).view(torch.uint8)
     heads[..., side.numbers_offset : side.numbers_offset + side.boosted] = channels
@@ -70,7 +70,7 @@ def channel_scores(codes: Tensor, low: Tensor, span: Tensor, ranking: Ranking) -
 def hash_channels(low: Tensor, span: Tensor) -> Tensor:
     """24 bits that look random for each channel, float32: the finalizer of MurmurHash3 on min, range and number."""
     words = (span.view(torch.int16).long() & 0xFFFF) << 16 | (low.view(torch.int16).long() & 0xFFFF)
-    words = words ^ (torch.arange(low.shape[-1]) * 0x9E3779B9 & 0xFFFFFFFF)
+    words = words ^ (torch.arange(low.shape[-1], device=low.device) * 0x9E3779B9 & 0xFFFFFFFF)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = (words ^ words >> shift) * factor & 0xFFFFFFFF
     return ((words ^ words >> 16) >> 8).float()
