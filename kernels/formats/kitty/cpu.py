@@ -39,7 +39,8 @@ def demote(rows: SideBytes, out: SideBytes, old: UniformSide, new: KittySide) ->
     if old.bits == 8:
         codes = codes.to(torch.int16).add_(9).mul_(15).bitwise_right_shift_(8).to(torch.uint8)  # see ``codes.narrow``
     meta = meta_tile(rows, old).squeeze(3)
-    channels, is_boosted = choose(_scores(codes, *meta.float(), new.ranking), new.boosted)
+    low, span = meta.float().unbind()
+    channels, is_boosted = choose(_scores(codes, low, span, new.ranking), new.boosted)
     _store_codes(codes, channels, is_boosted, out, new)
     _store_meta(meta, channels, is_boosted, out, new)
 
