@@ -284,6 +284,22 @@ def test_random_ranking_depends_on_the_data_and_the_channel() -> None:
 # ---- back ends
 
 
+@pytest.mark.parametrize("name", ["kitty-12.5", "kitty-25"])
+def test_a_page_is_fetched_ahead_and_once(name: str) -> None:
+    pytest.importorskip("triton")
+    from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
+    from studies.kernels.compiled import compile_kernel, describe
+    from studies.kernels.inputs import named_page
+
+    page = named_page(name, "int2-token-128", 8, 128)
+    kernel, options, tuning = decode_variant(page, 8, 4, 128, block_tokens=128, sink_tokens=32)
+    one_page = {**options, "STAGES": 4, "OVERLAP": True}  # 4 stages hold one page
+    built = compile_kernel(kernel, one_page, Tuning(tuning.num_warps, 4))
+    found = describe(built)
+    assert "tt.load" not in built.asm["ttgir"].split("scf.for", 1)[1]
+    assert found["spilled"] == 0 and found["registers"] <= 192 and found["shared"] <= 5120 + 4096 + 2 * 544 + 2048
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [6, 24, 64, 80, 128, 256])
 def test_bytes_on_a_gpu(head_dim: int) -> None:

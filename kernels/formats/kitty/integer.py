@@ -22,7 +22,7 @@ from ..uniform.integer import (
     load_part,
     load_top,
 )
-from ..uniform.integer_codes import fixed, fixed_point, join8, join_tiles, split_rows, take_bits
+from ..uniform.integer_codes import digits, fixed, fixed_point, join8, join_tiles, split_rows, take_bits
 from ..uniform.layout import TILES as MAX_TILES
 from .layout import KittySide
 
@@ -78,14 +78,20 @@ def scaled_query(query, b_fix, p_meta, K: tl.constexpr, D: tl.constexpr, BLOCK_G
 
 @triton.jit
 def gather_query(scaled, b_channel, D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """The rows of ``scaled`` of channels ``b_channel`` [n]: [n, BLOCK_G] int32. Two channels are gathered as a word."""
+    """The rows of ``scaled`` of channels ``b_channel`` [n]: [n, BLOCK_G] int32.
+
+    Channels half a head apart share a word, and even and odd rows are gathered apart: a shuffle brings one row of each
+    thread, so 32 rows of words are fetched without waste.
+    """
     if count(scaled) == 2:
         b_words = (scaled[0] & 0xFFFF) | (scaled[1] << 16)
         b_row, b_shift = b_channel % (D // 2), b_channel // (D // 2) * 16
     else:
         b_words, b_row, b_shift = scaled[0], b_channel, tl.zeros_like(b_channel)
-    o_row = tl.broadcast_to(b_row[:, None], (b_channel.shape[0], BLOCK_G))
-    return tl.gather(b_words, o_row, 0) >> b_shift[:, None]
+    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_words, (b_words.shape[0] // 2, 2, BLOCK_G)), (0, 2, 1)))
+    o_row = tl.broadcast_to((b_row // 2)[:, None], (b_channel.shape[0], BLOCK_G))
+    b_x = tl.where((b_row % 2)[:, None] == 0, tl.gather(b_even, o_row, 0), tl.gather(b_odd, o_row, 0))
+    return b_x >> b_shift[:, None]
 
 
 @triton.jit
@@ -98,7 +104,7 @@ def load_query(p_q, b_heads, scale, b_fix, p_ranges, b_channel):
 
 @triton.jit
 def boosted_tile(
-    digits,
+    base,
     b_high,
     b_unit,
     p_codes,
@@ -117,7 +123,7 @@ def boosted_tile(
     if K.BOOSTED > 0:
         b_c = take_bits(load_key_bytes(p_codes + T // 4 * D, K.BOOSTED, ROWS, K.BOOSTED), 2 * J, 2, HIGH)
         b_s = tl.dot(b_c, b_high, b_s, out_dtype=tl.int32) * 2 ** (PLACE + 2 - HIGH)
-    b_s = key_dots(b_s, digits, p_codes, J, K, TILES, T, D)
+    b_s = key_dots(b_s, base, p_codes, J, K, TILES, T, D)
     return join8(b_s, ROWS, BLOCK_G) * (b_unit * 2.0**-PLACE)[None, :]
 
 
@@ -139,21 +145,20 @@ def boosted_scores(
     b_fix, b_unit = fixed_point(query[N] * load_top(p_meta + K.TOP, i_h), K.BITS)
     p_codes, p_meta = p_codes + i_h * K.CODES, p_meta + i_h * K.META
     scaled, b_bias = scaled_query(query, b_fix, p_meta, K, D, BLOCK_G)
-    digits: tl.tuple = ()
+    base: tl.tuple = ()
     for i in tl.static_range(N):
-        digits += (split_rows(scaled[i], block_of(PARTS[i]), BLOCK_G),)
+        base += (split_rows(scaled[i], block_of(PARTS[i]), BLOCK_G),)
+    b_high = base[0]
     if K.BOOSTED > 0:
         b_channel = load_numbers(p_meta + K.NUMBERS, K.BOOSTED)
         if GATHER:
-            b_high = gather_query(scaled, b_channel, D, BLOCK_G)
+            b_i = gather_query(scaled, b_channel, D, BLOCK_G)
         else:
             p_ranges = p_meta.to(tl.pointer_type(tl.float16), bitcast=True) + D
-            b_high = load_query(query[N + 1], query[N + 2], query[N + 3], b_fix, p_ranges, b_channel)
-        b_high = split_rows(b_high, block_of(K.BOOSTED), BLOCK_G)
-    else:
-        b_high = digits[0]
+            b_i = load_query(query[N + 1], query[N + 2], query[N + 3], b_fix, p_ranges, b_channel)
+        b_high = tl.reshape(tl.join(*digits(b_i)), (block_of(K.BOOSTED), 2 * BLOCK_G))
     tiles: tl.tuple = ()
     for j in tl.static_range(TILES):
-        b_s = boosted_tile(digits, b_high, b_unit, p_codes, j, K, TILES, T, D, BLOCK_G)
+        b_s = boosted_tile(base, b_high, b_unit, p_codes, j, K, TILES, T, D, BLOCK_G)
         tiles += (b_s + b_bias[None, :],)
     return join_tiles(tiles, TILES, T // TILES, BLOCK_G)
