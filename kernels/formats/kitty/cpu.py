@@ -85,7 +85,7 @@ def _scores(codes: Tensor, low: Tensor, span: Tensor, ranking: Ranking) -> Tenso
     if ranking == Ranking.VARIANCE:
         squares = (codes * codes).sum(2, dtype=torch.int32)
         return span.square() * (num_tokens * squares - total.square())
-    # A code below the first one whose value is not negative stands for a negative value.
+    # The first code of a channel that stands for a value of at least 0; those below stand for negative ones.
     values = torch.addcmul((15 * low).unsqueeze(2), span.unsqueeze(2), torch.arange(16.0)[:, None])
     is_negative = codes < (values < 0).sum(2, keepdim=True, dtype=torch.uint8)
     count = num_tokens - 2 * is_negative.sum(2, dtype=torch.int32)

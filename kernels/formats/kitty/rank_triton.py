@@ -34,10 +34,14 @@ def _scores(b_codes, b_low, b_span, o_d, RANKING: tl.constexpr):
         b_score = b_span * b_span * b_spread.to(tl.float32)
     else:
         b_zero, b_span = b_low.to(tl.float32) * 15, b_span.to(tl.float32)
-        is_positive = b_codes.to(tl.float32) * b_span[None, :] + b_zero[None, :] >= 0
-        b_count = tl.sum(tl.where(is_positive, 1, -1), 0).to(tl.float32)
-        b_sum = tl.sum(tl.where(is_positive, b_codes, -b_codes), 0).to(tl.float32)
-        b_score = b_zero * b_count + b_span * b_sum
+        o_code = tl.arange(0, 16).to(tl.float32)
+        # The first code of a channel that stands for a value of at least 0.
+        b_first = tl.sum((o_code[:, None] * b_span[None, :] + b_zero[None, :] < 0).to(tl.int32), 0)
+        # One sum of +-1 and of +-codes, 16 bits apart.
+        b_both = tl.sum(tl.where(b_codes >= b_first[None, :], b_codes + 65536, -65536 - b_codes), 0)
+        b_count = (b_both + 32768) >> 16
+        b_sum = b_both - (b_count << 16)
+        b_score = b_zero * b_count.to(tl.float32) + b_span * b_sum.to(tl.float32)
     return b_score
 
 

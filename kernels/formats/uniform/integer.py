@@ -79,6 +79,13 @@ def set_lanes(width, t):
 
 
 @triton.constexpr_function
+def tile_shift(bits, j, rows, t):
+    """The bit at which token tile ``j`` of ``rows`` tokens begins in the bytes of its plane set, of 3 bits the low."""
+    width = 2 if bits == 3 else bits
+    return j // (set_lanes(width, t) // rows) * width
+
+
+@triton.constexpr_function
 def count(items):
     """Length of a tuple."""
     return len(items)
@@ -165,7 +172,7 @@ def key_dots(
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
     SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
-    SHIFT: tl.constexpr = J // SETS * WIDTH
+    SHIFT: tl.constexpr = tile_shift(K.BITS, J, ROWS, T)
     HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
     TO: tl.constexpr = field_place(K.BITS, SHIFT)
     for i in tl.static_range(count(PARTS)):
@@ -195,8 +202,7 @@ def key_tile(
 ):
     """Codes of token tile J times q in ``b_unit`` [BLOCK_G]: [ROWS, BLOCK_G]; ``digits``: q's, of each channel part."""
     ROWS: tl.constexpr = T // TILES
-    SETS: tl.constexpr = set_lanes(2 if K.BITS == 3 else K.BITS, T) // ROWS
-    TO: tl.constexpr = field_place(K.BITS, J // SETS * (2 if K.BITS == 3 else K.BITS))
+    TO: tl.constexpr = field_place(K.BITS, tile_shift(K.BITS, J, ROWS, T))
     b_s = key_dots(tl.zeros([ROWS, 2 * BLOCK_G], tl.int32), digits, p_codes, J, K, TILES, T, D)
     return join8(b_s, ROWS, BLOCK_G) * (b_unit * 2.0**-TO)[None, :]
 
