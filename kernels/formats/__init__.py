@@ -8,18 +8,20 @@ from qkv_engine.errors import ConfigError
 
 from .dense import DENSE
 from .family import Family, Format, PageShape, Side, SideBytes
+from .kitty import KITTY
 from .page import BlockLayout, PageLayout, Place
 from .uniform import UNIFORM
 
-FAMILIES: list[Family] = [DENSE, UNIFORM]
+FAMILIES: list[Family] = [DENSE, UNIFORM, KITTY]
 
 
 def make_format(name: str, dtype: torch.dtype) -> Format:
     """The format called ``name`` in a model that computes in ``dtype``. Raises ``ConfigError`` for an unknown name."""
     formats = {name: fmt for family in FAMILIES for name, fmt in family.formats(dtype).items()}
-    if name not in formats:
+    found = formats.get(name) or next(filter(None, (family.parse(name) for family in FAMILIES)), None)
+    if found is None:
         raise ConfigError("unknown KV format", field="format", value=name, remedy=f"Choose from {', '.join(formats)}")
-    return formats[name]
+    return found
 
 
 def narrower_formats(old: Side) -> list[Format]:

@@ -162,6 +162,7 @@ class Family:
     ``quantize(x, side)`` and ``dequantize(rows, side)`` (float32) and ``demote(rows, old, new)`` are the plain
     references that the CPU and Triton operations equal, byte for byte where they write.
     ``triton()`` imports Triton on first use.
+    ``parse(name)``: a format by a name with numbers in it, which ``formats`` need not list; ``None`` for other names.
     """
 
     name: str
@@ -172,6 +173,7 @@ class Family:
     demote: Callable[[SideBytes, Any, Any], SideBytes]
     cpu: CpuOps
     triton: Callable[[], TritonOps]
+    parse: Callable[[str], Format | None] = lambda name: None
 
 
 def plain_cpu_ops(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qkv_engine.config import DENSE16, KVConfig, uniform_rung
+from qkv_engine.config import DENSE16, KVConfig, RungConfig, uniform_rung
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.seal import seal
 from qkv_engine.kv.ladder import Rung, build_ladder
@@ -21,7 +21,9 @@ from qkv_engine.kv.ladder import Rung, build_ladder
 from ..roofline import BANDWIDTH
 from .timing import time_calls
 
-CONFIG = KVConfig(name="all", rungs=(DENSE16, *(uniform_rung(bits) for bits in (8, 4, 2, 1))))
+KITTY = RungConfig("kitty-25", "kitty-25", "int2-token-128")
+UNIFORM_LADDER = KVConfig(name="uniform", rungs=(DENSE16, *(uniform_rung(bits) for bits in (8, 4, 2, 1))))
+KITTY_LADDER = KVConfig(name="kitty", rungs=(DENSE16, uniform_rung(8), uniform_rung(4), KITTY))
 
 
 def measure(source: Rung, target: Rung, num_blocks: int, device: str = "cuda") -> dict[str, Any]:
@@ -36,20 +38,30 @@ def measure(source: Rung, target: Rung, num_blocks: int, device: str = "cuda") -
     return {"from": source.name, "to": target.name, "blocks": num_blocks, "nbytes": nbytes, "us": us, "share": share}
 
 
+def steps() -> list[tuple[Rung, Rung]]:
+    """From each uniform rung to the next, from 16 bits to every rung, and from each wider one to Kitty's."""
+    uniform, kitty = (
+        build_ladder(config, num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16).rungs
+        for config in (UNIFORM_LADDER, KITTY_LADDER)
+    )
+    return [
+        *pairwise(uniform),
+        *((uniform[0], rung) for rung in uniform[2:]),
+        *((rung, kitty[3]) for rung in kitty[:3]),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    ladder = build_ladder(CONFIG, num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    first, *others = ladder.rungs
-    steps = [*pairwise(ladder.rungs), *((first, rung) for rung in others[1:])]
     rows = []
-    for source, target in steps:
+    for source, target in steps():
         for num_blocks in (1, 8, 64):
             row = measure(source, target, num_blocks)
             rows.append(row)
             print(
-                f"{row['from']:>8} -> {row['to']:<6} {num_blocks:3} blocks  {row['nbytes'] / 1e6:8.1f} MB "
+                f"{row['from']:>8} -> {row['to']:<8} {num_blocks:3} blocks  {row['nbytes'] / 1e6:8.1f} MB "
                 f"{row['us']:9.1f} us  share {row['share']:.3f}",
                 flush=True,
             )

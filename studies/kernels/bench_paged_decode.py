@@ -24,24 +24,26 @@ from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 
 from ..roofline import BANDWIDTH
-from .inputs import Case, T, dense_page, make_case, reference, uniform_page
+from .inputs import Case, T, dense_page, make_case, named_page, reference, uniform_page
 from .timing import time_calls
 
 HEADS, HEAD_DIM, SINK = 8, 128, 32
 GROUP = 4  # query heads a KV head, where no other number is asked for
 BF16 = torch.bfloat16
+KITTY_V = "int2-token-128"  # V beside Kitty's K, as in its paper
 SPLITS = (8, 16, 32)  # blocks an item
 TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2, 5))]
 
 
 def named_pages() -> dict[str, PageLayout]:
-    """Pages by name: bits of K and V, "t" for K per token, "g" and the elements of a group where it is not whole."""
+    """Pages by name: bits of K and V, "t" for K per token, "g" and the elements of a smaller group; or K's format."""
     pairs = [(8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2), (2, 4), (2, 2), (2, 1), (1, 1)]
     found = {"16": dense_page(BF16, HEADS, HEAD_DIM)}
     found |= {f"K{k}V{v}": uniform_page((k, v), HEADS, HEAD_DIM) for k, v in pairs}
     found |= {f"K{k}tV{v}": uniform_page((k, v), HEADS, HEAD_DIM, k_axis="token") for k, v in ((4, 4), (4, 2), (2, 2))}
     groups = [(4, 4, 64), (2, 2, 64), (4, 4, 32), (3, 4, 32), (2, 2, 32)]
-    return found | {f"K{k}V{v}g{g}": uniform_page((k, v), HEADS, HEAD_DIM, group=g) for k, v, g in groups}
+    found |= {f"K{k}V{v}g{g}": uniform_page((k, v), HEADS, HEAD_DIM, group=g) for k, v, g in groups}
+    return found | {name: named_page(name, KITTY_V, HEADS, HEAD_DIM) for name in ("kitty-12.5", "kitty-25")}
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
     pages = [dense_page(BF16, 2, 128), uniform_page(3, 2, 128, group=32), uniform_page(1, 2, 128, group=64)]
     pages += [uniform_page(8, 2, 128, k_axis="token"), uniform_page((4, 2), 2, 128)]
     yield "3, 1, 8 and 4/2 bits", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
+    for heads, group, dim in ((8, 4, 128), (8, 1, 128), (2, 8, 128), (3, 7, 80), (2, 3, 64), (1, 4, 256), (1, 2, 24)):
+        shares = [named_page(f"kitty-{share}", KITTY_V, heads, dim) for share in ("12.5", "25", "0", "100")]
+        pages = [dense_page(BF16, heads, dim), *shares]
+        yield f"kitty H{heads} G{group} D{dim}", make_case(pages, lengths, group=group, sink_tokens=20, device=device)
+    pages = [dense_page(BF16, 2, 128), *(named_page("kitty-25", v, 2, 128) for v in ("int4-token-32", "dense16"))]
+    yield "kitty beside other V", make_case(pages, lengths, group=4, device=device)
     pages = [dense_page(BF16, 2, 128), *(uniform_page(4, 2, 128, k_axis="token", group=g) for g in (32, 64))]
     yield "float tiles", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
 
@@ -200,7 +208,7 @@ def measure(name: str, batch: int, length: int, queries: int, tunings: list[Tuni
 
 def print_row(row: Row) -> None:
     print(
-        f"{row.format:8} {row.batch:3} x {row.length:6} G {row.queries}  {row.stored_bits:5.2f} bits  {row.tuning:16} "
+        f"{row.format:10} {row.batch:3} x {row.length:6} G {row.queries}  {row.stored_bits:5.2f} bits  {row.tuning:16} "
         f"split {row.split:3} {row.us:8.1f} us  limit {row.limit_us:7.1f}  eta {row.eta:.3f}",
         flush=True,
     )

@@ -127,7 +127,7 @@ def check() -> None:
         out = paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5).float()
         want = prefill_reference(case, q, [300], HEAD_DIM**-0.5)
         error = float((out - want).norm() / want.norm())
-        print(f"{name:8} relative error {error:.2e}")
+        print(f"{name:10} relative error {error:.2e}")
         assert error <= 3e-3
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     for row in measure():
         rows.append(row)
         print(
-            f"history {row['history']:5} {row['format']:8} {row['kernel']:24} {1e6 * row['seconds']:8.1f} us "
+            f"history {row['history']:5} {row['format']:10} {row['kernel']:24} {1e6 * row['seconds']:8.1f} us "
             f"{row['flops'] / row['seconds'] / 1e12:6.0f} TFLOP/s",
             flush=True,
         )

@@ -29,7 +29,7 @@ from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_k
 from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
-from .inputs import dense_page, uniform_page
+from .inputs import dense_page, named_page, uniform_page
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
 POINTERS |= {
@@ -94,6 +94,8 @@ def variants() -> dict[str, tuple[PageLayout, int, int, int]]:
             found[f"int{bits} D{d} G{g}"] = (uniform_page(bits, 8, d), 8, g, d)
     for bits in (4, 3, 2, 1):
         found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 8, 4, 128)
+    for name in ("kitty-12.5", "kitty-25"):
+        found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), 8, g, 128) for g in (4, 1, 8)}
     found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 8, 4, 128)
     return found
 

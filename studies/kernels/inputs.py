@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, make_format
 from qkv_engine.kernels.formats.dense import DenseSide
+from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.uniform import Uniform
 from qkv_engine.kernels.formats.uniform.layout import Axis
 
 T = 128
+SIDES: tuple[SideName, SideName] = ("k", "v")
 POISON = 0xFF  # as bf16, fp16 and fp32 a NaN; as codes the largest
 ALIGN = 128
 
@@ -54,6 +56,13 @@ def uniform_page(
     k = Uniform(k_bits, k_axis, group).layout(shape, "k")
     v = Uniform(v_bits, "token", group).layout(shape, "v")
     return BlockLayout.stack([k, v]).pages[0]
+
+
+def named_page(k: str, v: str, num_kv_heads: int, head_dim: int) -> PageLayout:
+    """A page whose sides are in the formats of these names."""
+    shape = PageShape(num_kv_heads, T, head_dim)
+    formats = (make_format(name, torch.bfloat16) for name in (k, v))
+    return BlockLayout.stack(fmt.layout(shape, side) for fmt, side in zip(formats, SIDES, strict=True)).pages[0]
 
 
 def make_case(

@@ -220,7 +220,11 @@ def test_ladders_that_cannot_be(rungs: tuple[RungConfig, ...], message: str):
 
 def test_random_ladders_are_refused_or_run(tmp_path: Path):
     """What is accepted answers a request whose blocks step down."""
-    rng, names, accepted = random.Random(0), ["dense16", "dense32", *uniform_formats()], 0
+    rng, names, accepted = (
+        random.Random(0),
+        ["dense16", "dense32", "kitty-25", "kitty-40-random", *uniform_formats()],
+        0,
+    )
     folder = write_tiny(tmp_path)
     for _ in range(4000):
         try:

@@ -18,7 +18,7 @@ from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
 from qkv_engine.kernels.seal import seal, seal_reference
-from studies.kernels.inputs import dense_page, make_case, prefill_reference, reference, uniform_page
+from studies.kernels.inputs import dense_page, make_case, named_page, prefill_reference, reference, uniform_page
 
 from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
@@ -178,11 +178,13 @@ def _head_dim(rng: random.Random) -> int:
 
 
 def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[PageLayout]:
-    """Dense pages, and up to three others: with the widest groups, or with any bits, axis and group on either side."""
+    """Dense pages, and up to three others: with the widest groups; any bits, axis and group on either side; Kitty's."""
     pages = [dense_page(dtype, kv_heads, head_dim)]
     for _ in range(rng.randrange(4)):
         if rng.random() < 0.5:
             pages.append(uniform_page(rng.choice((8, 4, 2)), kv_heads, head_dim))
+        elif rng.random() < 0.4:
+            pages.append(named_page(f"kitty-{rng.randint(0, 100)}", "int2-token-128", kv_heads, head_dim))
         else:
             bits, axis, group = (rng.choice(BITS), rng.choice(BITS)), rng.choice(AXES), rng.choice(GROUPS)
             pages.append(uniform_page(bits, kv_heads, head_dim, k_axis=axis, group=group))

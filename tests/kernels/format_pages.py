@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qkv_engine.errors import ConfigError
-from qkv_engine.kernels.formats import BlockLayout, Family, PageShape, Place, Side, SideBytes, narrower_formats
+from qkv_engine.kernels.formats import BlockLayout, Family, Format, PageShape, Place, Side, SideBytes, narrower_formats
 from qkv_engine.kernels.formats.dense import Dense
+from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+SIDES: tuple[SideName, SideName] = ("k", "v")
 
 
 @dataclass
@@ -35,15 +38,18 @@ def all_sides(bits: int, shape: PageShape) -> list[Side]:
     return [fmt.layout(shape, side) for fmt in formats for side in ("k", "v")]
 
 
-def family_sides(family: Family, shape: PageShape, dtype: torch.dtype = torch.bfloat16) -> list[Side]:
-    """K and V of every format of a family that can take ``shape``."""
+def format_sides(fmt: Format, shape: PageShape) -> list[Side]:
+    """K and V of a format, each where it can take ``shape``."""
     found: list[Side] = []
-    for fmt in family.formats(dtype).values():
-        try:
-            found += [fmt.layout(shape, "k"), fmt.layout(shape, "v")]
-        except ConfigError:
-            continue
+    for name in SIDES:
+        with suppress(ConfigError):
+            found.append(fmt.layout(shape, name))
     return found
+
+
+def family_sides(family: Family, shape: PageShape, dtype: torch.dtype = torch.bfloat16) -> list[Side]:
+    """K and V of every format of a family, each where it can take ``shape``."""
+    return [side for fmt in family.formats(dtype).values() for side in format_sides(fmt, shape)]
 
 
 def family_steps(sides: Sequence[Side]) -> list[tuple[Side, Side]]:

@@ -17,7 +17,17 @@ from qkv_engine.kernels.seal import seal, seal_reference
 from ..toy_format import SIGN
 from ..toy_format.registered import registered
 from .common import relative_error
-from .format_pages import Blocks, family_sides, family_steps, lay_apart, make_blocks, slot, sow_odd, written
+from .format_pages import (
+    Blocks,
+    family_sides,
+    family_steps,
+    format_sides,
+    lay_apart,
+    make_blocks,
+    slot,
+    sow_odd,
+    written,
+)
 from .interpreted import run_cases
 
 families = pytest.mark.parametrize("family", [*FAMILIES, SIGN], ids=lambda family: family.name)
@@ -63,7 +73,7 @@ def side_views(blocks: Blocks) -> list[tuple[Side, SideBytes]]:
 def test_sizes(family: Family, num_kv_heads: int, head_dim: int) -> None:
     shape = PageShape(num_kv_heads, 128, head_dim)
     for name, fmt in family.formats(torch.bfloat16).items():
-        for side in (fmt.layout(shape, "k"), fmt.layout(shape, "v")):
+        for side in format_sides(fmt, shape):
             assert fmt.name == name and side.family is family and side.shape == shape
             assert side.codes_nbytes * 8 == num_kv_heads * 128 * head_dim * fmt.bits
             assert side.codes_nbytes % 16 == side.meta_nbytes % 2 == side.nbytes % 128 == 0
@@ -84,7 +94,7 @@ def test_round_trip_within_a_step(family: Family, head_dim: int) -> None:
     shape = PageShape(2, 128, head_dim)
     x = torch.randn(1, 2, 128, head_dim, generator=torch.Generator().manual_seed(head_dim))
     for fmt in family.formats(torch.float32).values():
-        for side in (fmt.layout(shape, "k"), fmt.layout(shape, "v")):
+        for side in format_sides(fmt, shape):
             error = (family.dequantize(family.quantize(x, side), side) - x).abs().max()
             bits = 8 if side.dense_dtype == torch.bfloat16 else fmt.bits  # of its mantissa
             assert error <= (x.max() - x.min()) / (2**bits - 1)

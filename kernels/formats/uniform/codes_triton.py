@@ -25,11 +25,9 @@ def store_codes(
 def _store_set(
     p_codes, b_codes, WIDTH: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
 ):
-    PLANES: tl.constexpr = 4 if WIDTH == 1 else 8 // WIDTH
-    LANES: tl.constexpr = T // PLANES
+    LANES: tl.constexpr = T // 4 if WIDTH == 1 else T * WIDTH // 8
     COLUMNS: tl.constexpr = D // 2 if WIDTH == 1 else D
-    shift = tl.arange(0, PLANES) * WIDTH
-    b_bytes = tl.sum(tl.reshape(b_codes, (PLANES, LANES, TILE_D)) << shift[:, None, None], 0)
+    b_bytes = join_planes(b_codes, WIDTH, LANES, TILE_D)
     if WIDTH == 1:
         b_bytes = _fold_halves(b_bytes, LANES, COLUMNS, TILE_D)
     b_bytes = b_bytes.to(tl.uint8)
@@ -39,6 +37,14 @@ def _store_set(
         tl.store(p_codes + o_lane[:, None] * COLUMNS + o_d[None, :], b_bytes, mask=o_d[None, :] < COLUMNS)
     else:
         tl.store(p_codes + o_d[:, None] * LANES + o_lane[None, :], tl.trans(b_bytes), mask=o_d[:, None] < COLUMNS)
+
+
+@triton.jit
+def join_planes(b_codes, WIDTH: tl.constexpr, LANES: tl.constexpr, TILE_D: tl.constexpr):
+    """Codes [T, TILE_D] of consecutive runs of tokens side by side, WIDTH bits each: [LANES, TILE_D]."""
+    PLANES: tl.constexpr = b_codes.shape[0] // LANES
+    shift = tl.arange(0, PLANES) * WIDTH
+    return tl.sum(tl.reshape(b_codes, (PLANES, LANES, TILE_D)) << shift[:, None, None], 0)
 
 
 @triton.jit

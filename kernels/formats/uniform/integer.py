@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..family import KeyFunctions, ValueFunctions
 from .integer_codes import (
+    fixed,
     fixed_point,
     join8,
     join_tiles,
@@ -75,6 +76,13 @@ def block_of(n):
 def set_lanes(width, t):
     """Token lanes of a plane set; 1-bit sets have two channels in a byte instead of fewer lanes."""
     return max(2, width) * t // 8
+
+
+@triton.constexpr_function
+def tile_shift(bits, j, rows, t):
+    """The bit at which token tile ``j`` of ``rows`` tokens begins in the bytes of its plane set, of 3 bits the low."""
+    width = 2 if bits == 3 else bits
+    return j // (set_lanes(width, t) // rows) * width
 
 
 @triton.constexpr_function
@@ -149,6 +157,38 @@ def load_value_bytes(p_bytes, LANES: tl.constexpr, ROWS: tl.constexpr, CHANNELS:
 
 
 @triton.jit
+def key_dots(
+    b_s,
+    digits,
+    p_codes,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+):
+    """``b_s`` [ROWS, 2 BLOCK_G] plus codes of token tile J, at their ``field_place``, times q's digits."""
+    ROWS: tl.constexpr = T // TILES
+    PARTS: tl.constexpr = channel_parts(K.BITS, D)
+    WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
+    SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
+    SHIFT: tl.constexpr = tile_shift(K.BITS, J, ROWS, T)
+    HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
+    TO: tl.constexpr = field_place(K.BITS, SHIFT)
+    for i in tl.static_range(count(PARTS)):
+        if K.BITS == 1:
+            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1, TO)
+        else:
+            b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
+            if K.BITS == 3:
+                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J, TO)
+            else:
+                b_c = take_bits(b_w, SHIFT, WIDTH, TO)
+        b_s = tl.dot(b_c, digits[i], b_s, out_dtype=tl.int32)
+    return b_s
+
+
+@triton.jit
 def key_tile(
     digits,
     b_unit,
@@ -162,23 +202,8 @@ def key_tile(
 ):
     """Codes of token tile J times q in ``b_unit`` [BLOCK_G]: [ROWS, BLOCK_G]; ``digits``: q's, of each channel part."""
     ROWS: tl.constexpr = T // TILES
-    PARTS: tl.constexpr = channel_parts(K.BITS, D)
-    WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
-    SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
-    SHIFT: tl.constexpr = J // SETS * WIDTH
-    HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
-    TO: tl.constexpr = field_place(K.BITS, SHIFT)
-    b_s = tl.zeros([ROWS, 2 * BLOCK_G], tl.int32)
-    for i in tl.static_range(count(PARTS)):
-        if K.BITS == 1:
-            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1, TO)
-        else:
-            b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
-            if K.BITS == 3:
-                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J, TO)
-            else:
-                b_c = take_bits(b_w, SHIFT, WIDTH, TO)
-        b_s = tl.dot(b_c, digits[i], b_s, out_dtype=tl.int32)
+    TO: tl.constexpr = field_place(K.BITS, tile_shift(K.BITS, J, ROWS, T))
+    b_s = key_dots(tl.zeros([ROWS, 2 * BLOCK_G], tl.int32), digits, p_codes, J, K, TILES, T, D)
     return join8(b_s, ROWS, BLOCK_G) * (b_unit * 2.0**-TO)[None, :]
 
 
@@ -207,7 +232,7 @@ def token_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: 
     query: tl.tuple = ()
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
-        query += (split_rows(raw[i] * b_fix[None, :], block_of(PARTS[i]), BLOCK_G),)
+        query += (split_rows(fixed(raw[i] * b_fix[None, :]), block_of(PARTS[i]), BLOCK_G),)
         b_sum += tl.sum(raw[i], 0)
     query += (b_unit, b_sum)
     return query
@@ -224,7 +249,8 @@ def group_query(query, b_fix, p_meta, GROUP: tl.constexpr, K: tl.constexpr, D: t
         b_low = load_part(p_lows, i * (D // 2), PARTS[i])
         b_range = load_part(p_lows + K.GROUPS * D, i * (D // 2), PARTS[i])
         b_bias += tl.sum(query[i] * zero_value(b_low, b_range, K.BITS)[:, None], 0)
-        scaled += (split_rows(query[i] * b_fix[None, :] * b_range[:, None], block_of(PARTS[i]), BLOCK_G),)
+        b_scaled = fixed(query[i] * b_fix[None, :] * b_range[:, None])
+        scaled += (split_rows(b_scaled, block_of(PARTS[i]), BLOCK_G),)
     return scaled, b_bias
 
 

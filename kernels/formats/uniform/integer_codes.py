@@ -65,15 +65,20 @@ def fixed_point(b_bound, BITS: tl.constexpr):
 
 
 @triton.jit
-def digits(b_x):
-    """Floats within +-32512, rounded, as two int8: x = 256 high + low."""
-    b_i = (b_x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: the low 16 bits are the nearest integer
+def fixed(b_x):
+    """Floats within +-32512, rounded, in the low 16 bits of int32."""
+    return (b_x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23
+
+
+@triton.jit
+def digits(b_i):
+    """The low 16 bits of int32 as two int8: 256 high + low."""
     return ((b_i + 128) >> 8).to(tl.int8), b_i.to(tl.int8)
 
 
 @triton.jit
 def split8(b_even, b_odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Even and odd rows of [ROWS, COLUMNS] floats as [ROWS, 2 COLUMNS] int8: (high, low) of each column.
+    """Even and odd rows of [ROWS, COLUMNS] ``fixed`` numbers as [ROWS, 2 COLUMNS] int8: (high, low) of each column.
 
     The rows are joined last: so the compiler lets a column's rows be neighbours in shared memory, where the dot
     reads eight at once and not one by one.
@@ -85,16 +90,16 @@ def split8(b_even, b_odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def split_rows(b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] floats as [ROWS, 2 COLUMNS] int8 digits."""
-    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_x, (ROWS // 2, 2, COLUMNS)), (0, 2, 1)))
+def split_rows(b_i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] ``fixed`` numbers as [ROWS, 2 COLUMNS] int8 digits."""
+    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_i, (ROWS // 2, 2, COLUMNS)), (0, 2, 1)))
     return split8(b_even, b_odd, ROWS, COLUMNS)
 
 
 @triton.jit
 def split_weights(b_p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS] floats in the row order of ``tile_lanes`` as [ROWS lanes, 2 COLUMNS] int8 digits."""
-    b_even, b_odd = tl.split(tl.permute(tl.reshape(b_p, (2, 2, ROWS // 4, COLUMNS)), (2, 0, 3, 1)))
+    b_even, b_odd = tl.split(tl.permute(tl.reshape(fixed(b_p), (2, 2, ROWS // 4, COLUMNS)), (2, 0, 3, 1)))
     b_even, b_odd = tl.reshape(b_even, (ROWS // 2, COLUMNS)), tl.reshape(b_odd, (ROWS // 2, COLUMNS))
     return split8(b_even, b_odd, ROWS, COLUMNS)
 

@@ -27,8 +27,8 @@ def seal_head(
 def _seal_channels(p_meta, b_x, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
     """Groups of tokens of one channel: (min, range) [2][groups][D]. Returns codes [T, TILE_D] and ranges."""
     b_x = tl.reshape(b_x, (SIDE.GROUPS, SIDE.GROUP, TILE_D))
-    b_low, b_span = _min_range(tl.min(b_x, 1), tl.max(b_x, 1))
-    b_codes = _quantize(b_x, b_low.to(tl.float32)[:, None, :], b_span.to(tl.float32)[:, None, :], SIDE.BITS)
+    b_low, b_span = min_range(tl.min(b_x, 1), tl.max(b_x, 1))
+    b_codes = quantize_codes(b_x, b_low.to(tl.float32)[:, None, :], b_span.to(tl.float32)[:, None, :], SIDE.BITS)
     o_g = tl.arange(0, SIDE.GROUPS)
     o_d = tl.arange(0, TILE_D)
     p_meta = p_meta.to(tl.pointer_type(tl.float16)) + o_g[:, None] * D + o_d[None, :]
@@ -49,8 +49,8 @@ def _seal_tokens(p_meta, b_x, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constex
     m_g = o_g[None, :] < SIDE.GROUPS
     b_min = tl.where(m_g, tl.min(tl.where(m_d, b_x, float("inf")), 2), 0.0)
     b_max = tl.where(m_g, tl.max(tl.where(m_d, b_x, float("-inf")), 2), 0.0)
-    b_low, b_span = _min_range(b_min, b_max)
-    b_codes = _quantize(b_x, b_low.to(tl.float32)[:, :, None], b_span.to(tl.float32)[:, :, None], SIDE.BITS)
+    b_low, b_span = min_range(b_min, b_max)
+    b_codes = quantize_codes(b_x, b_low.to(tl.float32)[:, :, None], b_span.to(tl.float32)[:, :, None], SIDE.BITS)
     o_t = tl.arange(0, T)
     o_pair = (o_t % (T // 4) * 4 + o_t // (T // 4))[:, None]
     p_meta = p_meta.to(tl.pointer_type(tl.float16)) + 2 * (o_g[None, :] * T + o_pair)
@@ -60,7 +60,7 @@ def _seal_tokens(p_meta, b_x, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def _min_range(b_min, b_max):
+def min_range(b_min, b_max):
     """min rounded down and range rounded up to fp16, which every value then lies within."""
     b_min = b_min + 0.0  # -0 becomes +0
     b_low = b_min.to(tl.float16)
@@ -76,7 +76,8 @@ def _min_range(b_min, b_max):
 
 
 @triton.jit
-def _quantize(b_x, b_low, b_span, BITS: tl.constexpr):
+def quantize_codes(b_x, b_low, b_span, BITS: tl.constexpr):
+    """Codes of ``b_x`` as int32; minima and ranges are float32 and broadcast with it."""
     b_divisor = tl.where(b_span > 0, b_span, 1.0)
     b_inverse = tl.math.div_rn(tl.full(b_divisor.shape, 1.0, tl.float32), b_divisor)
     b_scaled = (b_x - b_low) * (7.0 if BITS == 3 else 255.0)
