@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
 import torch
 
@@ -91,53 +94,67 @@ class PaperRow:
     full_v: float
     tokens: int
     seconds: float
-    preset: str | None
+    preset: str | None = None
     preset_right: int | None = None
     preset_low: float | None = None
     preset_high: float | None = None
 
 
+class Reply(NamedTuple):
+    """A simulated reply, and the tokens that its layers then hold in full precision, K and V, mean of the layers."""
+
+    text: str
+    num_tokens: int
+    full_k: float
+    full_v: float
+
+
 def measure(name: str, task: Task, model: LlamaForCausalLM, tokenizer: Tokenizer) -> PaperRow:
     """Asks the questions of ``task`` by the rules of scheme ``name``, and by its blocks."""
-    num_layers = model.config.num_layers
-    scheme = SCHEMES[name](task, num_layers)
-    asks, replies, full_k, full_v, tokens = ask(tokenizer, task.examples), list[str](), 0, 0, 0
+    scheme, asks, replies = SCHEMES[name](task, model.config.num_layers), ask(tokenizer, task.examples), list[Reply]()
     start = time.monotonic()
-    for i, (prompt, params) in enumerate(asks):
-        layers = [scheme.layer(i) for i in range(num_layers)]
-        assert tokenizer.eos_token_id is not None and params.max_tokens is not None
-        ids = generate(model, layers, prompt, params.max_tokens, {tokenizer.eos_token_id})
-        replies.append(tokenizer.decode(ids, skip_special_tokens=False))
-        full_k += sum(layer.k.full for layer in layers)
-        full_v += sum(layer.v.full for layer in layers)
-        tokens += len(ids)
-        print(f"\r{name}, {task.label}: {i + 1} of {len(asks)}", end="", file=sys.stderr, flush=True)
+    for number_asked, asked in enumerate(asks, 1):
+        replies.append(by_rule(scheme, asked, model, tokenizer))
+        print(f"\r{name}, {task.label}: {number_asked} of {len(asks)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    seconds, found = time.monotonic() - start, score(replies, list(task.examples))
-    blocks = None if scheme.preset is None else by_blocks(scheme.preset, task, asks)
-    per_side = num_layers * len(asks)
-    return PaperRow(
+    seconds, found = time.monotonic() - start, score([reply.text for reply in replies], list(task.examples))
+    row = PaperRow(
         task=task.label,
         scheme=name,
         samples=len(asks),
         right=found.correct,
         low=found.low,
         high=found.high,
-        full_k=full_k / per_side,
-        full_v=full_v / per_side,
-        tokens=tokens,
+        full_k=mean(reply.full_k for reply in replies),
+        full_v=mean(reply.full_v for reply in replies),
+        tokens=sum(reply.num_tokens for reply in replies),
         seconds=seconds,
-        preset=None if scheme.preset is None else scheme.preset.name,
-        preset_right=blocks and blocks.correct,
-        preset_low=blocks and blocks.low,
-        preset_high=blocks and blocks.high,
     )
+    if scheme.preset is None:
+        return row
+    served = by_blocks(scheme.preset, task, asks)
+    return replace(
+        row,
+        preset=scheme.preset.name,
+        preset_right=served.correct,
+        preset_low=served.low,
+        preset_high=served.high,
+    )
+
+
+def by_rule(scheme: Scheme, asked: Ask, model: LlamaForCausalLM, tokenizer: Tokenizer) -> Reply:
+    """One question, token by token through simulated caches."""
+    layers = [scheme.layer(i) for i in range(model.config.num_layers)]
+    assert tokenizer.eos_token_id is not None and asked.params.max_tokens is not None, "of the demo model, of ask"
+    ids = generate(model, layers, asked.prompt, asked.params.max_tokens, {tokenizer.eos_token_id})
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    return Reply(text, len(ids), mean(layer.k.full for layer in layers), mean(layer.v.full for layer in layers))
 
 
 def by_blocks(preset: KVConfig, task: Task, asks: list[Ask]) -> Score:
     """The same questions put to the engine, all at once."""
-    with Engine(kv=preset, device="cpu", dtype="float32") as engine:
-        outputs = engine.generate([a.prompt for a in asks], [a.params for a in asks])
+    with Engine(kv=preset, device="cpu", dtype="float32", kv_memory="1GiB") as engine:
+        outputs = engine.generate([asked.prompt for asked in asks], [asked.params for asked in asks])
     return score([output.text for output in outputs], list(task.examples))
 
 
@@ -165,8 +182,8 @@ def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{100 * low:.0f} - {high:.0%}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table and returns the exit code; Ctrl-C prints the rows there are."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ``scheme`` is a list. Raises ``SystemExit`` 2 for a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -178,23 +195,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: %(default)s)")
     add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
     args = parser.parse_args(argv)
-    names = [name.strip() for name in args.scheme.split(",")]
-    unknown = [name for name in names if name not in SCHEMES]
+    args.scheme = [name.strip() for name in args.scheme.split(",")]
+    unknown = [name for name in args.scheme if name not in SCHEMES]
     if unknown:
         parser.error(f"argument --scheme: no scheme {unknown[0]!r} (choose from {', '.join(SCHEMES)})")
     if args.samples < 1 or args.threads < 1:
         parser.error("--samples and --threads must be at least 1")
+    return args
+
+
+def run(args: argparse.Namespace) -> Iterator[PaperRow]:
+    """A row for each task and scheme. Raises ``ConfigError`` for a task that does not exist."""
+    tasks = parse_tasks(args.task, samples=args.samples, seed=args.seed, field="task")
+    torch.set_num_threads(args.threads)
+    model = load_model(str(DEMO), device=torch.device("cpu")).model
+    assert isinstance(model, LlamaForCausalLM)
+    with closing(Tokenizer.from_folder(DEMO)) as tokenizer:
+        yield from (measure(name, task, model, tokenizer) for task in tasks for name in args.scheme)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns the exit code; Ctrl-C prints the rows there are."""
+    args = parse_args(argv)
     rows: list[PaperRow] = []
     code = 0
     try:
-        tasks = parse_tasks(args.task, samples=args.samples, seed=args.seed, field="task")
-        torch.set_num_threads(args.threads)
-        model = load_model(str(DEMO), device=torch.device("cpu")).model
-        assert isinstance(model, LlamaForCausalLM)
-        tokenizer = Tokenizer.from_folder(DEMO)
-        for task in tasks:
-            for name in names:
-                rows.append(measure(name, task, model, tokenizer))
+        for row in run(args):
+            rows.append(row)
     except KeyboardInterrupt:
         code = 130
     except QKVError as error:

@@ -5,7 +5,7 @@ Source:  KVmix (arXiv 2506.08018), models/modeling_llama_KVmix.py and myprofileK
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,8 +48,7 @@ def layer(k_bits: int, v_bits: int, *, faithful: bool = True) -> LayerCache:
     """
     three_group = WORD_THREES if faithful else WIDE_GROUP
     k_group = three_group if k_bits == 3 else GROUP
-    three: Quantize = lambda groups: quantizers.kvmix_three(groups, faithful=faithful).values()  # noqa: E731
-    keys = three if k_bits == 3 else _plain(k_bits)
+    keys = _three(faithful) if k_bits == 3 else _plain(k_bits)
     return LayerCache(
         Side(keep_share(_ratio(k_bits), k_group), by_channel(keys, k_group)),
         Side(keep_share(_ratio(v_bits), GROUP), by_token(_plain(v_bits), GROUP)),
@@ -59,6 +58,10 @@ def layer(k_bits: int, v_bits: int, *, faithful: bool = True) -> LayerCache:
 
 def _plain(bits: int) -> Quantize:
     return lambda groups: quantizers.kvmix(groups, bits).values()
+
+
+def _three(faithful: bool) -> Quantize:
+    return lambda groups: quantizers.kvmix_three(groups, faithful=faithful).values()
 
 
 def _ratio(bits: int) -> float:
@@ -77,7 +80,7 @@ def top_layers(k_scores: Sequence[float], v_scores: Sequence[float], share: floa
     return HighLayers(frozenset(k), frozenset(v))
 
 
-def gradient_scores(folder: Path, texts: Iterable[str]) -> tuple[list[float], list[float]]:
+def gradient_scores(folder: Path, texts: Sequence[str]) -> tuple[list[float], list[float]]:
     """Scores of each layer's K and V: the L2 norm of the loss gradient with respect to W_k and W_v, mean over texts.
 
     One forward and backward pass a text with the labels in place; the release has two a layer, and labels shifted
@@ -91,15 +94,14 @@ def gradient_scores(folder: Path, texts: Iterable[str]) -> tuple[list[float], li
     )
     attentions = [block.self_attn for block in model.model.layers]
     k_scores, v_scores = [0.0] * len(attentions), [0.0] * len(attentions)
-    count = 0
-    for count, text in enumerate(texts, 1):  # noqa: B007
+    for text in texts:
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :PROFILE_TOKENS]
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
-        for scores, projections in ((k_scores, "k_proj"), (v_scores, "v_proj")):
-            for i, attention in enumerate(attentions):
-                scores[i] += float(getattr(attention, projections).weight.grad.norm())
-    return [score / count for score in k_scores], [score / count for score in v_scores]
+        for i, attention in enumerate(attentions):
+            k_scores[i] += float(attention.k_proj.weight.grad.norm()) / len(texts)
+            v_scores[i] += float(attention.v_proj.weight.grad.norm()) / len(texts)
+    return k_scores, v_scores
 
 
 def scheme(high: HighLayers, num_layers: int, *, faithful: bool = True) -> Scheme:

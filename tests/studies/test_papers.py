@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from qkv_engine import Engine, SamplingParams
+from qkv_engine.kernels.formats import PageShape, make_format
+from qkv_engine.kernels.formats.uniform.reference import encode
 from qkv_engine.models.loader import load_model
 from studies.papers import kitty, kivi, kvmix, quantizers
 from studies.papers.__main__ import DEMO, SCHEMES, full_precision, main
@@ -120,6 +122,20 @@ def test_kitty_keeps_a_floor_under_steps():
     tiny = group(0, 2**-23, 2**-22)
     assert quantizers.kitty(tiny, 2).codes.tolist() == [[0, 0, 0]]
     assert quantizers.kvmix(tiny, 2).codes.tolist()[0][-1] == 3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("token_group", [32, 128])
+def test_the_engines_codes_differ_next_to_thresholds_alone(bits: int, token_group: int):
+    """By one level, in the shares that the pages of the schemes name."""
+    x = side(8, 128, 128).half()
+    page = make_format(f"int{bits}-channel-{token_group}", torch.bfloat16).layout(PageShape(8, 128, 128), "k")
+    ours = encode(x[None], page)[0][0].int()
+    for name, share in {"kivi": {2: 8e-4, 4: 4e-3}, "kvmix": {2: 5e-4, 3: 9e-4, 4: 2e-3}}.items():
+        if bits in share:
+            theirs = by_channel(lambda g, q=QUANTIZERS[name]: q(g, bits).codes, token_group)(x)
+            assert (ours - theirs).abs().max() == 1
+            assert (ours != theirs).float().mean() < share[bits]
 
 
 # ---- packed words (golden checks 4 and 5)
