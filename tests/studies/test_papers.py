@@ -272,7 +272,7 @@ def window_trace(ratio: float, length: int, steps: int, group: int = 32) -> list
 
 @pytest.mark.parametrize(
     ("ratio", "length", "expected"),
-    [(0.1, 1000, [104, 41, 10]), (0.1, 688, [80, 17, 18]), (0.2, 688, [144, 49, 18, 19])],
+    [(0.1, 1000, [104, 41, 10, 11]), (0.1, 688, [80, 17, 18, 19]), (0.2, 688, [144, 49, 18, 19])],
 )
 def test_kvmix_trace(ratio: float, length: int, expected: list[int]):
     assert window_trace(ratio, length, len(expected) - 1) == expected
@@ -327,6 +327,15 @@ def test_kvmix_average_bits():
         bits = kvmix.layer_bits(kvmix.top_layers(scores, scores[::-1], share), 32)
         assert sum(k for k, _ in bits) / 32 == k_mean and sum(v for _, v in bits) / 32 == v_mean
         assert bits[-1] == (3, 2) and bits[0] == (2, 4)  # K and V are ranked apart
+
+
+@pytest.mark.slow  # imports transformers
+def test_kvmix_scores_are_means_of_gradient_norms():
+    texts = ["<|im_start|>user\nWhat is 5+4?<|im_end|>\n", "<|im_start|>user\nSort: 3, 1, 2<|im_end|>\n"]
+    first, second, both = (kvmix.gradient_scores(DEMO, part) for part in (texts[:1], texts[1:], texts))
+    for one, other, mean in zip(first, second, both, strict=True):
+        assert len(mean) == 8 and min(mean) > 0 and len(set(mean)) == 8
+        assert mean == pytest.approx([(x + y) / 2 for x, y in zip(one, other, strict=True)])
 
 
 @pytest.mark.parametrize("faithful", [True, False])
