@@ -1,42 +1,30 @@
-"""The papers' own rules: quantizers, packed words, window traces, and the study's command.
+"""The papers' own rules: traces of windows, what is quantized to what, the pages of the schemes, the study's command.
 
-The numbers are of the releases: words as their kernels write them, counts of tokens in full precision as their code
-leaves them.
+Counts of tokens in full precision are as the releases' code leaves them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine import Engine, SamplingParams
-from qkv_engine.kernels.formats import PageShape, make_format
-from qkv_engine.kernels.formats.uniform.reference import encode
+from qkv_engine import Engine, KVConfig, SamplingParams
+from qkv_engine.kv.ladder import Rung, build_ladder
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import load_model
+from qkv_engine.models.shapes import SHAPES
 from studies.papers import kitty, kivi, kvmix, quantizers
 from studies.papers.__main__ import DEMO, SCHEMES, full_precision, main
 from studies.papers.cache import LayerCache, Side, attention, by_channel, by_token
 from studies.papers.decode import generate
-from studies.papers.quantizers import Codes, pack, unpack
 from studies.papers.three_bits import table
-
-QUANTIZERS: dict[str, Callable[[Tensor, int], Codes]] = {
-    "kivi": quantizers.kivi,
-    "kitty": quantizers.kitty,
-    "kitty simulator": quantizers.kitty_simulator,
-    "kvmix": quantizers.kvmix,
-}
-HALVES = torch.tensor([[0.0, 0.5, 1.5, 2.5, 3.0]])  # at 2 bits: the step is 1, three of them lie between two codes
-each_quantizer = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
-
-
-def group(*values: float) -> Tensor:
-    return torch.tensor([values], dtype=torch.float32)
 
 
 def side(heads: int, num_tokens: int, dim: int, seed: int = 0) -> Tensor:
@@ -46,144 +34,6 @@ def side(heads: int, num_tokens: int, dim: int, seed: int = 0) -> Tensor:
 def counting(rule: Callable[[int], int]) -> Side:
     """A side that counts and changes nothing."""
     return Side(rule, lambda x: x)
-
-
-# ---- quantizers (golden checks 1 to 3)
-
-
-@each_quantizer
-def test_four_values_have_the_codes_of_their_width(quantize):
-    for bits, expected in ((2, [0, 1, 2, 3]), (4, [0, 5, 10, 15])):
-        found = quantize(group(0, 1, 2, 3), bits)
-        assert found.codes.tolist() == [expected]
-        assert found.step.item() == pytest.approx(3 / (2**bits - 1), rel=1e-3)
-        torch.testing.assert_close(found.values(), group(0, 1, 2, 3), atol=2e-3, rtol=0)
-
-
-@each_quantizer
-@pytest.mark.parametrize("constant", [0.0, -1.75, 6.1e-5, 3e4])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_constant_groups_are_exact(quantize, constant: float, dtype: torch.dtype):
-    x = torch.full((1, 32), constant, dtype=torch.float16)
-    found = quantize(x.to(dtype), 2)
-    assert not found.codes.any()
-    assert torch.equal(found.values(), x.float())
-
-
-@pytest.mark.parametrize("faithful", [True, False])
-def test_constant_words_of_three_bits_are_exact(faithful: bool):
-    found = quantizers.kvmix_three(torch.full((1, 33), 2.5), faithful=faithful)
-    assert not found.codes.any() and torch.equal(found.values(), torch.full((1, 33), 2.5))
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("kivi", [0, 2, 2]), ("kitty simulator", [0, 2, 2]), ("kitty", [1, 2, 3]), ("kvmix", [1, 2, 3])],
-)
-def test_halves_round_to_even_or_up(name: str, expected: list[int]):
-    assert QUANTIZERS[name](HALVES, 2).codes.tolist() == [[0, *expected, 3]]
-
-
-def test_just_below_a_half_is_no_half_in_kvmix():
-    below = torch.tensor(0.5).nextafter(torch.tensor(0.0)).item()
-    assert quantizers.kvmix(group(0, below, 3), 2).codes.tolist() == [[0, 0, 3]]
-
-
-@each_quantizer
-@pytest.mark.parametrize("bits", [2, 4])
-def test_values_lie_within_half_a_step(quantize, bits: int):
-    x = side(64, 8, 32).half().float()
-    found = quantize(x, bits)
-    # fp16 metadata: a step off by 2^-11 counts up to 15 times, a minimum once; the quotient by as much again.
-    slack = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) * 2**-9 + found.minimum.abs() * 2**-11
-    assert ((found.values() - x).abs() <= found.step / 2 + slack).all()
-
-
-@each_quantizer
-def test_codes_do_not_change_under_scale_and_shift(quantize):
-    """Integers, scaled by a power of two and shifted: exact in fp16, as are their differences."""
-    x = torch.randint(0, 61, (256, 32), generator=torch.Generator().manual_seed(0)).float()
-    x[:, 0], x[:, 1] = 0, 60  # the step is 20 or 4, exactly
-    for bits in (2, 4):
-        for a, b in ((0.25, 0.0), (1.0, -30.0), (2.0, 5.0)):
-            assert torch.equal(quantize(a * x + b, bits).codes, quantize(x, bits).codes)
-
-
-@pytest.mark.parametrize("faithful", [True, False])
-def test_three_bit_words_do_not_change_under_scale_and_shift(faithful: bool):
-    x = torch.randint(0, 22, (256, 33), generator=torch.Generator().manual_seed(0)).float()
-    x[:, 0], x[:, 1] = 0, 21
-    found = quantizers.kvmix_three(2 * x - 7, faithful=faithful)
-    assert torch.equal(found.codes, quantizers.kvmix_three(x, faithful=faithful).codes)
-
-
-def test_kitty_keeps_a_floor_under_steps():
-    """A range of 2^-22: less than a step of the floor, so all codes are 0; without a floor the last would be 3."""
-    tiny = group(0, 2**-23, 2**-22)
-    assert quantizers.kitty(tiny, 2).codes.tolist() == [[0, 0, 0]]
-    assert quantizers.kvmix(tiny, 2).codes.tolist()[0][-1] == 3
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("token_group", [32, 128])
-def test_the_engines_codes_differ_next_to_thresholds_alone(bits: int, token_group: int):
-    """By one level, in the shares that the pages of the schemes name."""
-    x = side(8, 128, 128).half()
-    page = make_format(f"int{bits}-channel-{token_group}", torch.bfloat16).layout(PageShape(8, 128, 128), "k")
-    ours = encode(x[None], page)[0][0].int()
-    for name, share in {"kivi": {2: 8e-4, 4: 4e-3}, "kvmix": {2: 5e-4, 3: 9e-4, 4: 2e-3}}.items():
-        if bits in share:
-            theirs = by_channel(lambda g, q=QUANTIZERS[name]: q(g, bits).codes, token_group)(x)
-            assert (ours - theirs).abs().max() == 1
-            assert (ours != theirs).float().mean() < share[bits]
-
-
-# ---- packed words (golden checks 4 and 5)
-
-
-def test_two_bit_words():
-    codes = torch.tensor([3, 1, 0, 2, 2, 3, 1, 0, 0, 0, 1, 1, 2, 2, 3, 3])
-    assert pack(codes, 2).tolist() == [-95412601]
-    assert pack(codes, 2).item() & 0xFFFFFFFF == 0xFA501E87
-
-
-def test_three_bit_words():
-    codes = torch.tensor([7, 6, 5, 4, 3, 2, 1, 0, 7, 5, 3])
-    assert pack(codes, 3).tolist() == [-284870281]
-    assert pack(codes, 3).item() & 0xFFFFFFFF == 0xEF053977
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_words_unpack_to_their_codes(bits: int):
-    per_word = 32 // bits + (bits == 3)
-    codes = torch.randint(0, 2**bits, (5, 3 * per_word), generator=torch.Generator().manual_seed(0))
-    codes[:, 10::11] %= 4 if bits == 3 else 2**bits
-    assert torch.equal(unpack(pack(codes, bits), bits), codes.int())
-
-
-def test_the_eleventh_element_saturates_or_has_its_own_step():
-    x = group(*[0.0] * 9, 7.0, 6.0)
-    released, own = (quantizers.kvmix_three(x, faithful=faithful) for faithful in (True, False))
-    assert released.codes[0, -1] == 3 and released.values()[0, -1] == 3.0
-    assert own.codes[0, -1] == 3 and own.values()[0, -1] == pytest.approx(7.0, rel=1e-3)
-    assert torch.equal(released.values()[:, :-1], own.values()[:, :-1])
-
-
-def test_three_bit_words_cost_what_three_bits_cost():
-    """Errors on normal values and bits of a page of 128 tokens; the words never win."""
-    rows = {(cells[0], cells[1]): cells for cells in table(2**19).cells}
-
-    def error(*key: str) -> float:
-        return float(rows[key][4])
-
-    assert error("11 in 32, as released", "11") == pytest.approx(0.0796, rel=0.02)
-    assert float(rows["11 in 32, as released", "11"][5]) == pytest.approx(0.727, rel=0.02)
-    assert error("11 in 32, own step", "11") == pytest.approx(0.0210, rel=0.02)
-    assert error("plain 3-bit", "32") == pytest.approx(0.0281, rel=0.02)
-    assert error("plain 4-bit", "32") == pytest.approx(0.0061, rel=0.02)
-    for words, plain in (("33", "32"), ("66", "64"), ("132", "128")):
-        assert rows["11 in 32, own step", words][3] == rows["plain 3-bit", plain][3]  # bits
-        assert error("11 in 32, own step", words) > 1.4 * error("plain 3-bit", plain)
 
 
 # ---- windows (golden checks 12 to 14)
@@ -403,12 +253,56 @@ def test_what_is_quantized_depends_on_the_length_alone(name: str):
 
 def test_groups_lie_along_tokens_or_channels():
     x = torch.arange(2 * 4 * 6.0).view(2, 4, 6)
-    assert torch.equal(
-        by_channel(lambda g: g.mean(-1, keepdim=True).expand_as(g), 2)(x)[0, :, 0], group(3, 3, 15, 15)[0]
-    )
-    assert torch.equal(
-        by_token(lambda g: g.mean(-1, keepdim=True).expand_as(g), 3)(x)[0, 0], group(1, 1, 1, 4, 4, 4)[0]
-    )
+
+    def means(groups: Tensor) -> Tensor:
+        return groups.mean(-1, keepdim=True).expand_as(groups)
+
+    assert by_channel(means, 2)(x)[0, :, 0].tolist() == [3, 3, 15, 15]
+    assert by_token(means, 3)(x)[0, 0].tolist() == [1, 1, 1, 4, 4, 4]
+
+
+# ---- the pages
+
+
+def narrow_rung(preset: KVConfig, shape: str) -> Rung:
+    """The rung of ``preset`` that blocks step down to, in a model of this shape."""
+    config = ModelConfig.from_hf(SHAPES[shape])
+    sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    return build_ladder(preset, **sizes, dtype=torch.bfloat16).narrowest
+
+
+def page_rows(page: str) -> list[list[str]]:
+    lines = (Path(__file__).parents[2] / f"docs/schemes/{page}.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def test_page_of_kivi_states_the_bytes_of_the_ladder():
+    rows = [row for row in page_rows("kivi") if row[0].startswith("`kivi-")]
+    assert len(rows) == 8
+    for name, sides, *cells in rows:
+        bits = [int(digit) for digit in re.findall(r"[24]", name.replace("-g32", ""))]
+        preset = kivi.scheme(bits[0], bits[-1], 32 if "-g32" in name else 128).preset
+        demo, large = narrow_rung(preset, "demo"), narrow_rung(preset, "qwen3-8b")
+        assert sides == " + ".join(f"{side.nbytes:,}" for side in demo.layout.sides[:2])
+        found = [f"{demo.token_nbytes:,.0f}", f"{demo.effective_bits:.2f}"]
+        assert cells[:4] == [*found, f"{large.token_nbytes:,.0f}", f"{large.effective_bits:.3f}"]
+
+
+def test_page_of_kvmix_states_the_bytes_of_the_ladder():
+    rows = [row for row in page_rows("kvmix") if row[0].split(",")[0] in SHAPES]
+    assert len(rows) == 3
+    for described, num_high, nbytes, bits in rows:
+        shape, num_layers = described.split(",")[0], int(re.search(r"(\d+) layers", described)[1])
+        high = kvmix.top_layers(range(num_layers), range(num_layers))
+        rung = narrow_rung(kvmix.scheme(high, num_layers).preset, shape)
+        assert num_high == str(len(high.k)) == str(len(high.v))
+        assert [nbytes, bits] == [f"{rung.token_nbytes:,.0f}", f"{rung.effective_bits:.3f}"]
+
+
+def test_page_of_kvmix_has_the_table_of_three_bits():
+    """Its bits; the errors are those of more values."""
+    found = {(row[0], row[1]): row[2:4] for row in page_rows("kvmix") if row[0].startswith(("11 in", "plain"))}
+    assert found == {(cells[0], cells[1]): cells[2:4] for cells in table(2**12).cells}
 
 
 # ---- the command
