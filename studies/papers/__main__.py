@@ -71,6 +71,7 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "kitty-pro": lambda task, n: kitty.scheme(32, PRESETS.get("kitty-pro")),
     "kitty-simulator": lambda task, n: kitty.scheme(12, PRESETS.get("kitty"), simulator=True),
     "kitty-pro-simulator": lambda task, n: kitty.scheme(25, PRESETS.get("kitty-pro"), simulator=True),
+    "kvmix-2": lambda task, n: kvmix.scheme(kvmix.HighLayers(), n),
     "kvmix-2.19": lambda task, n: _kvmix(task, n, faithful=True),
     "kvmix-2.19-own-step": lambda task, n: _kvmix(task, n, faithful=False),
 }

@@ -28,8 +28,8 @@ PROFILE_TOKENS = 1024  # of a text, its first
 class HighLayers(NamedTuple):
     """The layers with more bits, K and V apart."""
 
-    k: frozenset[int]
-    v: frozenset[int]
+    k: frozenset[int] = frozenset()
+    v: frozenset[int] = frozenset()
 
 
 def keep_share(ratio: float, group: int) -> Rule:
@@ -88,10 +88,8 @@ def gradient_scores(folder: Path, texts: Sequence[str]) -> tuple[list[float], li
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     attentions = [block.self_attn for block in model.model.layers]
     k_scores, v_scores = [0.0] * len(attentions), [0.0] * len(attentions)
     for text in texts:
