@@ -277,7 +277,7 @@ def page_rows(page: str) -> list[list[str]]:
 
 
 def test_page_of_kivi_states_the_bytes_of_the_ladder():
-    rows = [row for row in page_rows("kivi") if row[0].startswith("`kivi-")]
+    rows = [row for row in page_rows("kivi") if row[0].startswith("`kivi-") and "+" in row[1]]
     assert len(rows) == 8
     for name, sides, *cells in rows:
         bits = [int(digit) for digit in re.findall(r"[24]", name.replace("-g32", ""))]
