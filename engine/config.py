@@ -156,6 +156,10 @@ def _kivi() -> Iterator[KVConfig]:
         yield KVConfig(name=name + suffix, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
+# K per channel at 2 bits, the named share of a page's channels at 4; V per token at 2 bits.
+KITTY = RungConfig("kitty", "kitty-12.5", "int2-token-128")
+KITTY_PRO = RungConfig("kitty-pro", "kitty-25", "int2-token-128")
+
 PRESETS: dict[str, KVConfig] = {
     preset.name: preset
     for preset in (
@@ -164,7 +168,10 @@ PRESETS: dict[str, KVConfig] = {
         KVConfig(name="int8", rungs=(DENSE16, uniform_rung(8)), sink=32, eager=True),
         KVConfig(name="int4", rungs=(DENSE16, uniform_rung(4)), sink=32, eager=True),
         *_kivi(),
+        KVConfig(name="kitty", rungs=(DENSE16, KITTY), sink=32, recent=128, eager=True),
+        KVConfig(name="kitty-pro", rungs=(DENSE16, KITTY_PRO), sink=32, recent=128, eager=True),
         KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
+        KVConfig(name="auto-2", rungs=(DENSE16, uniform_rung(8), uniform_rung(4), KITTY_PRO), sink=32),
     )
 }
 DEFAULT_KV = "auto"

@@ -26,30 +26,18 @@ from ..uniform.integer_codes import digits, fixed, fixed_point, join8, join_tile
 from ..uniform.layout import TILES as MAX_TILES
 from .layout import KittySide
 
-# Queries of boosted channels come from registers, by shuffles; else from memory, by loads that nothing fetches ahead.
-GATHER = tl.constexpr(True)
-
 
 def integer_functions(side: KittySide) -> KeyFunctions | None:
     """The device functions of a side, or ``None`` for pages of another size than 128 tokens."""
     if side.shape.num_tokens != MAX_TILES * DOT_DEPTH:
         return None
-    return KeyFunctions(boosted_query, boosted_scores, MAX_TILES)
+    return KeyFunctions(channel_query, boosted_scores, MAX_TILES)
 
 
 @triton.constexpr_function
 def high_place(place):
     """The bit at which high codes are left beside low ones at ``place``; they must fit an int8."""
     return min(place + 2, 4)
-
-
-@triton.jit
-def boosted_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(q of each channel part as [channels, BLOCK_G], largest magnitude [BLOCK_G]); and its source for ``GATHER``."""
-    query = channel_query(p_q, b_heads, scale, K, D, BLOCK_G)
-    if not GATHER:
-        query += (p_q, b_heads, scale)
-    return query
 
 
 @triton.jit
@@ -92,14 +80,6 @@ def gather_query(scaled, b_channel, D: tl.constexpr, BLOCK_G: tl.constexpr):
     o_row = tl.broadcast_to((b_row // 2)[:, None], (b_channel.shape[0], BLOCK_G))
     b_x = tl.where((b_row % 2)[:, None] == 0, tl.gather(b_even, o_row, 0), tl.gather(b_odd, o_row, 0))
     return b_x >> b_shift[:, None]
-
-
-@triton.jit
-def load_query(p_q, b_heads, scale, b_fix, p_ranges, b_channel):
-    """The same as ``gather_query``, from memory."""
-    b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=b_heads[None, :], other=0.0).to(tl.float32) * scale
-    b_step = tl.load(p_ranges + b_channel).to(tl.float32) * -0.2
-    return fixed(b_q * b_fix[None, :] * b_step[:, None])
 
 
 @triton.jit
@@ -151,11 +131,7 @@ def boosted_scores(
     b_high = base[0]
     if K.BOOSTED > 0:
         b_channel = load_numbers(p_meta + K.NUMBERS, K.BOOSTED)
-        if GATHER:
-            b_i = gather_query(scaled, b_channel, D, BLOCK_G)
-        else:
-            p_ranges = p_meta.to(tl.pointer_type(tl.float16), bitcast=True) + D
-            b_i = load_query(query[N + 1], query[N + 2], query[N + 3], b_fix, p_ranges, b_channel)
+        b_i = gather_query(scaled, b_channel, D, BLOCK_G)
         b_high = tl.reshape(tl.join(*digits(b_i)), (block_of(K.BOOSTED), 2 * BLOCK_G))
     tiles: tl.tuple = ()
     for j in tl.static_range(TILES):
