@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import ConfigError
+from .fingerprint import ModelFingerprint
 
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
 MAX_RUNGS = 16  # of a ladder; each that blocks stand on has a slab that is not full
@@ -28,6 +30,11 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
         raise ConfigError("not an integer", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
     if not low <= value <= high:
         raise ConfigError("out of range", field=field, value=value, remedy=f"Give an integer from {low} to {high}")
+
+
+def _check_ratio(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError("not a ratio", field=field, value=value, remedy="Give a number from 0 to below 1")
 
 
 def _check_flag(field: str, value: object) -> None:
@@ -83,17 +90,21 @@ class KVConfig:
         rungs: 1 to 16 ``RungConfig``, most bits first.
         sink: first tokens of a request, which stay on the first rung for life: 0 or a power of two up to 128.
         recent: newest tokens of a request, which stay on the first rung until they are older; 0 to 1,048,576.
+        recent_ratio: share of a request's computed tokens that do so where it is more than ``recent``; 0 to below 1.
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
+        model: fingerprint of the only model that the ladder was made for, as a plan file has it; None for any.
     """
 
     name: str
     rungs: tuple[RungConfig, ...]
     sink: int = 0
     recent: int = 0
+    recent_ratio: float = 0.0
     eager: bool = False
     admit_at: str | None = None
+    model: ModelFingerprint | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -102,7 +113,11 @@ class KVConfig:
             remedy = f"Give 0 or a power of two up to {BLOCK_TOKENS}, so that sinks tile a block"
             raise ConfigError("not supported", field="sink", value=self.sink, remedy=remedy)
         _check_int("recent", self.recent, 0, 2**20)
+        _check_ratio("recent_ratio", self.recent_ratio)
         _check_flag("eager", self.eager)
+        if self.model is not None and not isinstance(self.model, ModelFingerprint):
+            remedy = "Give the path of a plan file, or None for any model"
+            raise ConfigError("not a fingerprint", field="model", value=self.model, remedy=remedy)
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"
@@ -140,15 +155,28 @@ PRESETS: dict[str, KVConfig] = {
     )
 }
 DEFAULT_KV = "auto"
+PLAN_SUFFIX = ".json"  # of a kv that names a plan file
+PLANNED = ("kvmix",)  # methods that have a plan for each model in place of a preset
 
 
-def resolve_kv(kv: str | KVConfig) -> KVConfig:
-    """The KV configuration a preset name or ``KVConfig`` stands for. Raises ``ConfigError`` for anything else."""
+def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
+    """The KV configuration of a preset's name, a plan file's path (a ``Path``, or a string that ends in .json), or a
+    ``KVConfig``, which it is itself. Raises ``ConfigError`` for anything else.
+    """
     if isinstance(kv, KVConfig):
         return kv
+    if isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(PLAN_SUFFIX)):
+        from .calibrate.plan import load_plan  # builds on this module
+
+        return load_plan(kv)
+    if isinstance(kv, str) and kv in PLANNED:
+        remedy = f"Make one with qkv-engine plan MODEL --method {kv} -o plan.json and give its path"
+        raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
     if not isinstance(kv, str) or kv not in PRESETS:
-        remedy = f"Choose from {', '.join(PRESETS)}{'' if isinstance(kv, str) else ', or give a KVConfig'}"
-        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
+        others = "or the path of a plan file" if isinstance(kv, str) else "the path of a plan file or a KVConfig"
+        raise ConfigError(
+            "unknown KV preset", field="kv", value=kv, remedy=f"Choose from {', '.join(PRESETS)}, {others}"
+        )
     return PRESETS[kv]
 
 
