@@ -100,7 +100,7 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
     lines = enumerate(_read(path).split(b"\n"), 1)
     filled = [(number, line) for number, line in lines if line.strip()]
     if not filled:
-        raise ConfigError("has no lines", field="data", value=str(path), remedy="Give one JSON object a line")
+        raise ConfigError("has no questions", field="data", value=str(path), remedy="Give one JSON object a line")
     return filled
 
 

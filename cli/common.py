@@ -118,7 +118,7 @@ def kv_ladders(text: str | None) -> dict[str, KVConfig]:
     Raises ``ConfigError`` for an unknown one, and for two of one name.
     """
     found: dict[str, KVConfig] = {}
-    for word in dict.fromkeys(part.strip() for part in (text or DEFAULT_KV).split(",")):
+    for word in dict.fromkeys(part.strip() for part in (DEFAULT_KV if text is None else text).split(",")):
         kv = resolve_kv(word)
         if kv.name in found:
             raise ConfigError(f"there is another {kv.name}", field="kv", value=word, remedy="Rename one of the files")

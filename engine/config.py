@@ -6,9 +6,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
-from .fingerprint import ModelFingerprint
+
+if TYPE_CHECKING:
+    from .fingerprint import ModelFingerprint
 
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
 MAX_RUNGS = 16  # of a ladder; each that blocks stand on has a slab that is not full
@@ -115,13 +118,19 @@ class KVConfig:
         _check_int("recent", self.recent, 0, 2**20)
         _check_ratio("recent_ratio", self.recent_ratio)
         _check_flag("eager", self.eager)
-        if self.model is not None and not isinstance(self.model, ModelFingerprint):
-            remedy = "Give the path of a plan file, or None for any model"
-            raise ConfigError("not a fingerprint", field="model", value=self.model, remedy=remedy)
+        if self.model is not None:
+            self._check_model()
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"
             raise ConfigError("no rung of this ladder", field="admit_at", value=self.admit_at, remedy=remedy)
+
+    def _check_model(self) -> None:
+        from .fingerprint import ModelFingerprint  # takes msgspec, which --help does without
+
+        if not isinstance(self.model, ModelFingerprint):
+            remedy = "Give None, or the path of a plan file in the ladder's place"
+            raise ConfigError("not a fingerprint", field="model", value=self.model, remedy=remedy)
 
     def _check_rungs(self) -> None:
         rungs, remedy = self.rungs, f"Give a tuple of 1 to {MAX_RUNGS} RungConfig, widest first"

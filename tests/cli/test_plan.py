@@ -191,7 +191,7 @@ def test_lines_of_a_file(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "no lines"),
+        ([], "has no questions"),
         (["one", "two"], "line 1 is no text"),
         (['{"text": "a b"}', "[]"], "line 2"),
         (['{"text": 3}'], "line 1"),
