@@ -75,14 +75,14 @@ def score_text(model: LlamaForCausalLM, text: Text) -> LayerScores:
             inputs.append(x)
             x = run_layer(layer, x, rotation).output
     gradient = _loss_gradient(model, x, labels)
-    norms = list[tuple[Tensor, Tensor]]()
+    norms = list[Tensor]()
     for layer in reversed(_layers(model)):
         x = inputs.pop().requires_grad_()
         passed = run_layer(layer, x, rotation)
         gradient, qkv_gradient = torch.autograd.grad(passed.output, (x, passed.qkv), gradient)
         norms.append(_weight_norms(layer, passed.normed.detach(), qkv_gradient))
         del passed, x
-    k, v = torch.tensor(norms[::-1]).T.tolist()
+    k, v = torch.stack(norms[::-1]).T.tolist()
     return LayerScores(k, v)
 
 
@@ -100,8 +100,8 @@ def _loss_gradient(model: LlamaForCausalLM, x: Tensor, labels: Tensor) -> Tensor
     return gradient
 
 
-def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Frobenius norms of the gradients of W_k and W_v, the rows of the fused weight that belong to each."""
+def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> Tensor:
+    """Frobenius norms [2] of the gradients of W_k and W_v, the rows of the fused weight that belong to each."""
     shards = list(layer.self_attn.qkv_proj.shards.values())
     _, k, v = ((part.T @ normed).float().norm() for part in torch.split(qkv_gradient, shards, dim=1))
-    return k, v
+    return torch.stack((k, v))

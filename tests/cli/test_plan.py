@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from qkv_engine.cli.main import main
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
+
+from ..models.tiny import write_tiny
 
 QUICK = ["--task", "addition:6,sorting:20", "--samples", "4"]
 
@@ -75,6 +78,8 @@ def test_a_plan_is_served_under_its_name(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["env", "--kv", "./mine.json", "-o", "json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["kv"]["preset"] == "mine" and facts["kv"]["rungs"][1]["rung"] == "kvmix"
+    assert main(["env", str(write_tiny(Path("other"))), "--kv", "mine.json"]) == 2
+    assert "another model (demo)" in capsys.readouterr().err
     bench = ["--kv", "mine.json", "--input-len", "8", "--output-len", "2", "--repeats", "1", "--warmup", "0"]
     assert main(["bench", *bench, "-o", "json", "--kv-memory", "64MiB"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["kv"] == "mine"
@@ -124,6 +129,16 @@ def test_mistakes_are_found_before_anything_runs(
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and named in err and "profiling" not in err
     assert not Path("plan.json").exists()
+
+
+def test_an_interrupt_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> Iterator[LayerScores]:
+        yield LayerScores([1.0], [1.0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qkv_engine.calibrate.gradients.score_texts", interrupted)
+    assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "--plot"]) == 130
+    assert capsys.readouterr().out == "" and list(Path().iterdir()) == []
 
 
 def test_kv_errors_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:

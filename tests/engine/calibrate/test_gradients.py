@@ -14,8 +14,10 @@ from qkv_engine import CapacityError, ModelError
 from qkv_engine.calibrate import gradients
 from qkv_engine.calibrate.forward import compute_logits, embed, run_layer
 from qkv_engine.calibrate.gradients import LayerScores, Text, mean_scores, score_text, score_texts
+from qkv_engine.config import EngineConfig
 from qkv_engine.models import LlamaForCausalLM, load_model
 from qkv_engine.models.loader import ModelSource, load_weights
+from qkv_engine.startup import load
 
 from ...models.conftest import DenseBatch, make_reference  # noqa: F401 (a fixture)
 
@@ -117,3 +119,22 @@ def test_what_cannot_be_scored_is_an_error(pair, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gradients, "score_text", exhausted)
     with pytest.raises(CapacityError, match=r"3 tokens.*max_tokens"):
         list(score_texts(model, [Text([1, 2, 3])]))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
+    """In bfloat16, so roughly; the bytes are those of docs/plans.md."""
+    text = Text(torch.randint(5, 1024, (1025,), generator=torch.Generator().manual_seed(0)).tolist())
+    on_cpu, on_gpu = (
+        cast(LlamaForCausalLM, load(EngineConfig(dtype=dtype), torch.device(device), pack=False)[0].model)
+        for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found, expected = score_text(on_gpu, text), score_text(on_cpu, text)
+    assert found.k == pytest.approx(expected.k, rel=0.1) and found.v == pytest.approx(expected.v, rel=0.1)
+    config, n = on_gpu.config, 1024
+    hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
+    layer = 14 * hidden + 12 * config.intermediate_size + 28 * config.num_heads * config.head_dim + 33 * keys
+    limit = n * config.num_layers * hidden * 2 + max(n * layer, 256 * config.vocab_size * 16)
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * limit
