@@ -75,7 +75,12 @@ def _add_kvmix(add: Any) -> None:
     add("--v-bits", type=int, default=usual.v_bits, metavar="N", help="bits of their V (default: %(default)s)")
     add("--low-bits", type=int, default=usual.low_bits, metavar="N", help="bits of the others (default: %(default)s)")
     add("--group", type=int, default=usual.group, metavar="N", help="elements of a group (default: %(default)s)")
-    add("--recent-ratio", type=float, default=0.0, help="share of the context that stays dense (default: %(default)s)")
+    add(
+        "--recent-ratio",
+        type=float,
+        default=usual.recent_ratio,
+        help="share of the context, the newest, that stays dense (default: %(default)s)",
+    )
     add("--random", action="store_true", help="draw the layers at random: the control")
 
 
@@ -91,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     _check_formats(settings, files.config)
     texts = _texts(args, files)
     scores, weights = _profile(config, texts)
-    _deliver(args, _plan(args, settings, files, texts, scores, weights), files.config)
+    model = ModelFingerprint.of(args.shape or args.model or common.DEMO, files.config, weights)
+    _deliver(args, _plan(args, settings, model, texts, scores), files.config)
     return common.EXIT_OK
 
 
@@ -174,23 +180,20 @@ def _profile(config: EngineConfig, texts: TextSet) -> tuple[LayerScores, str | N
         for scores in score_texts(cast(LlamaForCausalLM, loaded.model), texts.texts):
             found.append(scores)
             bar.reach(len(found))
-    is_random = config.load_format == "random" or loaded.folder is None
-    return mean_scores(found), None if is_random or loaded.folder is None else weights_digest(loaded.folder)
+    if config.load_format == "random":
+        return mean_scores(found), None
+    assert loaded.folder is not None, "only random weights have no folder"
+    return mean_scores(found), weights_digest(loaded.folder)
 
 
 def _plan(
-    args: argparse.Namespace,
-    settings: KVmix,
-    files: ModelFiles,
-    texts: TextSet,
-    scores: LayerScores,
-    weights: str | None,
+    args: argparse.Namespace, settings: KVmix, model: ModelFingerprint, texts: TextSet, scores: LayerScores
 ) -> KVPlan:
     from qkv_engine.calibrate.plan import KVPlan, PlannedLadder
 
     return KVPlan(
         method=args.method,
-        model=ModelFingerprint.of(args.shape or args.model or common.DEMO, files.config, weights),
+        model=model,
         settings=settings,
         prompts=texts.prompts,
         scores=scores,

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ..config import KVConfig, RungConfig, format_size
+from ..config import MAX_NAME_CHARS, KVConfig, RungConfig, format_size
 from ..errors import ConfigError
 from ..fingerprint import ModelFingerprint
 from .kvmix import KVmix, LayerScores
@@ -119,7 +119,7 @@ def read_plan(path: str | Path) -> KVPlan:
 
 def load_plan(path: str | Path) -> KVConfig:
     """The ladder of the plan file at ``path``, called by the file's name. Raises ``ConfigError`` as ``read_plan``."""
-    return read_plan(path).config(Path(path).stem)
+    return read_plan(path).config(Path(path).stem[:MAX_NAME_CHARS])
 
 
 def plan_bytes(plan: KVPlan) -> bytes:
