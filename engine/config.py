@@ -119,18 +119,11 @@ class KVConfig:
         _check_ratio("recent_ratio", self.recent_ratio)
         _check_flag("eager", self.eager)
         if self.model is not None:
-            self._check_model()
+            self._check_fingerprint()
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"
             raise ConfigError("no rung of this ladder", field="admit_at", value=self.admit_at, remedy=remedy)
-
-    def _check_model(self) -> None:
-        from .fingerprint import ModelFingerprint  # takes msgspec, which --help does without
-
-        if not isinstance(self.model, ModelFingerprint):
-            remedy = "Give None, or the path of a plan file in the ladder's place"
-            raise ConfigError("not a fingerprint", field="model", value=self.model, remedy=remedy)
 
     def _check_rungs(self) -> None:
         rungs, remedy = self.rungs, f"Give a tuple of 1 to {MAX_RUNGS} RungConfig, widest first"
@@ -141,6 +134,13 @@ class KVConfig:
         if len({rung.name for rung in rungs}) < len(rungs):
             remedy = "Give each rung a name of its own"
             raise ConfigError("two rungs have one name", field="rungs", value=[r.name for r in rungs], remedy=remedy)
+
+    def _check_fingerprint(self) -> None:
+        from .fingerprint import ModelFingerprint  # takes msgspec, which --help does without
+
+        if not isinstance(self.model, ModelFingerprint):
+            remedy = "Give None, or the path of a plan file in the ladder's place"
+            raise ConfigError("not a fingerprint", field="model", value=self.model, remedy=remedy)
 
 
 DENSE16 = RungConfig("dense16", "dense16", "dense16")

@@ -170,6 +170,7 @@ def test_names_and_formats_are_names():
         ("recent", [None, True, 2**20 + 1, 5.0, *OBJECTS, *NUMBERS, *TEXTS]),
         ("eager", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("admit_at", [True, "int4", *OBJECTS, *NUMBERS, *TEXTS]),
+        ("model", [1, "demo", ("demo", 8), {"name": "demo"}]),
     ],
 )
 def test_every_field_of_a_ladder_is_checked(field: str, values: list[Any]):
