@@ -79,6 +79,7 @@ def _add_kvmix(add: Any) -> None:
         "--recent-ratio",
         type=float,
         default=usual.recent_ratio,
+        metavar="RATIO",
         help="share of the context, the newest, that stays dense (default: %(default)s)",
     )
     add("--random", action="store_true", help="draw the layers at random: the control")
