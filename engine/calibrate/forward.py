@@ -63,8 +63,9 @@ def _attend(attention: Attention, qkv: Tensor, rotation: Rotation) -> Tensor:
     qk, v = each[:, : heads + kv_heads], each[:, heads + kv_heads :]
     if attention.qk_norm is not None:
         qk = norm(attention.qk_norm, qk)
-    first, second = qk.float().chunk(2, dim=-1)
-    qk = (qk.float() * rotation.cos + torch.cat((second, first), -1) * rotation.signed_sin).to(qkv.dtype)
+    wide = qk.float()
+    first, second = wide.chunk(2, dim=-1)
+    qk = (wide * rotation.cos + torch.cat((second, first), -1) * rotation.signed_sin).to(qkv.dtype)
     q, k = qk[:, :heads], qk[:, heads:]
     # As many KV heads as query heads: every back end of torch then has a flash kernel, without N x N scores.
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
