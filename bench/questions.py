@@ -88,11 +88,20 @@ def read_questions(path: Path, *, samples: int) -> Task:
 
     Raises ``ConfigError`` for any other line, for none, and for what is no regular file of at most 64 MiB.
     """
+    lines = read_lines(path)[:samples]
+    return Task(path.stem, None, tuple(_parse_question(path, number, line) for number, line in lines))
+
+
+def read_lines(path: Path) -> list[tuple[int, bytes]]:
+    """Number and content of each line of the file ``--data`` that is not blank.
+
+    Raises ``ConfigError`` for a file without any, and for what is no regular file of at most 64 MiB.
+    """
     lines = enumerate(_read(path).split(b"\n"), 1)
     filled = [(number, line) for number, line in lines if line.strip()]
     if not filled:
-        raise ConfigError("has no questions", field="data", value=str(path))
-    return Task(path.stem, None, tuple(_parse_question(path, number, line) for number, line in filled[:samples]))
+        raise ConfigError("has no questions", field="data", value=str(path), remedy="Give one JSON object a line")
+    return filled
 
 
 def _read(path: Path) -> bytes:
@@ -125,11 +134,12 @@ def ask(tokenizer: Tokenizer, examples: Sequence[Example], *, max_tokens: int | 
         limit = max_tokens or _reply_limit(tokenizer, example.reply)
         # A chain of thought stands between special tokens, which the grader has to see.
         params = SamplingParams(temperature=0.0, max_tokens=limit, skip_special_tokens=False)
-        asks.append(Ask(_prompt_ids(tokenizer, example.prompt), params))
+        asks.append(Ask(prompt_ids(tokenizer, example.prompt), params))
     return asks
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """``prompt`` as the model reads it: in its chat template, if it has one."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt)
     return tokenizer.chat_prompt([{"role": "user", "content": prompt}])[1]

@@ -125,7 +125,7 @@ def _named(hidden: list[str]) -> list[str]:
     if not hidden:
         return []
     number = "1 more column" if len(hidden) == 1 else f"{len(hidden)} more columns"
-    return [f"a wider terminal or -o md shows {number}: {', '.join(hidden)}"]
+    return [f"a wider terminal or --format md shows {number}: {', '.join(hidden)}"]
 
 
 def _grid(table: Table, width: int) -> Grid:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
-from .model import read_model
+from .model import check_shape, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from qkv_engine import Engine
+    from qkv_engine import Engine, KVConfig
     from qkv_engine.bench.questions import Workload
     from qkv_engine.bench.sweep import Row, SweepPlan
 
@@ -75,14 +75,15 @@ def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
     from qkv_engine.bench.sweep import sweep
 
-    plan = _plan(args)
+    ladders = common.kv_ladders(args.kv)
+    plan = _plan(args, tuple(ladders))
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
     _check_targets(args)
     rows: list[Row] = []
     try:
         with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
-            open_engine, describe = (lambda kv: _open_engine(args, plan, kv)), common.describe_with(args)
+            open_engine, describe = (lambda kv: _open_engine(args, plan, ladders[kv])), common.describe_with(args)
             for row in sweep(plan, open_engine, watch=bar.watch, describe=describe):
                 rows.append(row)
                 bar.reach(len(rows))
@@ -92,17 +93,17 @@ def run(args: argparse.Namespace) -> int:
     return results.exit_code(row.status for row in rows)
 
 
-def _plan(args: argparse.Namespace) -> SweepPlan:
+def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
     from qkv_engine.bench.sweep import SweepPlan, parse_batches, parse_requests
 
     parse_requests(args.kv_memory)
-    _check_shape(args)
+    check_shape(args)
     batches = parse_batches(args.batch_sweep)
     workload = _workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
         model=args.shape or args.model or "demo",
-        kvs=common.kv_list(args.kv),
+        kvs=kvs,
         batches=batches,
         workload=workload,
         input_len=DEFAULT_LEN if args.input_len is None else args.input_len,
@@ -111,19 +112,6 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
         warmup=warmup if args.warmup is None else args.warmup,
         seed=args.seed,
     )
-
-
-def _check_shape(args: argparse.Namespace) -> None:
-    if args.shape is None:
-        return
-    common.load_torch()
-    from qkv_engine.models.shapes import SHAPES
-
-    if args.model is not None:
-        raise ConfigError("cannot be combined with MODEL", field="shape", value=args.shape)
-    if args.shape not in SHAPES:
-        remedy = f"Choose from {', '.join(SHAPES)}"
-        raise ConfigError("unknown shape", field="shape", value=args.shape, remedy=remedy)
 
 
 def _workload(args: argparse.Namespace, number: int) -> Workload | None:
@@ -153,8 +141,8 @@ def _check_targets(args: argparse.Namespace) -> None:
         require_matplotlib()
 
 
-def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: str) -> Engine:
-    """An engine for one preset, large enough for the longest request and the largest batch of the plan."""
+def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine:
+    """An engine for one ladder, large enough for the longest request and the largest batch of the plan."""
     options: dict[str, Any] = {"kv": kv, "max_num_seqs": max(plan.batches), "seed": plan.seed}
     if args.max_model_len is None:
         options["max_model_len"] = plan.num_tokens + 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import DEFAULT_KV, PRESETS, resolve_kv
+from qkv_engine.config import DEFAULT_KV, PRESETS, KVConfig, resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
 
 from .text import one_line
@@ -47,20 +47,13 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool = False) -> None:
     """The model and how its KV cache is kept; a command that compares presets takes a list of them."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        type=_model,
-        metavar="MODEL",
-        help=f'folder or Hugging Face name (default: "{DEMO}", the demo model)',
-    )
-    group = parser.add_argument_group("engine")
+    group = add_loading_arguments(parser)
     presets = ", ".join(f"{name} (default)" if name == DEFAULT_KV else name for name in sorted(PRESETS))
     metavar, noun = ("LIST", "KV presets, such as bf16,int4") if takes_kv_list else ("NAME", "KV preset")
-    group.add_argument("--kv", metavar=metavar, help=f"{noun}, how KV blocks are stored: {presets}")
+    group.add_argument(
+        "--kv", metavar=metavar, help=f"{noun}, how KV blocks are stored, or a plan file (.json): {presets}"
+    )
     group.add_argument("--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"')
-    group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
-    group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
     group.add_argument(
         "--extend-context",
@@ -71,6 +64,20 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
     group.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured decode steps on a GPU (default)"
     )
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The model and how it is loaded; the group of options for more."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        type=_model,
+        metavar="MODEL",
+        help=f'folder or Hugging Face name (default: "{DEMO}", the demo model)',
+    )
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
+    group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument(
         "--threads",
         type=int,
@@ -79,6 +86,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
         help="CPU threads (default: 1 or all, by model size)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
+    return group
 
 
 def _model(word: str) -> str | None:
@@ -104,14 +112,18 @@ def _refuse_shape(model: str | None) -> None:
         raise ConfigError("a shape without weights and tokenizer", field="model", value=model, remedy=remedy)
 
 
-def kv_list(text: str | None) -> tuple[str, ...]:
-    """The presets of "bf16,int8", each once; the default for None. Raises ``ConfigError`` for an unknown one."""
-    if text is None:
-        return (DEFAULT_KV,)
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        resolve_kv(name)
-    return names
+def kv_ladders(text: str | None) -> dict[str, KVConfig]:
+    """The presets and plan files of "bf16,plan.json", each once and by its name; the default for None.
+
+    Raises ``ConfigError`` for an unknown one, and for two of one name.
+    """
+    found: dict[str, KVConfig] = {}
+    for word in dict.fromkeys(part.strip() for part in (DEFAULT_KV if text is None else text).split(",")):
+        kv = resolve_kv(word)
+        if kv.name in found:
+            raise ConfigError(f"there is another {kv.name}", field="kv", value=word, remedy="Rename one of the files")
+        found[kv.name] = kv
+    return found
 
 
 def open_engine(args: argparse.Namespace, **options: Any) -> Engine:

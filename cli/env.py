@@ -90,6 +90,8 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
     preset = resolve_kv(DEFAULT_KV if args.kv is None else args.kv)
+    if preset.model is not None:
+        preset.model.check_shape(config, preset.name)
     ladder = build_ladder(
         preset,
         num_layers=config.num_layers,

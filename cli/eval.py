@@ -13,7 +13,7 @@ from . import common, results, tasks
 from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from qkv_engine import Engine
+    from qkv_engine import Engine, KVConfig
     from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, Sample
     from qkv_engine.bench.questions import Task
 
@@ -79,13 +79,14 @@ def run(args: argparse.Namespace) -> int:
     """Ask what ``args`` want asked and return the exit code."""
     from qkv_engine.bench.accuracy import evaluate
 
-    plan = _plan(args)
+    ladders = common.kv_ladders(args.kv)
+    plan = _plan(args, tuple(ladders))
     results.check_targets(args, log_samples=(".jsonl",))
     rows: list[AccuracyRow] = []
     samples: list[Sample] = []
     try:
         with progress_bar(len(plan.kvs) * len(plan.tasks)) as bar:
-            open_engine, describe = (lambda kv: _open_engine(args, kv)), common.describe_with(args)
+            open_engine, describe = (lambda kv: _open_engine(args, ladders[kv])), common.describe_with(args)
             for row in evaluate(plan, open_engine, watch=bar.watch, log=samples.extend, describe=describe):
                 rows.append(row)
                 bar.reach(len(rows))
@@ -108,7 +109,7 @@ def _deliver(args: argparse.Namespace, rows: list[AccuracyRow], samples: list[Sa
     results.deliver(args, lambda form, width: render(form, rows, table, width=width), what, *extras)
 
 
-def _plan(args: argparse.Namespace) -> AccuracyPlan:
+def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:
     from qkv_engine.bench.accuracy import AccuracyPlan
     from qkv_engine.bench.questions import parse_tasks, read_questions
 
@@ -123,10 +124,9 @@ def _plan(args: argparse.Namespace) -> AccuracyPlan:
         asked = parse_tasks(text, samples=args.samples, seed=args.seed, field=field)
     if args.data is not None:
         asked += (read_questions(args.data, samples=args.samples),)
-    kvs = common.kv_list(args.kv)
     return AccuracyPlan(model=args.model or "demo", kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
 
 
-def _open_engine(args: argparse.Namespace, kv: str) -> Engine:
-    """An engine for one preset. No prefix is shared: every question's KV takes its own way down."""
+def _open_engine(args: argparse.Namespace, kv: KVConfig) -> Engine:
+    """An engine for one ladder. No prefix is shared: every question's KV takes its own way down."""
     return common.open_engine(args, kv=kv, prefix_caching=False)

@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "bench": "measure throughput, latency and KV memory over batch sizes",
     "eval": "measure how many answers are right with each way to store the KV cache",
+    "plan": "choose formats layer by layer for a model, and write them to a file that --kv takes",
     "env": "show versions, the device, and how many tokens fit",
     "completion": "print the script that makes a shell complete this command",
 }

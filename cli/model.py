@@ -49,6 +49,20 @@ def read_model(args: argparse.Namespace, shape: str | None = None) -> ModelFiles
     return ModelFiles(read_config(folder), folder)
 
 
+def check_shape(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for a ``--shape`` that is unknown, or beside MODEL."""
+    if args.shape is None:
+        return
+    load_torch()
+    from qkv_engine.models.shapes import SHAPES
+
+    if args.model is not None:
+        raise ConfigError("cannot be combined with MODEL", field="shape", value=args.shape)
+    if args.shape not in SHAPES:
+        remedy = f"Choose from {', '.join(SHAPES)}"
+        raise ConfigError("unknown shape", field="shape", value=args.shape, remedy=remedy)
+
+
 def weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """What ``--dtype`` stands for. Raises ``ConfigError`` for an unknown name."""
     from qkv_engine.models.loader import resolve_dtype

@@ -38,6 +38,10 @@ class Bar:
         self._done = rows
         self._update(rows)
 
+    def begin(self, name: str) -> None:
+        """``name`` is what all rows are about."""
+        self._say(name, name)
+
     @contextmanager
     def watch(self, work: Work, engine: Watched) -> Iterator[None]:
         """Follows ``work`` while it goes on."""

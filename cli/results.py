@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +28,7 @@ class Extra(NamedTuple):
 
 def add_arguments(add: Callable[..., Any]) -> None:
     """The options that say where results go; ``add`` is an argument group's ``add_argument``."""
-    add(
-        "-o",
-        "--format",
-        choices=FORMATS,
-        default="table",
-        metavar="FORMAT",
-        help=f"form of what is printed: {', '.join(FORMATS)} (default: %(default)s)",
-    )
+    add_format(add, "-o")
     add(
         "--output",
         type=Path,
@@ -44,19 +37,31 @@ def add_arguments(add: Callable[..., Any]) -> None:
     )
 
 
+def add_format(add: Callable[..., Any], *short: str) -> None:
+    """The option ``--format``, and ``short`` for it."""
+    add(
+        *short,
+        "--format",
+        choices=FORMATS,
+        default="table",
+        metavar="FORMAT",
+        help=f"form of what is printed: {', '.join(FORMATS)} (default: %(default)s)",
+    )
+
+
 def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
     """Refuse before the run what could not be written after it: ``--output``, and other files by option.
 
-    ``suffixes`` are those that an option's file may have.
+    ``suffixes`` are those that an option's file may have; rows, which ``--output`` writes by default, have many.
     """
     from qkv_engine.bench.files import check_writable
 
     seen: set[Path] = set()
-    for field in ("output", *suffixes):
+    for field in dict.fromkeys(("output", *suffixes)):
         path: Path | None = getattr(args, field)
         if path is None:
             continue
-        if field == "output":
+        if field not in suffixes:
             format_of(path, args.format)
         elif path.suffix.lower() not in suffixes[field]:
             remedy = f"Use {', '.join(suffixes[field])}"
@@ -72,13 +77,20 @@ def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> 
 
     The last line on stderr says which files were written; ``what`` names the results there.
     """
-    from qkv_engine.bench.files import write_file
     from qkv_engine.bench.table import PLAIN_WIDTH
 
     files = list(extras)
     if args.output is not None:
         kind = format_of(args.output, args.format)
         files.insert(0, Extra(args.output, lambda: form(kind, PLAIN_WIDTH).encode(), what))
+    show_and_write(args.format, form, files)
+
+
+def show_and_write(kind: str, form: Form, files: Sequence[Extra]) -> None:
+    """Results to stdout as ``kind``, and ``files``, as ``deliver`` does."""
+    from qkv_engine.bench.files import write_file
+    from qkv_engine.bench.table import PLAIN_WIDTH
+
     written: list[str] = []
 
     def write(file: Extra) -> None:
@@ -86,7 +98,7 @@ def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> 
         written.append(f"{file.what} to {file.path}")
 
     def show() -> None:
-        sys.stdout.write(form(args.format, None if sys.stdout.isatty() else PLAIN_WIDTH))
+        sys.stdout.write(form(kind, None if sys.stdout.isatty() else PLAIN_WIDTH))
         sys.stdout.flush()
 
     def report() -> None:

@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
 from .kv.window import RecentWindow
+
+if TYPE_CHECKING:
+    from .fingerprint import ModelFingerprint
 
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
 MAX_RUNGS = 16  # of a ladder; each that blocks stand on has a slab that is not full
@@ -96,6 +101,7 @@ class KVConfig:
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
+        model: fingerprint of the only model that the ladder was made for, as a plan file has it; None for any.
     """
 
     name: str
@@ -105,6 +111,7 @@ class KVConfig:
     recent_ratio: float = 0.0
     eager: bool = False
     admit_at: str | None = None
+    model: ModelFingerprint | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -115,6 +122,8 @@ class KVConfig:
         _check_int("recent", self.recent, 0, 2**20)
         _check_ratio("recent_ratio", self.recent_ratio)
         _check_flag("eager", self.eager)
+        if self.model is not None:
+            self._check_fingerprint()
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"
@@ -134,6 +143,13 @@ class KVConfig:
         if len({rung.name for rung in rungs}) < len(rungs):
             remedy = "Give each rung a name of its own"
             raise ConfigError("two rungs have one name", field="rungs", value=[r.name for r in rungs], remedy=remedy)
+
+    def _check_fingerprint(self) -> None:
+        from .fingerprint import ModelFingerprint  # takes msgspec, which --help does without
+
+        if not isinstance(self.model, ModelFingerprint):
+            remedy = "Give None, or the path of a plan file in the ladder's place"
+            raise ConfigError("not a fingerprint", field="model", value=self.model, remedy=remedy)
 
 
 DENSE16 = RungConfig("dense16", "dense16", "dense16")
@@ -175,15 +191,28 @@ PRESETS: dict[str, KVConfig] = {
     )
 }
 DEFAULT_KV = "auto"
+PLAN_SUFFIX = ".json"  # of a kv that names a plan file
+PLANNED = ("kvmix",)  # methods that have a plan for each model in place of a preset
 
 
-def resolve_kv(kv: str | KVConfig) -> KVConfig:
-    """The KV configuration a preset name or ``KVConfig`` stands for. Raises ``ConfigError`` for anything else."""
+def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
+    """The KV configuration of a preset's name, a plan file's path (a ``Path``, or a string that ends in .json), or a
+    ``KVConfig``, which it is itself. Raises ``ConfigError`` for anything else.
+    """
     if isinstance(kv, KVConfig):
         return kv
+    if isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(PLAN_SUFFIX)):
+        from .calibrate.plan import load_plan  # builds on this module
+
+        return load_plan(kv)
+    if isinstance(kv, str) and kv in PLANNED:
+        remedy = f"Make one with qkv-engine plan MODEL --method {kv} -o plan.json and give its path"
+        raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
     if not isinstance(kv, str) or kv not in PRESETS:
-        remedy = f"Choose from {', '.join(PRESETS)}{'' if isinstance(kv, str) else ', or give a KVConfig'}"
-        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
+        others = "or the path of a plan file" if isinstance(kv, str) else "the path of a plan file or a KVConfig"
+        raise ConfigError(
+            "unknown KV preset", field="kv", value=kv, remedy=f"Choose from {', '.join(PRESETS)}, {others}"
+        )
     return PRESETS[kv]
 
 

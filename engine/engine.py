@@ -6,6 +6,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from os import PathLike
+from pathlib import Path
 from typing import Any, Never, overload
 
 import torch
@@ -41,7 +42,7 @@ class Engine(Closable):
         seed: of random weights, 0 to 2^63 - 1.
 
     KV memory
-        kv: name of a preset, or a ``KVConfig``.
+        kv: name of a preset, path of a plan file (a ``Path``, or a string that ends in .json), or a ``KVConfig``.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
@@ -64,7 +65,7 @@ class Engine(Closable):
         self,
         model: str | PathLike[str] | None = None,
         *,
-        kv: str | KVConfig = DEFAULT_KV,
+        kv: str | Path | KVConfig = DEFAULT_KV,
         kv_memory: int | str | float | None = None,
         kv_quota: float | None = None,
         prefix_caching: bool = True,

@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.files import file_names, read_json_object
 from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
@@ -68,7 +69,7 @@ def start(config: EngineConfig) -> Started:
     What an interrupt leaves behind is freed before it is raised again; a load under way ends within about a second.
     """
     device = resolve_device(config.device)
-    loaded, dtype = _load(config, device)
+    loaded, dtype = load(config, device)
     model_config = loaded.config
     tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder)
     generation = {} if loaded.folder is None else read_json_object(loaded.folder, "generation_config.json")
@@ -126,10 +127,15 @@ def start(config: EngineConfig) -> Started:
     )
 
 
-def _load(config: EngineConfig, device: torch.device) -> tuple[LoadedModel, torch.dtype]:
-    """The model and the dtype of its weights; whatever can be refused is, before weights are downloaded or read."""
+def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tuple[LoadedModel, torch.dtype]:
+    """The model and the dtype of its weights; whatever can be refused is, before weights are downloaded or read.
+
+    Without ``pack`` the weights keep the layout that gradients need.
+    """
 
     def check(model: ModelConfig) -> None:
+        if config.kv.model is not None:
+            config.kv.model.check_shape(model, config.kv.name)
         check_context(model, config.max_model_len, config.extend_context)
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device)
 
@@ -145,10 +151,19 @@ def _load(config: EngineConfig, device: torch.device) -> tuple[LoadedModel, torc
             "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
             source.config.max_context,
         )  # fmt: skip
+    if config.kv.model is not None and config.load_format != "random":  # which no plan harms
+        assert source.folder is not None, "only random weights have no folder"
+        config.kv.model.check_weights(weights_digest(source.folder), config.kv.name)
     dtype = resolve_dtype(config.dtype, source.config, device)
     loaded = _in_a_thread_of_its_own(
         lambda stopped: load_weights(
-            source, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, stopped=stopped
+            source,
+            dtype=dtype,
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+            stopped=stopped,
+            pack=pack,
         )
     )
     return loaded, dtype

@@ -7,6 +7,7 @@ https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -53,6 +54,7 @@ _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSORS = 100_000
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _PIECE_BYTES = 32 * 2**20
+_DIGEST_ELEMENTS = 64  # of a projection, in the sample that tells checkpoints apart
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # First bytes of a zip of torch.save and of a bare pickle. A safetensors header of 640 bytes begins like one, too.
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -114,6 +116,14 @@ class Checkpoint:
             read_into(self._files[stored.file_name], stored.offset + start * row_bytes, piece, stored.file_name)
             yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:])
 
+    def first_elements(self, name: str, count: int) -> Tensor:
+        """The first ``count`` elements of a tensor, or all it has."""
+        stored = self.tensors[name]
+        dtype = TENSOR_DTYPES[stored.dtype]
+        nbytes = min(count * dtype.itemsize, stored.nbytes)
+        data = read_exactly(self._files[stored.file_name], stored.offset, nbytes, stored.file_name)
+        return torch.frombuffer(data, dtype=dtype)
+
     def _view(self, nbytes: int) -> memoryview:
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
@@ -131,6 +141,21 @@ class Checkpoint:
             self.tensors[name] = stored
         self._files[file_name] = file
         self.nbytes += os.fstat(file.fileno()).st_size
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 in hex of a sample of each projection's weight, the same for a float32 checkpoint and its bfloat16 copy.
+
+    Reads a few hundred bytes of each. Raises ``ModelError`` for a checkpoint that cannot be read.
+    """
+    digest = hashlib.sha256()
+    with Checkpoint(folder) as checkpoint:
+        for name in sorted(checkpoint.tensors):
+            stored = checkpoint.tensors[name]
+            if name.endswith("_proj.weight") and stored.dtype in TENSOR_DTYPES and stored.nbytes:
+                sample = checkpoint.first_elements(name, _DIGEST_ELEMENTS).to(torch.bfloat16)
+                digest.update(name.encode() + bytes(sample.view(torch.uint8).tolist()))
+    return digest.hexdigest()
 
 
 def read_header(file: FileIO, file_name: str) -> dict[str, StoredTensor]:

@@ -114,12 +114,13 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     stopped: Callable[[], bool] = lambda: False,
+    pack: bool = True,
 ) -> LoadedModel:
     """The model of ``source`` on ``device``: filled from its checkpoint, or with seeded random weights; then packed.
 
-    ``stopped`` is asked a few times a second. Raises ``ModelError`` for a checkpoint that does not fit the
-    configuration, ``CapacityError`` if the device has too little memory, and ``concurrent.futures.CancelledError``
-    once ``stopped`` says so.
+    Without ``pack`` the weights stay plain matrices, which gradients need. ``stopped`` is asked a few times a second.
+    Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
+    little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` says so.
     """
     if load_format == "random":
         net = _build(source.config)
@@ -129,7 +130,7 @@ def load_weights(
         assert source.folder is not None, "only random weights have no folder"
         net = _load_checkpoint(source.folder, source.config, dtype, device, stopped)
     for module in net.modules():
-        if isinstance(module, Layer):
+        if pack and isinstance(module, Layer):
             _go_on_unless(stopped)
             module.pack()
     return LoadedModel(net.eval(), source.config, source.folder, source.name)

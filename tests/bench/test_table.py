@@ -70,7 +70,7 @@ def grid_of(text: str) -> tuple[list[str], list[str]]:
 
 
 def dropped(text: str) -> list[str]:
-    found = re.search(r"a wider terminal or -o md shows (\d+) more columns?: (.*)", " ".join(text.split()))
+    found = re.search(r"a wider terminal or --format md shows (\d+) more columns?: (.*)", " ".join(text.split()))
     if found is None:
         return []
     names = found[2].split(", ")

@@ -171,6 +171,7 @@ def test_names_and_formats_are_names():
         ("recent_ratio", [None, True, False, 1, 1.0, *OBJECTS, *filter(None, NUMBERS), *TEXTS]),
         ("eager", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("admit_at", [True, "int4", *OBJECTS, *NUMBERS, *TEXTS]),
+        ("model", [1, "demo", ("demo", 8), {"name": "demo"}]),
     ],
 )
 def test_every_field_of_a_ladder_is_checked(field: str, values: list[Any]):
@@ -261,7 +262,7 @@ def _random_rung(rng: random.Random, names: list[str], number: int) -> RungConfi
 def test_presets_are_found_by_name():
     assert all(resolve_kv(name) is preset for name, preset in PRESETS.items())
     assert resolve_kv(PRESETS["int4"]) is PRESETS["int4"]
-    with pytest.raises(QKVError, match=r"kv='int3'.*bf16.*auto$"):
+    with pytest.raises(QKVError, match=r"kv='int3'.*bf16.*auto, or the path of a plan file$"):
         resolve_kv("int3")
     with pytest.raises(QKVError, match=r"kv=4.*bf16.*KVConfig"):
         resolve_kv(4)  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""A differentiable forward pass over a model's own weights: plain torch operators, causal attention, no KV cache.
+
+The engine's own pass writes a cache and works in place, so it has no gradients. One pass serves all architectures,
+whose differences are flags of the layers. Weights must not be packed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qkv_engine.kernels.rms_norm.reference import rms_norm
+from qkv_engine.models.attention import Attention
+from qkv_engine.models.layers import RMSNorm
+from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from qkv_engine.models.rope import Rotation
+
+
+class LayerPass(NamedTuple):
+    """One decoder layer's pass over N tokens.
+
+    Shapes: output [N, E], the residual stream after the layer; normed [N, E], the input of the qkv projection; qkv
+    [N, (HQ + 2 H) D], its output.
+    """
+
+    output: Tensor
+    normed: Tensor
+    qkv: Tensor
+
+
+def embed(model: LlamaForCausalLM, input_ids: Tensor) -> tuple[Tensor, Rotation]:
+    """The residual stream [N, E] before the first layer, and the rotation of positions 0 to N - 1."""
+    positions = torch.arange(len(input_ids), device=input_ids.device)
+    return model.model.embed_tokens(input_ids), model.model.rotary_emb(positions)
+
+
+def run_layer(layer: DecoderLayer, x: Tensor, rotation: Rotation) -> LayerPass:
+    """``layer`` over the residual stream x [N, E] of one sequence."""
+    normed = norm(layer.input_layernorm, x)
+    qkv = layer.self_attn.qkv_proj(normed)
+    x = x + layer.self_attn.o_proj(_attend(layer.self_attn, qkv, rotation))
+    gate, up = layer.mlp.gate_up_proj(norm(layer.post_attention_layernorm, x)).chunk(2, dim=-1)
+    return LayerPass(x + layer.mlp.down_proj(F.silu(gate) * up), normed, qkv)
+
+
+def compute_logits(model: LlamaForCausalLM, x: Tensor) -> Tensor:
+    """Logits [M, V] of rows x [M, E] of the residual stream after the last layer."""
+    return model.compute_logits(norm(model.model.norm, x))
+
+
+def norm(module: RMSNorm, x: Tensor) -> Tensor:
+    """``module`` without its kernels, which write in place."""
+    return rms_norm(x, module.weight, module.eps)
+
+
+def _attend(attention: Attention, qkv: Tensor, rotation: Rotation) -> Tensor:
+    """Causal attention of one sequence: qkv [N, (HQ + 2 H) D] -> [N, HQ D]."""
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    each = qkv.view(len(qkv), heads + 2 * kv_heads, attention.head_dim)
+    qk, v = each[:, : heads + kv_heads], each[:, heads + kv_heads :]
+    if attention.qk_norm is not None:
+        qk = norm(attention.qk_norm, qk)
+    wide = qk.float()
+    first, second = wide.chunk(2, dim=-1)
+    qk = (wide * rotation.cos + torch.cat((second, first), -1) * rotation.signed_sin).to(qkv.dtype)
+    q, k = qk[:, :heads], qk[:, heads:]
+    # As many KV heads as query heads: every back end of torch then has a flash kernel, without N x N scores.
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out[0].transpose(0, 1).reshape(len(qkv), -1)

@@ -1,0 +1,50 @@
+"""The fingerprint of a model, by which a plan knows the one that it was made for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from qkv_engine.models.config import ModelConfig
+
+_SHAPE = ("architecture", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
+
+
+class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of a model and a digest of its weights. ``name`` is for people and never compared.
+
+    ``weights``: SHA-256 of a sample of the checkpoint, in hex; None for random weights.
+    """
+
+    name: str
+    architecture: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    weights: str | None
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig, weights: str | None) -> ModelFingerprint:
+        return cls(name=name, weights=weights, **{field: getattr(config, field) for field in _SHAPE})
+
+    def check_shape(self, config: ModelConfig, kv: str) -> None:
+        """Raises ``ConfigError`` unless ``config`` has this shape; ``kv`` names the ladder."""
+        for field in _SHAPE:
+            mine, found = getattr(self, field), getattr(config, field)
+            if mine != found:
+                raise self._refusal(kv, f"{field} is {mine} there and {found} here")
+
+    def check_weights(self, weights: str, kv: str) -> None:
+        """Raises ``ConfigError`` unless the checkpoint's digest is this one; ``kv`` names the ladder."""
+        if self.weights != weights:
+            raise self._refusal(kv, "the shapes agree, the weights differ")
+
+    def _refusal(self, kv: str, why: str) -> ConfigError:
+        remedy = "Make one for this model with qkv-engine plan MODEL -o plan.json"
+        return ConfigError(f"a plan for another model ({self.name}): {why}", field="kv", value=kv, remedy=remedy)

@@ -1,0 +1,244 @@
+"""``plan`` as a command, on a tiny model and on the demo model; its file where ``--kv`` takes one."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qkv_engine import ConfigError
+from qkv_engine.bench.plan_report import layer_rows
+from qkv_engine.bench.plot_plan import plot_plan
+from qkv_engine.bench.texts import file_texts, random_texts, task_texts
+from qkv_engine.calibrate.kvmix import KVmix, LayerScores
+from qkv_engine.calibrate.plan import KVPlan, PlannedLadder, Prompts, read_plan
+from qkv_engine.cli.main import main
+from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.startup import demo_folder
+from qkv_engine.text.tokenizer import Tokenizer
+
+from ..models.tiny import write_tiny
+
+QUICK = ["--task", "addition:6,sorting:20", "--samples", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(demo_folder())
+
+
+def make_plan(num_layers: int, settings: KVmix) -> KVPlan:
+    scores = LayerScores([1.0 + layer for layer in range(num_layers)], [0.0] * num_layers)
+    return KVPlan(
+        method="kvmix",
+        model=ModelFingerprint("weird $name_ [x]", "LlamaForCausalLM", num_layers, 8, 128, 4096, 32000, None),
+        settings=settings,
+        prompts=Prompts(source="ledger 40", count=24, tokens=20000, max_tokens=1024),
+        scores=scores,
+        ladder=PlannedLadder.of(settings.ladder("plan", scores)),
+    )
+
+
+def test_a_plan_is_made_shown_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--method", "kvmix", "-o", "mine.json", "--plot", "scores.png", "--format", "json"]
+    assert main(["plan", *words, *QUICK]) == 0
+    out, err = capsys.readouterr()
+    rows, plan = json.loads(out), read_plan(Path("mine.json"))
+    assert [row["layer"] for row in rows] == list(range(8))
+    assert [row["k_score"] for row in rows] == plan.scores.k and min(plan.scores.k + plan.scores.v) > 0
+    assert sorted(row["k_bits"] for row in rows) == [*[2] * 7, 3] and sorted(row["v_bits"] for row in rows)[-1] == 4
+    assert max(rows, key=lambda row: row["k_score"])["k_bits"] == 3
+    assert max(rows, key=lambda row: row["v_score"])["v_bits"] == 4
+    assert plan.prompts.source == "addition 6, sorting 20" and plan.prompts.count == 4 and plan.prompts.tokens > 50
+    assert err.splitlines() == [
+        "qkv-engine: profiling 4 texts",
+        "qkv-engine: wrote the plan to mine.json, a plot to scores.png",
+    ]
+    assert Path("scores.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_is_served_under_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-o", "mine.json", *QUICK, "--random", "--seed", "3", "--share", "0.5"]) == 0
+    assert "layers at random" in capsys.readouterr().out
+    assert read_plan(Path("mine.json")).settings.random_seed == 3
+    words = ["--kv", "bf16,mine.json", "--tasks", "ledger:6", "--samples", "1", "--kv-memory", "96MiB", "-o", "json"]
+    assert main(["eval", *words]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kv"] for row in rows] == ["bf16", "mine"] and rows[1]["lowest_bits"] == 2
+    assert main(["env", "--kv", "./mine.json", "-o", "json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kv"]["preset"] == "mine" and facts["kv"]["rungs"][1]["rung"] == "kvmix"
+    assert main(["env", str(write_tiny(Path("other"))), "--kv", "mine.json"]) == 2
+    assert "another model (demo)" in capsys.readouterr().err
+    bench = ["--kv", "mine.json", "--input-len", "8", "--output-len", "2", "--repeats", "1", "--warmup", "0"]
+    assert main(["bench", *bench, "-o", "json", "--kv-memory", "64MiB"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["kv"] == "mine"
+
+
+def test_a_shape_has_random_weights_and_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "-o", "mine.json"]) == 0
+    plan = read_plan(Path("mine.json"))
+    assert plan.model.weights is None and plan.model.name == "demo"
+    assert (plan.prompts.source, plan.prompts.tokens) == ("random tokens", 140)
+    assert "2.125 bits" in capsys.readouterr().out
+    assert main(["eval", "--kv", "mine.json", "--tasks", "ledger:6", "--samples", "1"]) == 2
+    assert "the weights differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--share", "1.5"], "--share"),
+        (["--share", "nan"], "--share"),
+        (["--recent-ratio", "1"], "--recent-ratio"),
+        (["--k-bits", "5"], "--k-bits"),
+        (["--low-bits", "4"], "--low-bits"),
+        (["--group", "11"], "--group"),
+        (["--samples", "0"], "--samples"),
+        (["--samples", "1"], "--samples=1: fewer"),
+        (["--max-tokens", "1"], "--max-tokens"),
+        (["--max-tokens", "40"], "--max-tokens"),
+        (["--task", "poetry"], "--task"),
+        (["--task", "sorting:2", "--samples", "1"], "tokens to predict"),
+        (["--data", "none.jsonl"], "--data"),
+        (["--data", "/dev/zero"], "--data"),
+        (["--data", "none.jsonl", "--task", "sorting"], "cannot be combined with --task"),
+        (["--shape", "llama-9"], "--shape"),
+        (["--shape", "demo", "--task", "sorting"], "--task"),
+        (["--output", "plan.txt"], "--output"),
+        (["-o", "/nowhere/plan.json"], "--output"),
+        (["--plot", "plot.bmp"], "--plot"),
+        (["--device", "tpu"], "--device"),
+        (["llama-3.1-8b"], "a shape without weights"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and named in err and "profiling" not in err
+    assert not Path("plan.json").exists()
+
+
+def test_an_interrupt_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> Iterator[LayerScores]:
+        yield LayerScores([1.0], [1.0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qkv_engine.calibrate.gradients.score_texts", interrupted)
+    assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "--plot"]) == 130
+    assert capsys.readouterr().out == "" and list(Path().iterdir()) == []
+
+
+def test_kv_errors_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.json").write_text('{"version": 1')
+    Path("int4.json").write_text("{}")
+    for kv, message in (
+        ("kvmix", "qkv-engine plan MODEL --method kvmix"),
+        ("broken.json", "truncated"),
+        ("int4,int4.json", "version"),
+    ):
+        assert main(["eval", "--kv", kv]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("qkv-engine: error: --kv=") and message in err
+
+
+def test_two_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "-o", "int4.json"]) == 0
+    assert main(["eval", "--kv", "int4,int4.json"]) == 2
+    assert "there is another int4. Rename" in capsys.readouterr().err
+
+
+def test_its_help_needs_no_torch() -> None:
+    code = "import sys; from qkv_engine.cli.main import _parse\ntry: _parse(['plan', '--help'])\nexcept SystemExit: "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--share" in done.stdout and done.stdout.splitlines()[-1] == "False"
+
+
+# ---- texts
+
+
+def test_only_the_reply_of_a_question_counts(tokenizer: Tokenizer) -> None:
+    found = task_texts(tokenizer, "addition:3,sorting:9", samples=3, max_tokens=500)
+    assert found.source == "addition 3, sorting 9" and len(found.texts) == 3
+    for text in found.texts:
+        asked, replied = text.token_ids[: text.first_label], text.token_ids[text.first_label :]
+        assert tokenizer.decode(asked, False).endswith("<|im_start|>assistant\n")
+        reply = tokenizer.decode(replied, False)
+        assert reply.startswith("<think>") and reply.endswith("<|im_end|>")
+    cut = task_texts(tokenizer, "addition:10", samples=3, max_tokens=128)
+    assert all(len(text.token_ids) <= 128 for text in cut.texts)
+
+
+def write(*lines: str) -> Path:
+    path = Path("texts.jsonl")
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_lines_of_a_file(tokenizer: Tokenizer) -> None:
+    words = "one two three four five six seven " * 20
+    path = write(
+        json.dumps({"text": words}),
+        "",
+        json.dumps({"prompt": "What is 1+1?", "answer": "2"}),
+        json.dumps({"text": words}),
+    )
+    whole, question = file_texts(tokenizer, path, samples=2, max_tokens=1000).texts
+    assert whole.first_label == 1 and tokenizer.decode(whole.token_ids) == words
+    assert tokenizer.decode(question.token_ids[question.first_label :]) == "2"
+    assert len(file_texts(tokenizer, path, samples=24, max_tokens=100).texts) == 3
+    assert file_texts(tokenizer, path, samples=1, max_tokens=150).prompts.tokens == 150
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "has no questions"),
+        (["one", "two"], "line 1 is no text"),
+        (['{"text": "a b"}', "[]"], "line 2"),
+        (['{"text": 3}'], "line 1"),
+        (['{"question": "a"}'], "line 1"),
+        (['{"prompt": "a"}'], "line 1"),
+        (['{"text": "a", "prompt": "b", "answer": "c"}'], "line 1"),
+        (['{"text": "a"}'], "text 1 of 1 has no token to predict"),
+        (['{"text": "one two three four"}'], r"only \d+ tokens to predict in 1 texts"),
+    ],
+)
+def test_a_bad_set_is_refused_by_line(lines: list[str], message: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=rf"data='texts.jsonl'.*{message}.*\. Give"):
+        file_texts(tokenizer, write(*lines), samples=24, max_tokens=100)
+
+
+def test_random_texts_repeat_by_seed() -> None:
+    one, two = (random_texts(100, samples=2, max_tokens=70, seed=seed).texts for seed in (0, 1))
+    assert one == random_texts(100, samples=2, max_tokens=70).texts != two
+    assert all(len(text.token_ids) == 70 and max(text.token_ids) < 100 for text in one)
+
+
+# ---- the picture
+
+
+@pytest.mark.parametrize("num_layers", [1, 8, 80])
+@pytest.mark.parametrize("settings", [KVmix(), KVmix(share=0), KVmix(share=1, random_seed=1)], ids=str)
+def test_any_plan_can_be_drawn(num_layers: int, settings: KVmix) -> None:
+    assert plot_plan(make_plan(num_layers, settings), dpi=40).startswith(b"\x89PNG")
+
+
+def test_the_picture_has_every_layers_bits() -> None:
+    plan = make_plan(4, KVmix(share=0.5))
+    texts = re.findall(r"<!-- (.*?) -->", plot_plan(plan, kind="svg").decode())
+    assert texts.count("3") >= 2 and texts.count("4") >= 2
+    assert [(row.k_bits, row.v_bits) for row in layer_rows(plan)] == [(2, 4), (2, 4), (3, 2), (3, 2)]

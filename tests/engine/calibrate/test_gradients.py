@@ -1,0 +1,140 @@
+"""Gradient norms against transformers' autograd; the differentiable forward pass against the engine's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+import transformers
+
+from qkv_engine import CapacityError, ModelError
+from qkv_engine.calibrate import gradients
+from qkv_engine.calibrate.forward import compute_logits, embed, run_layer
+from qkv_engine.calibrate.gradients import LayerScores, Text, mean_scores, score_text, score_texts
+from qkv_engine.config import EngineConfig
+from qkv_engine.models import LlamaForCausalLM, load_model
+from qkv_engine.models.loader import ModelSource, load_weights
+from qkv_engine.startup import load
+
+from ...models.conftest import DenseBatch, make_reference  # noqa: F401 (a fixture)
+
+CPU = torch.device("cpu")
+FAMILIES = [
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
+    ("Qwen2", {"tie_word_embeddings": True}),
+    ("Qwen3", {"head_dim": 32, "num_key_value_heads": 1}),
+]
+each_family = pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
+
+
+def plain_model(folder: Path) -> LlamaForCausalLM:
+    """The model of a folder with weights that are not packed."""
+    config = load_model(str(folder), device=CPU).config
+    source = ModelSource("tiny", config, folder)
+    return cast(LlamaForCausalLM, load_weights(source, dtype=torch.float32, device=CPU, pack=False).model)
+
+
+@pytest.fixture
+def pair(family: str, changes: dict, make_reference: Callable, tmp_path: Path):  # noqa: F811
+    """A random model of a family: transformers' and ours."""
+    reference = make_reference(family, **changes)
+    reference.save_pretrained(tmp_path)
+    return reference, plain_model(tmp_path)
+
+
+def random_ids(length: int, seed: int = 1) -> list[int]:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def their_scores(reference: transformers.PreTrainedModel, text: Text) -> LayerScores:
+    """Norms of the gradients that transformers' own loss leaves in k_proj and v_proj."""
+    ids = torch.tensor(text.token_ids)[None]
+    labels = ids.clone()
+    labels[:, : text.first_label] = -100
+    reference.zero_grad()
+    reference(ids, labels=labels).loss.backward()
+    attentions = [layer.self_attn for layer in reference.model.layers]
+    return LayerScores(
+        [float(attention.k_proj.weight.grad.norm()) for attention in attentions],
+        [float(attention.v_proj.weight.grad.norm()) for attention in attentions],
+    )
+
+
+@each_family
+@pytest.mark.parametrize("first_label", [1, 30])
+def test_scores_equal_transformers_gradients(pair, first_label: int):
+    reference, model = pair
+    text = Text(random_ids(50), first_label)
+    ours, theirs = score_text(model, text), their_scores(reference, text)
+    assert ours.k == pytest.approx(theirs.k, rel=1e-4) and ours.v == pytest.approx(theirs.v, rel=1e-4)
+    assert len(ours.k) == 2 and ours.k[0] != pytest.approx(ours.k[1], rel=1e-2)
+
+
+@each_family
+def test_the_loss_in_pieces_is_the_loss(pair, monkeypatch: pytest.MonkeyPatch):
+    _, model = pair
+    text = Text(random_ids(20))
+    whole = score_text(model, text)
+    monkeypatch.setattr(gradients, "LOSS_ROWS", 7)
+    assert score_text(model, text).k == pytest.approx(whole.k, rel=1e-5)
+
+
+@each_family
+def test_logits_equal_the_engines_forward(pair):
+    _, model = pair
+    ids = torch.tensor(random_ids(40))
+    with torch.no_grad():
+        x, rotation = embed(model, ids)
+        for layer in model.model.layers:
+            x = run_layer(layer, x, rotation).output
+        plain = compute_logits(model, x)
+        batch = DenseBatch(model.config.num_kv_heads)
+        ours = model.compute_logits(model(ids, torch.arange(len(ids)), batch))
+    torch.testing.assert_close(plain, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_are_means_over_texts():
+    assert mean_scores([LayerScores([1.0, 2.0], [0.0, 4.0]), LayerScores([3.0, 2.0], [1.0, 0.0])]) == LayerScores(
+        [2.0, 2.0], [0.5, 2.0]
+    )
+
+
+def test_what_is_not_finite_is_an_error():
+    with pytest.raises(ModelError, match="not finite"):
+        mean_scores([LayerScores([float("nan")], [1.0])])
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES[:1], ids=str)
+def test_what_cannot_be_scored_is_an_error(pair, monkeypatch: pytest.MonkeyPatch):
+    def exhausted(model: object, text: Text) -> LayerScores:
+        raise torch.OutOfMemoryError
+
+    _, model = pair
+    with pytest.raises(ModelError, match=r"beyond the 97"):
+        list(score_texts(model, [Text([1, 97])]))
+    monkeypatch.setattr(gradients, "score_text", exhausted)
+    with pytest.raises(CapacityError, match=r"3 tokens.*max_tokens"):
+        list(score_texts(model, [Text([1, 2, 3])]))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
+    """In bfloat16, so roughly; the bytes are those of docs/plans.md."""
+    text = Text(torch.randint(5, 1024, (1025,), generator=torch.Generator().manual_seed(0)).tolist())
+    on_cpu, on_gpu = (
+        cast(LlamaForCausalLM, load(EngineConfig(dtype=dtype), torch.device(device), pack=False)[0].model)
+        for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found, expected = score_text(on_gpu, text), score_text(on_cpu, text)
+    assert found.k == pytest.approx(expected.k, rel=0.1) and found.v == pytest.approx(expected.v, rel=0.1)
+    config, n = on_gpu.config, 1024
+    hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
+    layer = 14 * hidden + 12 * config.intermediate_size + 28 * config.num_heads * config.head_dim + 33 * keys
+    limit = n * config.num_layers * hidden * 2 + max(n * layer, 256 * config.vocab_size * 16)
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * limit
