@@ -262,7 +262,7 @@ def _random_rung(rng: random.Random, names: list[str], number: int) -> RungConfi
 def test_presets_are_found_by_name():
     assert all(resolve_kv(name) is preset for name, preset in PRESETS.items())
     assert resolve_kv(PRESETS["int4"]) is PRESETS["int4"]
-    with pytest.raises(QKVError, match=r"kv='int3'.*bf16.*auto, or the path of a plan file$"):
+    with pytest.raises(QKVError, match=r"kv='int3'.*bf16.*auto-2, or the path of a plan file$"):
         resolve_kv("int3")
     with pytest.raises(QKVError, match=r"kv=4.*bf16.*KVConfig"):
         resolve_kv(4)  # type: ignore[arg-type]
