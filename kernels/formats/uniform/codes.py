@@ -32,11 +32,9 @@ def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
         low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
         return unpack(low, 2, side, num_tokens) | unpack(high, 1, side, num_tokens) << 2
     if bits == 1:
-        lanes = _tile(packed, num_tokens // TILES, side)
-        tile = lanes if side == "k" else lanes.mT
-        return _split(torch.cat((tile & 15, tile >> 4), -1), TILES, 1)
-    tile = _tile(packed, num_tokens * bits // 8, side)
-    return _split(tile if side == "k" else tile.mT, 8 // bits, bits)
+        tile = _tile(packed, num_tokens // TILES, side)
+        return _split(torch.cat((tile & 15, tile >> 4), -1 if side == "k" else -2), TILES, 1, side)
+    return _split(_tile(packed, num_tokens * bits // 8, side), 8 // bits, bits, side)
 
 
 def _join(codes: Tensor, num_planes: int, width: int) -> Tensor:
@@ -48,12 +46,12 @@ def _join(codes: Tensor, num_planes: int, width: int) -> Tensor:
     return packed
 
 
-def _split(tile: Tensor, num_planes: int, width: int) -> Tensor:
-    """The inverse of ``_join``: bytes [..., lanes, D] as codes [..., T, D]."""
-    if num_planes == 1:
-        return tile
-    planes = tile.unsqueeze(-3) >> _shifts(num_planes, width, tile.device) & (1 << width) - 1
-    return planes.flatten(-3, -2)
+def _split(tile: Tensor, num_planes: int, width: int, side: SideName) -> Tensor:
+    """The inverse of ``_join`` and ``_lay_out``: codes [..., T, D], of V a view of [..., D, T]."""
+    shifts = _shifts(num_planes, width, tile.device)
+    if side == "k":
+        return tile if num_planes == 1 else (tile.unsqueeze(-3) >> shifts & (1 << width) - 1).flatten(-3, -2)
+    return tile.mT if num_planes == 1 else (tile.unsqueeze(-2) >> shifts[..., 0] & (1 << width) - 1).flatten(-2).mT
 
 
 def _fold(nibbles: Tensor) -> Tensor:
