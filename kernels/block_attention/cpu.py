@@ -8,7 +8,7 @@ from torch import Tensor
 from ..formats import PageLayout
 from ..formats.rows import page_rows
 
-PIECE_ELEMENTS = 2**20  # codes of K converted at a time: more leave the cache, fewer spend the time on calls
+PIECE_ELEMENTS = 2**22  # codes of K attended in one call: what is gathered for it, and its scores, stay some MiB
 
 
 def block_attention(

@@ -225,9 +225,10 @@ def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -
     """
     grouped = q.view(q.shape[0], pages.blocks.shape[2], -1, q.shape[-1])
     parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale)]
-    out = _arrange(_join([out for out, _ in parts]), plan)
+    out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    out = _arrange(out, plan)
     if plan.num_parts > 1:
-        lse = _arrange(torch.cat([lse for _, lse in parts]) if len(parts) > 1 else parts[0][1], plan)
+        lse = _arrange(lse, plan)
         if plan.missing is not None:
             lse = lse.masked_fill(plan.missing[:, :, None, None], float("-inf"))
         out = merge_parts(out, lse)
@@ -243,11 +244,3 @@ def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
     if plan.order is not None:
         return x[plan.order]
     return x.view(-1, plan.num_parts, *x.shape[1:])
-
-
-def _join(outs: list[Tensor]) -> Tensor:
-    if len(outs) == 1:
-        return outs[0]
-    if len({out.dtype for out in outs}) > 1:
-        outs = [out.float() for out in outs]
-    return torch.cat(outs)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
 
 from qkv_engine.kernels.block_attention import block_attention, block_attention_reference
+from qkv_engine.kernels.block_attention import cpu as block_attention_cpu
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.dequant import dequant, dequant_reference
 from qkv_engine.kernels.formats import BlockLayout, PageShape
+from qkv_engine.kernels.formats.uniform import cpu as uniform_cpu
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 from qkv_engine.kernels.seal import seal
 
@@ -59,20 +62,19 @@ def test_block_attention_equals_reference(head_dim: int, group: int, k_axis: str
         assert (lse - expected_lse).abs().max() <= 1e-4
 
 
-def test_block_attention_in_pieces_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkv_engine.kernels.block_attention import cpu
-
+@pytest.mark.parametrize("module", [block_attention_cpu, uniform_cpu])
+def test_block_attention_in_pieces_equals_the_reference(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     shape = PageShape(2, 128, 64)
-    monkeypatch.setattr(cpu, "PIECE_ELEMENTS", 2 * 2 * 128 * 64)
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", 2 * 2 * 128 * 64 // torch.get_num_threads())
     for bits in BITS:
-        blocks = make_blocks(all_sides(bits, shape)[:4], shape, num_blocks=5)
+        blocks = make_blocks(all_sides(bits, shape), shape, num_blocks=5)
         seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
         q = torch.randn(5, 2, 3, 64, generator=torch.Generator().manual_seed(bits))
-        where = blocks.memory, blocks.dst, blocks.target.pages[1], 0.125
-        expected, expected_lse = block_attention_reference(q, *where)
-        out, lse = block_attention(q, *where)
-        assert relative_error(out, expected) <= 2e-5
-        assert (lse - expected_lse).abs().max() <= 1e-4
+        for page in blocks.target.pages:
+            expected, expected_lse = block_attention_reference(q, blocks.memory, blocks.dst, page, 0.125)
+            out, lse = block_attention(q, blocks.memory, blocks.dst, page, 0.125)
+            assert relative_error(out, expected) <= 2e-5
+            assert (lse - expected_lse).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("lay_out", [BlockLayout.stack, lay_apart])

@@ -28,15 +28,23 @@ def unpack(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor
 
     Shapes:  packed [..., T * bits / 8 * D] uint8;  returns codes [..., T, D] uint8
     """
+    planes = _split(packed, bits, side, num_tokens)
+    return (planes if side == "k" else planes.mT).flatten(-3, -2)
+
+
+def _split(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor:
+    """Codes of consecutive runs of tokens: K [..., planes, lanes, D] or V [..., planes, D, lanes]."""
     if bits == 3:
         low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
-        return unpack(low, 2, side, num_tokens) | unpack(high, 1, side, num_tokens) << 2
+        return _split(low, 2, side, num_tokens) | _split(high, 1, side, num_tokens) << 2
     if bits == 1:
-        lanes = _tile(packed, num_tokens // TILES, side)
-        tile = lanes if side == "k" else lanes.mT
-        return _split(torch.cat((tile & 15, tile >> 4), -1), TILES, 1)
-    tile = _tile(packed, num_tokens * bits // 8, side)
-    return _split(tile if side == "k" else tile.mT, 8 // bits, bits)
+        tile, num_planes = _tile(packed, num_tokens // TILES, side), TILES
+        tile = torch.cat((tile & 15, tile >> 4), -1 if side == "k" else -2)
+    else:
+        tile, num_planes = _tile(packed, num_tokens * bits // 8, side), 8 // bits
+    if num_planes == 1:
+        return tile.unsqueeze(-3)
+    return tile.unsqueeze(-3) >> _shifts(num_planes, bits, tile.device) & (1 << bits) - 1
 
 
 def _join(codes: Tensor, num_planes: int, width: int) -> Tensor:
@@ -46,14 +54,6 @@ def _join(codes: Tensor, num_planes: int, width: int) -> Tensor:
     for p in range(1, num_planes):
         packed |= planes[..., p, :, :] << p * width
     return packed
-
-
-def _split(tile: Tensor, num_planes: int, width: int) -> Tensor:
-    """The inverse of ``_join``: bytes [..., lanes, D] as codes [..., T, D]."""
-    if num_planes == 1:
-        return tile
-    planes = tile.unsqueeze(-3) >> _shifts(num_planes, width, tile.device) & (1 << width) - 1
-    return planes.flatten(-3, -2)
 
 
 def _fold(nibbles: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ def code_planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> T
     Shapes:  packed [..., T * bits / 8 * D];  returns K [..., planes, lanes, D] or V [..., planes, D, lanes]; all uint8
     """
     if bits % 2:
-        codes = unpack(packed, bits, side, num_tokens)
-        return (codes if side == "k" else codes.mT).unsqueeze(-3)
+        planes = _split(packed, bits, side, num_tokens)
+        return (planes.flatten(-3, -2) if side == "k" else planes.transpose(-3, -2).flatten(-2)).unsqueeze(-3)
     return mask_planes(_tile(packed, num_tokens * bits // 8, side).unsqueeze(-3), bits)
 
 

@@ -7,6 +7,7 @@ the elements of a page. Codes are only converted to float32 for the product.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from ..family import CpuOps, SideBytes
 from .codes import code_planes, narrow, pack, token_factors
 from .layout import UniformSide
 from .reference import LIMIT, head_codes, meta_tile, read_codes, read_meta, round_down, round_up, spread, tops
+
+PIECE_ELEMENTS = 2**18  # codes a thread converts at a time: 1 MiB of float32 lies in its core's L2
 
 
 def seal(dense: Tensor, out: SideBytes, side: UniformSide) -> bool:
@@ -51,32 +54,24 @@ def dequantize(rows: SideBytes, side: UniformSide, dtype: torch.dtype) -> Tensor
 
 
 def scores(q: Tensor, rows: SideBytes, side: UniformSide) -> tuple[Tensor, Tensor | None]:
-    """logits_t = sum_d (q_d step_d) code_td + sum_d q_d min_d, or its counterparts for groups and per-token K.
-
-    With one group of tokens a channel, min adds the same to all scores of a page, which the softmax ignores.
-    """
-    if side.axis != "channel" or side.num_groups > 1:
-        return _product(q, rows, side), None
-    low, span = meta_tile(rows, side).float()
-    codes = _planes(rows, side)
-    n, heads, queries, size = q.shape
-    out = torch.bmm((q * span).view(n * heads, queries, size), codes.view(n * heads, -1, size).mT)
-    out = out.view(n, heads, queries, -1).mul_(token_factors(side.bits, side.shape.num_tokens))
-    return out, (q * low).sum(-1)
+    """logits_t = sum_d (q_d step_d) code_td + sum_d q_d min_d, with step and min of the token's group."""
+    if side.axis == "token":
+        return _sum_groups(q, rows, side), None
+    low, span = meta_tile(rows, side).unsqueeze(4).float()
+    inputs, factors = q.unsqueeze(2), token_factors(side.bits, side.shape.num_tokens)
+    products = _multiply(inputs * span, rows, side)
+    out = torch.addcmul((inputs * low).sum(-1, True), products, factors.view(-1, 1, side.group))
+    return out.transpose(2, 3).reshape(*q.shape[:3], -1), None
 
 
 def values(p: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
-    """out_d = sum_t (p_t step_t) code_td + sum_t p_t min_t, or its counterparts for groups and per-channel V."""
-    if side.axis != "token" or side.num_groups > 1:
-        return _product(p, rows, side)
-    low, span = meta_tile(rows, side).flatten(-2).float()
-    codes = _planes(rows, side)
-    n, heads, queries, _ = p.shape
-    planes = n * heads * codes.shape[2]
-    inputs = p * span.mul_(token_factors(side.bits, side.shape.num_tokens))
-    inputs = inputs.view(n * heads, queries, codes.shape[2], -1).transpose(1, 2).reshape(planes, queries, -1)
-    out = torch.bmm(inputs, codes.view(planes, side.shape.head_dim, -1).mT)
-    return out.view(n, heads, -1, queries, side.shape.head_dim).sum(2).add_((p * low).sum(-1, True))
+    """out_d = sum_t (p_t step_t) code_td + sum_t p_t min_t, with step and min of the channel's group."""
+    if side.axis == "channel":
+        return _sum_groups(p, rows, side)
+    low, span = _even_groups(read_meta(rows, side), side).unsqueeze(4).float()
+    inputs, factors = p.unsqueeze(2), token_factors(side.bits, side.shape.num_tokens)
+    products = _multiply_planes(inputs * span.mul_(factors), rows, side)
+    return products.add_((inputs * low).sum(-1, True)).transpose(2, 3).reshape(*p.shape[:3], -1)
 
 
 UNIFORM_CPU = CpuOps(seal, demote, dequantize, scores, values)
@@ -127,53 +122,60 @@ def _store_meta(meta: Tensor, out: SideBytes, side: UniformSide) -> None:
     tops(out, side).copy_(meta[1].flatten(2).amax(-1))
 
 
-def _product(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
-    """Queries times K, or probabilities times V: x [n, H, G, I] . side [n, H, J, I] -> [n, H, G, J].
+def _sum_groups(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
+    """K per token and V per channel: out_j = sum_g step_gj (x_g . code_gj) + min_gj sum x_g, [n, H, G, J].
 
-    (min, range) either vary along I, for groups of J, and scale the inputs; or along J, for groups of I, and scale
-    the outputs. The inputs of all groups [n, H, groups, G, I] are multiplied at once.
+    x_g is x with all inputs but those of group g zero; the products of all groups are taken at once.
     """
-    is_k = side.name == "k"
-    low, span = read_meta(rows, side).float().unbind()
-    factors = token_factors(side.bits, side.shape.num_tokens)
-    inputs = (x if is_k else x * factors).unsqueeze(2)
-    if (side.axis == "channel") == is_k:
-        bias = x @ low.mT
-        if side.num_groups > 1:
-            extent = side.shape.num_tokens if is_k else side.shape.head_dim
-            bias = bias.repeat_interleave(side.group, -1)[..., :extent]
-        out = _diagonal(_dot(inputs * span.unsqueeze(3), rows, side), side.group)
+    low, span = read_meta(rows, side).float()
+    member, factors = _members(x.shape[-1], side.group), token_factors(side.bits, side.shape.num_tokens)
+    bias = x @ member.mT @ low
+    inputs = x.unsqueeze(2) * member.unsqueeze(1)
+    if side.name == "k":
+        span *= factors
+        products = _multiply(inputs.flatten(2, 3).unsqueeze(2), rows, side)
     else:
-        member = _members(x.shape[-1], side.group)
-        bias = x @ member.mT @ low
-        out = (_dot(inputs * member.unsqueeze(1), rows, side) * span.unsqueeze(3)).sum(2)
-    return torch.addcmul(bias, out, factors) if is_k else out.add_(bias)
+        products = _multiply_planes((inputs * factors).flatten(2, 3).unsqueeze(2), rows, side)
+    return (products.view(*inputs.shape[:-1], -1) * span.unsqueeze(3)).sum(2).add_(bias)
 
 
-def _planes(rows: SideBytes, side: UniformSide) -> Tensor:
-    """``code_planes`` of each head in float32: K [n, H, planes, lanes, D] or V [n, H, planes, D, lanes]."""
-    return code_planes(head_codes(rows, side), side.bits, side.name, side.shape.num_tokens).float()
+def _multiply_planes(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
+    """Inputs x [n, H, S, M, T] times the codes of V, each head's in S runs of channels: [n, H, S, M, D / S]."""
+    num_planes = 1 if side.bits % 2 else 8 // side.bits
+    n, heads, parts, num_inputs, _ = x.shape
+    planes = x.view(n, heads, parts, num_inputs, num_planes, -1).permute(0, 1, 4, 2, 3, 5)
+    products = _multiply(planes.reshape(n, heads, num_planes * parts, num_inputs, -1), rows, side)
+    return products.view(n, heads, num_planes, parts, num_inputs, -1).sum(2)
 
 
-def _dot(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
-    """x [n, H, groups, G, I] . masked codes [n, H, J, I] -> [n, H, groups, G, J]"""
-    n, heads, groups, queries, size = x.shape
-    codes = _planes(rows, side)
-    num_planes, inputs = codes.shape[2], x.reshape(n * heads, groups * queries, size)
-    if side.name == "k" or num_planes == 1:
-        out = torch.bmm(inputs, codes.view(n * heads, -1, size).mT)
+def _multiply(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
+    """x [n, H, S, M, I] times the codes of each head as S matrices [R, I] in float32: [n, H, S, M, R].
+
+    Codes are those of ``code_planes``. A few pages are converted at a time, which stay in a core's cache until they are
+    multiplied.
+    """
+    n, heads, parts, num_inputs, size = x.shape
+    inputs, packed, shape = x.reshape(-1, num_inputs, size), head_codes(rows, side), side.shape
+    step = max(1, PIECE_ELEMENTS * torch.get_num_threads() // (heads * shape.num_tokens * shape.head_dim))
+    if n <= step:
+        out = _multiply_piece(inputs, packed, side)
     else:
-        # A product a plane: joining the planes of V would cost more than adding up their outputs.
-        inputs = inputs.view(n * heads, groups * queries, num_planes, -1).transpose(1, 2)
-        out = torch.matmul(inputs, codes.flatten(0, 1).mT).sum(1)
-    return out.view(n, heads, groups, queries, -1)
+        pieces = zip(inputs.split(step * heads * parts), packed.split(step), strict=True)
+        out = torch.cat([_multiply_piece(*piece, side) for piece in pieces])
+    return out.view(n, heads, parts, num_inputs, -1)
 
 
-def _diagonal(products: Tensor, group: int) -> Tensor:
-    """Of products [n, H, groups, G, J] those of each group's inputs with its own outputs, [n, H, G, J]."""
-    if products.shape[2] == 1:
-        return products.squeeze(2)
-    return torch.cat([run[:, :, g] for g, run in enumerate(products.split(group, -1))], -1)
+def _multiply_piece(x: Tensor, packed: Tensor, side: UniformSide) -> Tensor:
+    codes = code_planes(packed, side.bits, side.name, side.shape.num_tokens).float()
+    return torch.bmm(x, codes.view(x.shape[0], -1, x.shape[2]).mT)
+
+
+def _even_groups(meta: Tensor, side: UniformSide) -> Tensor:
+    """(min, range) [2, n, H, num_groups, T] of equal groups of channels, smaller ones if ``group`` divides no head."""
+    size = gcd(side.group, side.shape.head_dim)
+    if size == side.group:
+        return meta
+    return meta.repeat_interleave(side.group // size, 3)[:, :, :, : side.shape.head_dim // size]
 
 
 @lru_cache
