@@ -23,14 +23,14 @@ from qkv_engine.bench.plots import PLOT_SUFFIXES, plot_sweep, require_matplotlib
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sweep import FAILED, OK, parse_batches
 from qkv_engine.bench.table import PLAIN_WIDTH, Table, from_columns
-from qkv_engine.config import format_size, parse_size, resolve_kv
+from qkv_engine.config import format_size, parse_size
 from qkv_engine.device.memory import free_memory
 from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.models.config import DTYPES
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import resolve_device
 
-from .decode_run import MAX_BATCH, WARMUP_STEPS, WINDOWS, DecodeRow, Plan, run
+from .decode_run import MAX_BATCH, WARMUP_STEPS, WINDOWS, DecodeRow, Plan, kv_names, run
 
 
 def with_ratios(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
@@ -87,7 +87,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shape", required=True, choices=SHAPES, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
-    add("--kv", default="bf16,int8,int4,kivi-2,auto", metavar="LIST", help="KV presets (default: %(default)s)")
+    add(
+        "--kv",
+        default="bf16,int8,int4,kivi-2,auto",
+        metavar="LIST",
+        help="KV presets and plan files (default: %(default)s)",
+    )
     add("--context", default="8192", metavar="LIST", help="tokens of a request at its end (default: %(default)s)")
     add("--output-len", type=int, default=256, metavar="N", help="of them, decoded (default: %(default)s)")
     add("--batch", default="max", metavar="LIST", help='sizes, such as "1,32,max" or "1..max" (default: %(default)s)')
@@ -123,7 +128,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     memory = parse_size(args.memory, field="memory", free=free_memory(resolve_device(args.device)))
     return Plan(
         shape=args.shape,
-        kvs=tuple(dict.fromkeys(resolve_kv(name.strip()).name for name in args.kv.split(","))),
+        kvs=kv_names(args.kv),
         contexts=contexts,
         batches=args.batch,
         output_len=args.output_len,

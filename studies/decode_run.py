@@ -256,6 +256,14 @@ def size(plan: Plan, kv: str, config: ModelConfig, dtype: torch.dtype, kv_nbytes
     return Subject(kv, kv_nbytes, largest, batches)
 
 
+def kv_names(text: str) -> tuple[str, ...]:
+    """Presets and plan files of a list, each once. Raises ``ConfigError`` for one that there is not."""
+    names = dict.fromkeys(name.strip() for name in text.split(","))
+    for name in names:
+        resolve_kv(name)
+    return tuple(names)
+
+
 def engine_config(plan: Plan, subject: Subject, batch: int) -> EngineConfig:
     """An engine for up to ``batch`` requests of the plan's longest context."""
     return EngineConfig(

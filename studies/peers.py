@@ -25,10 +25,11 @@ from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
 from qkv_engine.bench.table import PLAIN_WIDTH, Table
 from qkv_engine.bench.timing import Timeline
-from qkv_engine.config import DEFAULT_KV, resolve_kv
+from qkv_engine.config import DEFAULT_KV
 from qkv_engine.errors import ConfigError, QKVError
 
 from .contender import Contender, Generate, Generation, Loaded, Run
+from .decode_run import kv_names
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +187,7 @@ def _timeline(sent: float, times: list[float]) -> Timeline:
     )
 
 
-def load_ours(setup: Setup, kv: str, max_model_len: int, max_num_seqs: int) -> Loaded:
+def load_ours(setup: Setup, kv: str, kv_memory: str | None, max_model_len: int, max_num_seqs: int) -> Loaded:
     """Our engine with the KV preset ``kv``."""
     from qkv_engine import Engine
     from qkv_engine.models.shapes import SHAPES
@@ -195,6 +196,7 @@ def load_ours(setup: Setup, kv: str, max_model_len: int, max_num_seqs: int) -> L
         setup.model,
         load_format="random" if setup.model in SHAPES else "auto",
         kv=kv,
+        kv_memory=kv_memory,
         dtype=setup.dtype,
         device=setup.device,
         max_model_len=max_model_len,
@@ -315,6 +317,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("peer", choices=PEERS, help="the engine to compare with")
     add("--model", default="demo", metavar="NAME", help="folder, Hugging Face name or shape (default: %(default)s)")
     add("--kv", default=DEFAULT_KV, metavar="LIST", help="our KV presets (default: %(default)s)")
+    add("--kv-memory", metavar="SIZE", help="of each of our engines (default: what is free)")
     add("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--batch", default="1,8,32", metavar="LIST", help="batch sizes (default: %(default)s)")
@@ -335,8 +338,8 @@ def run(args: argparse.Namespace) -> Iterator[PeerRow]:
     options = {name: getattr(args, name) for name in Plan._fields if name != "batches"}
     plan = Plan(batches=parse_batches(args.batch), **options)
     setup = Setup(None if args.model == "demo" else args.model, DTYPES[args.dtype], args.device)
-    limits = (plan.input_len + plan.output_len, max(plan.batches))
-    kvs = [resolve_kv(name.strip()).name for name in args.kv.split(",")]
+    limits = (args.kv_memory, plan.input_len + plan.output_len, max(plan.batches))
+    kvs = kv_names(args.kv)
     with ExitStack() as stack:
         peer = stack.enter_context(Contender(partial(_load_peer, args.peer, setup)))
         ours = {kv: stack.enter_context(Contender(partial(load_ours, setup, kv, *limits))) for kv in kvs}

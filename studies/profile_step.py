@@ -29,7 +29,7 @@ from qkv_engine.bench.forms import FORMATS, format_of
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sweep import parse_batches
 from qkv_engine.bench.table import PLAIN_WIDTH, Table
-from qkv_engine.config import BLOCK_TOKENS, parse_size, resolve_kv
+from qkv_engine.config import BLOCK_TOKENS, parse_size
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError, QKVError
@@ -37,7 +37,7 @@ from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.startup import resolve_device, start
 
-from .decode_run import WINDOWS, Plan, engine_config, free, size, weight_dtype
+from .decode_run import WINDOWS, Plan, engine_config, free, kv_names, size, weight_dtype
 from .filled import FilledCore, spread_prompts
 from .roofline import count_weights, limit_seconds
 
@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = Plan(
             shape=args.shape,
-            kvs=(resolve_kv(args.kv).name,),
+            kvs=kv_names(args.kv),
             contexts=(args.context,),
             batches=args.batch,
             output_len=1,
