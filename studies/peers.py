@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     repeats: int
     warmup: int
     seed: int
+    way: str = ""  # words in the names of the peer's ways that are tried
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,10 @@ def compare(plan: Plan, peer: Contender, ours: dict[str, Contender]) -> Iterator
             random_prompts(sorted(shared), batch, plan.input_len, f"{plan.seed} {batch} {index}")
             for index in range(1 + plan.repeats)
         )
-        speeds = {way: _warm_up(peer, way, warm_up, plan) for way in peer.ways}
+        ways = [way for way in peer.ways if plan.way in way]
+        if not ways:
+            raise ConfigError("is no way to run it", field="way", value=plan.way, remedy=f"Choose from {peer.ways}")
+        speeds = {way: _warm_up(peer, way, warm_up, plan) for way in ways}
         variant = max(speeds, key=speeds.__getitem__)
         turns = {"": (peer, variant), **{kv: (our, our.ways[0]) for kv, our in ours.items()}}
         for our in ours.values():
@@ -323,6 +327,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", default="1,8,32", metavar="LIST", help="batch sizes (default: %(default)s)")
     add("--input-len", type=int, default=64, metavar="N", help="tokens of a prompt (default: %(default)s)")
     add("--output-len", type=int, default=128, metavar="N", help="tokens of an output (default: %(default)s)")
+    add("--way", default="", metavar="WORDS", help='ways to run the peer with these words, such as "dynamic, sdpa"')
     add("--repeats", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
     add("--warmup", type=int, default=2, metavar="N", help="runs before them (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: %(default)s)")
