@@ -249,7 +249,7 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
         same: [number(row.same, 0) for row in rows] if len({r.kv for r in rows}) > 1 else [],
         "cut": [number(row.cut or None, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "lowest": [number(row.lowest_bits, 0) for row in rows],
+        "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
         "tokens": [number(row.output_tokens, 0) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
