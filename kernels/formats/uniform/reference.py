@@ -28,10 +28,18 @@ def quantize(x: Tensor, side: UniformSide) -> SideBytes:
 
 
 def dequantize(rows: SideBytes, side: UniformSide) -> Tensor:
-    """x = min + code * range / (2^bits - 1), [n, H, T, D] float32."""
-    low, span = read_meta(rows, side).float()
+    """x = low + code * span / (2^bits - 1), (low, span) being ``calibrated``: [n, H, T, D] float32."""
+    low, span = calibrated(read_meta(rows, side), side)
     codes = read_codes(rows, side).float()
     return spread(low, side) + codes * spread(span / side.max_code, side)
+
+
+def calibrated(meta: Tensor, side: UniformSide) -> Tensor:
+    """(min, range) [2, ...] as the values of the lowest level and their distance from the highest, float32."""
+    low, span = meta = meta.float()
+    if side.eta:
+        meta = torch.stack((low + float(side.eta) * span, (1 - 2 * float(side.eta)) * span))
+    return meta
 
 
 def demote(rows: SideBytes, old: UniformSide, new: UniformSide) -> SideBytes:
