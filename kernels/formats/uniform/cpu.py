@@ -43,18 +43,19 @@ def seal(dense: Tensor, out: SideBytes, side: UniformSide) -> bool:
         x.nan_to_num_(0.0, 0.0, 0.0).clamp_(-LIMIT, LIMIT)
         bounds = [_bounds(part, dim) for part in groups]
     metas = [_quantize(part, *ends, side.bits).squeeze(dim + 1) for part, ends in zip(groups, bounds, strict=True)]
-    _store_codes(x.to(torch.int16).to(torch.uint8), out, side)
+    if not side.is_subordinate:
+        _store_codes(x.to(torch.int16).to(torch.uint8), out, side)
     _store_meta(torch.cat(metas, -1) if len(metas) > 1 else metas[0], out, side)
     return finite
 
 
 def demote(rows: SideBytes, out: SideBytes, old: UniformSide, new: UniformSide) -> None:
     """Packed words to packed words; the metadata is copied, and of equal bits the codes are."""
-    if old.bits == new.bits:
-        out.codes.copy_(rows.codes)
-    else:
-        narrow(head_codes(rows, old), old.bits, new.bits, old.name, old.shape.num_tokens, head_codes(out, new))
     out.meta.copy_(rows.meta)
+    if old.bits == new.bits:
+        out.codes.copy_(rows.codes[:, : new.codes_nbytes])
+    elif not new.is_subordinate:
+        narrow(head_codes(rows, old), old.bits, new.bits, old.name, old.shape.num_tokens, head_codes(out, new))
 
 
 def dequantize(rows: SideBytes, side: UniformSide, dtype: torch.dtype) -> Tensor:

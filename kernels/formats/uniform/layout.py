@@ -40,8 +40,8 @@ class UniformSpec(NamedTuple):
     """Compile-time layout of a uniform side, for device functions. Strides and offsets in bytes.
 
     ``IS_K``: lanes are rows, else columns. ``PER_TOKEN``: a group is ``GROUP`` channels of one token, else ``GROUP``
-    tokens of one channel. ``CODES``, ``META``: of one head. ``TOP``: from the metadata's start to the largest ranges.
-    ``ETA``: share of the range by which the levels are drawn in at each end.
+    tokens of one channel. ``CODES``, ``META``: of one head; a subordinate side has no ``CODES``. ``TOP``: from the
+    metadata's start to the largest ranges. ``ETA``: share of the range by which the levels are drawn in at each end.
     """
 
     IS_K: bool
@@ -60,7 +60,7 @@ class UniformSide(Side):
     """One side of a page as integer codes, x ~ min + share * range, (min, range) per group.
 
     ``eta`` draws the levels in from both ends of the range: share = eta + (1 - 2 eta) code / (2^bits - 1). Codes and
-    metadata do not depend on it.
+    metadata do not depend on it. A subordinate side has no codes; see ``Side.dominant``.
     Codes: per head ``head_codes_nbytes``, plane sets as above.
     Metadata: per head ``head_meta_nbytes`` of fp16,
         axis channel: ``[2 (min, range)][num_groups][D]``, a group being ``group`` tokens of one channel;
@@ -73,6 +73,11 @@ class UniformSide(Side):
     axis: Axis
     group: int
     eta: Fraction = Fraction(0)
+    is_subordinate: bool = False
+
+    @property
+    def dominant(self) -> UniformSide | None:
+        return replace(self, is_subordinate=False) if self.is_subordinate else None
 
     @property
     def num_groups(self) -> int:
@@ -85,7 +90,7 @@ class UniformSide(Side):
 
     @property
     def head_codes_nbytes(self) -> int:
-        return self.shape.num_tokens * self.bits * self.shape.head_dim // 8
+        return 0 if self.is_subordinate else self.shape.num_tokens * self.bits * self.shape.head_dim // 8
 
     @property
     def head_meta_nbytes(self) -> int:
@@ -137,13 +142,14 @@ class Uniform:
     dim, and a group larger than the head is the whole head. Raises ``ConfigError`` for other bits, axes or
     groups, and for ``eta`` outside [0, 1/2).
     Source: KIVI (arXiv 2402.02750); (min, range) for (scale, zero), so that a demotion changes codes only. ``eta`` is
-    XQuant's calibration.
+    XQuant's calibration, and subordinate sides are its cross-layer sharing.
     """
 
     bits: int
     axis: Axis
     group: int
     eta: Fraction = Fraction(0)
+    is_subordinate: bool = False
 
     def __post_init__(self) -> None:
         for field, value, choices in (
@@ -158,7 +164,8 @@ class Uniform:
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}-{self.axis}-{self.group}" + (f"-eta{_spell(self.eta)}" if self.eta else "")
+        eta = f"-eta{_spell(self.eta)}" if self.eta else ""
+        return f"int{self.bits}-{self.axis}-{self.group}{eta}" + ("-subordinate" if self.is_subordinate else "")
 
     def layout(self, shape: PageShape, side: SideName) -> UniformSide:
         """Where the bytes of one side lie. Raises ``ConfigError`` for an odd head dim with an odd number of bits."""
@@ -166,7 +173,7 @@ class Uniform:
             remedy = "Choose 8, 4 or 2 bits"
             raise ConfigError("needs an even head dim", field="format", value=self.name, remedy=remedy)
         extent = shape.num_tokens if self.axis == "channel" else shape.head_dim
-        return UniformSide(side, shape, self.bits, self.axis, min(self.group, extent), self.eta)
+        return UniformSide(side, shape, self.bits, self.axis, min(self.group, extent), self.eta, self.is_subordinate)
 
 
 def uniform_formats() -> dict[str, Uniform]:
@@ -176,14 +183,18 @@ def uniform_formats() -> dict[str, Uniform]:
 
 
 def parse(name: str) -> Uniform | None:
-    """The format of a name that ends in an eta, ``None`` for other names. Raises ``ConfigError`` for a wrong eta."""
-    plain, separator, eta = name.partition("-eta")
+    """The format of a plain name with an eta or "subordinate" behind it, ``None`` for other names.
+
+    Raises ``ConfigError`` for a wrong eta.
+    """
+    base, suffix, rest = name.partition("-subordinate")
+    plain, _, eta = base.partition("-eta")
     found = uniform_formats().get(plain)
-    if found is None or not separator:
+    if found is None or rest:
         return None
-    if not _ETA.fullmatch(eta):
+    if base != plain and not _ETA.fullmatch(eta):
         raise ConfigError("not a number", field="eta", value=eta, remedy=_ETA_REMEDY)
-    return replace(found, eta=Fraction(eta))
+    return replace(found, eta=Fraction(eta or 0), is_subordinate=bool(suffix))
 
 
 def _spell(eta: Fraction) -> str:
