@@ -179,17 +179,23 @@ def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: to
             raise ConfigError(f"{len(each)} formats for {num_layers} layers", field="rung", value=config.name)
         sides.append([make_format(name, dtype) for name in each])
     rung = Rung(config.name, tuple(zip(*sides, strict=True)), shape)
-    for layer, pair in enumerate(rung.layers):
-        for fmt, side in zip(pair, SIDES, strict=True):
-            _check_shape(fmt, shape, side, f"{side.upper()} of layer {layer} of rung {config.name}")
+    for name, formats in zip(SIDES, zip(*rung.layers, strict=True), strict=True):
+        below: Side | None = None
+        for layer, fmt in enumerate(formats):
+            below = _check_side(fmt, shape, name, below, f"{name.upper()} of layer {layer} of rung {config.name}")
     return rung
 
 
-def _check_shape(fmt: Format, shape: PageShape, side: SideName, where: str) -> None:
+def _check_side(fmt: Format, shape: PageShape, name: SideName, below: Side | None, where: str) -> Side:
+    """The side of a layer, if it fits the model and the side one layer below."""
     try:
-        fmt.layout(shape, side)
+        side = fmt.layout(shape, name)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", field="format", value=fmt.name, remedy=error.remedy) from error
+    if side.dominant not in (None, below):
+        remedy = "Give the layer below the same format with codes of its own"
+        raise ConfigError(f"{where}: no such codes one layer below", field="format", value=fmt.name, remedy=remedy)
+    return side
 
 
 def _check_step(wide: Rung, narrow: Rung) -> None:

@@ -51,7 +51,7 @@ class Side(ABC):
     @property
     @abstractmethod
     def codes_nbytes(self) -> int:
-        """Bytes of the codes of all heads, a multiple of 16; of dense elements, all."""
+        """Bytes of the codes of all heads, a multiple of 16; of dense elements, all; 0 of a subordinate side."""
 
     @property
     @abstractmethod
@@ -66,6 +66,15 @@ class Side(ABC):
     @property
     def dense_dtype(self) -> torch.dtype | None:
         """The dtype of elements stored as they came; ``None`` for codes."""
+        return None
+
+    @property
+    def dominant(self) -> Side | None:
+        """The side one layer below whose codes a subordinate side reads, as it stands there; ``None`` for all others.
+
+        A subordinate side has metadata alone: seals and demotions write no codes of it, and attention reads it as a
+        page of ``dominant``.
+        """
         return None
 
     @property

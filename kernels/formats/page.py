@@ -69,16 +69,18 @@ class BlockLayout:
     @classmethod
     def stack(cls, sides: Iterable[Side]) -> BlockLayout:
         """The layout in which sides follow one another, each as its codes and then its metadata."""
-        stacked, places, nbytes = tuple(sides), [], 0
+        stacked, nbytes = tuple(sides), 0
+        places: list[Place] = []
         for side in stacked:
-            places.append(Place(nbytes, nbytes + side.codes_nbytes))
+            codes = nbytes if side.dominant is None else places[-2].codes
+            places.append(Place(codes, nbytes + side.codes_nbytes))
             nbytes += side.nbytes
         return cls(stacked, tuple(places), nbytes)
 
     @cached_property
     def pages(self) -> tuple[PageLayout, ...]:
-        """The page of each layer."""
-        sides, places = self.sides, self.places
+        """The page of each layer, as attention reads it."""
+        sides, places = [side.dominant or side for side in self.sides], self.places
         return tuple(PageLayout(sides[i], sides[i + 1], places[i], places[i + 1]) for i in range(0, len(sides), 2))
 
     @cached_property

@@ -36,14 +36,22 @@ TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2,
 
 
 def named_pages() -> dict[str, PageLayout]:
-    """Pages by name: bits of K and V, "t" for K per token, "g" and the elements of a smaller group; or K's format."""
+    """Pages by name: K's format; or bits of K and V, "t" for K per token, "g" and the elements of a smaller group,
+    "eta" for calibrated levels.
+    """
     pairs = [(8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2), (2, 4), (2, 2), (2, 1), (1, 1)]
     found = {"16": dense_page(BF16, HEADS, HEAD_DIM)}
     found |= {f"K{k}V{v}": uniform_page((k, v), HEADS, HEAD_DIM) for k, v in pairs}
     found |= {f"K{k}tV{v}": uniform_page((k, v), HEADS, HEAD_DIM, k_axis="token") for k, v in ((4, 4), (4, 2), (2, 2))}
     groups = [(4, 4, 64), (2, 2, 64), (4, 4, 32), (3, 4, 32), (2, 2, 32)]
     found |= {f"K{k}V{v}g{g}": uniform_page((k, v), HEADS, HEAD_DIM, group=g) for k, v, g in groups}
+    found |= {f"K{b}V{b}eta": calibrated_page(b, HEADS) for b in (2, 1)}
     return found | {name: named_page(name, KITTY_V, HEADS, HEAD_DIM) for name in ("kitty-12.5", "kitty-25")}
+
+
+def calibrated_page(bits: int, heads: int, group: int = T) -> PageLayout:
+    """K per channel and V per token, a tenth of the range between its ends and the levels."""
+    return named_page(f"int{bits}-channel-{group}-eta0.1", f"int{bits}-token-{group}-eta0.1", heads, HEAD_DIM)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,8 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
     pages = [dense_page(BF16, 2, 128), uniform_page(3, 2, 128, group=32), uniform_page(1, 2, 128, group=64)]
     pages += [uniform_page(8, 2, 128, k_axis="token"), uniform_page((4, 2), 2, 128)]
     yield "3, 1, 8 and 4/2 bits", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
+    pages = [dense_page(BF16, 2, 128), *(calibrated_page(bits, 2, group) for bits in (8, 2, 1) for group in (128, 32))]
+    yield "calibrated", make_case(pages, lengths, group=4, device=device)
     for heads, group, dim in ((8, 4, 128), (8, 1, 128), (2, 8, 128), (3, 7, 80), (2, 3, 64), (1, 4, 256), (1, 2, 24)):
         shares = [named_page(f"kitty-{share}", KITTY_V, heads, dim) for share in ("12.5", "25", "0", "100")]
         pages = [dense_page(BF16, heads, dim), *shares]

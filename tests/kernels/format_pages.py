@@ -63,7 +63,7 @@ def lay_apart(sides: Sequence[Side]) -> BlockLayout:
     """The codes of all sides, then their metadata from the last side's to the first's, with gaps between them."""
     end, places = 16, {}
     for i, side in enumerate(sides):
-        places[i] = end
+        places[i] = end if side.dominant is None else places[i - 2]
         end += side.codes_nbytes + 48
     metas = {}
     for i in reversed(range(len(sides))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -43,10 +44,18 @@ class Pages:
 
 
 def sides(
-    k_bits: int, v_bits: int, head_dim: int, k_axis: Axis, k_group: int, v_group: int, heads: int = 2
+    k_bits: int,
+    v_bits: int,
+    head_dim: int,
+    k_axis: Axis,
+    k_group: int,
+    v_group: int,
+    heads: int = 2,
+    eta: Fraction = Fraction(0),
 ) -> tuple[UniformSide, UniformSide]:
     shape = PageShape(heads, T, head_dim)
-    return Uniform(k_bits, k_axis, k_group).layout(shape, "k"), Uniform(v_bits, "token", v_group).layout(shape, "v")
+    k, v = Uniform(k_bits, k_axis, k_group, eta), Uniform(v_bits, "token", v_group, eta)
+    return k.layout(shape, "k"), v.layout(shape, "v")
 
 
 def make_pages(k: UniformSide, v: UniformSide, group: int, blocks: Sequence[Sequence[int]], split: int = 2) -> Pages:
@@ -191,11 +200,12 @@ def one_page(
     head_dim: int = 64,
     group: int = 4,
     tiles: int | None = None,
+    eta: Fraction = Fraction(0),
 ) -> Callable[[], float]:
     """A request of two blocks, one KV head."""
 
     def run() -> float:
-        k, v = sides(k_bits, v_bits, head_dim, k_axis, k_group, v_group, heads=1)
+        k, v = sides(k_bits, v_bits, head_dim, k_axis, k_group, v_group, heads=1, eta=eta)
         return error(make_pages(k, v, group, [[2]]), tiles=tiles)
 
     return run
@@ -232,6 +242,8 @@ def cases() -> dict[str, Callable[[], float]]:
         found[f"K{k} groups of 64"] = one_page(k, 4, k_group=64)
         found[f"V{k} groups of 32"] = one_page(4, k, v_group=32, head_dim=128)
         found[f"V{k} groups of 64"] = one_page(4, k, v_group=64, head_dim=128)
+        found[f"K{k} V{k} eta"] = one_page(k, k, k_group=32, v_group=32, eta=Fraction(1, 6))
+        found[f"K{k} per token eta"] = one_page(k, k, k_axis="token", eta=Fraction(1, 6))
         for d in (80, 96, 256):
             found[f"K{k} V{k} D{d}"] = one_page(k, k, head_dim=d)
             found[f"K{k} V{k} D{d} groups of 32"] = one_page(k, k, head_dim=d, k_group=32, v_group=32)

@@ -30,7 +30,8 @@ def encode(side: UniformSide, x: Tensor) -> Encoded:
     codes = ((x - all_low) / all_span.clamp(min=1e-8) * side.max_code).round().clamp(0, side.max_code).long()
     heads = [_pack(side, head) for head in codes]
     meta, written = _metadata(side, low, span)
-    return Encoded(torch.cat(heads), meta, written, all_low + codes * all_span / side.max_code)
+    shares = float(side.eta) + float(1 - 2 * side.eta) * codes / side.max_code
+    return Encoded(torch.cat(heads), meta, written, all_low + shares * all_span)
 
 
 def _pack(side: UniformSide, codes: Tensor) -> Tensor:

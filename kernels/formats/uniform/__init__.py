@@ -9,7 +9,7 @@ import torch
 
 from ..family import Family, Side, TritonOps
 from .cpu import UNIFORM_CPU
-from .layout import Uniform, UniformSide, uniform_formats
+from .layout import Uniform, UniformSide, parse, uniform_formats
 from .reference import check_step, demote, dequantize, quantize
 
 
@@ -29,7 +29,7 @@ def _triton() -> TritonOps:
     return UNIFORM_TRITON
 
 
-UNIFORM = Family("uniform", _formats, _check_step, quantize, dequantize, demote, UNIFORM_CPU, _triton)
+UNIFORM = Family("uniform", _formats, _check_step, quantize, dequantize, demote, UNIFORM_CPU, _triton, parse)
 UniformSide.family = UNIFORM
 
 __all__ = ["UNIFORM", "Uniform", "UniformSide"]

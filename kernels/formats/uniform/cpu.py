@@ -15,7 +15,18 @@ from torch import Tensor
 from ..family import CpuOps, SideBytes
 from .codes import code_planes, narrow, pack, token_factors
 from .layout import UniformSide
-from .reference import LIMIT, head_codes, meta_tile, read_codes, read_meta, round_down, round_up, spread, tops
+from .reference import (
+    LIMIT,
+    calibrated,
+    head_codes,
+    meta_tile,
+    read_codes,
+    read_meta,
+    round_down,
+    round_up,
+    spread,
+    tops,
+)
 
 PIECE_ELEMENTS = 2**18  # codes a thread converts at a time: 1 MiB of float32 lies in its core's L2
 
@@ -32,20 +43,24 @@ def seal(dense: Tensor, out: SideBytes, side: UniformSide) -> bool:
         x.nan_to_num_(0.0, 0.0, 0.0).clamp_(-LIMIT, LIMIT)
         bounds = [_bounds(part, dim) for part in groups]
     metas = [_quantize(part, *ends, side.bits).squeeze(dim + 1) for part, ends in zip(groups, bounds, strict=True)]
-    _store_codes(x.to(torch.int16).to(torch.uint8), out, side)
+    if not side.is_subordinate:
+        _store_codes(x.to(torch.int16).to(torch.uint8), out, side)
     _store_meta(torch.cat(metas, -1) if len(metas) > 1 else metas[0], out, side)
     return finite
 
 
 def demote(rows: SideBytes, out: SideBytes, old: UniformSide, new: UniformSide) -> None:
-    """Packed words to packed words; the metadata is copied."""
-    narrow(head_codes(rows, old), old.bits, new.bits, old.name, old.shape.num_tokens, head_codes(out, new))
+    """Packed words to packed words; the metadata is copied, and of equal bits the codes are."""
     out.meta.copy_(rows.meta)
+    if old.bits == new.bits:
+        out.codes.copy_(rows.codes[:, : new.codes_nbytes])
+    elif not new.is_subordinate:
+        narrow(head_codes(rows, old), old.bits, new.bits, old.name, old.shape.num_tokens, head_codes(out, new))
 
 
 def dequantize(rows: SideBytes, side: UniformSide, dtype: torch.dtype) -> Tensor:
     """Elements [n, H, T, D]."""
-    low, span = read_meta(rows, side).float()
+    low, span = calibrated(read_meta(rows, side), side)
     # Attention wants channels to be contiguous, and bytes are cheaper to transpose than floats.
     out = read_codes(rows, side).contiguous().float()
     out *= spread(span / side.max_code, side)
@@ -57,7 +72,7 @@ def scores(q: Tensor, rows: SideBytes, side: UniformSide) -> tuple[Tensor, Tenso
     """logits_t = sum_d (q_d step_d) code_td + sum_d q_d min_d, with step and min of the token's group."""
     if side.axis == "token":
         return _sum_groups(q, rows, side), None
-    low, span = meta_tile(rows, side).unsqueeze(4).float()
+    low, span = calibrated(meta_tile(rows, side), side).unsqueeze(4)
     inputs, factors = q.unsqueeze(2), token_factors(side.bits, side.shape.num_tokens)
     products = _multiply(inputs * span, rows, side)
     out = torch.addcmul((inputs * low).sum(-1, True), products, factors.view(-1, 1, side.group))
@@ -68,7 +83,7 @@ def values(p: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
     """out_d = sum_t (p_t step_t) code_td + sum_t p_t min_t, with step and min of the channel's group."""
     if side.axis == "channel":
         return _sum_groups(p, rows, side)
-    low, span = _even_groups(read_meta(rows, side), side).unsqueeze(4).float()
+    low, span = _even_groups(calibrated(read_meta(rows, side), side), side).unsqueeze(4)
     inputs, factors = p.unsqueeze(2), token_factors(side.bits, side.shape.num_tokens)
     products = _multiply_planes(inputs * span.mul_(factors), rows, side)
     return products.add_((inputs * low).sum(-1, True)).transpose(2, 3).reshape(*p.shape[:3], -1)
@@ -127,7 +142,7 @@ def _sum_groups(x: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
 
     x_g is x with all inputs but those of group g zero; the products of all groups are taken at once.
     """
-    low, span = read_meta(rows, side).float()
+    low, span = calibrated(read_meta(rows, side), side)
     member, factors = _members(x.shape[-1], side.group), token_factors(side.bits, side.shape.num_tokens)
     bias = x @ member.mT @ low
     inputs = x.unsqueeze(2) * member.unsqueeze(1)

@@ -16,7 +16,9 @@ def demote_head(
     """See ``TritonOps``."""
     p_codes += i_h * OLD.CODES
     p_to_codes += i_h * NEW.CODES
-    if NEW.BITS == 1:
+    if NEW.BITS == OLD.BITS or NEW.CODES == 0:
+        copy_bytes(p_codes, p_to_codes, NEW.CODES)
+    elif NEW.BITS == 1:
         _keep_one_bit(p_codes, p_to_codes, OLD.BITS, OLD.IS_K, T, D, TILE_D)
     else:
         _shrink_planes(p_codes, p_to_codes, OLD.BITS, NEW.BITS, OLD.IS_K, T, D, TILE_D)

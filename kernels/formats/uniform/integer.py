@@ -228,7 +228,7 @@ def token_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: 
     """K per token: (digits of q of each channel part, unit of a score and sum of q [BLOCK_G])."""
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     raw = channel_query(p_q, b_heads, scale, K, D, BLOCK_G)
-    b_fix, b_unit = fixed_point(raw[count(PARTS)], K.BITS)
+    b_fix, b_unit = fixed_point(raw[count(PARTS)], K.BITS, K.ETA)
     query: tl.tuple = ()
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
@@ -248,7 +248,7 @@ def group_query(query, b_fix, p_meta, GROUP: tl.constexpr, K: tl.constexpr, D: t
     for i in tl.static_range(count(PARTS)):
         b_low = load_part(p_lows, i * (D // 2), PARTS[i])
         b_range = load_part(p_lows + K.GROUPS * D, i * (D // 2), PARTS[i])
-        b_bias += tl.sum(query[i] * zero_value(b_low, b_range, K.BITS)[:, None], 0)
+        b_bias += tl.sum(query[i] * zero_value(b_low, b_range, K.BITS, K.ETA)[:, None], 0)
         b_scaled = fixed(query[i] * b_fix[None, :] * b_range[:, None])
         scaled += (split_rows(b_scaled, block_of(PARTS[i]), BLOCK_G),)
     return scaled, b_bias
@@ -269,7 +269,7 @@ def channel_scores(
     """Scores of a page whose K is per channel, in groups of whole tiles."""
     ROWS: tl.constexpr = T // TILES
     b_top = query[count(channel_parts(K.BITS, D))]
-    b_fix, b_unit = fixed_point(b_top * load_top(p_meta + K.TOP, i_h), K.BITS)
+    b_fix, b_unit = fixed_point(b_top * load_top(p_meta + K.TOP, i_h), K.BITS, K.ETA)
     tiles: tl.tuple = ()
     for j in tl.static_range(TILES):
         if j * ROWS % K.GROUP == 0:
@@ -299,7 +299,7 @@ def token_scores(
     for j in tl.static_range(TILES):
         tiles += (key_tile(query, b_unit, p_codes + i_h * K.CODES, j, K, TILES, T, D, BLOCK_G),)
     b_s = join_tiles(tiles, TILES, T // TILES, BLOCK_G)
-    b_low = zero_value(b_low, b_range, K.BITS)
+    b_low = zero_value(b_low, b_range, K.BITS, K.ETA)
     return b_s * b_range[:, None, :] + b_low[:, None, :] * b_sum[None, :, None]
 
 
@@ -363,7 +363,7 @@ def group_weights(
 ):
     """For a group of V's channels: (p . min [ROWS, BLOCK_G], digits of p * range of each token tile)."""
     b_low, b_range = load_token_meta(p_meta, GROUP, TILES, T)
-    b_mean = tl.sum(b_p * zero_value(b_low, b_range, V.BITS)[:, None, :], 2)
+    b_mean = tl.sum(b_p * zero_value(b_low, b_range, V.BITS, V.ETA)[:, None, :], 2)
     tiles = split_tiles(b_p * (b_range * b_fix)[:, None, :], TILES, T // TILES, BLOCK_G)
     weights: tl.tuple = ()
     for j in tl.static_range(TILES):
@@ -400,7 +400,7 @@ def add_values(
 ):
     """The sums times ``b_shrink``, plus a page weighed by ``b_p``."""
     BLOCKS: tl.constexpr = row_blocks(V, D)
-    b_fix, b_unit = fixed_point(load_top(p_meta + V.TOP, i_h), V.BITS)
+    b_fix, b_unit = fixed_point(load_top(p_meta + V.TOP, i_h), V.BITS, V.ETA)
     p_codes, p_meta = p_codes + i_h * V.CODES, p_meta + i_h * V.META
     outs: tl.tuple = ()
     lows: tl.tuple = ()

@@ -51,17 +51,18 @@ def take_joined(b_low, b_high, SHIFT: tl.constexpr, BIT: tl.constexpr, TO: tl.co
 
 
 @triton.jit
-def zero_value(b_low, b_range, BITS: tl.constexpr):
+def zero_value(b_low, b_range, BITS: tl.constexpr, ETA: tl.constexpr):
     """The value of the code that ``take_bits`` gives as 0."""
-    return b_low + b_range * (128.0 / 255.0) if BITS == 8 else b_low
+    SHARE: tl.constexpr = ETA + (1.0 - 2.0 * ETA) * (128.0 / 255.0 if BITS == 8 else 0.0)  # of the range
+    return b_low + b_range * SHARE if SHARE > 0 else b_low
 
 
 @triton.jit
-def fixed_point(b_bound, BITS: tl.constexpr):
+def fixed_point(b_bound, BITS: tl.constexpr, ETA: tl.constexpr = 0.0):
     """(Factor that makes floats within +-``b_bound`` fixed point, unit of sums of these times ``BITS``-bit codes)."""
     FIXED: tl.constexpr = 32512.0  # largest fixed-point value: its high digit is 127
     b_bound = tl.maximum(b_bound, 1e-30)  # rows of zeros
-    return FIXED / b_bound, b_bound * (1.0 / ((2**BITS - 1) * FIXED))
+    return FIXED / b_bound, b_bound * ((1.0 - 2.0 * ETA) / ((2**BITS - 1) * FIXED))
 
 
 @triton.jit

@@ -14,7 +14,9 @@ bytes give a run of consecutive tokens, and every set has at least T / 4 lanes, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -30,12 +32,16 @@ AXES: tuple[Axis, ...] = ("channel", "token")
 META_NBYTES = 4  # one (min, range) pair in fp16
 TILES = 4  # token tiles of a page
 
+_ETA = re.compile(r"[0-9]\.[0-9]{1,6}|[0-9]{1,3}/[1-9][0-9]{0,2}", re.ASCII)
+_ETA_REMEDY = "Choose at least 0 and less than 1/2, such as 0.045 or 1/6"
+
 
 class UniformSpec(NamedTuple):
     """Compile-time layout of a uniform side, for device functions. Strides and offsets in bytes.
 
     ``IS_K``: lanes are rows, else columns. ``PER_TOKEN``: a group is ``GROUP`` channels of one token, else ``GROUP``
-    tokens of one channel. ``CODES``, ``META``: of one head. ``TOP``: from the metadata's start to the largest ranges.
+    tokens of one channel. ``CODES``, ``META``: of one head; a subordinate side has no ``CODES``. ``TOP``: from the
+    metadata's start to the largest ranges. ``ETA``: share of the range by which the levels are drawn in at each end.
     """
 
     IS_K: bool
@@ -46,12 +52,15 @@ class UniformSpec(NamedTuple):
     CODES: int
     META: int
     TOP: int
+    ETA: float
 
 
 @dataclass(frozen=True)
 class UniformSide(Side):
-    """One side of a page as integer codes, x ~ min + code * range / (2^bits - 1), (min, range) per group.
+    """One side of a page as integer codes, x ~ min + share * range, (min, range) per group.
 
+    ``eta`` draws the levels in from both ends of the range: share = eta + (1 - 2 eta) code / (2^bits - 1). Codes and
+    metadata do not depend on it. A subordinate side has no codes; see ``Side.dominant``.
     Codes: per head ``head_codes_nbytes``, plane sets as above.
     Metadata: per head ``head_meta_nbytes`` of fp16,
         axis channel: ``[2 (min, range)][num_groups][D]``, a group being ``group`` tokens of one channel;
@@ -63,6 +72,12 @@ class UniformSide(Side):
     bits: int
     axis: Axis
     group: int
+    eta: Fraction = Fraction(0)
+    is_subordinate: bool = False
+
+    @property
+    def dominant(self) -> UniformSide | None:
+        return replace(self, is_subordinate=False) if self.is_subordinate else None
 
     @property
     def num_groups(self) -> int:
@@ -75,7 +90,7 @@ class UniformSide(Side):
 
     @property
     def head_codes_nbytes(self) -> int:
-        return self.shape.num_tokens * self.bits * self.shape.head_dim // 8
+        return 0 if self.is_subordinate else self.shape.num_tokens * self.bits * self.shape.head_dim // 8
 
     @property
     def head_meta_nbytes(self) -> int:
@@ -110,6 +125,7 @@ class UniformSide(Side):
             self.head_codes_nbytes,
             self.head_meta_nbytes,
             self.top_offset,
+            float(self.eta),
         )
 
     @property
@@ -119,18 +135,21 @@ class UniformSide(Side):
 
 @dataclass(frozen=True)
 class Uniform:
-    """x ~ min + code * range / (2^bits - 1) over groups of ``group`` elements along one axis.
+    """x ~ min + share * range over groups of ``group`` elements along one axis; see ``UniformSide``.
 
     ``axis`` "channel": a group is ``group`` tokens of one channel (KIVI's K). "token": ``group`` channels of
     one token (V, and PM-KVQ's K); the last group of a head is smaller if ``group`` does not divide the head
     dim, and a group larger than the head is the whole head. Raises ``ConfigError`` for other bits, axes or
-    groups.
-    Source: KIVI (arXiv 2402.02750); (min, range) for (scale, zero), so that a demotion changes codes only.
+    groups, and for ``eta`` outside [0, 1/2).
+    Source: KIVI (arXiv 2402.02750); (min, range) for (scale, zero), so that a demotion changes codes only. ``eta`` is
+    XQuant's calibration, and subordinate sides are its cross-layer sharing.
     """
 
     bits: int
     axis: Axis
     group: int
+    eta: Fraction = Fraction(0)
+    is_subordinate: bool = False
 
     def __post_init__(self) -> None:
         for field, value, choices in (
@@ -140,10 +159,13 @@ class Uniform:
         ):
             if value not in choices:
                 raise ConfigError("not supported", field=field, value=value, remedy=f"Choose from {choices}")
+        if not 0 <= self.eta < Fraction(1, 2):
+            raise ConfigError("outside its range", field="eta", value=str(self.eta), remedy=_ETA_REMEDY)
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}-{self.axis}-{self.group}"
+        eta = f"-eta{_spell(self.eta)}" if self.eta else ""
+        return f"int{self.bits}-{self.axis}-{self.group}{eta}" + ("-subordinate" if self.is_subordinate else "")
 
     def layout(self, shape: PageShape, side: SideName) -> UniformSide:
         """Where the bytes of one side lie. Raises ``ConfigError`` for an odd head dim with an odd number of bits."""
@@ -151,10 +173,30 @@ class Uniform:
             remedy = "Choose 8, 4 or 2 bits"
             raise ConfigError("needs an even head dim", field="format", value=self.name, remedy=remedy)
         extent = shape.num_tokens if self.axis == "channel" else shape.head_dim
-        return UniformSide(side, shape, self.bits, self.axis, min(self.group, extent))
+        return UniformSide(side, shape, self.bits, self.axis, min(self.group, extent), self.eta, self.is_subordinate)
 
 
 def uniform_formats() -> dict[str, Uniform]:
     """Every uniform format by its name."""
     formats = (Uniform(*choice) for choice in product(BITS, AXES, GROUPS))
     return {fmt.name: fmt for fmt in formats}
+
+
+def parse(name: str) -> Uniform | None:
+    """The format of a plain name with an eta or "subordinate" behind it, ``None`` for other names.
+
+    Raises ``ConfigError`` for a wrong eta.
+    """
+    base, suffix, rest = name.partition("-subordinate")
+    plain, _, eta = base.partition("-eta")
+    found = uniform_formats().get(plain)
+    if found is None or rest:
+        return None
+    if base != plain and not _ETA.fullmatch(eta):
+        raise ConfigError("not a number", field="eta", value=eta, remedy=_ETA_REMEDY)
+    return replace(found, eta=Fraction(eta or 0), is_subordinate=bool(suffix))
+
+
+def _spell(eta: Fraction) -> str:
+    """Decimals where six of them are exact, else a fraction."""
+    return f"{float(eta):.6f}".rstrip("0") if 10**6 % eta.denominator == 0 else str(eta)

@@ -28,14 +28,24 @@ def quantize(x: Tensor, side: UniformSide) -> SideBytes:
 
 
 def dequantize(rows: SideBytes, side: UniformSide) -> Tensor:
-    """x = min + code * range / (2^bits - 1), [n, H, T, D] float32."""
-    low, span = read_meta(rows, side).float()
+    """x = low + code * span / (2^bits - 1), (low, span) being ``calibrated``: [n, H, T, D] float32."""
+    low, span = calibrated(read_meta(rows, side), side)
     codes = read_codes(rows, side).float()
     return spread(low, side) + codes * spread(span / side.max_code, side)
 
 
+def calibrated(meta: Tensor, side: UniformSide) -> Tensor:
+    """(min, range) [2, ...] as the values of the lowest level and their distance from the highest, float32."""
+    low, span = meta = meta.float()
+    if side.eta:
+        meta = torch.stack((low + float(side.eta) * span, (1 - 2 * float(side.eta)) * span))
+    return meta
+
+
 def demote(rows: SideBytes, old: UniformSide, new: UniformSide) -> SideBytes:
     """The bytes of sides ``old`` as ``new``, of fewer bits: codes shrink, (min, range) stay."""
+    if new.is_subordinate:
+        return SideBytes(rows.codes[:, :0], rows.meta)
     codes = shrink(read_codes(rows, old).int(), old.bits, new.bits).to(torch.uint8)
     return write(codes, read_meta(rows, old), new)
 
@@ -44,6 +54,8 @@ def check_step(old: UniformSide, new: UniformSide) -> None:
     """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
     if (old.name, old.axis, old.group) != (new.name, new.axis, new.group):
         raise ValueError("a demotion keeps side, axis and group")
+    if old.is_subordinate and not new.is_subordinate:
+        raise ValueError("a subordinate side has no codes of its own")
     if old.bits != new.bits and (new.bits > old.bits or 3 in (old.bits, new.bits)):
         raise ValueError(f"no demotion leads from {old.bits} to {new.bits} bits")
 
@@ -138,13 +150,14 @@ def tops(rows: SideBytes, side: UniformSide) -> Tensor:
 
 
 def write(codes: Tensor, meta: Tensor, side: UniformSide) -> SideBytes:
-    """The bytes of sides. Inverse of ``read_codes`` and ``read_meta``.
+    """The bytes of sides, of subordinate ones without codes. Inverse of ``read_codes`` and ``read_meta``.
 
     Shapes:  codes [n, H, T, D] uint8;  meta [2, n, H, num_groups, D or T] fp16
     """
     heads = _pairs(meta, side).flatten(2).contiguous().view(torch.uint8)
     top = meta[1].amax((-2, -1)).unsqueeze(-1).view(torch.uint8)
-    return SideBytes(pack(codes, side.bits, side.name).flatten(1), torch.cat([heads.flatten(1), top.flatten(1)], 1))
+    packed = pack(codes, side.bits, side.name).flatten(1)[:, : side.codes_nbytes]
+    return SideBytes(packed, torch.cat([heads.flatten(1), top.flatten(1)], 1))
 
 
 def _pairs(meta: Tensor, side: UniformSide) -> Tensor:

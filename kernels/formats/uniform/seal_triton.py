@@ -18,7 +18,8 @@ def seal_head(
         b_codes, b_span = _seal_tokens(p_meta + i_h * SIDE.META, b_x, SIDE, T, D, TILE_D)
     else:
         b_codes, b_span = _seal_channels(p_meta + i_h * SIDE.META, b_x, SIDE, T, D, TILE_D)
-    store_codes(p_codes + i_h * SIDE.CODES, b_codes, SIDE.BITS, SIDE.IS_K, T, D, TILE_D)
+    if SIDE.CODES > 0:
+        store_codes(p_codes + i_h * SIDE.CODES, b_codes, SIDE.BITS, SIDE.IS_K, T, D, TILE_D)
     p_top = (p_meta + SIDE.TOP).to(tl.pointer_type(tl.float16)) + i_h
     tl.store(p_top, tl.max(tl.max(b_span.to(tl.float32), 1), 0).to(tl.float16))
 

@@ -13,7 +13,8 @@ def load_tile(
     p_codes, p_meta, i_h, o_t, b_t, num_page_tokens, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """See ``TritonOps``; x = min + code * range / (2^BITS - 1)."""
+    """See ``TritonOps``; x = min + (ETA + (1 - 2 ETA) code / (2^BITS - 1)) range."""
+    STEP: tl.constexpr = (1.0 - 2.0 * SIDE.ETA) / (2**SIDE.BITS - 1)
     o_d = tl.arange(0, BLOCK_D)
     m_x = b_t[:, None] & (o_d < D)[None, :]
     b_codes = load_codes(p_codes + i_h * SIDE.CODES, o_t, o_d, m_x, SIDE.BITS, SIDE.IS_K, T, D)
@@ -27,4 +28,5 @@ def load_tile(
         p_span = p_low + SIDE.GROUPS * D
     b_low = tl.load(p_low, mask=m_x, other=0.0).to(tl.float32)
     b_span = tl.load(p_span, mask=m_x, other=0.0).to(tl.float32)
-    return (b_low + b_codes.to(tl.float32) * (b_span * (1.0 / (2**SIDE.BITS - 1)))).to(DTYPE)
+    b_low = b_low + b_span * SIDE.ETA if SIDE.ETA > 0 else b_low
+    return (b_low + b_codes.to(tl.float32) * (b_span * STEP)).to(DTYPE)

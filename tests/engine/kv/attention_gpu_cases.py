@@ -20,6 +20,12 @@ LAYERS, KV_HEADS, GROUP = 2, 2, 2
 EIGHT_AND_FOUR = RungConfig(
     "int8-4", ("int8-channel-128", "int4-channel-128"), ("int8-token-128", "int4-token-128")
 )  # by layer: pages of the second have the same format on the rung of 4 bits, at another offset
+EIGHT_IN_SMALL_GROUPS = RungConfig("int8", "int8-channel-64", "int8-token-32")
+PAIR = RungConfig(
+    "pair",
+    ("int2-channel-64-eta0.045", "int2-channel-64-eta0.045-subordinate"),
+    ("int1-token-32-eta1/6", "int1-token-32-eta1/6-subordinate"),
+)
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 
 
@@ -89,6 +95,7 @@ if __name__ == "__main__":
             "one rung, sink": lambda: compare((), 16, 64),
             "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
             "nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 0, 64),
+            "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
         }
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, uniform_rung
 from qkv_engine.errors import CapacityError, ConfigError
-from qkv_engine.kernels.formats import Side
+from qkv_engine.kernels.formats import Side, SideBytes
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import RequestSlot, Rung, build_ladder
 from qkv_engine.models.rope import Rotation
@@ -22,10 +22,19 @@ LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 64
 SCALE = HEAD_DIM**-0.5
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 MIXED_LAYERS = RungConfig("mixed", ("int8-channel-64", "int4-token-32"), ("dense32", "int8-token-128"))
+PAIRS = [
+    RungConfig(
+        f"pairs{bits}",
+        (f"int{bits}-channel-128",) * 2,
+        (f"int{bits}-token-128", f"int{bits}-token-128-subordinate"),
+    )
+    for bits in (4, 1)
+]
 LADDERS = {
     "one rung": KVConfig(name="one", rungs=(DENSE32,)),
     "8-4-2-1": KVConfig(name="steps", rungs=(DENSE32, *(uniform_rung(b) for b in (8, 4, 2, 1))), sink=16),
     "3 bits, no sink": KVConfig(name="three", rungs=(DENSE32, uniform_rung(3, 32))),
+    "codes shared": KVConfig(name="shared", rungs=(DENSE32, uniform_rung(8), *PAIRS)),
     "layers differ": KVConfig(name="layers", rungs=(DENSE32, MIXED_LAYERS), sink=32),
 }
 
@@ -49,14 +58,20 @@ class Oracle:
             for side in (0, 1):
                 layout = rung.layout.sides[2 * layer + side]
                 if layout.dense_dtype is None:
-                    block = sides[side, start : start + BLOCK_TOKENS]
-                    block.copy_(_round(block.transpose(0, 1)[None], layout)[0].transpose(0, 1))
+                    tokens = slice(start, start + BLOCK_TOKENS)
+                    below = self.kv[request_id][layer - 1, side, tokens]
+                    block = sides[side, tokens]
+                    block.copy_(_round(block, below, layout))
         return sides[0], sides[1]
 
 
-def _round(x: Tensor, side: Side) -> Tensor:
-    """Values as their codes give them back; x [1, H, T, D]."""
-    return side.family.dequantize(side.family.quantize(x, side), side)
+def _round(x: Tensor, below: Tensor, side: Side) -> Tensor:
+    """Values [T, H, D] as their codes give them back, a subordinate side's being those of ``below``."""
+    own, lower = (x.transpose(0, 1)[None] for x in (x, below))
+    rows, read = side.family.quantize(own, side), side.dominant or side
+    if read != side:
+        rows = SideBytes(side.family.quantize(lower, read).codes, rows.meta)
+    return side.family.dequantize(rows, read)[0].transpose(0, 1)
 
 
 class Bench:
@@ -233,6 +248,15 @@ def test_ladders_that_cannot_work_are_refused():
             "K of layer 1.*3 to 2 bits.*End the ladder there",
         ),
         ((DENSE16, RungConfig("x", ("int8-channel-128",), "int8-token-128")), "1 formats for 2 layers"),
+        (
+            (DENSE16, RungConfig("x", "int2-channel-64-subordinate", "dense16")),
+            "K of layer 0 of rung x.*one layer below",
+        ),
+        (
+            (DENSE16, RungConfig("x", "int2-channel-64", ("int4-token-64", "int2-token-64-subordinate"))),
+            "64-subordinate.*V of layer 1 of rung x.*layer below.*same format with codes of its own",
+        ),
+        ((DENSE16, PAIRS[0], uniform_rung(1)), "V of layer 1 grows"),
         ((RungConfig("x", "int5", "int5"),), "unknown KV format"),
     ):
         with pytest.raises(ConfigError, match=message):
