@@ -6,11 +6,12 @@ All requests of a task are handed over at once, so blocks step down as they do i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.request import RequestOutput, SamplingParams
 
@@ -233,8 +234,8 @@ class _Evaluation:
         ]
 
 
-def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
-    """The rows by task, its presets below one another; columns with nothing in them are left out."""
+def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+    """The rows by task, its ``ladders`` below one another; columns with nothing in them are left out."""
     tasks = list(dict.fromkeys((row.task, row.size) for row in rows))
     rows = sorted(rows, key=lambda row: tasks.index((row.task, row.size)))  # stable: presets keep their order
     same = f"same as {rows[0].kv}"
@@ -259,7 +260,7 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
     spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, "95 % interval", "samples", "bits"]
     names = [f"{row.task} {row.kv}" for row in rows]
     return from_columns(
-        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, names)], [*spare, "status", "size"]
+        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, names, ladders)], [*spare, "status", "size"]
     )
 
 

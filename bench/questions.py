@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from qkv_engine.config import format_size
 from qkv_engine.errors import ConfigError
+from qkv_engine.input_files import read_input
 from qkv_engine.request import SamplingParams
 from qkv_engine.text.tokenizer import Tokenizer
 
@@ -97,25 +97,11 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
 
     Raises ``ConfigError`` for a file without any, and for what is no regular file of at most 64 MiB.
     """
-    lines = enumerate(_read(path).split(b"\n"), 1)
+    lines = enumerate(read_input(path, field="data", max_nbytes=MAX_FILE_NBYTES).split(b"\n"), 1)
     filled = [(number, line) for number, line in lines if line.strip()]
     if not filled:
-        raise ConfigError("has no questions", field="data", value=str(path), remedy="Give one JSON object a line")
+        raise ConfigError("has no lines", field="data", value=str(path), remedy="Give one JSON object a line")
     return filled
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.exists() and not path.is_file():  # reading a pipe may wait for ever, a device never ends
-            raise ConfigError("not a regular file", field="data", value=str(path))
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_NBYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", field="data", value=str(path)) from error
-    if len(data) > MAX_FILE_NBYTES:
-        remedy = "Split it"
-        raise ConfigError(f"larger than {format_size(MAX_FILE_NBYTES)}", field="data", value=str(path), remedy=remedy)
-    return data
 
 
 def _parse_question(path: Path, number: int, line: bytes) -> Example:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qkv_engine.config import BLOCK_TOKENS, PRESETS, format_size
+from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig, format_size
 
 from .sweep import FAILED, NO_FIT, OK, QUEUED, Row
 from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
@@ -49,8 +49,8 @@ def as_csv(records: Sequence[DataclassInstance]) -> str:
     return text.getvalue()
 
 
-def sweep_table(rows: Sequence[Row]) -> Table:
-    """The table of a sweep; columns with nothing in them are left out, and zeros of counters are nothing."""
+def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+    """The table of a sweep of ``ladders``; columns with nothing in them are left out, zeros of counters are nothing."""
     ratio = f"vs {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
     columns: dict[str, list[str]] = {
@@ -75,11 +75,13 @@ def sweep_table(rows: Sequence[Row]) -> Table:
     }
     spare = ["±", "p99", "ITL ms", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "demotions", "preemptions"]
     spare += ["TTFT ms", "status", ratio, "bits", "KV peak"]
-    return from_columns(_title(rows), columns, [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows])], spare)
+    return from_columns(
+        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows], ladders)], spare
+    )
 
 
-def workload_table(rows: Sequence[Row]) -> Table:
-    """The table of a sweep over questions: what became of the requests, in how much time and memory."""
+def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+    """The table of a sweep of ``ladders`` over questions: the fate of the requests, their time and memory."""
     same, ratio = f"same as {rows[0].kv}", f"vs {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
     columns: dict[str, list[str]] = {
@@ -100,7 +102,10 @@ def workload_table(rows: Sequence[Row]) -> Table:
         ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
         "status": [row.status if row.status in (NO_FIT, FAILED) else "" for row in rows],
     }
-    notes = [*_notes([row for row in rows if row.status != QUEUED]), *unfilled_notes(rows, [row.kv for row in rows])]
+    notes = [
+        *_notes([row for row in rows if row.status != QUEUED]),
+        *unfilled_notes(rows, [row.kv for row in rows], ladders),
+    ]
     spare = [
         "±",
         "finished",
@@ -147,8 +152,10 @@ class _Stored(Protocol):
     def demotions(self) -> int | None: ...
 
 
-def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
-    """Presets that could have lowered the precision of KV and never did: such rows show nothing of them.
+def unfilled_notes(
+    rows: Sequence[_Stored], names: Sequence[str], ladders: Mapping[str, KVConfig] = PRESETS
+) -> list[str]:
+    """``ladders`` that could have lowered the precision of KV and never did: such rows show nothing of them.
 
     Rows of one name are looked at together.
     """
@@ -158,12 +165,12 @@ def unfilled_notes(rows: Sequence[_Stored], names: Sequence[str]) -> list[str]:
             demotions[name, row.kv] = demotions.get((name, row.kv), 0) + row.demotions
     reasons: dict[str, list[str]] = {}
     for name, kv in (key for key, number in demotions.items() if not number):
-        preset = PRESETS.get(kv)
-        if preset is not None and len(preset.rungs) > 1:
-            full = preset.window.least_computed(preset.sink + BLOCK_TOKENS)
+        ladder = ladders.get(kv)
+        if ladder is not None and len(ladder.rungs) > 1:
+            full = ladder.window.least_computed(ladder.sink + BLOCK_TOKENS)
             early = f"no block was filled, which takes {full} tokens of context: all KV stayed at 16 bits"
             ample = f"memory was never short, or contexts stayed under {full} tokens: all KV stayed at 16 bits"
-            reasons.setdefault(early if preset.eager else ample, []).append(name)
+            reasons.setdefault(early if ladder.eager else ample, []).append(name)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 

@@ -30,7 +30,12 @@ def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
 
 
 def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype) -> Ladder:
-    """The ladder of ``kv`` for a model of ``config`` that computes in ``dtype``."""
+    """The ladder of ``kv`` for a model of ``config`` that computes in ``dtype``.
+
+    Raises ``ConfigError`` for one that was made for another model or does not fit this one.
+    """
+    if kv.model is not None:
+        kv.model.check_shape(config, kv.name)
     return build_ladder(
         kv,
         num_layers=config.num_layers,

@@ -10,12 +10,13 @@ import msgspec
 
 from qkv_engine.calibrate.gradients import Text
 from qkv_engine.calibrate.plan import Prompts
-from qkv_engine.errors import ConfigError
+from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .questions import parse_tasks, prompt_ids, read_lines
 from .sweep import random_prompts
 
+SHOWN_CHARS = 40  # of a question in a message
 MIN_LABELS = 128  # of all texts together: with fewer, chance ranks the layers
 
 
@@ -81,11 +82,14 @@ def _line_text(tokenizer: Tokenizer, path: Path, number: int, line: bytes, max_t
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ConfigError(f"line {number} is no text", field="data", value=str(path), remedy=remedy) from error
     reply = found.reply or found.answer
-    if found.prompt and reply and not found.text:
-        return _conversation(tokenizer, found.prompt, reply, max_tokens)
-    if not found.text or found.prompt:
-        raise ConfigError(f"line {number} is no text", field="data", value=str(path), remedy=remedy)
-    return Text(tokenizer.encode(found.text)[:max_tokens])
+    try:
+        if found.prompt and reply and not found.text:
+            return _conversation(tokenizer, found.prompt, reply, max_tokens)
+        if found.text and not found.prompt:
+            return Text(tokenizer.encode(found.text)[:max_tokens])
+    except RequestError as error:  # longer than any tokenizer is given
+        raise ConfigError(f"line {number}: {error}", field="data", value=str(path)) from error
+    raise ConfigError(f"line {number} is no text", field="data", value=str(path), remedy=remedy)
 
 
 def _conversation(tokenizer: Tokenizer, prompt: str, reply: str, max_tokens: int) -> Text:
@@ -93,7 +97,7 @@ def _conversation(tokenizer: Tokenizer, prompt: str, reply: str, max_tokens: int
     asked = prompt_ids(tokenizer, prompt)
     if len(asked) >= max_tokens:
         remedy = f"Give more than the {len(asked):,} tokens of the question"
-        message = "a question leaves no room for its reply"
+        message = f"the question {prompt[:SHOWN_CHARS]!r} leaves no room for its reply"
         raise ConfigError(message, field="max_tokens", value=max_tokens, remedy=remedy)
     replied = tokenizer.encode(reply, add_special_tokens=False)
     return Text([*asked, *replied][:max_tokens], max(1, len(asked)))

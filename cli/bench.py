@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
-from .model import check_shape, read_model
+from .model import check_ladders, check_shape, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
     _check_targets(args)
+    check_ladders(args, ladders.values(), args.shape)
     rows: list[Row] = []
     try:
         with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
                 bar.reach(len(rows))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, plan, rows)
+            _deliver(args, plan, ladders, rows)
     return results.exit_code(row.status for row in rows)
 
 
@@ -167,12 +168,12 @@ def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | Non
     return nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
 
 
-def _deliver(args: argparse.Namespace, plan: SweepPlan, rows: Sequence[Row]) -> None:
+def _deliver(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig], rows: Sequence[Row]) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
     from qkv_engine.bench.report import render, sweep_table, workload_table
 
-    table = sweep_table(rows) if plan.workload is None else workload_table(rows)
+    table = (sweep_table if plan.workload is None else workload_table)(rows, ladders)
     extras = []
     if args.plot is not None:
         kind = args.plot.suffix.lower().removeprefix(".")

@@ -99,12 +99,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises ``ConfigError`` where MODEL is a mere shape.
     """
-    _refuse_shape(args.model)
+    refuse_shape(args.model)
     options = {name: getattr(args, name, None) for name in _ENGINE_OPTIONS}
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _refuse_shape(model: str | None) -> None:
+def refuse_shape(model: str | None) -> None:
+    """Raises ``ConfigError`` where MODEL is a mere shape."""
     from qkv_engine.models.shapes import SHAPES
 
     if model in SHAPES and not Path(model).is_dir():

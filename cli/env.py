@@ -81,24 +81,15 @@ def _versions() -> dict[str, str]:
 
 def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     common.load_torch()
+    from qkv_engine.bench.sizing import make_ladder
     from qkv_engine.device.threads import choose_num_threads
-    from qkv_engine.kv.ladder import build_ladder
     from qkv_engine.models.loader import weights_nbytes
     from qkv_engine.startup import check_context, resolve_device
 
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
-    preset = resolve_kv(DEFAULT_KV if args.kv is None else args.kv)
-    if preset.model is not None:
-        preset.model.check_shape(config, preset.name)
-    ladder = build_ladder(
-        preset,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    ladder = make_ladder(resolve_kv(DEFAULT_KV if args.kv is None else args.kv), config, dtype)
     facts = _device(device)
     weights, free = weights_nbytes(config, dtype), facts["free_bytes"]
     facts["threads"] = choose_num_threads(args.num_threads, weights)

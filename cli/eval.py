@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
+from .model import check_ladders
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     ladders = common.kv_ladders(args.kv)
     plan = _plan(args, tuple(ladders))
     results.check_targets(args, log_samples=(".jsonl",))
+    check_ladders(args, ladders.values())
     rows: list[AccuracyRow] = []
     samples: list[Sample] = []
     try:
@@ -92,16 +95,18 @@ def run(args: argparse.Namespace) -> int:
                 bar.reach(len(rows))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, rows, samples)
+            _deliver(args, ladders, rows, samples)
     return results.exit_code(row.status for row in rows)
 
 
-def _deliver(args: argparse.Namespace, rows: list[AccuracyRow], samples: list[Sample]) -> None:
+def _deliver(
+    args: argparse.Namespace, ladders: Mapping[str, KVConfig], rows: list[AccuracyRow], samples: list[Sample]
+) -> None:
     """Rows to stdout and to the file, samples to theirs."""
     from qkv_engine.bench.accuracy import accuracy_table
     from qkv_engine.bench.report import as_json, render
 
-    table, extras = accuracy_table(rows), []
+    table, extras = accuracy_table(rows, ladders), []
     if args.log_samples is not None:
         lines = "".join(as_json(asdict(sample)) + "\n" for sample in samples)
         extras.append(results.Extra(args.log_samples, lines.encode, f"{len(samples)} samples"))

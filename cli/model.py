@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from qkv_engine.errors import ConfigError
 
-from .common import load_torch
+from .common import load_torch, refuse_shape
 
 if TYPE_CHECKING:
     import torch
 
+    from qkv_engine.config import KVConfig
     from qkv_engine.models.config import ModelConfig
     from qkv_engine.text.tokenizer import Tokenizer
 
@@ -45,6 +47,7 @@ def read_model(args: argparse.Namespace, shape: str | None = None) -> ModelFiles
     if args.model is None:
         folder = demo_folder()
     else:
+        refuse_shape(args.model)
         folder = find_folder(args.model, revision=args.revision, weights=False, check=read_config)
     return ModelFiles(read_config(folder), folder)
 
@@ -61,6 +64,15 @@ def check_shape(args: argparse.Namespace) -> None:
     if args.shape not in SHAPES:
         remedy = f"Choose from {', '.join(SHAPES)}"
         raise ConfigError("unknown shape", field="shape", value=args.shape, remedy=remedy)
+
+
+def check_ladders(args: argparse.Namespace, ladders: Iterable[KVConfig], shape: str | None = None) -> None:
+    """Raises ``ConfigError`` for a ladder that does not fit the model, before any other is measured."""
+    from qkv_engine.bench.sizing import make_ladder
+
+    config = read_model(args, shape).config
+    for kv in ladders:
+        make_ladder(kv, config, config.dtype)
 
 
 def weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 METHODS = ("kvmix",)
 DEFAULT_SAMPLES = 24
+MAX_SAMPLES, MAX_TOKENS = 10_000, 2**20  # texts are held in memory; a slip of the pen ends before they are made
 DEFAULT_PLAN, DEFAULT_PLOT = Path("plan.json"), Path("scores.png")
 
 EPILOG = """\
@@ -82,7 +83,7 @@ def _add_kvmix(add: Any) -> None:
         metavar="RATIO",
         help="share of the context, the newest, that stays dense (default: %(default)s)",
     )
-    add("--random", action="store_true", help="draw the layers at random: the control")
+    add("--random", action="store_true", help="draw the layers at random, whatever their scores: the control")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,10 +104,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> KVmix:
-    for field, least in (("samples", 1), ("max_tokens", 2)):
+    for field, least, most in (("samples", 1, MAX_SAMPLES), ("max_tokens", 2, MAX_TOKENS)):
         value = getattr(args, field)
-        if value < least:
-            raise ConfigError(f"must be at least {least}", field=field, value=value)
+        if not least <= value <= most:
+            remedy = f"Give an integer from {least} to {most:,}"
+            raise ConfigError("out of range", field=field, value=value, remedy=remedy)
     return KVmix(
         share=args.share,
         k_bits=args.k_bits,

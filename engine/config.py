@@ -209,10 +209,9 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
         remedy = f"Make one with qkv-engine plan MODEL --method {kv} -o plan.json and give its path"
         raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
     if not isinstance(kv, str) or kv not in PRESETS:
-        others = "or the path of a plan file" if isinstance(kv, str) else "the path of a plan file or a KVConfig"
-        raise ConfigError(
-            "unknown KV preset", field="kv", value=kv, remedy=f"Choose from {', '.join(PRESETS)}, {others}"
-        )
+        others = "" if isinstance(kv, str) else ", a KVConfig"
+        remedy = f"Choose from {', '.join(PRESETS)}{others}, or the path of a plan file (.json)"
+        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
     return PRESETS[kv]
 
 

@@ -11,6 +11,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
 
+MAX_SHOWN_CHARS = 80  # of a value in a message: that of a hostile file may have millions
 _SHAPE = ("architecture", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
 
 
@@ -38,7 +39,7 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in _SHAPE:
             mine, found = getattr(self, field), getattr(config, field)
             if mine != found:
-                raise self._refusal(kv, f"{field} is {mine} there and {found} here")
+                raise self._refusal(kv, f"{field} is {str(mine)[:MAX_SHOWN_CHARS]} there and {found} here")
 
     def check_weights(self, weights: str, kv: str) -> None:
         """Raises ``ConfigError`` unless the checkpoint's digest is this one; ``kv`` names the ladder."""
@@ -47,4 +48,5 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _refusal(self, kv: str, why: str) -> ConfigError:
         remedy = "Make one for this model with qkv-engine plan MODEL -o plan.json"
-        return ConfigError(f"a plan for another model ({self.name}): {why}", field="kv", value=kv, remedy=remedy)
+        message = f"a plan for another model ({self.name[:MAX_SHOWN_CHARS]}): {why}"
+        return ConfigError(message, field="kv", value=kv, remedy=remedy)

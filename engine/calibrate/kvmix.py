@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Annotated
 
 import msgspec
 
@@ -19,11 +20,14 @@ WIDTHS = (1, 2, 3, 4, 8)  # code bits that uniform sides have
 GROUPS = (32, 64, 128)  # elements that share a minimum and a range
 
 
+Norm = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class LayerScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Gradient norms of W_k and of W_v, one a layer."""
 
-    k: list[float]
-    v: list[float]
+    k: list[Norm]
+    v: list[Norm]
 
 
 class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from collections.abc import Sized
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from ..config import MAX_NAME_CHARS, KVConfig, RungConfig, format_size
+from ..config import MAX_NAME_CHARS, KVConfig, RungConfig
 from ..errors import ConfigError
 from ..fingerprint import ModelFingerprint
+from ..input_files import read_input
 from .kvmix import KVmix, LayerScores
 
 VERSION: Final = 1  # of the file's form; any other is refused
 MAX_NBYTES = 4 * 2**20  # of a plan file: 16 rungs of 512 layers take a tenth of it
+MAX_REASON_CHARS = 400  # of an error about a file: a name in it may have millions
 _REMEDY = "Make it anew with qkv-engine plan"
 _LEAF_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,9 +66,9 @@ class Prompts(_Strict, frozen=True):
     """Texts that were profiled: their source, their number, their tokens in all, and the most of any that counted."""
 
     source: str
-    count: int
-    tokens: int
-    max_tokens: int
+    count: Count
+    tokens: Count
+    max_tokens: Count
 
 
 class KVPlan(_Strict, frozen=True, kw_only=True):
@@ -107,19 +112,24 @@ class _Versioned(msgspec.Struct):
 
 def read_plan(path: str | Path) -> KVPlan:
     """The plan in the file at ``path``. Raises ``ConfigError``, saying where, for anything but a whole plan."""
-    data = _read(path)
+    data = read_input(path, field="kv", max_nbytes=MAX_NBYTES)
     try:
         version = msgspec.json.decode(data, type=_Versioned).version
         if version != VERSION:
-            raise _refusal(path, f"version is {version}, this release reads {VERSION}")
-        return msgspec.json.decode(data, type=KVPlan)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise _refusal(path, f"no plan: {error}") from error
+            raise ValueError(f"version is {version}, this release reads {VERSION}")
+        plan = msgspec.json.decode(data, type=KVPlan)
+        json.loads(data, object_pairs_hook=_refuse_repeats)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _refusal(path, f"no plan: {str(error)[:MAX_REASON_CHARS]}") from error
+    return plan
 
 
 def load_plan(path: str | Path) -> KVConfig:
     """The ladder of the plan file at ``path``, called by the file's name. Raises ``ConfigError`` as ``read_plan``."""
-    return read_plan(path).config(Path(path).stem[:MAX_NAME_CHARS])
+    plan, name = read_plan(path), Path(path).stem[:MAX_NAME_CHARS]
+    if not name.isprintable():
+        raise ConfigError("its name has to stand in tables", field="kv", value=str(path), remedy="Rename the file")
+    return plan.config(name)
 
 
 def plan_bytes(plan: KVPlan) -> bytes:
@@ -128,20 +138,12 @@ def plan_bytes(plan: KVPlan) -> bytes:
     return (_LEAF_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n").encode()
 
 
-def _read(path: str | Path) -> bytes:
-    try:
-        found = os.path.expanduser(path)
-        if os.path.exists(found) and not os.path.isfile(found):  # reading a pipe may wait for ever
-            raise _refusal(path, "not a regular file")
-        with open(found, "rb") as file:
-            data = file.read(MAX_NBYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", field="kv", value=str(path)) from error
-    except ValueError as error:  # a null character
-        raise ConfigError("not a path", field="kv", value=str(path)) from error
-    if len(data) > MAX_NBYTES:
-        raise _refusal(path, f"no plan: larger than {format_size(MAX_NBYTES)}")
-    return data
+def _refuse_repeats(pairs: list[tuple[str, object]]) -> None:
+    """Raises ``ValueError`` if a JSON object has a key twice, of which readers take the last."""
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"an object has the key {twice!r} twice")
 
 
 def _refusal(path: str | Path, why: str) -> ConfigError:

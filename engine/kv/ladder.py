@@ -148,13 +148,22 @@ class Ladder:
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
     """The ladder of ``config`` for a model that computes in ``dtype``.
 
-    Raises ``ConfigError`` if the first rung is not dense in one dtype, a rung does not fit the model, or a step is
-    impossible.
+    Raises ``ConfigError``, naming the ladder, if the first rung is not dense in one dtype, a rung does not fit the
+    model, or a step is impossible.
     """
+    try:
+        return _build_ladder(config, num_layers, num_kv_heads, head_dim, dtype)
+    except ConfigError as error:
+        why = str(error).removesuffix(f". {error.remedy}")
+        raise ConfigError(why, field="kv", value=config.name, remedy=error.remedy) from error
+
+
+def _build_ladder(config: KVConfig, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
     shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
     rungs = tuple(_build_rung(rung, num_layers, shape, dtype) for rung in config.rungs)
     if not rungs[0].is_dense:
-        raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name)
+        remedy = 'Begin with a rung whose K and V are "dense16"'
+        raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name, remedy=remedy)
     if len({side.dense_dtype for side in rungs[0].layout.sides}) > 1:
         remedy = "Store K and V of all its layers in one dense format"
         raise ConfigError("the first rung mixes dtypes", field="rungs", value=rungs[0].name, remedy=remedy)
@@ -176,7 +185,9 @@ def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: to
     for names in (config.k, config.v):
         each = (names,) * num_layers if isinstance(names, str) else names
         if len(each) != num_layers:
-            raise ConfigError(f"{len(each)} formats for {num_layers} layers", field="rung", value=config.name)
+            remedy = "Give one format for all layers, or one a layer"
+            message = f"{len(each)} formats for {num_layers} layers"
+            raise ConfigError(message, field="rung", value=config.name, remedy=remedy)
         sides.append([make_format(name, dtype) for name in each])
     rung = Rung(config.name, tuple(zip(*sides, strict=True)), shape)
     for name, formats in zip(SIDES, zip(*rung.layers, strict=True), strict=True):
@@ -200,12 +211,13 @@ def _check_side(fmt: Format, shape: PageShape, name: SideName, below: Side | Non
 
 def _check_step(wide: Rung, narrow: Rung) -> None:
     """Bytes shrink, no layer grows, and every side can step as the kernels do it."""
+    smaller = "Give each rung fewer bits than the one before"
     if narrow.block_nbytes >= wide.block_nbytes:
-        raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name)
+        raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name, remedy=smaller)
     for index, (old, new) in enumerate(zip(wide.layout.sides, narrow.layout.sides, strict=True)):
         where = f"{old.name.upper()} of layer {index // 2}"
         if new.nbytes > old.nbytes:
-            raise ConfigError(f"{where} grows from rung {wide.name}", field="rung", value=narrow.name)
+            raise ConfigError(f"{where} grows from rung {wide.name}", field="rung", value=narrow.name, remedy=smaller)
         try:
             check_step(old, new)
         except ValueError as error:

@@ -101,5 +101,5 @@ def test_bytes_that_are_no_text_are_a_line_that_is_no_question(tmp_path: Path) -
 def test_a_file_without_questions(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="no questions"):
+    with pytest.raises(ConfigError, match="no lines"):
         read_questions(path, samples=5)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from qkv_engine import KVConfig
 from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.bench.report import render, sweep_table, unfilled_notes, workload_table
 from qkv_engine.bench.sweep import Row
+from qkv_engine.config import PRESETS
 from qkv_engine.errors import ConfigError
 
 from .fake import make_row
@@ -120,6 +122,12 @@ def test_an_eager_preset_that_filled_no_block_says_so(kv: str, tokens: int) -> N
 def test_a_preset_that_never_ran_short_says_so() -> None:
     (note,) = workload_table([make_row(kv="auto", task="ledger 2")]).notes
     assert note == "auto: memory was never short, or contexts stayed under 160 tokens: all KV stayed at 16 bits"
+
+
+def test_a_ladder_of_ones_own_says_so_too() -> None:
+    mine = KVConfig(name="mine", rungs=PRESETS["int4"].rungs, recent_ratio=0.5, eager=True)
+    (note,) = sweep_table([make_row(kv="mine")], {"mine": mine}).notes
+    assert note.startswith("mine: no block was filled, which takes 255 tokens")
 
 
 def test_presets_of_one_reason_share_a_line_and_those_that_stepped_down_are_quiet() -> None:

@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from qkv_engine import ConfigError
 from qkv_engine.bench.plan_report import layer_rows
 from qkv_engine.bench.plot_plan import plot_plan
 from qkv_engine.bench.texts import file_texts, random_texts, task_texts
 from qkv_engine.calibrate.kvmix import KVmix, LayerScores
-from qkv_engine.calibrate.plan import KVPlan, PlannedLadder, Prompts, read_plan
+from qkv_engine.calibrate.plan import KVPlan, PlannedLadder, Prompts, plan_bytes, read_plan
 from qkv_engine.cli.main import main
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.models.loader import read_config
 from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
@@ -105,6 +107,9 @@ def test_a_shape_has_random_weights_and_texts(capsys: pytest.CaptureFixture[str]
         (["--low-bits", "4"], "--low-bits"),
         (["--group", "11"], "--group"),
         (["--samples", "0"], "--samples"),
+        (["--samples", "100000000000"], "--samples=100000000000: out of range. Give an integer from 1 to 10,000"),
+        (["--max-tokens", "1" + "0" * 30], "--max-tokens"),
+        (["--data", "a\0b"], "--data"),
         (["--samples", "1"], "--samples=1: fewer"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--max-tokens", "40"], "--max-tokens"),
@@ -139,6 +144,24 @@ def test_an_interrupt_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("qkv_engine.calibrate.gradients.score_texts", interrupted)
     assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "--plot"]) == 130
     assert capsys.readouterr().out == "" and list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [("eval", ["--tasks", "sorting:5", "--samples", "1"]), ("bench", ["--output-len", "2"])]
+)
+def test_a_plan_that_does_not_fit_is_found_before_others_are_measured(
+    command: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config(demo_folder())
+    fitting = replace(make_plan(8, KVmix()), model=ModelFingerprint.of("demo", config, None))
+    unknown = json.loads(plan_bytes(fitting))
+    unknown["ladder"]["rungs"][1]["k"] = "int2-channel-33"
+    Path("other.json").write_bytes(plan_bytes(make_plan(8, KVmix())))
+    Path("unknown.json").write_text(json.dumps(unknown))
+    for name, message in (("other", "a plan for another model"), ("unknown", "format='int2-channel-33'")):
+        assert main([command, "--kv", f"bf16,{name}.json", *words, "--kv-memory", "64MiB"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 1 and f"--kv='{name}': {message}" in err
 
 
 def test_kv_errors_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +229,7 @@ def test_lines_of_a_file(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "has no questions"),
+        ([], "has no lines"),
         (["one", "two"], "line 1 is no text"),
         (['{"text": "a b"}', "[]"], "line 2"),
         (['{"text": 3}'], "line 1"),
@@ -220,6 +243,14 @@ def test_lines_of_a_file(tokenizer: Tokenizer) -> None:
 def test_a_bad_set_is_refused_by_line(lines: list[str], message: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=rf"data='texts.jsonl'.*{message}.*\. Give"):
         file_texts(tokenizer, write(*lines), samples=24, max_tokens=100)
+
+
+def test_a_line_too_long_for_the_tokenizer_is_named(tokenizer: Tokenizer) -> None:
+    long = "word " * 2_000_000
+    for line in ({"text": long}, {"prompt": long, "answer": "a"}):
+        path = write(json.dumps({"text": "a b c"}), json.dumps(line))
+        with pytest.raises(ConfigError, match=r"data='texts.jsonl': line 2: .*8388608"):
+            file_texts(tokenizer, path, samples=24, max_tokens=100)
 
 
 def test_random_texts_repeat_by_seed() -> None:

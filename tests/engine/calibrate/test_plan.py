@@ -105,6 +105,8 @@ def test_the_home_folder_is_found(file: Path, monkeypatch: pytest.MonkeyPatch):
         (lambda plan: plan["ladder"]["rungs"][1].update(k=["int2-channel-32"]), r"kvmix.k has 1 entries"),
         (lambda plan: plan["ladder"]["rungs"][1].update(v=[1, 2]), "rungs"),
         (lambda plan: plan["ladder"]["rungs"][1].update(name="\n"), "rung"),
+        (lambda plan: plan["prompts"].update(count=-1), "count"),
+        (lambda plan: plan["scores"].update(k=[1, -1]), r"scores.k\[1\]"),
     ],
 )
 def test_a_changed_field_is_named(how: Callable, message: str, edit: Callable):
@@ -152,9 +154,43 @@ def test_truncated_anywhere_or_with_a_byte_changed_it_is_refused_or_a_plan(file:
 def test_what_is_no_readable_file_is_refused(tmp_path: Path):
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
-    for path in (tmp_path / "none.json", tmp_path, pipe, Path("/dev/zero"), "a\0.json", "x" * 5000 + ".json"):
-        with pytest.raises(ConfigError, match="kv="):
+    for path, message in (
+        (tmp_path / "none.json", "cannot be read: No such file"),
+        (tmp_path, "not a regular file"),
+        (pipe, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+        ("a\0.json", "not a path"),
+        ("x" * 5000 + ".json", "File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=rf"kv=.*: {message}.*\. Give the path of a file of at most 4.0 MiB"):
             load_plan(path)
+
+
+@pytest.mark.parametrize("repeat", ['"sink": 32, "sink"', '"version": 1, "version"'])
+def test_a_key_that_is_there_twice_is_refused(repeat: str, file: Path):
+    key = repeat.rsplit(maxsplit=1)[1]
+    file.write_text(file.read_text().replace(key, repeat))
+    with pytest.raises(ConfigError, match=rf"kv='.*mine.json'.*key '{key[1:-1]}' twice"):
+        read_plan(file)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda plan: plan.update({"x" * 10**6: 1}),
+        lambda plan: plan["ladder"]["rungs"][1].update(name="x" * 10**6, k=[]),
+        lambda plan: plan["model"].update(name="x" * 10**6, architecture="y" * 10**6),
+    ],
+)
+def test_a_long_name_does_not_flood_the_message(how: Callable, edit: Callable, model: Path):
+    with pytest.raises(ConfigError) as refusal:
+        load_plan(edit(how)).model.check_shape(read_config(model), "mine")
+    assert len(str(refusal.value)) < 1000
+
+
+def test_a_file_name_that_cannot_be_shown_is_refused(file: Path):
+    with pytest.raises(ConfigError, match=r"kv='.*a\\nb.json'.*Rename the file"):
+        load_plan(file.rename(file.with_name("a\nb.json")))
 
 
 def test_a_method_without_a_plan_names_the_command():
@@ -214,5 +250,27 @@ def test_the_digest_is_that_of_the_bfloat16_copy(model: Path):
 
 def test_formats_that_do_not_fit_the_model_are_refused(model: Path, edit: Callable):
     path = edit(lambda plan: plan["ladder"]["rungs"][1].update(k="int5-channel-32"))
-    with pytest.raises(ConfigError, match=r"int5-channel-32.*Choose from"):
+    with pytest.raises(ConfigError, match=r"^kv='mine': format='int5-channel-32'.*Choose from"):
+        Engine(str(model), kv=path, kv_memory="16MiB")
+
+
+DENSE = ("dense16", "dense16")
+
+
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        ([("int8-channel-128", "int8-token-128"), DENSE], "the first rung must be dense.*Begin"),
+        ([DENSE, ("int2-channel-32",) * 2, ("int8-channel-32",) * 2], "not smaller than.*fewer bits"),
+        (
+            [DENSE, ("int8-channel-32", "int1-token-32"), ("int1-channel-32", "int2-token-32")],
+            "V of layer 0 grows.*fewer",
+        ),
+        ([DENSE, ("kitty-12.5", "kitty-12.5")], "V of layer 0.*Choose a format per token"),
+    ],
+)
+def test_impossible_ladders_name_the_plan(formats: list, message: str, model: Path, edit: Callable):
+    rungs = [{"name": f"rung {number}", "k": k, "v": v} for number, (k, v) in enumerate(formats)]
+    path = edit(lambda plan: plan["ladder"].update(rungs=rungs))
+    with pytest.raises(ConfigError, match=f"^kv='mine': .*{message}"):
         Engine(str(model), kv=path, kv_memory="16MiB")
