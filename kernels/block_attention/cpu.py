@@ -35,8 +35,8 @@ def block_attention(
 def _attend(q: Tensor, memory: Tensor, where: Tensor | range, page: PageLayout) -> tuple[Tensor, Tensor]:
     """The same for scaled queries."""
     k, v = page_rows(memory, where, page)
-    scores, shift = page.k.family.cpu.scores(q.expand(len(where), -1, -1, -1), k, page.k)
+    scores = page.k.family.cpu.scores(q.expand(len(where), -1, -1, -1), k, page.k)
     weights = scores.softmax(-1)
     # The largest weight is 1 / sum exp(score - largest score).
     lse = scores.amax(-1).sub_(weights.amax(-1).log_())
-    return page.v.family.cpu.values(weights, v, page.v), lse if shift is None else lse.add_(shift)
+    return page.v.family.cpu.values(weights, v, page.v), lse

@@ -103,15 +103,14 @@ class CpuOps(NamedTuple):
     ``seal(x, out, side)`` writes codes and metadata, returns whether all of x is finite.
     ``demote(rows, out, old, new)`` writes the side ``old`` as ``new``.
     ``dequantize(rows, side, dtype)`` returns x.
-    ``scores(q, rows, side)``: q [n, H, G, D] float32 times K. Returns [n, H, G, T] and, apart from it where that is
-    cheaper, a summand [n, H, G] that all tokens of a page share, or None.
+    ``scores(q, rows, side)``: q [n, H, G, D] float32 times K, [n, H, G, T].
     ``values(p, rows, side)``: p [n, H, G, T] float32 times V, [n, H, G, D].
     """
 
     seal: Callable[[Tensor, SideBytes, Any], bool]
     demote: Callable[[SideBytes, SideBytes, Any, Any], None]
     dequantize: Callable[[SideBytes, Any, torch.dtype], Tensor]
-    scores: Callable[[Tensor, SideBytes, Any], tuple[Tensor, Tensor | None]]
+    scores: Callable[[Tensor, SideBytes, Any], Tensor]
     values: Callable[[Tensor, SideBytes, Any], Tensor]
 
 
@@ -204,6 +203,6 @@ def plain_cpu_ops(
         seal=seal,
         demote=lambda rows, out, old, new: store(demote(rows, old, new), out),
         dequantize=lambda rows, side, dtype: dequantize(rows, side).to(dtype),
-        scores=lambda q, rows, side: (q @ dequantize(rows, side).mT, None),
+        scores=lambda q, rows, side: q @ dequantize(rows, side).mT,
         values=lambda p, rows, side: p @ dequantize(rows, side),
     )

@@ -148,7 +148,7 @@ def test_metadata_is_that_of_uniform_sides_but_for_the_sign_of_boosted_ranges() 
     numbers = kitty.numbers(rows, side).long()
     assert torch.equal(numbers, numbers.sort(-1).values)
     assert torch.equal(span.signbit().nonzero()[:, 2].view(numbers.shape), numbers)
-    assert torch.equal(kitty.tops(rows, side), wide_span.amax(-1))
+    assert torch.equal(uniform.tops(rows, side), wide_span.amax(-1))
 
 
 def test_without_boost_codes_are_those_of_2_bits() -> None:

@@ -9,7 +9,7 @@ from ..family import CpuOps, SideBytes
 from ..uniform import UniformSide
 from ..uniform.codes import code_planes, pack, token_factors
 from ..uniform.cpu import seal as seal_uniform
-from ..uniform.reference import meta_tile
+from ..uniform.reference import meta_tile, tops
 from ..uniform.reference import read_codes as read_uniform
 from .layout import KittySide, Ranking
 from .reference import (
@@ -20,7 +20,6 @@ from .reference import (
     numbers,
     pairs,
     read_codes,
-    tops,
 )
 
 
@@ -51,8 +50,8 @@ def dequantize(rows: SideBytes, side: KittySide, dtype: torch.dtype) -> Tensor:
     return read_codes(rows, side).float().mul_(_steps(span)).add_(low).to(dtype)
 
 
-def scores(q: Tensor, rows: SideBytes, side: KittySide) -> tuple[Tensor, Tensor | None]:
-    """logits_t = sum_d (q_d step_d) (low_td + 4 high_td) + sum_d q_d min_d; the last sum is shared by all tokens."""
+def scores(q: Tensor, rows: SideBytes, side: KittySide) -> Tensor:
+    """logits_t = sum_d (q_d step_d) (low_td + 4 high_td) + sum_d q_d min_d."""
     n, heads, queries, _ = q.shape
     low, span = pairs(rows, side).float().split(1, 2)
     inputs = q * _steps(span).mul_(3)  # the factors of tokens have the 3 levels of 2 bits
@@ -61,7 +60,7 @@ def scores(q: Tensor, rows: SideBytes, side: KittySide) -> tuple[Tensor, Tensor 
     out = torch.bmm(inputs.flatten(0, 1), base.flatten(2, 3).flatten(0, 1).mT)
     out.baddbmm_(boosted.flatten(0, 1), high.flatten(2, 3).flatten(0, 1).mT, alpha=4)
     out = out.view(n, heads, queries, -1).mul_(token_factors(2, side.shape.num_tokens))
-    return out, (q * low).sum(-1)
+    return out.add_((q * low).sum(-1, True))
 
 
 def _values(p: Tensor, rows: SideBytes, side: KittySide) -> Tensor:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from qkv_engine.errors import ConfigError
 
-from ..family import PageShape, Side, SideName
+from ..family import PageShape, SideName
 from ..uniform import UniformSide
-from ..uniform.layout import META_NBYTES, TILES
+from ..uniform.layout import META_NBYTES, TILES, HeadSide
 
 MAX_CHANNELS = 256  # a channel number is a byte
 HEAD_ALIGN = 16  # bytes: the metadata of every head starts where wide copies can
@@ -51,7 +51,7 @@ class KittySpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KittySide(Side):
+class KittySide(HeadSide):
     """K of a page as codes, x ~ min + code * range / 15 in ``boosted`` channels, else / 3; (min, range) per channel.
 
     Codes: per head ``[T / 4][D]`` with the low two bits of every channel's code, then ``[T / 4][boosted]`` with the
@@ -76,19 +76,6 @@ class KittySide(Side):
     @property
     def head_meta_nbytes(self) -> int:
         return -(-(self.numbers_offset + self.boosted) // HEAD_ALIGN) * HEAD_ALIGN
-
-    @property
-    def top_offset(self) -> int:
-        """Bytes from the start of the metadata to the largest ranges."""
-        return self.shape.num_kv_heads * self.head_meta_nbytes
-
-    @property
-    def codes_nbytes(self) -> int:
-        return self.shape.num_kv_heads * self.head_codes_nbytes
-
-    @property
-    def meta_nbytes(self) -> int:
-        return self.top_offset + 2 * self.shape.num_kv_heads
 
     @property
     def spec(self) -> KittySpec:

@@ -110,11 +110,6 @@ def numbers(rows: SideBytes, side: KittySide) -> Tensor:
     return head_metas(rows, side)[..., side.numbers_offset : side.numbers_offset + side.boosted]
 
 
-def tops(rows: SideBytes, side: KittySide) -> Tensor:
-    """The largest range of each head, a view [n, H] fp16."""
-    return rows.meta[:, side.top_offset :].view(torch.float16)
-
-
 def read_codes(rows: SideBytes, side: KittySide) -> Tensor:
     """Codes [n, H, T, D] uint8, of 4 bits in boosted channels and of 2 in others."""
     low, high = (unpack(part, 2, "k", side.shape.num_tokens) for part in code_sets(rows, side))

@@ -68,15 +68,15 @@ def dequantize(rows: SideBytes, side: UniformSide, dtype: torch.dtype) -> Tensor
     return out.to(dtype)
 
 
-def scores(q: Tensor, rows: SideBytes, side: UniformSide) -> tuple[Tensor, Tensor | None]:
+def scores(q: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:
     """logits_t = sum_d (q_d step_d) code_td + sum_d q_d min_d, with step and min of the token's group."""
     if side.axis == "token":
-        return _sum_groups(q, rows, side), None
+        return _sum_groups(q, rows, side)
     low, span = calibrated(meta_tile(rows, side), side).unsqueeze(4)
     inputs, factors = q.unsqueeze(2), token_factors(side.bits, side.shape.num_tokens)
     products = _multiply(inputs * span, rows, side)
     out = torch.addcmul((inputs * low).sum(-1, True), products, factors.view(-1, 1, side.group))
-    return out.transpose(2, 3).reshape(*q.shape[:3], -1), None
+    return out.transpose(2, 3).reshape(*q.shape[:3], -1)
 
 
 def values(p: Tensor, rows: SideBytes, side: UniformSide) -> Tensor:

@@ -15,6 +15,7 @@ bytes give a run of consecutive tokens, and every set has at least T / 4 lanes, 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -56,7 +57,35 @@ class UniformSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UniformSide(Side):
+class HeadSide(Side):
+    """A side whose heads lie one after another: their codes; their metadata, then the largest range of each, fp16."""
+
+    @property
+    @abstractmethod
+    def head_codes_nbytes(self) -> int:
+        """Bytes of the codes of one head."""
+
+    @property
+    @abstractmethod
+    def head_meta_nbytes(self) -> int:
+        """Bytes of the metadata of one head, its largest range not counted."""
+
+    @property
+    def top_offset(self) -> int:
+        """Bytes from the start of the metadata to the largest ranges."""
+        return self.shape.num_kv_heads * self.head_meta_nbytes
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.shape.num_kv_heads * self.head_codes_nbytes
+
+    @property
+    def meta_nbytes(self) -> int:
+        return self.top_offset + 2 * self.shape.num_kv_heads
+
+
+@dataclass(frozen=True)
+class UniformSide(HeadSide):
     """One side of a page as integer codes, x ~ min + share * range, (min, range) per group.
 
     ``eta`` draws the levels in from both ends of the range: share = eta + (1 - 2 eta) code / (2^bits - 1). Codes and
@@ -100,19 +129,6 @@ class UniformSide(Side):
     def across(self) -> int:
         """Groups side by side: channels, or tokens."""
         return self.shape.head_dim if self.axis == "channel" else self.shape.num_tokens
-
-    @property
-    def top_offset(self) -> int:
-        """Bytes from the start of the metadata to the largest ranges."""
-        return self.shape.num_kv_heads * self.head_meta_nbytes
-
-    @property
-    def codes_nbytes(self) -> int:
-        return self.shape.num_kv_heads * self.head_codes_nbytes
-
-    @property
-    def meta_nbytes(self) -> int:
-        return self.top_offset + 2 * self.shape.num_kv_heads
 
     @property
     def spec(self) -> UniformSpec:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..family import SideBytes
 from .codes import pack, unpack
-from .layout import TILES, UniformSide
+from .layout import TILES, HeadSide, UniformSide
 
 LIMIT = 32752.0  # half of fp16's largest value, so that min and range are both finite in fp16; exact in fp16
 
@@ -144,7 +144,7 @@ def read_meta(rows: SideBytes, side: UniformSide) -> Tensor:
     return tile if side.axis == "channel" else tile.flatten(-2)
 
 
-def tops(rows: SideBytes, side: UniformSide) -> Tensor:
+def tops(rows: SideBytes, side: HeadSide) -> Tensor:
     """The largest range of each head, a view [n, H] fp16."""
     return rows.meta[:, side.top_offset :].view(torch.float16)
 
