@@ -60,15 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, metavar="N", help="runs before them (default: 1, with --task 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     results.add_arguments(add)
-    add(
-        "--plot",
-        nargs="?",
-        const=DEFAULT_PLOT,
-        type=Path,
-        metavar="FILE",
-        help=f"draw throughput and KV memory as .png, .svg or .pdf (without FILE: {DEFAULT_PLOT}; needs "
-        "qkv-engine[bench])",
-    )
+    results.add_plot(add, "throughput and KV memory", DEFAULT_PLOT)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args, tuple(ladders))
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
-    _check_targets(args)
+    results.check_targets_and_plot(args)
     check_ladders(args, ladders.values(), args.shape)
     rows: list[Row] = []
     try:
@@ -131,15 +123,6 @@ def _workload(args: argparse.Namespace, number: int) -> Workload | None:
         raise ConfigError("one task at a time", field=task.field, value=task.text)
     tokenizer = read_model(args, args.shape).tokenizer(task.field)
     return Workload(found[0], ask(tokenizer, found[0].examples))
-
-
-def _check_targets(args: argparse.Namespace) -> None:
-    """Refuse before the run what could not be written after it."""
-    from qkv_engine.bench.plots import PLOT_SUFFIXES, require_matplotlib
-
-    results.check_targets(args, plot=PLOT_SUFFIXES)
-    if args.plot is not None:
-        require_matplotlib()
 
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine:

@@ -45,14 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("plan").add_argument
     add("--method", choices=METHODS, default=METHODS[0], help="how formats are chosen (default: %(default)s)")
     add("-o", "--output", type=Path, default=DEFAULT_PLAN, metavar="FILE", help="the plan (default: %(default)s)")
-    add(
-        "--plot",
-        nargs="?",
-        const=DEFAULT_PLOT,
-        type=Path,
-        metavar="FILE",
-        help=f"draw the scores as .png, .svg or .pdf (without FILE: {DEFAULT_PLOT}; needs qkv-engine[bench])",
-    )
+    results.add_plot(add, "the scores", DEFAULT_PLOT)
     results.add_format(add)
     _add_texts(parser.add_argument_group("texts").add_argument)
     _add_kvmix(parser.add_argument_group("kvmix").add_argument)
@@ -90,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the plan that ``args`` ask for and return the exit code."""
     settings = _settings(args)
     check_shape(args)
-    _check_targets(args)
+    results.check_targets_and_plot(args, output=(PLAN_SUFFIX,))
     common.load_torch()
     options = common.engine_options(args)
     files = read_model(args, args.shape)
@@ -118,15 +111,6 @@ def _settings(args: argparse.Namespace) -> KVmix:
         recent_ratio=args.recent_ratio,
         random_seed=args.seed if args.random else None,
     )
-
-
-def _check_targets(args: argparse.Namespace) -> None:
-    """Refuse before the run what could not be written after it."""
-    from qkv_engine.bench.plots import PLOT_SUFFIXES, require_matplotlib
-
-    results.check_targets(args, output=(PLAN_SUFFIX,), plot=PLOT_SUFFIXES)
-    if args.plot is not None:
-        require_matplotlib()
 
 
 def _check_formats(settings: KVmix, config: ModelConfig) -> None:

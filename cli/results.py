@@ -49,6 +49,27 @@ def add_format(add: Callable[..., Any], *short: str) -> None:
     )
 
 
+def add_plot(add: Callable[..., Any], what: str, default: Path) -> None:
+    """The option ``--plot``, which draws ``what``; without a file ``default``."""
+    add(
+        "--plot",
+        nargs="?",
+        const=default,
+        type=Path,
+        metavar="FILE",
+        help=f"draw {what} as .png, .svg or .pdf (without FILE: {default}; needs qkv-engine[bench])",
+    )
+
+
+def check_targets_and_plot(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
+    """``check_targets``, for ``--plot`` too. Raises ``ConfigError`` if what draws it is not installed."""
+    from qkv_engine.bench.plots import PLOT_SUFFIXES, require_matplotlib
+
+    check_targets(args, **suffixes, plot=PLOT_SUFFIXES)
+    if args.plot is not None:
+        require_matplotlib()
+
+
 def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
     """Refuse before the run what could not be written after it: ``--output``, and other files by option.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from .code import Patch
 from .options import Options, draw
 from .simulator import Simulation
 from .spy import Broken
-from .test_simulator import describe, swarm
+from .test_simulator import check_loads
 
 # Slot sizes of the rungs, widest first: even and uneven steps, sizes that divide no slab, near neighbours.
 LADDERS = (
@@ -66,21 +65,13 @@ def many_rungs(options: Options) -> Options:
     )  # fmt: skip
 
 
-def check(seeds: range, num_events: int, report: list[str]) -> None:
-    started = time.monotonic()
-    total, digest = swarm(seeds, num_events, many_rungs)
-    report.append(describe(seeds, total, digest, time.monotonic() - started))
-    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
-        assert total[kind], f"the loads show no {kind}"
-
-
 def test_ladders_of_many_rungs_keep_every_invariant(report: list[str]):
-    check(range(100, 160), 400, report)
+    check_loads(report, range(100, 160), 400, many_rungs)
 
 
 @pytest.mark.slow
 def test_ladders_of_many_rungs_for_long(report: list[str]):
-    check(range(650, 1150), 500, report)
+    check_loads(report, range(650, 1150), 500, many_rungs)
 
 
 @pytest.mark.parametrize(("bug", "seed"), BUGS, ids=lambda value: value.name if isinstance(value, Patch) else "")

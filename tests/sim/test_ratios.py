@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,7 +12,7 @@ from .code import Patch
 from .options import LADDERS, Options, draw
 from .simulator import Simulation
 from .spy import Broken
-from .test_simulator import describe, swarm
+from .test_simulator import check_loads
 
 FIXED_WINDOW = Patch(
     "admission forgets that the window grows",
@@ -35,21 +34,13 @@ def with_ratio(options: Options) -> Options:
     )  # fmt: skip
 
 
-def check(seeds: range, num_events: int, report: list[str]) -> None:
-    started = time.monotonic()
-    total, digest = swarm(seeds, num_events, with_ratio)
-    report.append(describe(seeds, total, digest, time.monotonic() - started))
-    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
-        assert total[kind], f"the loads show no {kind}"
-
-
 def test_windows_by_ratio_keep_every_invariant(report: list[str]):
-    check(range(200, 260), 400, report)
+    check_loads(report, range(200, 260), 400, with_ratio)
 
 
 @pytest.mark.slow
 def test_windows_by_ratio_for_long(report: list[str]):
-    check(range(1200, 1700), 500, report)
+    check_loads(report, range(1200, 1700), 500, with_ratio)
 
 
 def test_admission_with_a_window_that_does_not_grow_is_found_out():

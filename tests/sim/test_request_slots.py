@@ -12,7 +12,7 @@ from .code import Patch
 from .options import Options, draw
 from .simulator import Simulation
 from .spy import Broken
-from .test_simulator import describe, swarm
+from .test_simulator import check_loads, describe, swarm
 
 # A bug, and a seed that shows it.
 BUGS = (
@@ -63,11 +63,7 @@ def with_slots(options: Options) -> Options:
 
 
 def test_slots_without_tokens_keep_every_invariant(report: list[str]):
-    started, seeds = time.monotonic(), range(300, 330)
-    total, digest = swarm(seeds, 400, with_slots)
-    report.append(describe(seeds, total, digest, time.monotonic() - started))
-    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
-        assert total[kind], f"the loads show no {kind}"
+    check_loads(report, range(300, 330), 400, with_slots)
 
 
 @pytest.mark.slow

@@ -45,6 +45,15 @@ def describe(seeds: range, total: Counter[str], digest: str, seconds: float) -> 
     )
 
 
+def check_loads(report: list[str], seeds: range, num_events: int, change: Callable[[Options], Options]) -> None:
+    """Runs changed configurations, and sees that every kind of event came up."""
+    started = time.monotonic()
+    total, digest = swarm(seeds, num_events, change)
+    report.append(describe(seeds, total, digest, time.monotonic() - started))
+    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
+        assert total[kind], f"the loads show no {kind}"
+
+
 def test_random_loads_keep_every_invariant(report: list[str]):
     started, seeds = time.monotonic(), range(100)
     total, digest = swarm(seeds)
