@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
@@ -47,7 +47,9 @@ kv:
 rungs, from the widest to the floor:
   k, v                  formats of keys and values, by layers
   block                 bytes of a block of 128 tokens in all layers
-  bits                  per KV element, all metadata counted
+  code bits             per KV element, mean of the layers; shared codes count
+                        once
+  bits                  the same with all metadata counted
   capacity tokens       of one request whose blocks all stand on the rung
 """
 
@@ -175,6 +177,7 @@ def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
             "v": by_layers([v.name for _, v in rung.layers]),
             "block_bytes": rung.block_nbytes,
             "bytes_per_token": rung.token_nbytes,
+            "code_bits": 8 * (rung.codes_nbytes + rung.dense_nbytes) / rung.num_elements,
             "effective_bits": rung.effective_bits,
             "capacity_tokens": capacity,
         }
@@ -183,13 +186,27 @@ def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def by_layers(names: Sequence[str]) -> str:
-    """The formats of all layers, equal neighbours together: "layers 0-6: int4-token-128, layer 7: dense16"."""
+    """The formats of all layers, equal neighbours together: "layers 0-6: int4-token-128, layer 7: dense16".
+
+    Two formats by turns are one entry: "layers 3-7: int1-token-64-subordinate, int1-token-64 by turns".
+    """
     parts, first = [], 0
-    for name, group in groupby(names):
-        last = first + len(list(group)) - 1
-        parts.append(f"layers {first}-{last}: {name}" if last > first else f"layer {first}: {name}")
-        first = last + 1
+    while first < len(names):
+        alike, turns = _repeats(names, first, 1), _repeats(names, first, 2)
+        if alike == 1 and turns > 2:
+            parts.append(f"layers {first}-{first + turns - 1}: {names[first]}, {names[first + 1]} by turns")
+            first += turns
+        else:
+            layers = f"layers {first}-{first + alike - 1}" if alike > 1 else f"layer {first}"
+            parts.append(f"{layers}: {names[first]}")
+            first += alike
     return ", ".join(parts)
+
+
+def _repeats(names: Sequence[str], first: int, period: int) -> int:
+    """Names from ``first`` on that repeat the first ``period`` of them."""
+    further = range(first + period, len(names))
+    return period + sum(1 for _ in takewhile(lambda i: names[i] == names[i - period], further))
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -257,7 +274,13 @@ def _rungs_table(rungs: list[dict[str, Any]]) -> Table:
     headers = [_label(name) for name in rungs[0]]
     cells = [[_in_words(name, value) for name, value in rung.items()] for rung in rungs]
     return Table(
-        "", headers, cells, [], group=None, text=("k", "v"), spare=("block", "bits", "v", "k", "bytes per token")
+        "",
+        headers,
+        cells,
+        [],
+        group=None,
+        text=("k", "v"),
+        spare=("block", "code bits", "bits", "v", "k", "bytes per token"),
     )
 
 
@@ -268,6 +291,6 @@ def _label(name: str) -> str:
 def _in_words(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return format_size(value)
-    if name == "effective_bits":
+    if name.endswith("_bits"):
         return f"{value:.2f}"
     return f"{value:,.10g}" if isinstance(value, int | float) else str(value)

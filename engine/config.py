@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .errors import ConfigError
 from .kv.window import RecentWindow
+from .layer_schedule import ALL, Extent, LayerSchedule
 
 if TYPE_CHECKING:
     from .fingerprint import ModelFingerprint
@@ -69,17 +70,20 @@ class RungConfig:
 
     Fields
         name: of the rung, as ``kv_floor`` and ``KVUsage`` have it.
-        k, v: format such as "dense16" or "int4-channel-128": one for all layers, or a tuple with one a layer.
+        k, v: format such as "dense16" or "int4-channel-128": one for all layers, a tuple with one a layer, or a
+            ``LayerSchedule`` for any number of them.
     """
 
     name: str
-    k: str | tuple[str, ...]
-    v: str | tuple[str, ...]
+    k: str | tuple[str, ...] | LayerSchedule
+    v: str | tuple[str, ...] | LayerSchedule
 
     def __post_init__(self) -> None:
         _check_name("rung", self.name)
         for field in ("k", "v"):
             value = getattr(self, field)
+            if isinstance(value, LayerSchedule):
+                continue
             names = value if isinstance(value, tuple) else (value,)
             if not names or not all(isinstance(name, str) for name in names):
                 remedy = 'Give the name of a format such as "int4-channel-128", or a tuple of one name a layer'
@@ -172,6 +176,33 @@ def _kivi() -> Iterator[KVConfig]:
         yield KVConfig(name=name + suffix, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
+# XQuant's extents: K's wide layers, V's wide layers, V's layers with codes of their own. Its tables never share K.
+XQUANT: dict[str, tuple[Extent, Extent, Extent]] = {
+    "xquant": (-2, 2, Fraction(1, 2)),  # 1.375 code bits
+    "xquant-1.28": (ALL, 0, Fraction(1, 8)),
+    "xquant-1.16": (Fraction(3, 4), 0, Fraction(1, 8)),
+}
+# Calibration at 1 and at 2 bits by group: the paper's static pair at 32, the best of a sweep at 128.
+XQUANT_ETAS = {32: ("1/6", "0.045"), BLOCK_TOKENS: ("1/6", "0.045")}
+
+
+def xquant_rung(name: str, extents: tuple[Extent, Extent, Extent], group: int, etas: tuple[str, str]) -> RungConfig:
+    """XQuant's formats (arXiv 2510.11236): 2 and 1 bits by layer, ``etas`` at 1 and at 2 bits, V's codes in pairs."""
+    narrow, wide = (f"-{group}" + (f"-eta{eta}" if Fraction(eta) else "") for eta in etas)
+    k_wide, v_wide, v_single = extents
+    k = LayerSchedule(f"int2-channel{wide}", f"int1-channel{narrow}", k_wide)
+    v = LayerSchedule(f"int2-token{wide}", f"int1-token{narrow}", v_wide, v_single)
+    return RungConfig(name, k, v)
+
+
+def _xquant() -> Iterator[KVConfig]:
+    """XQuant at each of its sizes, in groups of a block or of 32, without and with a sink."""
+    for (base, extents), group, sink in product(XQUANT.items(), (BLOCK_TOKENS, 32), (0, 32)):
+        name = base if group == BLOCK_TOKENS else f"{base}-g{group}"
+        rungs = (DENSE16, xquant_rung(name, extents, group, XQUANT_ETAS[group]))
+        yield KVConfig(name=f"{name}-sink" if sink else name, rungs=rungs, sink=sink, recent=128, eager=True)
+
+
 # K per channel at 2 bits, the named share of a page's channels at 4; V per token at 2 bits.
 KITTY = RungConfig("kitty", "kitty-12.5", "int2-token-128")
 KITTY_PRO = RungConfig("kitty-pro", "kitty-25", "int2-token-128")
@@ -184,6 +215,7 @@ PRESETS: dict[str, KVConfig] = {
         KVConfig(name="int8", rungs=(DENSE16, uniform_rung(8)), sink=32, eager=True),
         KVConfig(name="int4", rungs=(DENSE16, uniform_rung(4)), sink=32, eager=True),
         *_kivi(),
+        *_xquant(),
         KVConfig(name="kitty", rungs=(DENSE16, KITTY), sink=32, recent=128, eager=True),
         KVConfig(name="kitty-pro", rungs=(DENSE16, KITTY_PRO), sink=32, recent=128, eager=True),
         KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
@@ -210,7 +242,9 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
         raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
     if not isinstance(kv, str) or kv not in PRESETS:
         others = "" if isinstance(kv, str) else ", a KVConfig"
-        remedy = f"Choose from {', '.join(PRESETS)}{others}, or the path of a plan file (.json)"
+        names = [f"{name}[-g32][-sink]" if f"{name}-g32" in PRESETS else name for name in PRESETS]
+        names = [name for name in names if not name.endswith(("-g32", "-sink"))]
+        remedy = f"Choose from {', '.join(names)}{others}, or the path of a plan file (.json)"
         raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
     return PRESETS[kv]
 

@@ -14,6 +14,7 @@ from ..config import MAX_NAME_CHARS, KVConfig, RungConfig
 from ..errors import ConfigError
 from ..fingerprint import ModelFingerprint
 from ..input_files import read_input
+from ..layer_schedule import LayerSchedule
 from .kvmix import KVmix, LayerScores
 
 VERSION: Final = 1  # of the file's form; any other is refused
@@ -39,12 +40,17 @@ class PlannedRung(_Strict, frozen=True):
 
     @classmethod
     def of(cls, rung: RungConfig) -> PlannedRung:
-        k, v = (side if isinstance(side, str) else list(side) for side in (rung.k, rung.v))
+        k, v = (_listed(side) for side in (rung.k, rung.v))
         return cls(name=rung.name, k=k, v=v)
 
     def config(self) -> RungConfig:
         k, v = (side if isinstance(side, str) else tuple(side) for side in (self.k, self.v))
         return RungConfig(self.name, k, v)
+
+
+def _listed(side: str | tuple[str, ...] | LayerSchedule) -> str | list[str]:
+    assert not isinstance(side, LayerSchedule), "a plan is made for one model"
+    return side if isinstance(side, str) else list(side)
 
 
 class PlannedLadder(_Strict, frozen=True):

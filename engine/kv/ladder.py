@@ -20,6 +20,7 @@ from qkv_engine.kernels.formats.family import SideName
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
+from ..layer_schedule import LayerSchedule
 from .window import RecentWindow
 
 if TYPE_CHECKING:
@@ -183,7 +184,8 @@ def _sink_slot(rung: Rung, num_tokens: int) -> RequestSlot:
 def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:
     sides = []
     for names in (config.k, config.v):
-        each = (names,) * num_layers if isinstance(names, str) else names
+        scheduled = names.formats(num_layers) if isinstance(names, LayerSchedule) else names
+        each = (scheduled,) * num_layers if isinstance(scheduled, str) else scheduled
         if len(each) != num_layers:
             remedy = "Give one format for all layers, or one a layer"
             message = f"{len(each)} formats for {num_layers} layers"

@@ -55,6 +55,17 @@ def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
 
 def test_layers_alike_are_named_together():
     assert env.by_layers(["a"] * 3 + ["b"] + ["a"] * 2) == "layers 0-2: a, layer 3: b, layers 4-5: a"
+    assert env.by_layers([*"aababab", "c"]) == "layers 0-1: a, layers 2-6: b, a by turns, layer 7: c"
+    assert env.by_layers(["a"]) == "layer 0: a" and env.by_layers([*"ab"]) == "layer 0: a, layer 1: b"
+
+
+def test_code_bits_and_all_bits(capsys: pytest.CaptureFixture[str]):
+    """Codes that two layers share count once; a token is 2 sides x 8 layers x 2 heads x 128."""
+    found = facts(capsys, "--kv", "xquant")["kv"]["rungs"]
+    assert [rung["code_bits"] for rung in found] == [16, 1.375]
+    assert found[1]["effective_bits"] == 8 * found[1]["bytes_per_token"] / 4096 == 1.65625
+    assert found[1]["v"].endswith("layers 5-7: int1-token-128-eta1/6-subordinate, int1-token-128-eta1/6 by turns")
+    assert facts(capsys, "llama-3.1-8b", "--kv", "xquant-1.16-g32")["kv"]["rungs"][1]["code_bits"] == 1.15625
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]):
@@ -141,7 +152,12 @@ def test_capacities_are_whole_at_any_width(width: int, monkeypatch: pytest.Monke
     assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
     for name, tokens in (("dense16", "519,584"), ("int8", "989,344"), ("int4", "1,931,424")):
         assert any(line.startswith(name) and line.endswith(tokens) for line in text.splitlines())
-    gone = {120: "", 80: "", 60: "2 more columns: block, bits", 40: "4 more columns: k, v, block, bits"}[width]
+    gone = {
+        120: "",
+        80: "",
+        60: "3 more columns: block, code bits, bits",
+        40: "5 more columns: k, v, block, code bits, bits",
+    }[width]
     assert gone in " ".join(text.split()) and ("wider" in text) == bool(gone)
 
 
@@ -160,7 +176,10 @@ def test_the_help_explains_the_rows(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main.main(["env", "--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name}" in out for name in ("admission", "capacity tokens", "bits", "k, v", "sink, recent tokens"))
+    assert all(
+        f"  {name}" in out
+        for name in ("admission", "capacity tokens", "code bits", "bits", "k, v", "sink, recent tokens")
+    )
 
 
 @pytest.mark.parametrize(
