@@ -32,7 +32,7 @@ from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.loader import load_model
 from qkv_engine.text.tokenizer import Tokenizer
 
-from . import kitty, kivi, kvmix
+from . import kitty, kivi, kvmix, xquant
 from .cache import LayerCache, Scheme, Side
 from .decode import generate
 
@@ -71,6 +71,8 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "kitty-pro": lambda task, n: kitty.scheme(32, PRESETS["kitty-pro"]),
     "kitty-simulator": lambda task, n: kitty.scheme(12, PRESETS["kitty"], simulator=True),
     "kitty-pro-simulator": lambda task, n: kitty.scheme(25, PRESETS["kitty-pro"], simulator=True),
+    "xquant": lambda task, n: xquant.scheme(xquant.largest(n), PRESETS["xquant-g32"]),
+    "xquant-plain": lambda task, n: xquant.scheme(xquant.largest(n), None, etas={1: 0.0, 2: 0.0}),
     "kvmix-2": lambda task, n: kvmix.scheme(kvmix.HighLayers(), n),
     "kvmix-2.19": lambda task, n: _kvmix(task, n, faithful=True),
     "kvmix-2.19-own-step": lambda task, n: _kvmix(task, n, faithful=False),
