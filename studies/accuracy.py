@@ -109,17 +109,22 @@ def draw(boosts: Sequence[tuple[str, str, Result]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that ``run`` takes."""
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-memory", default="4GiB")
+    parser.add_argument("--device", default="auto")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", default="bf16,int4,kitty-pro,kitty,kivi-2-sink,kivi-2", help="presets and plan files")
     parser.add_argument("--plans", nargs="*", default=[], help="plan files whose mean is one row")
     parser.add_argument("--boost", default="", help="percentages of boosted channels")
     parser.add_argument("--rankings", default="magnitude", help="magnitude, variance, random")
-    parser.add_argument("--tasks", default=TASKS)
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kv-memory", default="4GiB")
-    parser.add_argument("--device", default="auto")
+    add_options(parser)
     parser.add_argument("--output", type=Path, help="rows, .json")
     parser.add_argument("--plot", type=Path, help="accuracy against --boost, .png")
     args = parser.parse_args()
