@@ -4,7 +4,8 @@ XQuant gives the upper layer of a pair the lower one's codes. The paper also tri
 weighted average gamma lower + (1 - gamma) upper; only the interval of gamma counts, and at 1 bit no average lies
 between. For the demo model's K and V a line for each choice: the squared error of the lower and of the upper layer as a
 share of the variance within groups, and of their attention's output as a share of its square, that side alone being
-quantized. Own ranges and the paper's eta in all lines; "own" shares nothing and takes twice the bytes of codes.
+quantized. Own ranges and the paper's eta in all lines; "own" shares nothing and takes twice the bytes of codes. "by
+chance" is the share of equal codes that layers would have which know nothing of each other.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sums:
     """Of all pairs and conversations: shares of the variance, lower and upper, and of the output; equal codes."""
 
     def __init__(self) -> None:
-        self.lower = self.upper = self.output = self.equal = 0.0
+        self.lower = self.upper = self.output = self.equal = self.chance = 0.0
         self.number = 0
 
 
@@ -100,7 +101,13 @@ def add(
         sums.upper += errors[1]
         sums.output += sum(outputs) / 2
         sums.equal += float((lower == upper).float().mean())
+        sums.chance += float(torch.dot(*(frequencies(codes, bits) for codes in (lower, upper))))
         sums.number += 1
+
+
+def frequencies(codes: Tensor, bits: int) -> Tensor:
+    """The share of each code, ``[2^bits]``."""
+    return torch.bincount(codes.flatten().long(), minlength=2**bits) / codes.numel()
 
 
 def values(codes: Tensor, meta: Tensor, side: UniformSide) -> Tensor:
@@ -111,13 +118,13 @@ def values(codes: Tensor, meta: Tensor, side: UniformSide) -> Tensor:
 
 
 def as_table(found: dict[Key, Sums]) -> Table:
-    headers = ["side", "bits", "group", "equal codes, %", "codes", "lower", "upper", "mean", "output"]
+    headers = ["side", "bits", "group", "equal codes, %", "by chance, %", "codes", "lower", "upper", "mean", "output"]
     cells = []
     for (name, bits, group, choice), sums in sorted(found.items(), key=lambda item: (item[0][0], -item[0][1])):
         lower, upper = sums.lower / sums.number, sums.upper / sums.number
         figures = [f"{x:.3f}" for x in (lower, upper, (lower + upper) / 2, sums.output / sums.number)]
-        equal = f"{100 * sums.equal / sums.number:.0f}"
-        cells.append([name.upper(), str(bits), str(group), equal, choice, *figures])
+        equal = [f"{100 * share / sums.number:.0f}" for share in (sums.equal, sums.chance)]
+        cells.append([name.upper(), str(bits), str(group), *equal, choice, *figures])
     return Table("squared errors by the codes that two layers share", headers, cells, [])
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from qkv_engine.kernels.formats import PageLayout, Side
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 
 from ..roofline import BANDWIDTH
-from .inputs import Case, T, dense_page, make_case, named_page, reference, uniform_page
+from .inputs import ALIGN, Case, T, dense_page, make_case, named_page, reference, shared_page, uniform_page
 from .timing import time_calls
 
 HEADS, HEAD_DIM, SINK = 8, 128, 32
@@ -37,7 +37,7 @@ TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2,
 
 def named_pages() -> dict[str, PageLayout]:
     """Pages by name: K's format; or bits of K and V, "t" for K per token, "g" and the elements of a smaller group,
-    "eta" for calibrated levels.
+    "eta" for calibrated levels, "shared" for V's codes in the layer below.
     """
     pairs = [(8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2), (2, 4), (2, 2), (2, 1), (1, 1)]
     found = {"16": dense_page(BF16, HEADS, HEAD_DIM)}
@@ -46,6 +46,10 @@ def named_pages() -> dict[str, PageLayout]:
     groups = [(4, 4, 64), (2, 2, 64), (4, 4, 32), (3, 4, 32), (2, 2, 32)]
     found |= {f"K{k}V{v}g{g}": uniform_page((k, v), HEADS, HEAD_DIM, group=g) for k, v, g in groups}
     found |= {f"K{b}V{b}eta": calibrated_page(b, HEADS) for b in (2, 1)}
+    eta = {2: "eta0.045", 1: "eta0.25"}
+    for k, v in ((2, 2), (2, 1), (1, 1)):
+        names = f"int{k}-channel-{T}-{eta[k]}", f"int{v}-token-{T}-{eta[v]}"
+        found[f"K{k}V{v}shared"] = shared_page(*names, HEADS, HEAD_DIM)
     return found | {name: named_page(name, KITTY_V, HEADS, HEAD_DIM) for name in ("kitty-12.5", "kitty-25")}
 
 
@@ -115,6 +119,8 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
     yield "3, 1, 8 and 4/2 bits", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
     pages = [dense_page(BF16, 2, 128), *(calibrated_page(bits, 2, group) for bits in (8, 2, 1) for group in (128, 32))]
     yield "calibrated", make_case(pages, lengths, group=4, device=device)
+    shared = [shared_page(f"int{b}-channel-128", f"int{b}-token-128-eta0.1", 2, 128) for b in (2, 1)]
+    yield "codes of the layer below", make_case([pages[0], *shared], lengths, group=4, sink_tokens=20, device=device)
     for heads, group, dim in ((8, 4, 128), (8, 1, 128), (2, 8, 128), (3, 7, 80), (2, 3, 64), (1, 4, 256), (1, 2, 24)):
         shares = [named_page(f"kitty-{share}", KITTY_V, heads, dim) for share in ("12.5", "25", "0", "100")]
         pages = [dense_page(BF16, heads, dim), *shares]
@@ -146,13 +152,13 @@ def long_case(
     num_full, num_open = divmod(length - SINK, T)
     per_request = 2, num_full  # dense slots (sink and open block) and full blocks
     count = [batch * copies * n for n in per_request]
-    slot = [p.k.nbytes + p.v.nbytes for p in (dense, page)]
+    slot = [-(-p.span[1] // ALIGN) * ALIGN for p in (dense, page)]
     arena = torch.zeros(count[0] * slot[0] + count[1] * slot[1], dtype=torch.uint8, device=device)
     x = torch.randn(16, HEADS, T, HEAD_DIM, device=device)
     starts = (0, count[0] * slot[0])
     places = []
     for p, n, size, start in zip((dense, page), count, slot, starts, strict=True):
-        unique = torch.cat([_encode(side, x) for side in (p.k, p.v)], 1)
+        unique = _slots(p, size, x)
         rows = arena[start : start + n * size].view(n, size)
         for first in range(0, n, len(unique)):
             rows[first : first + len(unique)] = unique[: n - first]
@@ -165,15 +171,18 @@ def long_case(
         tables.append((addresses, rungs))
     q = torch.randn(batch, HEADS * queries, HEAD_DIM, device=device).to(BF16)
     dense_tokens = (SINK + num_open) * batch
-    nbytes = num_full * batch * slot[1] + dense_tokens * slot[0] // T
+    nbytes = num_full * batch * (page.k.nbytes + page.v.nbytes) + dense_tokens * slot[0] // T
     pages = [dense] if is_dense else [dense, page]
     return LongCase(q, arena, tables, torch.full((batch,), length, device=device), pages, nbytes)
 
 
-def _encode(side: Side, x: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``x`` as sides, stacked: [n, nbytes] uint8."""
-    rows = torch.cat(side.family.quantize(x, side), 1)
-    return torch.nn.functional.pad(rows, (0, side.nbytes - rows.shape[1]))
+def _slots(page: PageLayout, nbytes: int, x: torch.Tensor) -> torch.Tensor:
+    """Slots of a block with ``x`` as K and as V of the page: [n, nbytes] uint8."""
+    slots = torch.zeros(len(x), nbytes, dtype=torch.uint8, device=x.device)
+    for side, out in zip((page.k, page.v), page.rows(slots[:, slice(*page.span)]), strict=True):
+        for found, part in zip(side.family.quantize(x, side), out, strict=True):
+            part.copy_(found)
+    return slots
 
 
 def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[], Any]]:

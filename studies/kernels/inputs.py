@@ -65,6 +65,14 @@ def named_page(k: str, v: str, num_kv_heads: int, head_dim: int) -> PageLayout:
     return BlockLayout.stack(fmt.layout(shape, side) for fmt, side in zip(formats, SIDES, strict=True)).pages[0]
 
 
+def shared_page(k: str, v: str, num_kv_heads: int, head_dim: int) -> PageLayout:
+    """The upper page of two layers in these formats whose V has the codes of the lower one, beyond its own bytes."""
+    shape = PageShape(num_kv_heads, T, head_dim)
+    names = (k, v, k, f"{v}-subordinate")
+    formats = (make_format(name, torch.bfloat16) for name in names)
+    return BlockLayout.stack(fmt.layout(shape, side) for fmt, side in zip(formats, SIDES * 2, strict=True)).pages[1]
+
+
 def make_case(
     pages: Sequence[PageLayout],
     lengths: Sequence[int],
@@ -94,10 +102,10 @@ def make_case(
     addresses = torch.zeros(len(lengths), width, dtype=torch.int64)
     rungs = torch.full((len(lengths), width), -1)
     unit = ALIGN * head_dim  # dense slots lie at whole rows of D elements
-    slot = (max(num_layers * (p.k.nbytes + p.v.nbytes) for p in pages) // unit + 1) * unit
+    placed = [_in_layer(p, num_layers - 1) for p in pages]
+    slot = (max(p.span[1] for p in placed) // unit + 1) * unit
     supply = iter(torch.randperm(sum(map(len, spans)) + 1, generator=generator).tolist())
     arena = torch.full((base + slot * (sum(map(len, spans)) + 1),), POISON, dtype=torch.uint8, device=device)
-    placed = [_in_layer(p, num_layers - 1) for p in pages]
     keys, values = [], []
     for b, blocks in enumerate(spans):
         k = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator)
