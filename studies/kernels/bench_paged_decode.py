@@ -46,7 +46,7 @@ def named_pages() -> dict[str, PageLayout]:
     groups = [(4, 4, 64), (2, 2, 64), (4, 4, 32), (3, 4, 32), (2, 2, 32)]
     found |= {f"K{k}V{v}g{g}": uniform_page((k, v), HEADS, HEAD_DIM, group=g) for k, v, g in groups}
     found |= {f"K{b}V{b}eta": calibrated_page(b, HEADS) for b in (2, 1)}
-    eta = {2: "eta0.045", 1: "eta0.25"}
+    eta = {2: "eta0.045", 1: "eta0.2"}
     for k, v in ((2, 2), (2, 1), (1, 1)):
         names = f"int{k}-channel-{T}-{eta[k]}", f"int{v}-token-{T}-{eta[v]}"
         found[f"K{k}V{v}shared"] = shared_page(*names, HEADS, HEAD_DIM)

@@ -64,7 +64,7 @@ def test_code_bits_and_all_bits(capsys: pytest.CaptureFixture[str]):
     found = facts(capsys, "--kv", "xquant")["kv"]["rungs"]
     assert [rung["code_bits"] for rung in found] == [16, 1.375]
     assert found[1]["effective_bits"] == 8 * found[1]["bytes_per_token"] / 4096 == 1.65625
-    assert found[1]["v"].endswith("layers 5-7: int1-token-128-eta0.25-subordinate, int1-token-128-eta0.25 by turns")
+    assert found[1]["v"].endswith("layers 5-7: int1-token-128-eta0.2-subordinate, int1-token-128-eta0.2 by turns")
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]):
