@@ -43,6 +43,15 @@ class Attended(NamedTuple):
         """Attention ``[HQ, WINDOW, D]`` of the window's queries to other keys and values."""
         return attention(self.q, k, v)
 
+    def old_share(self, k: Tensor) -> float:
+        """The mean share of the window's attention that falls on tokens older than it, by other keys."""
+        n, length = self.q.shape[1], k.shape[1]
+        keys = k.repeat_interleave(len(self.q) // len(k), 0)
+        scores = (self.q @ keys.mT) * self.q.shape[2] ** -0.5
+        hidden = torch.ones(n, length, dtype=torch.bool).triu(length - n + 1)
+        number = len(self.old(k)) * BLOCK_TOKENS
+        return float(scores.masked_fill(hidden, -torch.inf).softmax(-1)[..., :number].sum(-1).mean())
+
 
 class _Recorder(LayerCache):
     """A layer in full precision that keeps the queries of the last call."""

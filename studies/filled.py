@@ -149,14 +149,19 @@ class FilledCore:
         return seconds / number
 
     def kv_nbytes_read(self) -> int:
-        """Bytes of KV that the next step's attention reads: all blocks as far as they are written."""
+        """Bytes of KV that the next step's attention reads: all blocks as far as they are written.
+
+        Codes that two layers share are read by both.
+        """
         tables, widest = self.cache.tables, self.cache.ladder.widest
+        again = [sum(s.dominant.codes_nbytes for s in r.layout.sides if s.dominant) for r in self.cache.ladder.rungs]
         total = 0
         for request in self.core.scheduler.running:
             table = tables[request.request_id]
             held = tables.ladder.sink + len(table.blocks) * BLOCK_TOKENS
             unwritten = (held - request.num_computed_tokens) * widest.block_nbytes // BLOCK_TOKENS
             total += sum(block.slot.nbytes for block in table) - unwritten
+            total += sum(again[block.rung] for block in table.blocks)
         return total
 
     def _check(self) -> None:

@@ -8,6 +8,7 @@ For K and V of the demo model, with the bytes that the engine would store, a lin
     gain            slope of values over elements within groups, without eta and at the eta of the least error
     eta of gain 1   also exact, the gain being linear in eta
     output error    squared error of attention's output as a share of its square, this side alone being quantized
+    attention       of K: what falls on quantized tokens, as a share of what falls on them with exact keys
 
 Queries are those of the newest 128 tokens, which stay in full precision with their keys and values, as under presets.
 """
@@ -42,7 +43,8 @@ class Sums:
     """Sums over all conversations of one layer, side, width and group.
 
     A value less its element is residue + eta * slope: their squares, their product, and their products with the
-    element's distance from its group's mean. ``output_error``: by eta of the grid.
+    element's distance from its group's mean. ``output_error`` and ``attention`` on old tokens: by eta of the grid;
+    ``exact_attention``: the latter with exact keys.
     """
 
     residue: float = 0.0
@@ -55,6 +57,8 @@ class Sums:
     number: int = 0
     output: float = 0.0
     output_error: dict[float, float] = field(default_factory=dict)
+    exact_attention: float = 0.0
+    attention: dict[float, float] = field(default_factory=dict)
 
     @property
     def best(self) -> float:
@@ -75,7 +79,17 @@ class Sums:
         return -self.residue_gain / self.slope_gain
 
 
-SUMMED = ("residue", "slope", "product", "residue_gain", "slope_gain", "variance", "fourth", "number")
+SUMMED = (
+    "residue",
+    "slope",
+    "product",
+    "residue_gain",
+    "slope_gain",
+    "variance",
+    "fourth",
+    "number",
+    "exact_attention",
+)
 
 
 def total(each: Iterable[Sums]) -> Sums:
@@ -85,8 +99,10 @@ def total(each: Iterable[Sums]) -> Sums:
     for sums in layers:
         for name in SUMMED:
             setattr(found, name, getattr(found, name) + getattr(sums, name))
+        found.exact_attention += sums.exact_attention
         for eta, error in sums.output_error.items():
             found.output_error[eta] = found.output_error.get(eta, 0.0) + error / sums.output / len(layers)
+            found.attention[eta] = found.attention.get(eta, 0.0) + sums.attention.get(eta, 0.0)
     found.output = 1.0
     return found
 
@@ -124,11 +140,14 @@ def add(sums: Sums, layer: Attended, expected: Tensor, name: SideName, bits: int
     sums.fourth += float((distance / torch.where(scale > 0, scale, 1)).pow(4).sum())
     sums.number += x.numel()
     sums.output += float(expected.square().sum())
+    sums.exact_attention += layer.old_share(layer.k)
     for eta in GRID[bits]:
         other = layer.with_old(exact, plain + eta * slope)
         out = layer.output(other, layer.v) if name == "k" else layer.output(layer.k, other)
         error = float((out - expected).square().sum())
         sums.output_error[eta] = sums.output_error.get(eta, 0.0) + error
+        if name == "k":
+            sums.attention[eta] = sums.attention.get(eta, 0.0) + layer.old_share(other)
 
 
 def parabola(x: Tensor, side: UniformSide) -> tuple[Tensor, Tensor]:
@@ -162,9 +181,21 @@ def side_table(found: dict[Key, Sums]) -> Table:
         "gain, eta 0": [f"{s.gain(0):.2f}" for s in sums],
         "gain, best": [f"{s.gain(s.best):.2f}" for s in sums],
         "eta of gain 1": [f"{s.unbiased:.3f}" for s in sums],
-        "output error by eta": [_grid(s) for s in sums],
     }
-    return from_columns("squared errors by eta, all layers", columns, [])
+    return from_columns("all layers", columns, [])
+
+
+def grid_table(found: dict[Key, Sums], bits: int) -> Table:
+    """Output error and attention on old tokens by eta, all layers."""
+    rows = sorted(key for key in {key[:3] for key in found} if key[1] == bits)
+    sums = [total(found[key] for key in found if key[:3] == row) for row in rows]
+    columns = {"": [f"{name.upper()}, group {group}" for name, _, group in rows]}
+    for eta in GRID[bits]:
+        columns[f"{eta:.3g}"] = [
+            f"{s.output_error[eta]:.4f}" + (f", {s.attention[eta] / s.exact_attention:.2f}" if row[0] == "k" else "")
+            for row, s in zip(rows, sums, strict=True)
+        ]
+    return from_columns(f"{bits} bits: output error, and of K attention, by eta", columns, [])
 
 
 def layer_table(found: dict[Key, Sums]) -> Table:
@@ -182,12 +213,6 @@ def _least(sums: Sums) -> float:
     return min(sums.output_error, key=sums.output_error.__getitem__)
 
 
-def _grid(sums: Sums) -> str:
-    least = _least(sums)
-    parts = {eta: f"{eta:.3g}: {error / sums.output:.4f}" for eta, error in sums.output_error.items()}
-    return ", ".join(f"**{part}**" if eta == least else part for eta, part in parts.items())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=TASKS)
@@ -195,6 +220,8 @@ def main() -> None:
     args = parser.parse_args()
     found = measure(args.tasks, args.samples)
     print(as_markdown(side_table(found)))
+    for bits in GRID:
+        print(as_markdown(grid_table(found, bits)))
     print(as_markdown(layer_table(found)))
 
 

@@ -62,6 +62,15 @@ def test_eager_ladders_settle_at_once() -> None:
         core.cache.tables.check_integrity()
 
 
+def test_codes_of_two_layers_are_read_twice() -> None:
+    with filled("xquant") as core:
+        core.start([4 * 128], 700)
+        assert rungs(core) == [1] * 3 + [0]
+        wide, narrow = core.cache.ladder.rungs
+        twice = 2 * 2 * 128 * 128 // 8  # V at 1 bit of two heads, layers 4 and 6
+        assert core.kv_nbytes_read() == wide.block_nbytes + 3 * (narrow.block_nbytes + twice)
+
+
 def test_a_recent_window_stays_dense() -> None:
     with filled("kivi-2") as core:
         core.start([4 * 128], 700)
