@@ -79,17 +79,8 @@ class Sums:
         return -self.residue_gain / self.slope_gain
 
 
-SUMMED = (
-    "residue",
-    "slope",
-    "product",
-    "residue_gain",
-    "slope_gain",
-    "variance",
-    "fourth",
-    "number",
-    "exact_attention",
-)
+# Sums whose ratios are taken over all layers together.
+SUMMED = ("residue", "slope", "product", "residue_gain", "slope_gain", "variance", "fourth", "number")
 
 
 def total(each: Iterable[Sums]) -> Sums:

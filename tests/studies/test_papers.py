@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine import Engine, KVConfig, SamplingParams
+from qkv_engine.config import PRESETS
 from qkv_engine.kv.ladder import Rung, build_ladder
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import load_model
@@ -359,6 +360,16 @@ def test_page_of_kvmix_states_the_bytes_of_the_ladder():
         rung = narrow_rung(kvmix.scheme(high, num_layers).preset, shape)
         assert num_high == str(len(high.k)) == str(len(high.v))
         assert [nbytes, bits] == [f"{rung.token_nbytes:,.0f}", f"{rung.effective_bits:.3f}"]
+
+
+def test_page_of_xquant_states_the_bytes_of_the_ladder():
+    rows = [row for row in page_rows("xquant") if len(row) == 7 and row[0].startswith("`xquant")]
+    assert len(rows) == 6
+    for name, *cells in rows:
+        for shape, found in (("demo", cells[:3]), ("mistral-7b", cells[3:])):
+            rung = narrow_rung(PRESETS[name.strip("`")], shape)
+            code_bits = f"{8 * rung.codes_nbytes / rung.num_elements:.7g}"
+            assert found == [code_bits, f"{rung.effective_bits:.3f}", f"{rung.token_nbytes:,.0f}"]
 
 
 def test_page_of_kvmix_has_the_table_of_three_bits():
