@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import DEFAULT_KV, PRESETS, KVConfig, resolve_kv
+from qkv_engine.config import DEFAULT_KV, KVConfig, preset_families, resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
 
 from .text import one_line
@@ -48,7 +48,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool = False) -> None:
     """The model and how its KV cache is kept; a command that compares presets takes a list of them."""
     group = add_loading_arguments(parser)
-    presets = ", ".join(f"{name} (default)" if name == DEFAULT_KV else name for name in sorted(PRESETS))
+    presets = ", ".join(f"{name} (default)" if name == DEFAULT_KV else name for name in sorted(preset_families()))
     metavar, noun = ("LIST", "KV presets, such as bf16,int4") if takes_kv_list else ("NAME", "KV preset")
     group.add_argument(
         "--kv", metavar=metavar, help=f"{noun}, how KV blocks are stored, or a plan file (.json): {presets}"

@@ -227,6 +227,13 @@ PLAN_SUFFIX = ".json"  # of a kv that names a plan file
 PLANNED = ("kvmix",)  # methods that have a plan for each model in place of a preset
 
 
+def preset_families() -> Iterator[str]:
+    """The names of the presets, those that differ in groups and sink as one: "kivi-2[-g32][-sink]"."""
+    for name in PRESETS:
+        if not name.endswith(("-g32", "-sink")):
+            yield f"{name}[-g32][-sink]" if f"{name}-g32-sink" in PRESETS else name
+
+
 def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
     """The KV configuration of a preset's name, a plan file's path (a ``Path``, or a string that ends in .json), or a
     ``KVConfig``, which it is itself. Raises ``ConfigError`` for anything else.
@@ -242,9 +249,7 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
         raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
     if not isinstance(kv, str) or kv not in PRESETS:
         others = "" if isinstance(kv, str) else ", a KVConfig"
-        names = [f"{name}[-g32][-sink]" if f"{name}-g32" in PRESETS else name for name in PRESETS]
-        names = [name for name in names if not name.endswith(("-g32", "-sink"))]
-        remedy = f"Choose from {', '.join(names)}{others}, or the path of a plan file (.json)"
+        remedy = f"Choose from {', '.join(preset_families())}{others}, or the path of a plan file (.json)"
         raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
     return PRESETS[kv]
 

@@ -99,15 +99,15 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterable[KVConfig]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = {"type": lambda text: text.split(","), "metavar": "LIST"}
-    parser.add_argument("--parts", default=list(PARTS), help=f"of {', '.join(PARTS)}", **words)
-    parser.add_argument("--etas1", default=["0", "1/12", "1/6", "0.2", "1/4", "1/3"], help="at 1 bit", **words)
-    parser.add_argument("--etas2", default=["0", "0.0225", "0.045", "0.09"], help="at 2 bits", **words)
+    parser.add_argument("--parts", default=",".join(PARTS), help="tables (default: %(default)s)")
+    parser.add_argument("--etas1", default="0,1/12,1/6,0.2,1/4,1/3", help="at 1 bit (default: %(default)s)")
+    parser.add_argument("--etas2", default="0,0.0225,0.045,0.09", help="at 2 bits (default: %(default)s)")
     parser.add_argument("--group", nargs="+", type=int, choices=sorted(XQUANT_ETAS), default=sorted(XQUANT_ETAS))
     parser.add_argument("--sink", type=int, default=0)
     add_options(parser)
     args = parser.parse_args()
-    for part in args.parts:
+    args.etas1, args.etas2 = args.etas1.split(","), args.etas2.split(",")
+    for part in args.parts.split(","):
         ladders = {config.name: config for config in PARTS[part](args)}
         rows = run(ladders, args)
         title = f"{part}: demo, {args.samples} samples a task, greedy"

@@ -19,6 +19,7 @@ from qkv_engine.config import (
     RungConfig,
     format_least,
     parse_size,
+    preset_families,
     resolve_kv,
     uniform_rung,
 )
@@ -260,6 +261,9 @@ def _random_rung(rng: random.Random, names: list[str], number: int) -> RungConfi
 
 
 def test_presets_are_found_by_name():
+    ends = ("", "-g32", "-sink", "-g32-sink")
+    families = [(name.removesuffix("[-g32][-sink]"), name.endswith("]")) for name in preset_families()]
+    assert {name + end for name, varies in families for end in ends[: 4 if varies else 1]} == set(PRESETS)
     assert all(resolve_kv(name) is preset for name, preset in PRESETS.items())
     assert resolve_kv(PRESETS["int4"]) is PRESETS["int4"]
     with pytest.raises(QKVError, match=r"kv='int3'.*bf16.*auto-2, or the path of a plan file \(.json\)$"):
