@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -262,66 +261,6 @@ def test_groups_lie_along_tokens_or_channels():
 
     assert by_channel(means, 2)(x)[0, :, 0].tolist() == [3, 3, 15, 15]
     assert by_token(means, 3)(x)[0, 0].tolist() == [1, 1, 1, 4, 4, 4]
-
-
-# ---- XQuant (golden check 17)
-
-PLAIN = {1: 0.0, 2: 0.0}
-
-
-def attended(layers: list[LayerCache], inputs: list[Tensor]) -> list[LayerCache]:
-    """``layers`` with ``inputs``, one a layer: a prompt of 300 tokens, the others one by one."""
-    for pieces in zip(*(x.split([300, *[1] * (x.shape[1] - 300)], dim=1) for x in inputs), strict=True):
-        for layer, x in zip(layers, pieces, strict=True):
-            layer.attend(x, x, x + 1)
-    return layers
-
-
-def xquant_layers(setting: xquant.Setting, number: int, **options: Any) -> list[LayerCache]:
-    make = xquant.scheme(setting, None, **options).layer
-    return [make(i) for i in range(number)]
-
-
-def test_xquant_without_calibration_and_sharing_is_kivi():
-    x = side(2, 420, 64)
-    layers = [*xquant_layers(xquant.Setting(9, 9, 9, 9), 1, etas=PLAIN), kivi.layer(2, 2)]
-    one, other = attended(layers, [x, x])
-    assert counts(one) == counts(other)
-    assert torch.equal(one.k.tokens, other.k.tokens) and torch.equal(one.v.tokens, other.v.tokens)
-
-
-def test_xquant_layers_with_equal_input_have_equal_values():
-    layers = attended(xquant_layers(xquant.Setting(2, 0, 0, 0), 4), [side(2, 420, 64)] * 4)
-    for below, above in (layers[:2], layers[2:]):
-        assert counts(below) == counts(above)
-        assert torch.equal(below.k.tokens, above.k.tokens) and torch.equal(below.v.tokens, above.v.tokens)
-
-
-def test_xquant_shares_codes_and_not_ranges():
-    """V of the second pair: the upper layer has the lower one's codes in its own range; K is not shared."""
-    inputs = [side(2, 420, 64, seed) for seed in range(4)]
-    layers = attended(xquant_layers(xquant.Setting(2, 2, 4, 2), 4, etas=PLAIN), inputs)
-    done = layers[3].v.quantized
-    lower, upper = (torch.unflatten((x + 1).half()[:, :done], 2, (-1, 32)) for x in inputs[2:])
-    expected = quantizers.kivi(upper, 1)._replace(codes=quantizers.kivi(lower, 1).codes).values().flatten(2)
-    assert torch.equal(layers[3].v.tokens[:, :done], expected)
-    [alone] = attended([kivi.layer(1, 1)], inputs[3:])
-    assert torch.equal(layers[3].k.tokens, alone.k.tokens) and not torch.equal(layers[3].v.tokens, alone.v.tokens)
-
-
-@pytest.mark.parametrize(
-    ("bits", "eta", "levels"),
-    [(1, 1 / 6, [1 / 6, 5 / 6]), (2, 0.045, [0.135, 1.045, 1.955, 2.865]), (2, 0.09, [0.27, 1.09, 1.91, 2.73])],
-)
-def test_xquant_levels(bits: int, eta: float, levels: list[float]):
-    """In steps of the levels as they were, whose codes they keep."""
-    found = xquant.calibrated(quantizers.kivi(torch.arange(2.0**bits)[None], bits), bits, eta)
-    assert found.codes.tolist() == [list(range(2**bits))]
-    torch.testing.assert_close(found.values(), torch.tensor([levels]), atol=2e-3, rtol=0)
-
-
-def test_xquant_rounds_halves_of_one_bit_down():
-    assert quantizers.kivi(torch.tensor([[0.0, 0.5, 1.0]]), 1).codes.tolist() == [[0, 0, 1]]
 
 
 # ---- the pages

@@ -1,4 +1,4 @@
-"""Studies of XQuant: what eta and shared codes do to values, and ladders of equal bytes."""
+"""Studies of XQuant: what eta and shared codes do to values, ladders of equal bytes, the paper's own rules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby, product
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from qkv_engine.kernels.formats import PageShape
 from qkv_engine.kernels.formats.uniform import Uniform
 from qkv_engine.kernels.formats.uniform.layout import UniformSide
 from studies.captured import WINDOW, Attended, conversations
+from studies.papers import kivi, quantizers, xquant
+from studies.papers.cache import LayerCache
 from studies.xquant_accuracy import PARTS, SHARING
 from studies.xquant_levels import Sums, add, group_mean, parabola, total
 from studies.xquant_pairs import CHOICES, weighted
 from studies.xquant_pairs import Sums as PairSums
 from studies.xquant_pairs import add as add_pair
+
+from .test_papers import counts
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -146,3 +151,63 @@ def test_conversations_are_attended_as_the_model_does():
     assert len(layers) == 8 and layers[0].q.shape[1] <= WINDOW
     assert layers[0].output(layers[0].k, layers[0].v).isfinite().all()
     assert layers[0].k.shape == layers[7].v.shape and not torch.equal(layers[0].k, layers[7].k)
+
+
+# ---- the paper's own rules (golden check 17)
+
+PLAIN = {1: 0.0, 2: 0.0}
+
+
+def fed(layers: list[LayerCache], inputs: list[Tensor]) -> list[LayerCache]:
+    """``layers`` with ``inputs``, one a layer: a prompt of 300 tokens, the others one by one."""
+    for pieces in zip(*(x.split([300, *[1] * (x.shape[1] - 300)], dim=1) for x in inputs), strict=True):
+        for layer, x in zip(layers, pieces, strict=True):
+            layer.attend(x, x, x + 1)
+    return layers
+
+
+def xquant_layers(setting: xquant.Setting, number: int, **options: Any) -> list[LayerCache]:
+    make = xquant.scheme(setting, None, **options).layer
+    return [make(i) for i in range(number)]
+
+
+def test_without_calibration_and_sharing_is_kivi():
+    x = normal(2, 420, 64)
+    layers = [*xquant_layers(xquant.Setting(9, 9, 9, 9), 1, etas=PLAIN), kivi.layer(2, 2)]
+    one, other = fed(layers, [x, x])
+    assert counts(one) == counts(other)
+    assert torch.equal(one.k.tokens, other.k.tokens) and torch.equal(one.v.tokens, other.v.tokens)
+
+
+def test_layers_with_equal_input_have_equal_values():
+    layers = fed(xquant_layers(xquant.Setting(2, 0, 0, 0), 4), [normal(2, 420, 64)] * 4)
+    for below, above in (layers[:2], layers[2:]):
+        assert counts(below) == counts(above)
+        assert torch.equal(below.k.tokens, above.k.tokens) and torch.equal(below.v.tokens, above.v.tokens)
+
+
+def test_shares_codes_and_not_ranges():
+    """V of the second pair: the upper layer has the lower one's codes in its own range; K is not shared."""
+    inputs = [normal(2, 420, 64, seed=seed) for seed in range(4)]
+    layers = fed(xquant_layers(xquant.Setting(2, 2, 4, 2), 4, etas=PLAIN), inputs)
+    done = layers[3].v.quantized
+    lower, upper = (torch.unflatten((x + 1).half()[:, :done], 2, (-1, 32)) for x in inputs[2:])
+    expected = quantizers.kivi(upper, 1)._replace(codes=quantizers.kivi(lower, 1).codes).values().flatten(2)
+    assert torch.equal(layers[3].v.tokens[:, :done], expected)
+    [alone] = fed([kivi.layer(1, 1)], inputs[3:])
+    assert torch.equal(layers[3].k.tokens, alone.k.tokens) and not torch.equal(layers[3].v.tokens, alone.v.tokens)
+
+
+@pytest.mark.parametrize(
+    ("bits", "eta", "levels"),
+    [(1, 1 / 6, [1 / 6, 5 / 6]), (2, 0.045, [0.135, 1.045, 1.955, 2.865]), (2, 0.09, [0.27, 1.09, 1.91, 2.73])],
+)
+def test_levels(bits: int, eta: float, levels: list[float]):
+    """In steps of the levels as they were, whose codes they keep."""
+    found = xquant.calibrated(quantizers.kivi(torch.arange(2.0**bits)[None], bits), bits, eta)
+    assert found.codes.tolist() == [list(range(2**bits))]
+    torch.testing.assert_close(found.values(), torch.tensor([levels]), atol=2e-3, rtol=0)
+
+
+def test_rounds_halves_of_one_bit_down():
+    assert quantizers.kivi(torch.tensor([[0.0, 0.5, 1.0]]), 1).codes.tolist() == [[0, 0, 1]]
