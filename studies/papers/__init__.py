@@ -1,1 +1,1 @@
-"""KIVI, Kitty and KVmix by their papers' own rules, token by token: ``python -m studies.papers``."""
+"""KIVI, Kitty, KVmix and PatternKV by their papers' own rules, token by token: ``python -m studies.papers``."""
