@@ -37,6 +37,7 @@ from .papers.patternkv import WINDOW, Assign, Mine, PatternSide, flattest, gate_
 
 TASKS = "ledger:40,lookup:100,addition:10,sorting:40"
 BITS = 2
+Along = Callable[[Callable[[Tensor], Tensor], int], Callable[[Tensor], Tensor]]  # by_channel or by_token
 
 # ---- keys
 
@@ -133,6 +134,19 @@ class WithoutCentres(PatternSide):
         return self._coded(x, self.window)
 
 
+class MinedLate(WithoutCentres):
+    """A side without centres that mines a prompt shorter than a window with the tokens that fill it."""
+
+    def settle(self) -> None:
+        if self.length >= WINDOW:
+            super().settle()
+
+
+def around_means(x: Tensor) -> Tensor:
+    """Tokens ``[H, n, D]`` less the mean of their page, which costs a quantizer of channels nothing."""
+    return torch.cat([page - page.mean(1, keepdim=True) for page in x.split(WINDOW, 1)], 1)
+
+
 class Choice(NamedTuple):
     """A form of the scheme. ``keys`` and ``values``: how they are assigned, None for full precision."""
 
@@ -141,19 +155,24 @@ class Choice(NamedTuple):
     patterns: int = 32
     iterations: int = 10
     tokens: int = 1024
-    centres: bool = True
+    kind: type[PatternSide] = PatternSide
     mine: Mine | None = None
+    around: Callable[[Tensor], Tensor] = lambda x: x  # keys as patterns see them
 
     def layer(self) -> LayerCache:
         """A layer's cache."""
-        return LayerCache(self._side(self.keys, by_channel), self._side(self.values, by_token))
+        keys = None if self.keys is None else self._seen(self.keys)
+        return LayerCache(self._side(keys, by_channel, self.around), self._side(self.values, by_token, lambda x: x))
 
-    def _side(self, assign: Assign | None, along: Callable[..., Callable[[Tensor], Tensor]]) -> Side:
+    def _seen(self, assign: Assign) -> Assign:
+        return lambda x, patterns: assign(self.around(x), patterns)
+
+    def _side(self, assign: Assign | None, along: Along, around: Callable[[Tensor], Tensor]) -> Side:
         if assign is None:
             return Side(lambda full: 0, lambda x: x)
         mine = self.mine or partial(mined, patterns=self.patterns, iterations=self.iterations, tokens=self.tokens)
-        kind = PatternSide if self.centres else WithoutCentres
-        return kind(mine, assign, assign, along(lambda groups: quantizers.kivi(groups, BITS).values(), WINDOW))
+        quantize = along(lambda groups: quantizers.kivi(groups, BITS).values(), WINDOW)
+        return self.kind(lambda x: mine(around(x)), assign, assign, quantize)
 
 
 GATE = gate_limit(HEAD_DIM)
@@ -171,6 +190,16 @@ GROUPS: dict[str, dict[str, Choice]] = {
         "around the middle, L8": Choice(if_shrinks(refined(nearest, 3, 8), 2)),
         "one after another": Choice(if_shrinks(descended(nearest, 1), 2)),
     },
+    "key patterns": {
+        "none": Choice(unassigned),
+        "L2": Choice(nearest),
+        "no centres": Choice(nearest, kind=WithoutCentres),
+        "late": Choice(nearest, kind=MinedLate),
+        "around means": Choice(nearest, kind=WithoutCentres, around=around_means),
+        "around means, late": Choice(nearest, kind=MinedLate, around=around_means),
+        "around means, late, one after another": Choice(descended(nearest, 1), kind=MinedLate, around=around_means),
+        "around means, late, if squares": Choice(if_shrinks(nearest, 2), kind=MinedLate, around=around_means),
+    },
     "values": {
         "none": Choice(None, unassigned),
         "range, always": Choice(None, flattest),
@@ -183,7 +212,7 @@ GROUPS: dict[str, dict[str, Choice]] = {
         **{f"{m} patterns": Choice(SOUND_K, SOUND_V, patterns=m) for m in (8, 16, 32, 64)},
         **{f"{n} iterations": Choice(SOUND_K, SOUND_V, iterations=n) for n in (1, 2, 5, 20, 30)},
         **{f"{n} tokens": Choice(SOUND_K, SOUND_V, tokens=n) for n in (256, 512)},
-        "no centres": Choice(SOUND_K, SOUND_V, centres=False),
+        "no centres": Choice(SOUND_K, SOUND_V, kind=WithoutCentres),
         "as released": Choice(SOUND_K, SOUND_V, mine=patternkv.mine),
     },
 }

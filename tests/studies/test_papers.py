@@ -20,7 +20,7 @@ from qkv_engine.kv.ladder import Rung, build_ladder
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import load_model
 from qkv_engine.models.shapes import SHAPES
-from studies.papers import kitty, kivi, kvmix, quantizers
+from studies.papers import kitty, kivi, kvmix, patternkv, quantizers
 from studies.papers.__main__ import DEMO, SCHEMES, full_precision, main
 from studies.papers.cache import LayerCache, Side, attention, by_channel, by_token
 from studies.papers.decode import generate
@@ -226,6 +226,7 @@ LAYERS: dict[str, Callable[[], LayerCache]] = {
     "kitty simulator": lambda: kitty.layer(12, simulator=True),
     "kvmix": lambda: kvmix.layer(2, 2),
     "kvmix 3": lambda: kvmix.layer(3, 4),
+    "patternkv": lambda: patternkv.layer(128),
 }
 
 
