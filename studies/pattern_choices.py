@@ -29,15 +29,15 @@ from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.loader import load_model
 from qkv_engine.text.tokenizer import Tokenizer
 
-from .papers import patternkv, quantizers
+from .papers import kitty, patternkv, quantizers
 from .papers.__main__ import DEMO, HEAD_DIM
-from .papers.cache import LayerCache, Side, attention, by_channel, by_token
+from .papers.cache import LayerCache, Quantize, Side, Simulate, attention, by_channel, by_token
 from .papers.decode import SimulatedBatch
 from .papers.patternkv import WINDOW, Assign, Mine, PatternSide, flattest, gate_limit, gated, nearest
 
 TASKS = "ledger:40,lookup:100,addition:10,sorting:40"
-BITS = 2
-Along = Callable[[Callable[[Tensor], Tensor], int], Callable[[Tensor], Tensor]]  # by_channel or by_token
+META_BITS = 32  # of a group: minimum and range in fp16
+INDEX_BITS = 8  # of a token and head that may have a pattern
 
 # ---- keys
 
@@ -58,7 +58,7 @@ def channel_ranges(x: Tensor) -> Tensor:
 
 
 def if_shrinks(assign: Assign, power: int = 1) -> Assign:
-    """``assign`` for pages of which it makes the sum of the channels' ranges, to ``power``, smaller; else no pattern."""
+    """``assign`` in pages whose sum of channel ranges, to ``power``, it makes smaller; no pattern in the others."""
 
     def assigned(x: Tensor, patterns: Tensor) -> Tensor:
         found = pages(assign(x, patterns))
@@ -88,7 +88,7 @@ def refined(assign: Assign, rounds: int, power: int) -> Assign:
 
 
 def descended(assign: Assign, rounds: int, power: int = 2) -> Assign:
-    """``assign``, then token after token takes the pattern that makes its page's intervals smallest, all others kept."""
+    """``assign``, then token after token takes the pattern that makes its page's ranges smallest, the others kept."""
 
     def assigned(x: Tensor, patterns: Tensor) -> Tensor:
         found = assign(x, patterns)
@@ -110,21 +110,46 @@ def descended(assign: Assign, rounds: int, power: int = 2) -> Assign:
 # ---- patterns
 
 
-def mined(x: Tensor, patterns: int, iterations: int, tokens: int) -> Tensor:
-    """k-means of up to ``tokens`` tokens, evenly thinned, from evenly spaced ones; empty clusters keep their pattern."""
-    x = x[:, spaced(x.shape[1], min(tokens, x.shape[1]))]
-    found = x[:, spaced(x.shape[1], min(patterns, x.shape[1]))]
+Start = Callable[[Tensor, int], Tensor]  # tokens [H, n, D], their number -> the first patterns [H, M, D]
+
+
+def mined(x: Tensor, patterns: int, iterations: int, tokens: int, start: Start, *, refill: bool = False) -> Tensor:
+    """k-means of at most ``tokens`` of the tokens; empty clusters keep their pattern, or take tokens worst served."""
+    x = evenly(x, min(tokens, x.shape[1]))
+    found = start(x, min(patterns, x.shape[1]))
     for _ in range(iterations):
-        label = (found.square().sum(-1)[:, None] - 2 * x @ found.transpose(1, 2)).argmin(-1)
+        distance = torch.cdist(x, found)
+        least, label = distance.min(-1)
         of = F.one_hot(label, found.shape[1]).float().transpose(1, 2)  # [H, M, n]
         size = of.sum(-1, keepdim=True)
-        found = torch.where(size > 0, of @ x / size.clamp(min=1), found)
+        kept = found
+        if refill:
+            order = least.argsort(-1, descending=True)[:, : found.shape[1]]
+            rank = (size[..., 0] == 0).long().cumsum(-1).sub(1).clamp(min=0)
+            kept = x.gather(1, order.gather(1, rank)[..., None].expand_as(found))
+        found = torch.where(size > 0, of @ x / size.clamp(min=1), kept)
     return found.half().float()
 
 
-def spaced(length: int, count: int) -> Tensor:
-    """``count`` evenly spaced positions below ``length``."""
-    return torch.arange(count) * length // count
+def evenly(x: Tensor, count: int) -> Tensor:
+    """``count`` evenly spaced tokens."""
+    return x[:, torch.arange(count) * x.shape[1] // count]
+
+
+def at_random(x: Tensor, count: int) -> Tensor:
+    """``count`` tokens by a fixed seed, the same of every head."""
+    return x[:, torch.rand(x.shape[1], generator=torch.Generator().manual_seed(0)).topk(count).indices]
+
+
+def farthest_first(x: Tensor, count: int) -> Tensor:
+    """The first token, then always the one farthest from those taken."""
+    taken = [x[:, :1]]
+    least = torch.cdist(x, taken[0])[..., 0]
+    while len(taken) < count:
+        index = least.argmax(-1)[:, None, None].expand(-1, 1, x.shape[2])
+        taken.append(x.gather(1, index))
+        least = least.minimum(torch.cdist(x, taken[-1])[..., 0])
+    return torch.cat(taken, 1)
 
 
 class WithoutCentres(PatternSide):
@@ -134,17 +159,56 @@ class WithoutCentres(PatternSide):
         return self._coded(x, self.window)
 
 
-class MinedLate(WithoutCentres):
-    """A side without centres that mines a prompt shorter than a window with the tokens that fill it."""
+class MinedLate(PatternSide):
+    """A side that mines a prompt shorter than a window together with the tokens that fill it."""
 
     def settle(self) -> None:
         if self.length >= WINDOW:
             super().settle()
 
 
+class MinedLateWithoutCentres(MinedLate, WithoutCentres):
+    """Both."""
+
+
+class AddsRejected(MinedLate):
+    """A side whose windows add the mean of their tokens without a pattern, if there are any."""
+
+    def _decoded(self, x: Tensor) -> Tensor:
+        assert self.patterns is not None, "mined before"
+        is_rejected = (self.window(x, self.patterns) == 0).all(-1, keepdim=True)
+        mean = (x * is_rejected).sum(1, keepdim=True) / is_rejected.sum(1, keepdim=True).clamp(min=1)
+        self.patterns = torch.cat((self.patterns, mean.half().float()), 1)
+        return self._coded(x, self.window)
+
+
 def around_means(x: Tensor) -> Tensor:
     """Tokens ``[H, n, D]`` less the mean of their page, which costs a quantizer of channels nothing."""
     return torch.cat([page - page.mean(1, keepdim=True) for page in x.split(WINDOW, 1)], 1)
+
+
+class Coder(NamedTuple):
+    """Keys or values of windows as they come back, and the bits of an element that takes, metadata included."""
+
+    simulate: Simulate
+    bits: float
+
+
+def uniform(along: Callable[[Quantize, int], Simulate], group: int) -> Coder:
+    """Plain 2-bit codes."""
+    return Coder(along(lambda groups: quantizers.kivi(groups, 2).values(), group), 2 + META_BITS / group)
+
+
+def boosted(channels: int) -> Coder:
+    """Kitty's keys: ``channels`` of a page and head have 4 bits, and each channel a byte that says which."""
+
+    def simulate(x: Tensor) -> Tensor:
+        return kitty.page_codes(pages(x).transpose(2, 3), channels).values().transpose(2, 3).flatten(1, 2)
+
+    return Coder(simulate, 2 + META_BITS / WINDOW + 2 * channels / HEAD_DIM + 8 / WINDOW)
+
+
+KEYS, VALUES = uniform(by_channel, WINDOW), uniform(by_token, WINDOW)
 
 
 class Choice(NamedTuple):
@@ -156,27 +220,45 @@ class Choice(NamedTuple):
     iterations: int = 10
     tokens: int = 1024
     kind: type[PatternSide] = PatternSide
+    start: Start = evenly
+    refill: bool = False
     mine: Mine | None = None
     around: Callable[[Tensor], Tensor] = lambda x: x  # keys as patterns see them
+    key_coder: Coder = KEYS
+    value_coder: Coder = VALUES
 
     def layer(self) -> LayerCache:
         """A layer's cache."""
-        keys = None if self.keys is None else self._seen(self.keys)
-        return LayerCache(self._side(keys, by_channel, self.around), self._side(self.values, by_token, lambda x: x))
+        around = self.around
+        k = self._side(_seen(self.keys, around), self.key_coder, around)
+        return LayerCache(k, self._side(self.values, self.value_coder, lambda x: x))
 
-    def _seen(self, assign: Assign) -> Assign:
-        return lambda x, patterns: assign(self.around(x), patterns)
-
-    def _side(self, assign: Assign | None, along: Along, around: Callable[[Tensor], Tensor]) -> Side:
+    def _side(self, assign: Assign | None, coder: Coder, around: Callable[[Tensor], Tensor]) -> Side:
         if assign is None:
             return Side(lambda full: 0, lambda x: x)
-        mine = self.mine or partial(mined, patterns=self.patterns, iterations=self.iterations, tokens=self.tokens)
-        quantize = along(lambda groups: quantizers.kivi(groups, BITS).values(), WINDOW)
-        return self.kind(lambda x: mine(around(x)), assign, assign, quantize)
+        if assign is unassigned:
+            return Side(lambda full: full // WINDOW * WINDOW, coder.simulate)
+        mine = self.mine or partial(
+            mined,
+            patterns=self.patterns,
+            iterations=self.iterations,
+            tokens=self.tokens,
+            start=self.start,
+            refill=self.refill,
+        )
+        return self.kind(lambda x: mine(around(x)), assign, assign, coder.simulate)
+
+
+def _seen(assign: Assign | None, around: Callable[[Tensor], Tensor]) -> Assign | None:
+    """``assign`` for keys as patterns see them."""
+    if assign is None or assign is unassigned:
+        return assign
+    return lambda x, patterns: assign(around(x), patterns)
 
 
 GATE = gate_limit(HEAD_DIM)
 SOUND_K, SOUND_V = if_shrinks(nearest), gated(flattest, GATE)
+BEST = Choice(SOUND_K, SOUND_V, kind=MinedLate, start=farthest_first)
 
 GROUPS: dict[str, dict[str, Choice]] = {
     "keys": {
@@ -192,13 +274,35 @@ GROUPS: dict[str, dict[str, Choice]] = {
     },
     "key patterns": {
         "none": Choice(unassigned),
-        "L2": Choice(nearest),
-        "no centres": Choice(nearest, kind=WithoutCentres),
-        "late": Choice(nearest, kind=MinedLate),
-        "around means": Choice(nearest, kind=WithoutCentres, around=around_means),
-        "around means, late": Choice(nearest, kind=MinedLate, around=around_means),
-        "around means, late, one after another": Choice(descended(nearest, 1), kind=MinedLate, around=around_means),
-        "around means, late, if squares": Choice(if_shrinks(nearest, 2), kind=MinedLate, around=around_means),
+        "L2 if the page shrinks": Choice(SOUND_K),
+        "no centres": Choice(SOUND_K, kind=WithoutCentres),
+        "late": Choice(SOUND_K, kind=MinedLate),
+        "late, no centres": Choice(SOUND_K, kind=MinedLateWithoutCentres),
+        "around means, no centres": Choice(SOUND_K, kind=WithoutCentres, around=around_means),
+        "around means, late, no centres": Choice(SOUND_K, kind=MinedLateWithoutCentres, around=around_means),
+    },
+    "value patterns": {
+        "none": Choice(None, unassigned),
+        "range, gate": Choice(None, SOUND_V),
+        "no centres": Choice(None, SOUND_V, kind=WithoutCentres),
+        "late": Choice(None, SOUND_V, kind=MinedLate),
+        "late, no centres": Choice(None, SOUND_V, kind=MinedLateWithoutCentres),
+        "late, adds the mean of the rejected": Choice(None, SOUND_V, kind=AddsRejected),
+    },
+    "starts": {
+        "as released": Choice(SOUND_K, SOUND_V, kind=MinedLate, mine=patternkv.mine),
+        **{
+            f"{start.__name__}, {n} iterations{', refilled' * refill}": Choice(
+                SOUND_K, SOUND_V, kind=MinedLate, start=start, iterations=n, refill=refill
+            )
+            for start in (evenly, at_random, farthest_first)
+            for n, refill in ((2, False), (10, False), (10, True))
+        },
+        **{f"farthest first, {n} iterations": BEST._replace(iterations=n) for n in (0, 1, 5)},
+        "farthest first, 256 tokens": BEST._replace(tokens=256),
+        "farthest first, 16 patterns": BEST._replace(patterns=16),
+        "farthest first, 64 patterns": BEST._replace(patterns=64),
+        "farthest first, no centres": BEST._replace(kind=MinedLateWithoutCentres),
     },
     "values": {
         "none": Choice(None, unassigned),
@@ -217,6 +321,23 @@ GROUPS: dict[str, dict[str, Choice]] = {
     },
 }
 
+GROUPS["contenders"] = {
+    "16 bits": Choice(),
+    "kivi, 128": Choice(unassigned, unassigned),
+    "kivi, 64": Choice(unassigned, unassigned, key_coder=uniform(by_channel, 64), value_coder=uniform(by_token, 64)),
+    "kivi, 32": Choice(unassigned, unassigned, key_coder=uniform(by_channel, 32), value_coder=uniform(by_token, 32)),
+    "kivi, K 32": Choice(unassigned, unassigned, key_coder=uniform(by_channel, 32)),
+    "kitty": Choice(unassigned, unassigned, key_coder=boosted(16)),
+    "kitty-pro": Choice(unassigned, unassigned, key_coder=boosted(32)),
+    "patternkv, 8": Choice(SOUND_K, SOUND_V, patterns=8),
+    "patternkv, 16": Choice(SOUND_K, SOUND_V, patterns=16),
+    "patternkv, 32": Choice(SOUND_K, SOUND_V),
+    "patternkv, 32, K alone": Choice(SOUND_K, unassigned),
+    "kitty's K, patternkv's V": Choice(unassigned, SOUND_V, key_coder=boosted(16)),
+    "patternkv, 32, and kitty": Choice(SOUND_K, SOUND_V, key_coder=boosted(16)),
+    "patternkv as released": Choice(flattest, gated(flattest, GATE), mine=patternkv.mine),
+}
+
 # ---- measures
 
 
@@ -231,6 +352,8 @@ class Sums:
     loss: float = 0.0  # nats
     tokens: int = 0
     seconds: float = 0.0
+    bits: float = 0.0  # of all windows, patterns included
+    elements: int = 0
 
     def add(self, name: str, found: Tensor, exact: Tensor) -> None:
         self.error[name] = self.error.get(name, 0.0) + float((found - exact).square().sum())
@@ -243,9 +366,10 @@ class Sums:
 class Measured(LayerCache):
     """A layer's cache that keeps what went in, and sums the errors of its output and, when asked, of its tokens."""
 
-    def __init__(self, layer: LayerCache, sums: Sums):
+    def __init__(self, choice: Choice, sums: Sums):
+        layer = choice.layer()
         super().__init__(layer.k, layer.v)
-        self.sums = sums
+        self.choice, self.sums = choice, sums
         self.exact = [Side(lambda full: 0, lambda x: x) for _ in range(2)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -259,17 +383,23 @@ class Measured(LayerCache):
         return out
 
     def finish(self) -> None:
-        """Adds the errors of the quantized tokens."""
-        for name, side, exact in zip("kv", (self.k, self.v), self.exact, strict=True):
+        """Adds the errors of the quantized tokens, and the bits that they take."""
+        coders = self.choice.key_coder, self.choice.value_coder
+        for name, side, exact, coder in zip("kv", (self.k, self.v), self.exact, coders, strict=True):
             end = side.quantized
             self.sums.add(name, side.tokens[:, :end], exact.tokens[:, :end])
+            num_elements = side.tokens[:, :end].numel()
+            self.sums.elements += num_elements
+            self.sums.bits += num_elements * coder.bits
+            if isinstance(side, PatternSide) and side.patterns is not None:
+                self.sums.bits += num_elements * INDEX_BITS / HEAD_DIM + 16 * side.patterns.numel()
 
 
 @torch.inference_mode()
 def read(model: LlamaForCausalLM, choice: Choice, prompt: list[int], reply: list[int], sums: Sums) -> None:
     """Reads a right reply through the caches of ``choice``, and adds to ``sums``."""
     start = time.monotonic()
-    layers = [Measured(choice.layer(), sums) for _ in range(model.config.num_layers)]
+    layers = [Measured(choice, sums) for _ in range(model.config.num_layers)]
     batch = SimulatedBatch(list(layers), model.config.num_kv_heads)
     ids = torch.tensor(prompt + reply[:-1])
     edges = [0, len(prompt), *range((len(prompt) // WINDOW + 1) * WINDOW, len(ids), WINDOW), len(ids)]
@@ -297,6 +427,7 @@ def row(name: str, tasks: Sequence[Sums]) -> dict[str, str]:
         "K error": f"{mean(lambda sums: sums.relative('k')):.4f}",
         "V error": f"{mean(lambda sums: sums.relative('v')):.4f}",
         "output error": f"{mean(lambda sums: sums.relative('output')):.5f}",
+        "bits": f"{sum(sums.bits for sums in tasks) / max(1, sum(sums.elements for sums in tasks)):.2f}",
         "nats": f"{1000 * mean(lambda sums: sums.loss / sums.tokens):.3f}",
         **{f"task {i}": f"{100 * sums.right / sums.asked:.0f}" for i, sums in enumerate(tasks)},
         "mean": f"{100 * mean(lambda sums: sums.right / sums.asked):.1f}",

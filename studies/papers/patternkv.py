@@ -77,7 +77,7 @@ def mine(x: Tensor, num_patterns: int = PATTERNS) -> Tensor:
 
 
 def k_means(x: Tensor, count: int) -> Tensor:
-    """Lloyd's iterations of ``x`` [n, D] from ``count`` different tokens; empty clusters start again at a random one."""
+    """Lloyd's iterations of ``x`` [n, D] from ``count`` of its tokens; empty clusters start again at a random one."""
     generator = torch.Generator().manual_seed(0)
     centroids = x[torch.rand(len(x), generator=generator).topk(count).indices]
     for i in range(ITERATIONS):
