@@ -57,54 +57,42 @@ def channel_ranges(x: Tensor) -> Tensor:
     return x.amax(-2) - x.amin(-2)
 
 
-def if_shrinks(assign: Assign, power: int = 1) -> Assign:
-    """``assign`` in pages whose sum of channel ranges, to ``power``, it makes smaller; no pattern in the others."""
+def if_shrinks(assign: Assign) -> Assign:
+    """``assign`` in pages whose sum of channel ranges it makes smaller; no pattern in the others."""
 
     def assigned(x: Tensor, patterns: Tensor) -> Tensor:
         found = pages(assign(x, patterns))
-        before, after = (channel_ranges(each).pow(power).sum(-1) for each in (pages(x), pages(x) - found))
+        before, after = (channel_ranges(each).sum(-1) for each in (pages(x), pages(x) - found))
         return torch.where((after < before)[..., None, None], found, 0).flatten(1, 2)
 
     return assigned
 
 
-def refined(assign: Assign, rounds: int, power: int) -> Assign:
-    """``assign``, then in each round a page's tokens choose again, by the distance from the middle of its intervals.
+def around_middle(x: Tensor, patterns: Tensor) -> Tensor:
+    """The nearest pattern of each token, then three times that of what is left of it beside its page's middle.
 
-    The middle of a channel's residuals is subtracted by the quantizer anyway. Distances are sums over channels of
-    ``power``; the larger, the more the farthest channels count.
+    The middle of a channel's residuals is subtracted by the quantizer anyway.
     """
-
-    def assigned(x: Tensor, patterns: Tensor) -> Tensor:
-        found = assign(x, patterns)
-        for _ in range(rounds):
-            left = pages(x - found)
-            middle = ((left.amin(2, keepdim=True) + left.amax(2, keepdim=True)) / 2).expand_as(left).flatten(1, 2)
-            distance = [(x - middle - p[:, None]).abs().pow(power).sum(-1) for p in patterns.unbind(1)]
-            found = patternkv._gather(patterns, torch.stack(distance, -1))
-        return found
-
-    return assigned
+    found = nearest(x, patterns)
+    for _ in range(3):
+        left = pages(x - found)
+        middle = ((left.amin(2, keepdim=True) + left.amax(2, keepdim=True)) / 2).expand_as(left).flatten(1, 2)
+        found = nearest(x - middle, patterns)
+    return found
 
 
-def descended(assign: Assign, rounds: int, power: int = 2) -> Assign:
-    """``assign``, then token after token takes the pattern that makes its page's ranges smallest, the others kept."""
-
-    def assigned(x: Tensor, patterns: Tensor) -> Tensor:
-        found = assign(x, patterns)
-        left = pages(x - found).clone()  # [H, pages, 128, D]
-        original = pages(x)
-        for _ in range(rounds):
-            for t in range(WINDOW):
-                others = torch.cat((left[:, :, :t], left[:, :, t + 1 :]), 2)
-                low, high = others.amin(2)[:, :, None], others.amax(2)[:, :, None]
-                choice = original[:, :, t, None] - patterns[:, None]  # [H, pages, M, D]
-                cost = (torch.maximum(high, choice) - torch.minimum(low, choice)).pow(power).sum(-1)
-                best = cost.argmin(-1, keepdim=True)[..., None].expand(-1, -1, -1, x.shape[2])
-                left[:, :, t] = choice.gather(2, best)[:, :, 0]
-        return (original - left).flatten(1, 2)
-
-    return assigned
+def one_after_another(x: Tensor, patterns: Tensor) -> Tensor:
+    """The nearest pattern, then in turn for each token that which leaves its page the least sum of squared ranges."""
+    original = pages(x)
+    left = original - pages(nearest(x, patterns))  # [H, pages, 128, D]
+    for t in range(WINDOW):
+        others = torch.cat((left[:, :, :t], left[:, :, t + 1 :]), 2)
+        low, high = others.amin(2)[:, :, None], others.amax(2)[:, :, None]
+        choice = original[:, :, t, None] - patterns[:, None]  # [H, pages, M, D]
+        cost = (torch.maximum(high, choice) - torch.minimum(low, choice)).square().sum(-1)
+        best = cost.argmin(-1, keepdim=True)[..., None].expand(-1, -1, -1, x.shape[2])
+        left[:, :, t] = choice.gather(2, best)[:, :, 0]
+    return (original - left).flatten(1, 2)
 
 
 # ---- patterns
@@ -113,21 +101,15 @@ def descended(assign: Assign, rounds: int, power: int = 2) -> Assign:
 Start = Callable[[Tensor, int], Tensor]  # tokens [H, n, D], their number -> the first patterns [H, M, D]
 
 
-def mined(x: Tensor, patterns: int, iterations: int, tokens: int, start: Start, *, refill: bool = False) -> Tensor:
-    """k-means of at most ``tokens`` of the tokens; empty clusters keep their pattern, or take tokens worst served."""
+def mined(x: Tensor, patterns: int, iterations: int, tokens: int, start: Start) -> Tensor:
+    """k-means of at most ``tokens`` of the tokens [H, n, D]; empty clusters keep their pattern."""
     x = evenly(x, min(tokens, x.shape[1]))
     found = start(x, min(patterns, x.shape[1]))
     for _ in range(iterations):
-        distance = torch.cdist(x, found)
-        least, label = distance.min(-1)
+        label = torch.cdist(x, found).argmin(-1)
         of = F.one_hot(label, found.shape[1]).float().transpose(1, 2)  # [H, M, n]
         size = of.sum(-1, keepdim=True)
-        kept = found
-        if refill:
-            order = least.argsort(-1, descending=True)[:, : found.shape[1]]
-            rank = (size[..., 0] == 0).long().cumsum(-1).sub(1).clamp(min=0)
-            kept = x.gather(1, order.gather(1, rank)[..., None].expand_as(found))
-        found = torch.where(size > 0, of @ x / size.clamp(min=1), kept)
+        found = torch.where(size > 0, of @ x / size.clamp(min=1), found)
     return found.half().float()
 
 
@@ -152,14 +134,7 @@ def farthest_first(x: Tensor, count: int) -> Tensor:
     return torch.cat(taken, 1)
 
 
-class WithoutCentres(PatternSide):
-    """A side whose windows add no pattern."""
-
-    def _decoded(self, x: Tensor) -> Tensor:
-        return self._coded(x, self.window)
-
-
-class MinedLate(PatternSide):
+class Late(PatternSide):
     """A side that mines a prompt shorter than a window together with the tokens that fill it."""
 
     def settle(self) -> None:
@@ -167,24 +142,16 @@ class MinedLate(PatternSide):
             super().settle()
 
 
-class MinedLateWithoutCentres(MinedLate, WithoutCentres):
-    """Both."""
-
-
-class AddsRejected(MinedLate):
-    """A side whose windows add the mean of their tokens without a pattern, if there are any."""
+class LateWithoutCentres(Late):
+    """The same, and its windows add no pattern."""
 
     def _decoded(self, x: Tensor) -> Tensor:
-        assert self.patterns is not None, "mined before"
-        is_rejected = (self.window(x, self.patterns) == 0).all(-1, keepdim=True)
-        mean = (x * is_rejected).sum(1, keepdim=True) / is_rejected.sum(1, keepdim=True).clamp(min=1)
-        self.patterns = torch.cat((self.patterns, mean.half().float()), 1)
         return self._coded(x, self.window)
 
 
 def around_means(x: Tensor) -> Tensor:
     """Tokens ``[H, n, D]`` less the mean of their page, which costs a quantizer of channels nothing."""
-    return torch.cat([page - page.mean(1, keepdim=True) for page in x.split(WINDOW, 1)], 1)
+    return torch.cat([page - page.mean(1, keepdim=True) for page in torch.split(x, WINDOW, 1)], 1)
 
 
 class Coder(NamedTuple):
@@ -217,18 +184,20 @@ class Choice(NamedTuple):
     keys: Assign | None = None
     values: Assign | None = None
     patterns: int = 32
-    iterations: int = 10
+    iterations: int = 5
     tokens: int = 1024
-    kind: type[PatternSide] = PatternSide
-    start: Start = evenly
-    refill: bool = False
-    mine: Mine | None = None
+    start: Start = farthest_first
+    kind: type[PatternSide] = Late
+    mine: Mine | None = None  # in place of all the above
     around: Callable[[Tensor], Tensor] = lambda x: x  # keys as patterns see them
     key_coder: Coder = KEYS
     value_coder: Coder = VALUES
+    whole: Callable[[], LayerCache] | None = None  # in place of everything
 
     def layer(self) -> LayerCache:
         """A layer's cache."""
+        if self.whole is not None:
+            return self.whole()
         around = self.around
         k = self._side(_seen(self.keys, around), self.key_coder, around)
         return LayerCache(k, self._side(self.values, self.value_coder, lambda x: x))
@@ -239,12 +208,7 @@ class Choice(NamedTuple):
         if assign is unassigned:
             return Side(lambda full: full // WINDOW * WINDOW, coder.simulate)
         mine = self.mine or partial(
-            mined,
-            patterns=self.patterns,
-            iterations=self.iterations,
-            tokens=self.tokens,
-            start=self.start,
-            refill=self.refill,
+            mined, patterns=self.patterns, iterations=self.iterations, tokens=self.tokens, start=self.start
         )
         return self.kind(lambda x: mine(around(x)), assign, assign, coder.simulate)
 
@@ -257,85 +221,51 @@ def _seen(assign: Assign | None, around: Callable[[Tensor], Tensor]) -> Assign |
 
 
 GATE = gate_limit(HEAD_DIM)
-SOUND_K, SOUND_V = if_shrinks(nearest), gated(flattest, GATE)
-BEST = Choice(SOUND_K, SOUND_V, kind=MinedLate, start=farthest_first)
+BEST = Choice(if_shrinks(nearest), gated(flattest, GATE))
+PLAIN = Choice(unassigned, unassigned)
 
 GROUPS: dict[str, dict[str, Choice]] = {
     "keys": {
-        "none": Choice(unassigned),
-        "always, range of the token": Choice(flattest),
-        "always, L2": Choice(nearest),
-        "L2 if the page shrinks": Choice(SOUND_K),
-        "L2 if squares shrink": Choice(if_shrinks(nearest, 2)),
-        "around the middle, L2": Choice(if_shrinks(refined(nearest, 3, 2), 2)),
-        "around the middle, L4": Choice(if_shrinks(refined(nearest, 3, 4), 2)),
-        "around the middle, L8": Choice(if_shrinks(refined(nearest, 3, 8), 2)),
-        "one after another": Choice(if_shrinks(descended(nearest, 1), 2)),
-    },
-    "key patterns": {
-        "none": Choice(unassigned),
-        "L2 if the page shrinks": Choice(SOUND_K),
-        "no centres": Choice(SOUND_K, kind=WithoutCentres),
-        "late": Choice(SOUND_K, kind=MinedLate),
-        "late, no centres": Choice(SOUND_K, kind=MinedLateWithoutCentres),
-        "around means, no centres": Choice(SOUND_K, kind=WithoutCentres, around=around_means),
-        "around means, late, no centres": Choice(SOUND_K, kind=MinedLateWithoutCentres, around=around_means),
-    },
-    "value patterns": {
-        "none": Choice(None, unassigned),
-        "range, gate": Choice(None, SOUND_V),
-        "no centres": Choice(None, SOUND_V, kind=WithoutCentres),
-        "late": Choice(None, SOUND_V, kind=MinedLate),
-        "late, no centres": Choice(None, SOUND_V, kind=MinedLateWithoutCentres),
-        "late, adds the mean of the rejected": Choice(None, SOUND_V, kind=AddsRejected),
-    },
-    "starts": {
-        "as released": Choice(SOUND_K, SOUND_V, kind=MinedLate, mine=patternkv.mine),
-        **{
-            f"{start.__name__}, {n} iterations{', refilled' * refill}": Choice(
-                SOUND_K, SOUND_V, kind=MinedLate, start=start, iterations=n, refill=refill
-            )
-            for start in (evenly, at_random, farthest_first)
-            for n, refill in ((2, False), (10, False), (10, True))
-        },
-        **{f"farthest first, {n} iterations": BEST._replace(iterations=n) for n in (0, 1, 5)},
-        "farthest first, 256 tokens": BEST._replace(tokens=256),
-        "farthest first, 16 patterns": BEST._replace(patterns=16),
-        "farthest first, 64 patterns": BEST._replace(patterns=64),
-        "farthest first, no centres": BEST._replace(kind=MinedLateWithoutCentres),
+        "no patterns": Choice(unassigned),
+        "range of the token": Choice(flattest),
+        "L2": Choice(nearest),
+        "L2, if the page shrinks": Choice(BEST.keys),
+        "L2 around the page's middle": Choice(if_shrinks(around_middle)),
+        "one token after another": Choice(if_shrinks(one_after_another)),
+        "mined and assigned around means": Choice(BEST.keys, kind=LateWithoutCentres, around=around_means),
     },
     "values": {
-        "none": Choice(None, unassigned),
-        "range, always": Choice(None, flattest),
+        "no patterns": Choice(None, unassigned),
+        "range": Choice(None, flattest),
         "range, if it shrinks": Choice(None, gated(flattest, 1)),
-        "range, gate": Choice(None, SOUND_V),
-        "L2, always": Choice(None, nearest),
+        "range, gate": Choice(None, BEST.values),
+        "L2": Choice(None, nearest),
         "L2, gate": Choice(None, gated(nearest, GATE)),
     },
     "bank": {
-        **{f"{m} patterns": Choice(SOUND_K, SOUND_V, patterns=m) for m in (8, 16, 32, 64)},
-        **{f"{n} iterations": Choice(SOUND_K, SOUND_V, iterations=n) for n in (1, 2, 5, 20, 30)},
-        **{f"{n} tokens": Choice(SOUND_K, SOUND_V, tokens=n) for n in (256, 512)},
-        "no centres": Choice(SOUND_K, SOUND_V, kind=WithoutCentres),
-        "as released": Choice(SOUND_K, SOUND_V, mine=patternkv.mine),
+        **{f"{m} patterns": BEST._replace(patterns=m) for m in (8, 16, 32, 64)},
+        **{f"{n} iterations": BEST._replace(iterations=n) for n in (0, 1, 2, 10, 30)},
+        **{f"{n} tokens": BEST._replace(tokens=n) for n in (256, 512)},
+        "from random tokens": BEST._replace(start=at_random),
+        "from evenly spaced tokens": BEST._replace(start=evenly),
+        "from evenly spaced tokens, 30 iterations": BEST._replace(start=evenly, iterations=30),
+        "mined as released": BEST._replace(mine=patternkv.mine, kind=PatternSide),
+        "prompt alone": BEST._replace(kind=PatternSide),
+        "no centres": BEST._replace(kind=LateWithoutCentres),
+        "L2 for V too": BEST._replace(values=gated(nearest, GATE)),
     },
-}
-
-GROUPS["contenders"] = {
-    "16 bits": Choice(),
-    "kivi, 128": Choice(unassigned, unassigned),
-    "kivi, 64": Choice(unassigned, unassigned, key_coder=uniform(by_channel, 64), value_coder=uniform(by_token, 64)),
-    "kivi, 32": Choice(unassigned, unassigned, key_coder=uniform(by_channel, 32), value_coder=uniform(by_token, 32)),
-    "kivi, K 32": Choice(unassigned, unassigned, key_coder=uniform(by_channel, 32)),
-    "kitty": Choice(unassigned, unassigned, key_coder=boosted(16)),
-    "kitty-pro": Choice(unassigned, unassigned, key_coder=boosted(32)),
-    "patternkv, 8": Choice(SOUND_K, SOUND_V, patterns=8),
-    "patternkv, 16": Choice(SOUND_K, SOUND_V, patterns=16),
-    "patternkv, 32": Choice(SOUND_K, SOUND_V),
-    "patternkv, 32, K alone": Choice(SOUND_K, unassigned),
-    "kitty's K, patternkv's V": Choice(unassigned, SOUND_V, key_coder=boosted(16)),
-    "patternkv, 32, and kitty": Choice(SOUND_K, SOUND_V, key_coder=boosted(16)),
-    "patternkv as released": Choice(flattest, gated(flattest, GATE), mine=patternkv.mine),
+    "contenders": {
+        "kivi, groups of 128": PLAIN,
+        "kivi, groups of 64": PLAIN._replace(key_coder=uniform(by_channel, 64), value_coder=uniform(by_token, 64)),
+        "kivi, groups of 32": PLAIN._replace(key_coder=uniform(by_channel, 32), value_coder=uniform(by_token, 32)),
+        "kitty": PLAIN._replace(key_coder=boosted(16)),
+        "kitty-pro": PLAIN._replace(key_coder=boosted(32)),
+        "patternkv, as released": Choice(whole=lambda: patternkv.layer(HEAD_DIM)),
+        "patternkv, 16": BEST._replace(patterns=16),
+        "patternkv, 32": BEST,
+        "patternkv, 64": BEST._replace(patterns=64),
+        "kitty's K, patternkv's V": Choice(unassigned, BEST.values, key_coder=boosted(16)),
+    },
 }
 
 # ---- measures

@@ -33,12 +33,12 @@ Mine = Callable[[Tensor], Tensor]  # a prompt [H, n, D] -> its patterns [H, M, D
 
 def nearest(x: Tensor, patterns: Tensor) -> Tensor:
     """The pattern at the least Euclidean distance of each token, the first of equals."""
-    return _gather(patterns, torch.cdist(x, patterns, compute_mode="donot_use_mm_for_euclid_dist"))
+    return closest(patterns, torch.cdist(x, patterns, compute_mode="donot_use_mm_for_euclid_dist"))
 
 
 def flattest(x: Tensor, patterns: Tensor) -> Tensor:
     """The pattern that leaves each token the smallest range over its channels, the first of equals."""
-    return _gather(patterns, torch.stack([spread(x - pattern[:, None]) for pattern in patterns.unbind(1)], -1))
+    return closest(patterns, torch.stack([spread(x - pattern[:, None]) for pattern in patterns.unbind(1)], -1))
 
 
 def gated(assign: Assign, limit: float) -> Assign:
@@ -56,7 +56,7 @@ def spread(x: Tensor) -> Tensor:
     return x.amax(-1) - x.amin(-1)
 
 
-def _gather(patterns: Tensor, distance: Tensor) -> Tensor:
+def closest(patterns: Tensor, distance: Tensor) -> Tensor:
     """The patterns ``[H, n, D]`` of the least ``distance`` [H, n, M]."""
     index = distance.argmin(-1, keepdim=True)
     return patterns.gather(1, index.expand(*index.shape[:2], patterns.shape[2]))
