@@ -149,11 +149,6 @@ class LateWithoutCentres(Late):
         return self._coded(x, self.window)
 
 
-def around_means(x: Tensor) -> Tensor:
-    """Tokens ``[H, n, D]`` less the mean of their page, which costs a quantizer of channels nothing."""
-    return torch.cat([page - page.mean(1, keepdim=True) for page in torch.split(x, WINDOW, 1)], 1)
-
-
 class Coder(NamedTuple):
     """Keys or values of windows as they come back, and the bits of an element that takes, metadata included."""
 
@@ -189,7 +184,6 @@ class Choice(NamedTuple):
     start: Start = farthest_first
     kind: type[PatternSide] = Late
     mine: Mine | None = None  # in place of all the above
-    around: Callable[[Tensor], Tensor] = lambda x: x  # keys as patterns see them
     key_coder: Coder = KEYS
     value_coder: Coder = VALUES
     whole: Callable[[], LayerCache] | None = None  # in place of everything
@@ -198,11 +192,9 @@ class Choice(NamedTuple):
         """A layer's cache."""
         if self.whole is not None:
             return self.whole()
-        around = self.around
-        k = self._side(_seen(self.keys, around), self.key_coder, around)
-        return LayerCache(k, self._side(self.values, self.value_coder, lambda x: x))
+        return LayerCache(self._side(self.keys, self.key_coder), self._side(self.values, self.value_coder))
 
-    def _side(self, assign: Assign | None, coder: Coder, around: Callable[[Tensor], Tensor]) -> Side:
+    def _side(self, assign: Assign | None, coder: Coder) -> Side:
         if assign is None:
             return Side(lambda full: 0, lambda x: x)
         if assign is unassigned:
@@ -210,14 +202,7 @@ class Choice(NamedTuple):
         mine = self.mine or partial(
             mined, patterns=self.patterns, iterations=self.iterations, tokens=self.tokens, start=self.start
         )
-        return self.kind(lambda x: mine(around(x)), assign, assign, coder.simulate)
-
-
-def _seen(assign: Assign | None, around: Callable[[Tensor], Tensor]) -> Assign | None:
-    """``assign`` for keys as patterns see them."""
-    if assign is None or assign is unassigned:
-        return assign
-    return lambda x, patterns: assign(around(x), patterns)
+        return self.kind(mine, assign, assign, coder.simulate)
 
 
 GATE = gate_limit(HEAD_DIM)
@@ -232,7 +217,6 @@ GROUPS: dict[str, dict[str, Choice]] = {
         "L2, if the page shrinks": Choice(BEST.keys),
         "L2 around the page's middle": Choice(if_shrinks(around_middle)),
         "one token after another": Choice(if_shrinks(one_after_another)),
-        "mined and assigned around means": Choice(BEST.keys, kind=LateWithoutCentres, around=around_means),
     },
     "values": {
         "no patterns": Choice(None, unassigned),
@@ -294,7 +278,7 @@ class Sums:
 
 
 class Measured(LayerCache):
-    """A layer's cache that keeps what went in, and sums the errors of its output and, when asked, of its tokens."""
+    """A layer's cache that keeps what went in, and sums the errors of its output and of its tokens."""
 
     def __init__(self, choice: Choice, sums: Sums):
         layer = choice.layer()
@@ -400,7 +384,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     wanted = [name.strip() for name in args.only.split(";") if name.strip()]
-    args.choices = {name: choice for name, choice in GROUPS[args.group].items() if not wanted or name in wanted}
+    group = GROUPS[args.group]
+    unknown = [name for name in wanted if name not in group]
+    if unknown:
+        parser.error(f"argument --only: no choice {unknown[0]!r} (choose from {'; '.join(group)})")
+    args.choices = {name: choice for name, choice in group.items() if not wanted or name in wanted}
     labels = args.tasks.split(",")
     sums = {name: [Sums() for _ in labels] for name in args.choices}
     asked = 0
