@@ -32,11 +32,12 @@ from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.loader import load_model
 from qkv_engine.text.tokenizer import Tokenizer
 
-from . import kitty, kivi, kvmix, xquant
+from . import kitty, kivi, kvmix, patternkv, xquant
 from .cache import LayerCache, Scheme, Side
 from .decode import generate
 
 DEMO = Path(str(files("qkv_engine") / "assets" / "demo"))
+HEAD_DIM = 128  # of the demo model
 PROFILE_TEXTS = 10  # right conversations a task that KVmix's scores are taken of, as released
 PROFILE_SEED = 1_000_003  # other than any seed of questions that is likely to be asked for
 
@@ -76,6 +77,7 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "kvmix-2": lambda task, n: kvmix.scheme(kvmix.HighLayers(), n),
     "kvmix-2.19": lambda task, n: _kvmix(task, n, faithful=True),
     "kvmix-2.19-own-step": lambda task, n: _kvmix(task, n, faithful=False),
+    "patternkv": lambda task, n: patternkv.scheme(HEAD_DIM),
 }
 
 

@@ -21,7 +21,7 @@ from qkv_engine.kv.ladder import Rung, build_ladder
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import load_model
 from qkv_engine.models.shapes import SHAPES
-from studies.papers import kitty, kivi, kvmix, quantizers, xquant
+from studies.papers import kitty, kivi, kvmix, patternkv, quantizers, xquant
 from studies.papers.__main__ import DEMO, SCHEMES, full_precision, main
 from studies.papers.cache import LayerCache, Side, attention, by_channel, by_token
 from studies.papers.decode import generate
@@ -228,6 +228,7 @@ LAYERS: dict[str, Callable[[], LayerCache]] = {
     "kvmix": lambda: kvmix.layer(2, 2),
     "kvmix 3": lambda: kvmix.layer(3, 4),
     "xquant": lambda: xquant.scheme(xquant.Setting(0, 2, 9, 9), None).layer(0),
+    "patternkv": lambda: patternkv.layer(128),
 }
 
 
