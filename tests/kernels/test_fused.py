@@ -13,7 +13,7 @@ from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import build_ladder
-from qkv_engine.kv.table import BlockTable
+from qkv_engine.kv.block import BlockTable
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
