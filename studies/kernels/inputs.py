@@ -149,8 +149,8 @@ def _write(arena: Tensor, address: int, page: PageLayout, which: str, x: Tensor,
         elements = arena[first : first + side.nbytes // T * capacity].view(side.dense_dtype)
         elements.view(len(x), capacity, -1)[:, : x.shape[1]] = stored.to(arena.device)
         return stored.float().transpose(0, 1)
-    rows = side.family.quantize(x[None], side)
-    for found, offset in zip(rows, place, strict=True):
+    rows = side.family.quantize(x[None], side, None)
+    for found, offset in zip(rows[:2], place, strict=True):
         arena[address + offset : address + offset + found.shape[1]] = found[0].to(arena.device)
     return side.family.dequantize(rows, side)[0].transpose(0, 1)
 
