@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import RequestError
 from ..request import KVUsage, Request, SamplingParams
+from .block import Block
 from .demand import RunningDemand
 from .prefix import PrefixCache
-from .block import Block
 from .table import BlockTables
 
 

@@ -133,9 +133,7 @@ class BlockTables:
 
     # ---- blocks of a request
 
-    def open(
-        self, request_id: str, floor: int, shared: Iterable[Block] = (), *, num_prompt_tokens: int = 0
-    ) -> None:
+    def open(self, request_id: str, floor: int, shared: Iterable[Block] = (), *, num_prompt_tokens: int = 0) -> None:
         """Begins the table of a request, on ``shared`` blocks in token order.
 
         Patterns are mined from the first ``num_prompt_tokens`` tokens, whether others follow that are known already.

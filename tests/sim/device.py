@@ -34,7 +34,7 @@ class Record:
     value: int = 0  # of the last one
     salt: str = ""
     spoilt: bool = False
-    mined: tuple[tuple[int, int], ...] = ()  # tokens and the last one's number of each block that the bank is mined from
+    mined: tuple[tuple[int, int], ...] = ()  # from which blocks a bank is: tokens, and the last one's number
 
 
 class DeviceError(Broken):

@@ -8,10 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
-from .options import LADDERS, Options, draw
-from .simulator import Simulation
-from .spy import Broken
+from .options import LADDERS, Options
 from .test_many_rungs import LADDERS as LONG_LADDERS
 from .test_simulator import describe, swarm
 

@@ -222,5 +222,3 @@ def test_banks_that_cannot_be():
     below = RungConfig("below", ("int4-channel-128-patterns8", "int2-channel-128"), "int2-token-128")
     with pytest.raises(ConfigError, match=r"rung='below'.*not those of rung above.*all rungs but the first"):
         build(above, below)
-
-
