@@ -24,7 +24,7 @@ LAYERS, KV_HEADS, HEAD_DIM, VOCAB_SIZE = 2, 2, 32, 50
 
 
 class Snapshot(NamedTuple):
-    """What a request had when it ended: its tokens, the bytes of its bank and of its sealed blocks by rung and layer."""
+    """What a request has: its tokens, the bytes of its bank, and the rung and the sides' bytes of each sealed block."""
 
     token_ids: list[int]
     bank: bytes | None
