@@ -75,8 +75,7 @@ class Device:
         for sealing in sealings:
             if sealing.mining is not None:
                 self._mine(sealing, tables)
-        wave.sort(key=lambda move: (move.old, move.new))  # a launch each
-        for _, moves in groupby(wave, key=lambda move: (move.old, move.new)):
+        for _, moves in groupby(sorted(wave, key=_rungs), key=_rungs):
             self._launch(list(moves), tables)
 
     def _launch(self, moves: list[Any], tables: Any) -> None:
@@ -165,3 +164,8 @@ class Device:
             del self._records[old]
         self._starts[first:last] = [address]
         self._records[address] = record
+
+
+def _rungs(move: Any) -> tuple[int, int]:
+    """What the moves of one launch have in common."""
+    return move.old, move.new
