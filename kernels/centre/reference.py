@@ -15,7 +15,7 @@ def centre_reference(memory: Tensor, src: Tensor, source: BlockLayout, target: B
     """The same as ``write_centres``."""
     for a, bank, centre in zip(src.tolist(), banks.address.tolist(), banks.centre.tolist(), strict=True):
         for (old, new), steps in source.steps(target).items():
-            if centre < 0 or old.dense_dtype is None or not new.bank_nbytes:
+            if old.dense_dtype is None or not 0 <= centre < new.num_patterns:
                 continue
             for run in even_runs(steps):
                 x = elements(run_rows(memory, a, a, run, old, old)[0], old)

@@ -13,10 +13,10 @@ from ..formats.steps import bank_table, step_table
 
 @triton.jit
 def centre_kernel(
-    memory_ptr, src_ptr, steps_ptr, banks_ptr, centres_ptr, bank_steps_ptr, NUM_STEPS, H,
+    memory_ptr, src_ptr, steps_ptr, banks_ptr, centres_ptr, bank_steps_ptr, NUM_STEPS, H, most,
     DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes the centre of one head of one dense side, if the block adds one.
+    """Writes the centre of one head of one dense side, if the block adds one and it is below ``most``.
 
     Shapes:  memory [M] uint8;  src [n] int64;  steps [NUM_STEPS, 4] int64, of which the first is the offset of the
              elements;  banks, centres [n] int64 as in ``Banks``;  bank_steps [NUM_STEPS] int64, offsets in a bank
@@ -25,7 +25,7 @@ def centre_kernel(
     i_h, i_step = tl.program_id(0) % H, tl.program_id(0) // H % NUM_STEPS
     i_n = tl.program_id(0) // H // NUM_STEPS
     centre = tl.load(centres_ptr + i_n)
-    if centre >= 0:
+    if (centre >= 0) & (centre < most):
         source = tl.load(src_ptr + i_n) + tl.load(steps_ptr + 4 * i_step)
         p_x = (memory_ptr + tl.multiple_of(source, 16)).to(tl.pointer_type(DTYPE)) + i_h * (T * D)
         o_d = tl.arange(0, TILE_D)
@@ -48,6 +48,7 @@ def centre_triton(memory: Tensor, src: Tensor, source: BlockLayout, target: Bloc
         shape, tile_d = old.shape, triton.next_power_of_2(old.shape.head_dim)
         centre_kernel[(len(src) * len(steps) * shape.num_kv_heads,)](
             memory, src, steps, banks.address, banks.centre, bank_steps, len(steps), shape.num_kv_heads,
+            new.num_patterns,
             DTYPE=TL_DTYPE[old.dense_dtype], T=shape.num_tokens, D=shape.head_dim, TILE_D=tile_d,
             num_warps=max(4, tile_d // 32),
         )  # fmt: skip

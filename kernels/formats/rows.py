@@ -85,8 +85,8 @@ def block_bank(memory: Tensor, banks: Banks | None, index: int, run: list[Step],
     """The patterns that block ``index`` may use in the sides of a run, a view; ``None`` for sides without."""
     if banks is None or not new.bank_nbytes:
         return None
-    first = int(banks.limit[index]) * new.pattern_nbytes
-    return run_bank(memory, int(banks.address[index]), run, new)[:, :first]
+    number = min(int(banks.limit[index]), new.num_patterns)
+    return run_bank(memory, int(banks.address[index]), run, new)[:, : number * new.pattern_nbytes]
 
 
 def _views(memory: Tensor, address: int, place: Place, growth: tuple[int, ...], number: int, side: Side) -> SideBytes:

@@ -14,14 +14,15 @@ from ..formats.steps import bank_table, step_table
 @triton.jit
 def seal_kernel(
     memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H, banks_ptr, limits_ptr, bank_steps_ptr,
-    SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+    most, SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of one dense side as ``SIDE``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64;  steps [NUM_STEPS, 4] int64, offsets of codes and metadata in the
              source and in the target;  finite [n] int64, set to 0 for a block with a NaN or an infinity;
              banks, limits [n] int64 as in ``Banks``, bank_steps [NUM_STEPS] int64, offsets of the patterns in a bank:
-             ``None`` without patterns
+             ``None`` without patterns, of which a side has ``most``
     Grid:    (n * NUM_STEPS * H,)
     """
     i_h = tl.program_id(0) % H
@@ -35,7 +36,7 @@ def seal_kernel(
     p_bank, num_patterns = memory_ptr, 0
     if banks_ptr is not None:
         bank = tl.load(banks_ptr + i_n) + tl.load(bank_steps_ptr + tl.program_id(0) // H % NUM_STEPS)
-        p_bank, num_patterns = memory_ptr + tl.multiple_of(bank, 16), tl.load(limits_ptr + i_n)
+        p_bank, num_patterns = memory_ptr + tl.multiple_of(bank, 16), tl.minimum(tl.load(limits_ptr + i_n), most)
     o_d = tl.arange(0, TILE_D)[None, :]
     b_raw = tl.load(p_source + tl.arange(0, T)[:, None] * D + o_d, mask=o_d < D, other=0.0)
     b_x = b_raw.to(tl.float32)
@@ -65,9 +66,10 @@ def seal_triton(
             continue
         steps = step_table(source, target, old, new, memory.device)
         shape, tile_d = old.shape, triton.next_power_of_2(old.shape.head_dim)
-        bank_arguments: tuple[Tensor | None, ...] = (None, None, None)
+        bank_arguments: tuple[Tensor | int | None, ...] = (None, None, None, None)
         if banks is not None and new.bank_nbytes:
-            bank_arguments = banks.address, banks.limit, bank_table(source, target, old, new, memory.device)
+            bank_steps = bank_table(source, target, old, new, memory.device)
+            bank_arguments = banks.address, banks.limit, bank_steps, new.num_patterns
         seal_kernel[(len(src) * len(steps) * shape.num_kv_heads,)](
             memory, src, dst, steps, finite, len(steps), shape.num_kv_heads, *bank_arguments,
             SEAL=new.family.triton().seal_head, SIDE=new.spec, DTYPE=TL_DTYPE[old.dense_dtype],

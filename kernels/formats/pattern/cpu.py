@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..family import CpuOps, SideBytes
 from ..uniform import cpu as uniform
+from ..uniform.layout import TILES
 from ..uniform.reference import LIMIT
 from .layout import NO_PATTERN, PatternSide
-from .reference import assign, chosen, indices, read_patterns, residual_rows
+from .reference import assign, chosen, index_tile, read_index, read_patterns, residual_rows
 
 
 def seal(dense: Tensor, out: SideBytes, side: PatternSide) -> bool:
@@ -25,7 +26,7 @@ def seal(dense: Tensor, out: SideBytes, side: PatternSide) -> bool:
     x = x.clamp(-LIMIT, LIMIT)
     patterns = None if out.bank is None else read_patterns(out.bank, side)
     index = assign(x, patterns, side)
-    indices(out, side).copy_(index)
+    index_tile(out, side).copy_(index.unflatten(2, (TILES, -1)))
     if patterns is not None and bool((index != NO_PATTERN).any()):
         x -= chosen(patterns, index)
     uniform.seal(x, residual_rows(out, side), side.residual)
@@ -34,7 +35,7 @@ def seal(dense: Tensor, out: SideBytes, side: PatternSide) -> bool:
 
 def demote(rows: SideBytes, out: SideBytes, old: PatternSide, new: PatternSide) -> None:
     """Packed words to packed words; the metadata is copied."""
-    indices(out, new).copy_(indices(rows, old))
+    index_tile(out, new).copy_(index_tile(rows, old))
     uniform.demote(residual_rows(rows, old), residual_rows(out, new), old.residual, new.residual)
 
 
@@ -42,7 +43,7 @@ def dequantize(rows: SideBytes, side: PatternSide, dtype: torch.dtype) -> Tensor
     """Elements [n, H, T, D]."""
     x = uniform.dequantize(residual_rows(rows, side), side.residual, torch.float32)
     if rows.bank is not None:
-        x += chosen(read_patterns(rows.bank, side), indices(rows, side))
+        x += chosen(read_patterns(rows.bank, side), read_index(rows, side))
     return x.to(dtype)
 
 
@@ -69,7 +70,7 @@ def values(p: Tensor, rows: SideBytes, side: PatternSide) -> Tensor:
 
 def _columns(rows: SideBytes, side: PatternSide, number: int, num_queries: int) -> Tensor:
     """Indices with ``number`` for no pattern, for every query: [n, H, G, T] int64."""
-    return indices(rows, side).long().clamp(max=number).unsqueeze(2).expand(-1, -1, num_queries, -1)
+    return read_index(rows, side).long().clamp(max=number).unsqueeze(2).expand(-1, -1, num_queries, -1)
 
 
 PATTERN_CPU = CpuOps(seal, demote, dequantize, scores, values)

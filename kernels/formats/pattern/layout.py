@@ -14,7 +14,7 @@ from qkv_engine.errors import ConfigError
 
 from ..family import SIDE_ALIGN, PageShape, Side, SideName
 from ..uniform import Uniform, UniformSide
-from ..uniform.layout import UniformSpec, uniform_formats
+from ..uniform.layout import uniform_formats
 
 NO_PATTERN = 255  # index of a token stored as it is
 MAX_PATTERNS = 255  # an index is a byte
@@ -26,15 +26,24 @@ _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 class PatternSpec(NamedTuple):
-    """Compile-time layout of a pattern side, for device functions.
+    """Compile-time layout of a pattern side, for device functions: the fields of ``UniformSpec`` are its residual's.
 
-    ``RESIDUAL``: of the codes and of their metadata, which begins ``INDEX`` bytes behind that of the side: a byte a
-    token and head. ``ROWS``: patterns that the bank has room for. ``RHO``: see ``gate``.
+    ``INDEX``: bytes from the start of the metadata to that of the residual. ``ROWS``: patterns that the bank has room
+    for. ``STRIDE``: elements from one of a head's patterns to the next. ``RHO``: see ``gate``.
     """
 
-    RESIDUAL: UniformSpec
+    IS_K: bool
+    BITS: int
+    PER_TOKEN: bool
+    GROUP: int
+    GROUPS: int
+    CODES: int
+    META: int
+    TOP: int
+    ETA: float
     INDEX: int
     ROWS: int
+    STRIDE: int
     RHO: float
 
 
@@ -42,8 +51,10 @@ class PatternSpec(NamedTuple):
 class PatternSide(Side):
     """One side of a page as ``residual`` codes of x - pattern, for patterns chosen a token and head.
 
-    Codes: those of the residual. Metadata: indices ``[H][T]`` uint8, ``NO_PATTERN`` for a token stored as it is; then
-    the residual's metadata. Bank: ``[num_rows][H][D]`` fp16, of which the first ``capacity`` may be used.
+    Codes: those of the residual.
+    Metadata: indices uint8, ``NO_PATTERN`` for a token stored as it is, K ``[H][T / 4 lanes][4 tiles]``, V ``[H][T]``;
+    then the residual's metadata.
+    Bank: ``[num_rows][H][D]`` fp16, of which the first ``capacity`` may be used.
     """
 
     residual: UniformSide
@@ -77,7 +88,8 @@ class PatternSide(Side):
 
     @property
     def spec(self) -> PatternSpec:
-        return PatternSpec(self.residual.spec, self.index_nbytes, self.num_rows, gate(self.shape.head_dim))
+        stride, rho = self.pattern_nbytes // 2, gate(self.shape.head_dim)
+        return PatternSpec(*self.residual.spec, self.index_nbytes, self.num_rows, stride, rho)
 
 
 @dataclass(frozen=True)

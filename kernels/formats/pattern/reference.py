@@ -8,6 +8,7 @@ from torch import Tensor
 from ..family import SideBytes
 from ..uniform import UniformSide
 from ..uniform import reference as uniform
+from ..uniform.layout import TILES
 from ..uniform.reference import LIMIT
 from .layout import NO_PATTERN, PatternSide, gate
 
@@ -22,13 +23,15 @@ def quantize(x: Tensor, side: PatternSide, bank: Tensor | None = None) -> SideBy
     index = assign(x, patterns, side)
     residual = x if patterns is None else x - chosen(patterns, index)
     rows = uniform.quantize(residual, side.residual)
-    return SideBytes(rows.codes, torch.cat((index.flatten(1), rows.meta), 1))
+    bytes_ = index.unflatten(2, (TILES, -1))
+    bytes_ = (bytes_.mT if side.name == "k" else bytes_).flatten(1)
+    return SideBytes(rows.codes, torch.cat((bytes_, rows.meta), 1))
 
 
 def dequantize(rows: SideBytes, side: PatternSide) -> Tensor:
     """x = residual + pattern: [n, H, T, D] float32."""
     x = uniform.dequantize(residual_rows(rows, side), side.residual)
-    return x if rows.bank is None else x + chosen(read_patterns(rows.bank, side), indices(rows, side))
+    return x if rows.bank is None else x + chosen(read_patterns(rows.bank, side), read_index(rows, side))
 
 
 def demote(rows: SideBytes, old: PatternSide, new: PatternSide) -> SideBytes:
@@ -109,9 +112,15 @@ def read_patterns(bank: Tensor, side: PatternSide) -> Tensor:
     return patterns.transpose(1, 2).float()
 
 
-def indices(rows: SideBytes, side: PatternSide) -> Tensor:
-    """The index of each token's pattern, a view [n, H, T] uint8."""
-    return rows.meta[:, : side.index_nbytes].unflatten(1, (side.shape.num_kv_heads, -1))
+def index_tile(rows: SideBytes, side: PatternSide) -> Tensor:
+    """The index of each token's pattern, a view to read or write, [n, H, tiles, lanes] uint8."""
+    heads = rows.meta[:, : side.index_nbytes].unflatten(1, (side.shape.num_kv_heads, -1))
+    return heads.unflatten(2, (-1, TILES)).mT if side.name == "k" else heads.unflatten(2, (TILES, -1))
+
+
+def read_index(rows: SideBytes, side: PatternSide) -> Tensor:
+    """The index of each token's pattern, [n, H, T] uint8."""
+    return index_tile(rows, side).flatten(2)
 
 
 def residual_rows(rows: SideBytes, side: PatternSide) -> SideBytes:

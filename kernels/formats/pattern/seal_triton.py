@@ -8,7 +8,7 @@ import triton.language as tl
 from ..uniform.demote_triton import demote_head as demote_residual
 from ..uniform.seal_triton import seal_head as seal_residual
 from .layout import NO_PATTERN
-from .tile import load_patterns
+from .tile import index_byte, load_patterns
 
 NONE = tl.constexpr(NO_PATTERN)
 FEW = tl.constexpr(32)  # patterns compared with K at a time
@@ -20,33 +20,30 @@ def seal_head(
     D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps`` for the arguments, ``reference.quantize`` for the arithmetic."""
-    if SIDE.RESIDUAL.IS_K:
-        b_index = _nearest(p_bank, num_patterns, b_raw, b_x, i_h, H, T, D, TILE_D)
-        b_rest = b_x - load_patterns(p_bank, b_index, i_h, H, D, TILE_D)
-        if _spread(b_rest, SIDE.RESIDUAL, TILE_D) >= _spread(b_x, SIDE.RESIDUAL, TILE_D):
-            b_index = tl.full([T], NONE, tl.int32)
-            b_rest = b_x
+    IS_K: tl.constexpr = SIDE.IS_K
+    if IS_K:
+        b_index = _nearest(p_bank, num_patterns, b_x, i_h, SIDE, T, D, TILE_D)
     else:
-        b_index = _narrowest(p_bank, num_patterns, b_x, i_h, SIDE.RHO, H, T, D, TILE_D)
-        b_rest = b_x - load_patterns(p_bank, b_index, i_h, H, D, TILE_D)
-    tl.store(p_meta + i_h * T + tl.arange(0, T), b_index.to(tl.uint8))
+        b_index = _narrowest(p_bank, num_patterns, b_x, i_h, SIDE, T, D, TILE_D)
+    b_rest = b_x - load_patterns(p_bank, b_index, b_index != NONE, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
+    if IS_K and _spread(b_rest, SIDE, TILE_D) >= _spread(b_x, SIDE, TILE_D):
+        b_index = tl.full([T], NONE, tl.int32)
+        b_rest = b_x
+    tl.store(p_meta + i_h * T + index_byte(tl.arange(0, T), IS_K, T), b_index.to(tl.uint8))
     b_rest = tl.minimum(tl.maximum(b_rest, -32752.0), 32752.0)  # as elements are: ranges must be finite in fp16
-    seal_residual(
-        p_codes, p_meta + SIDE.INDEX, p_bank, num_patterns, b_raw, b_rest, i_h, SIDE.RESIDUAL, H, T, D, TILE_D
-    )
+    seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, num_patterns, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
 
 
 @triton.jit
-def _nearest(p_bank, num_patterns, b_raw, b_x, i_h, H, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+def _nearest(
+    p_bank, num_patterns, b_x, i_h, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
     """The nearest pattern of each token by Euclidean distance, the first of several; ``NONE`` if there are none."""
     b_best = tl.full([T], float("inf"), tl.float32)
     b_index = tl.full([T], NONE, tl.int32)
-    o_d = tl.arange(0, TILE_D)
     for first in range(0, num_patterns, FEW):
         o_m = first + tl.arange(0, FEW)
-        p_rows = p_bank.to(tl.pointer_type(tl.float16)) + ((o_m * H + i_h) * D)[:, None] + o_d[None, :]
-        m_rows = (o_m < num_patterns)[:, None] & (o_d < D)[None, :]
-        b_m = tl.load(p_rows, mask=m_rows, other=0.0).to(tl.float32)
+        b_m = load_patterns(p_bank, o_m, o_m < num_patterns, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
         b_distance = tl.sum(b_m * b_m, 1)[None, :] - 2 * tl.dot(b_x, tl.trans(b_m), input_precision="ieee")
         b_distance = tl.where((o_m < num_patterns)[None, :], b_distance, float("inf"))
         b_least, b_at = tl.min(b_distance, 1, return_indices=True)
@@ -63,19 +60,21 @@ def _spread(b_x, SIDE: tl.constexpr, TILE_D: tl.constexpr):
 
 
 @triton.jit
-def _narrowest(p_bank, num_patterns, b_x, i_h, RHO, H, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+def _narrowest(
+    p_bank, num_patterns, b_x, i_h, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
     """The pattern that leaves a token the smallest range, the first of several; ``NONE`` unless the gate opens."""
     o_d = tl.arange(0, TILE_D)
     m_d = (o_d < D)[None, :]
     b_best = tl.full([T], float("inf"), tl.float32)
     b_index = tl.full([T], NONE, tl.int32)
+    p_rows = p_bank.to(tl.pointer_type(tl.float16)) + i_h * D + o_d
     for m in range(0, num_patterns):
-        p_row = p_bank.to(tl.pointer_type(tl.float16)) + (m * H + i_h) * D + o_d
-        b_rest = b_x - tl.load(p_row, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+        b_rest = b_x - tl.load(p_rows + m * SIDE.STRIDE, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
         b_range = _range(b_rest, m_d)
         b_index = tl.where(b_range < b_best, m, b_index)
         b_best = tl.minimum(b_best, b_range)
-    return tl.where(b_best <= _range(b_x, m_d) * RHO, b_index, NONE)
+    return tl.where(b_best <= _range(b_x, m_d) * SIDE.RHO, b_index, NONE)
 
 
 @triton.jit
@@ -91,6 +90,4 @@ def demote_head(
     """See ``TritonOps``."""
     o_t = i_h * T + tl.arange(0, T)
     tl.store(p_to_meta + o_t, tl.load(p_meta + o_t))
-    demote_residual(
-        p_codes, p_meta + OLD.INDEX, p_to_codes, p_to_meta + NEW.INDEX, i_h, OLD.RESIDUAL, NEW.RESIDUAL, H, T, D, TILE_D
-    )
+    demote_residual(p_codes, p_meta + OLD.INDEX, p_to_codes, p_to_meta + NEW.INDEX, i_h, OLD, NEW, H, T, D, TILE_D)

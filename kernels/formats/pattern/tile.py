@@ -18,16 +18,23 @@ def load_tile(
 ):  # fmt: skip
     """See ``TritonOps``."""
     b_x = load_residual(
-        p_codes, p_meta + SIDE.INDEX, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE.RESIDUAL, H, T, D, BLOCK_D,
+        p_codes, p_meta + SIDE.INDEX, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D,
         tl.float32,
     )  # fmt: skip
-    b_index = tl.load(p_meta + i_h * T + o_t, mask=b_t, other=NONE).to(tl.int32)
-    return (b_x + load_patterns(p_bank, b_index, i_h, H, D, BLOCK_D)).to(DTYPE)
+    b_index = tl.load(p_meta + i_h * T + index_byte(o_t, SIDE.IS_K, T), mask=b_t, other=NONE).to(tl.int32)
+    b_pattern = load_patterns(p_bank, b_index, b_index != NONE, i_h, SIDE.STRIDE, D, BLOCK_D)
+    return (b_x + b_pattern.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
-def load_patterns(p_bank, b_index, i_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The patterns of a head at ``b_index`` [n], zeros for none: [n, BLOCK_D] float32."""
+def index_byte(o_t, IS_K: tl.constexpr, T: tl.constexpr):
+    """Where the indices of tokens lie among those of their head."""
+    return o_t % (T // 4) * 4 + o_t // (T // 4) if IS_K else o_t
+
+
+@triton.jit
+def load_patterns(p_bank, o_m, m_m, i_h, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The patterns ``o_m`` [n] of a head where ``m_m``, else zeros: [n, BLOCK_D] fp16."""
     o_d = tl.arange(0, BLOCK_D)
-    p_rows = p_bank.to(tl.pointer_type(tl.float16)) + ((b_index * H + i_h) * D)[:, None] + o_d[None, :]
-    return tl.load(p_rows, mask=(b_index != NONE)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    p_rows = p_bank.to(tl.pointer_type(tl.float16)) + (o_m * STRIDE + i_h * D)[:, None] + o_d[None, :]
+    return tl.load(p_rows, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
