@@ -49,16 +49,21 @@ def _mine_run(
     out = run_bank(memory, bank, run, new)[:, : number * new.pattern_nbytes]
     rows = _rows(memory, old)
     first = torch.tensor(blocks)[tokens // shape.num_tokens] // _row_nbytes(old) + tokens % shape.num_tokens
-    first = first.to(memory.device, non_blocking=True)
+    first = _send(first, memory.device)
     heads = torch.arange(shape.num_kv_heads, device=memory.device)[:, None] * shape.num_tokens
     step = max(1, PIECE_NBYTES // (4 * shape.num_kv_heads * len(tokens) * shape.head_dim))
     for start in range(0, len(run), step):
-        offsets = [member.source.codes // _row_nbytes(old) for member in run[start : start + step]]
-        at = torch.tensor(offsets, device=memory.device)[:, None, None] + heads + first
+        offsets = torch.tensor([member.source.codes // _row_nbytes(old) for member in run[start : start + step]])
+        at = _send(offsets, memory.device)[:, None, None] + heads + first
         x = rows.index_select(0, at.flatten()).view(-1, len(tokens), shape.head_dim).float()
         x = x.nan_to_num_(0.0, 0.0, 0.0).clamp_(-LIMIT, LIMIT)
         patterns = kmeans(x, number).view(-1, shape.num_kv_heads, number, shape.head_dim).transpose(1, 2)
         out[start : start + step].view(torch.float16).view(patterns.shape).copy_(patterns)
+
+
+def _send(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that nobody waits for."""
+    return x if device == x.device else x.pin_memory().to(device, non_blocking=True)
 
 
 def _rows(memory: Tensor, side: Side) -> Tensor:

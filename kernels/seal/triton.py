@@ -36,7 +36,8 @@ def seal_kernel(
     p_bank, num_patterns = memory_ptr, 0
     if banks_ptr is not None:
         bank = tl.load(banks_ptr + i_n) + tl.load(bank_steps_ptr + tl.program_id(0) // H % NUM_STEPS)
-        p_bank, num_patterns = memory_ptr + tl.multiple_of(bank, 16), tl.minimum(tl.load(limits_ptr + i_n), most)
+        p_bank = memory_ptr + tl.multiple_of(bank, 16)
+        num_patterns = tl.minimum(tl.load(limits_ptr + i_n), most).to(tl.int32)
     o_d = tl.arange(0, TILE_D)[None, :]
     b_raw = tl.load(p_source + tl.arange(0, T)[:, None] * D + o_d, mask=o_d < D, other=0.0)
     b_x = b_raw.to(tl.float32)
@@ -74,5 +75,5 @@ def seal_triton(
             memory, src, dst, steps, finite, len(steps), shape.num_kv_heads, *bank_arguments,
             SEAL=new.family.triton().seal_head, SIDE=new.spec, DTYPE=TL_DTYPE[old.dense_dtype],
             T=shape.num_tokens, D=shape.head_dim, TILE_D=tile_d,
-            num_warps=max(4, tile_d // 32), enable_fp_fusion=False,
+            num_warps=max(4, tile_d // 32) * (2 if new.bank_nbytes else 1), enable_fp_fusion=False,
         )  # fmt: skip

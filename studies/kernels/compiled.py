@@ -99,7 +99,7 @@ def variants() -> dict[str, tuple[PageLayout, int, int, int]]:
         found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), 8, g, 128) for g in (4, 1, 8)}
     for number in (32, 64):
         k, v = (f"int2-{axis}-128-patterns{number}" for axis in ("channel", "token"))
-        found[f"int2 patterns{number} D128 G4"] = (named_page(k, v, 8, 128), 8, 4, 128)
+        found |= {f"int2 patterns{number} D128 G{g}": (named_page(k, v, 8, 128), 8, g, 128) for g in (4, 8)}
     found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 8, 4, 128)
     return found
 

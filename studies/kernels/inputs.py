@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, make_format
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, Side, make_format
 from qkv_engine.kernels.formats.dense import DenseSide
 from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.uniform import Uniform
@@ -97,7 +97,7 @@ def make_case(
     Attention reads the last of ``num_layers`` equal layers. Slots lie in random order from byte ``base`` on, every
     byte not written is ``POISON``, and ``lookahead`` blocks beyond the last are in the tables but not written at
     all. Blocks with tokens from position ``dense_from[b]`` on stay on rung 0; with ``demote_all`` the others stand
-    on the last.
+    on the last. A request's pages with patterns have one bank, and its tokens lie around those of the last page.
     """
     generator = torch.Generator().manual_seed(seed)
     num_kv_heads, head_dim = pages[0].k.shape.num_kv_heads, pages[0].k.shape.head_dim
@@ -116,10 +116,11 @@ def make_case(
     placed = [_in_layer(p, num_layers - 1) for p in pages]
     keys, values = [], []
     for b, blocks in enumerate(spans):
-        for page in placed if bank else []:
-            _write_patterns(arena, first_bank + b * bank, page, generator)
         k = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator)
         v = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator) + 0.5
+        for page in placed:
+            k = write_patterns(arena, first_bank + b * bank + page.k_bank, page.k, k, generator)
+            v = write_patterns(arena, first_bank + b * bank + page.v_bank, page.v, v, generator)
         for i, (first, last, capacity) in enumerate(blocks):
             full = capacity == T and last - first == T and (not dense_from or last <= dense_from[b])
             rung = int(torch.randint(len(pages), (1,), generator=generator)) if full else 0
@@ -162,14 +163,17 @@ def _in_layer(page: PageLayout, layer: int) -> PageLayout:
     return PageLayout(page.k, page.v, k, v, bank, bank + page.k.bank_nbytes)
 
 
-def _write_patterns(arena: Tensor, bank: int, page: PageLayout, generator: torch.Generator) -> None:
-    """Random patterns, near those of ``make_case``'s tokens, in a bank."""
-    for side, offset in ((page.k, page.k_bank), (page.v, page.v_bank)):
-        if side.bank_nbytes:
-            patterns = torch.zeros(side.bank_nbytes // 2, dtype=torch.float16)
-            used = side.num_patterns * side.pattern_nbytes // 2
-            patterns[:used] = torch.randn(used, generator=generator) * 0.5
-            arena[bank + offset : bank + offset + side.bank_nbytes] = patterns.view(torch.uint8).to(arena.device)
+def write_patterns(arena: Tensor, at: int, side: Side, x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random patterns of a side at an address; returns tokens ``x`` [n, H, D] gathered around them, as for others."""
+    if not side.bank_nbytes:
+        return x
+    heads, head_dim = side.shape.num_kv_heads, side.shape.head_dim
+    patterns = torch.randn(side.num_patterns, heads, head_dim, generator=generator).half()
+    bank = torch.zeros(side.bank_nbytes, dtype=torch.uint8)
+    bank[: patterns.nbytes] = patterns.flatten().view(torch.uint8)
+    arena[at : at + side.bank_nbytes] = bank.to(arena.device)
+    index = torch.randint(side.num_patterns, x.shape[:2], generator=generator)
+    return 0.3 * x + patterns[index, torch.arange(heads)]
 
 
 def _write(arena: Tensor, at: Address, page: PageLayout, which: str, x: Tensor, capacity: int) -> Tensor:

@@ -8,11 +8,16 @@ from functools import partial
 import torch
 
 from qkv_engine.kernels.formats import PageShape, Side, make_format
-from studies.kernels.inputs import dense_page, make_case, named_page
+from qkv_engine.kernels.formats.pattern import NO_PATTERN, PatternSide
+from qkv_engine.kernels.formats.pattern.reference import read_index
+from qkv_engine.kernels.formats.rows import page_rows
+from studies.kernels.inputs import Case, dense_page, make_case, named_page, prefill_reference
 
 from .format_cases import seal_case, tile_case
 from .interpreted import report
 from .triton_decode_cases import attend, error, plan
+from .triton_prefill_cases import attend as attend_prefill
+from .triton_prefill_cases import build
 
 BF16 = torch.bfloat16
 
@@ -27,13 +32,32 @@ def pattern_sides(head_dim: int, numbers: tuple[int, ...], heads: int = 2, group
     return found
 
 
+def shares(case: Case) -> float:
+    """The least share of a side's tokens that have a pattern."""
+    page, addresses = case.pages[1], case.addresses[case.rungs == 1]
+    sides = zip((page.k, page.v), page_rows(case.arena, addresses, page), strict=True)
+    taken = [read_index(rows, side) != NO_PATTERN for side, rows in sides if isinstance(side, PatternSide)]
+    return min(float(t.float().mean()) for t in taken)
+
+
+def prefill(number: int, head_dim: int) -> float:
+    """Chunks of two requests over sealed blocks with patterns, which are staged."""
+    k, v = f"int2-channel-128-patterns{number}", f"int2-token-128-patterns{number}"
+    pages = [dense_page(torch.float32, 2, head_dim), named_page(k, v, 2, head_dim)]
+    case, q, counts = build(pages, [(300, 7), (0, 30), (280, 40)], 2, 20, torch.float32)
+    assert shares(case) > 0.5
+    out = attend_prefill(case, q, counts)
+    want = prefill_reference(case, q, counts, head_dim**-0.5)
+    return float((out - want).norm() / want.norm())
+
+
 def attention(k: str, v: str, head_dim: int, group: int = 4, heads: int = 2) -> Callable[[], float]:
     """Decode over a sink, sealed blocks and an open block; queries in float32, so that nothing else rounds."""
 
     def run() -> float:
         pages = [dense_page(torch.float32, heads, head_dim), named_page(k, v, heads, head_dim)]
         case = make_case(pages, [300, 290], group=group, sink_tokens=20, dtype=torch.float32, demote_all=True)
-        assert (case.rungs == 1).sum() == 4
+        assert (case.rungs == 1).sum() == 4 and (shares(case) > 0.5 or "patterns1" in (k[-9:], v[-9:]))
         return error(case, attend(case, plan(case)))
 
     return run
@@ -56,6 +80,8 @@ def cases() -> dict[str, Callable[[], float]]:
     for bits in (8, 4, 3, 1):
         k, v = f"int{bits}-channel-64-patterns20", f"int{bits}-token-32-patterns20"
         found[f"decode {bits} bits in groups"] = attention(k, v, 64)
+    for number, head_dim in ((33, 64), (3, 80)):
+        found[f"prefill {number} patterns D{head_dim}"] = partial(prefill, number, head_dim)
     found["decode K alone"] = attention("int4-channel-128-patterns32", "int2-token-128", 64)
     found["decode V alone"] = attention("int2-channel-128", "int4-token-128-patterns32", 64)
     found["decode beside dense V"] = attention("int2-channel-128-patterns9", "dense32", 64)

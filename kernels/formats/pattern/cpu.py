@@ -13,8 +13,8 @@ from ..family import CpuOps, SideBytes
 from ..uniform import cpu as uniform
 from ..uniform.layout import TILES
 from ..uniform.reference import LIMIT
-from .layout import NO_PATTERN, PatternSide
-from .reference import assign, chosen, index_tile, read_index, read_patterns, residual_rows
+from .layout import PatternSide
+from .reference import chosen, index_tile, read_index, read_patterns, residual_rows, split
 
 
 def seal(dense: Tensor, out: SideBytes, side: PatternSide) -> bool:
@@ -24,12 +24,9 @@ def seal(dense: Tensor, out: SideBytes, side: PatternSide) -> bool:
     if not finite:
         x = x.nan_to_num(0.0, 0.0, 0.0)
     x = x.clamp(-LIMIT, LIMIT)
-    patterns = None if out.bank is None else read_patterns(out.bank, side)
-    index = assign(x, patterns, side)
+    index, residual = split(x, out.bank, side)
     index_tile(out, side).copy_(index.unflatten(2, (TILES, -1)))
-    if patterns is not None and bool((index != NO_PATTERN).any()):
-        x -= chosen(patterns, index)
-    uniform.seal(x, residual_rows(out, side), side.residual)
+    uniform.seal(residual, residual_rows(out, side), side.residual)
     return finite
 
 

@@ -19,9 +19,7 @@ def quantize(x: Tensor, side: PatternSide, bank: Tensor | None = None) -> SideBy
     Shapes:  x [n, H, T, D], any float type;  bank as ``SideBytes.bank``
     """
     x = torch.where(x.isfinite(), x, 0).float().clamp(-LIMIT, LIMIT)
-    patterns = None if bank is None else read_patterns(bank, side)
-    index = assign(x, patterns, side)
-    residual = x if patterns is None else x - chosen(patterns, index)
+    index, residual = split(x, bank, side)
     rows = uniform.quantize(residual, side.residual)
     bytes_ = index.unflatten(2, (TILES, -1))
     bytes_ = (bytes_.mT if side.name == "k" else bytes_).flatten(1)
@@ -50,13 +48,20 @@ def check_step(old: PatternSide, new: PatternSide) -> None:
 # ---- assignment
 
 
-def assign(x: Tensor, patterns: Tensor | None, side: PatternSide) -> Tensor:
-    """The index of each token's pattern, ``NO_PATTERN`` for none: [n, H, T] uint8.
+def split(x: Tensor, bank: Tensor | None, side: PatternSide) -> tuple[Tensor, Tensor]:
+    """The index of each token's pattern, ``NO_PATTERN`` for none, [n, H, T] uint8, and what it leaves of ``x``.
 
-    Shapes:  x [n, H, T, D] float32, finite;  patterns [n, H, M, D] float32
+    Shapes:  x [n, H, T, D] float32, finite;  bank as ``SideBytes.bank``
     """
+    patterns = None if bank is None else read_patterns(bank, side)
     if patterns is None or not patterns.shape[2]:
-        return torch.full(x.shape[:3], NO_PATTERN, dtype=torch.uint8, device=x.device)
+        return torch.full(x.shape[:3], NO_PATTERN, dtype=torch.uint8, device=x.device), x
+    index = assign(x, patterns, side)
+    return index, x - chosen(patterns, index)
+
+
+def assign(x: Tensor, patterns: Tensor, side: PatternSide) -> Tensor:
+    """The index of each token's pattern [n, H, T] uint8; patterns [n, H, M, D] float32, at least one."""
     if side.name == "v":
         return _assign_values(x, patterns, gate(side.shape.head_dim))
     index = _nearest(x, patterns)

@@ -22,7 +22,7 @@ def seal_head(
     """See ``TritonOps`` for the arguments, ``reference.quantize`` for the arithmetic."""
     IS_K: tl.constexpr = SIDE.IS_K
     if IS_K:
-        b_index = _nearest(p_bank, num_patterns, b_x, i_h, SIDE, T, D, TILE_D)
+        b_index = _nearest(p_bank, num_patterns, b_x, i_h, SIDE, b_raw.dtype, T, D, TILE_D)
     else:
         b_index = _narrowest(p_bank, num_patterns, b_x, i_h, SIDE, T, D, TILE_D)
     b_rest = b_x - load_patterns(p_bank, b_index, b_index != NONE, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
@@ -36,20 +36,37 @@ def seal_head(
 
 @triton.jit
 def _nearest(
-    p_bank, num_patterns, b_x, i_h, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
+    p_bank, num_patterns, b_x, i_h, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    TILE_D: tl.constexpr,
+):  # fmt: skip
     """The nearest pattern of each token by Euclidean distance, the first of several; ``NONE`` if there are none."""
     b_best = tl.full([T], float("inf"), tl.float32)
     b_index = tl.full([T], NONE, tl.int32)
     for first in range(0, num_patterns, FEW):
         o_m = first + tl.arange(0, FEW)
-        b_m = load_patterns(p_bank, o_m, o_m < num_patterns, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
-        b_distance = tl.sum(b_m * b_m, 1)[None, :] - 2 * tl.dot(b_x, tl.trans(b_m), input_precision="ieee")
+        b_m = load_patterns(p_bank, o_m, o_m < num_patterns, i_h, SIDE.STRIDE, D, TILE_D)
+        b_wide = b_m.to(tl.float32)
+        b_distance = tl.sum(b_wide * b_wide, 1)[None, :] - 2 * _products(b_x, b_m, DTYPE)
         b_distance = tl.where((o_m < num_patterns)[None, :], b_distance, float("inf"))
         b_least, b_at = tl.min(b_distance, 1, return_indices=True)
         b_index = tl.where(b_least < b_best, (first + b_at).to(tl.int32), b_index)
         b_best = tl.minimum(b_best, b_least)
     return b_index
+
+
+@triton.jit
+def _products(b_x, b_m, DTYPE: tl.constexpr):
+    """Tokens [T, TILE_D], float32 that once were ``DTYPE``, times patterns [FEW, TILE_D] fp16: exact, but for sums."""
+    if tl.float16 == DTYPE:
+        b_dot = tl.dot(b_x.to(tl.float16), tl.trans(b_m))
+    elif tl.bfloat16 == DTYPE:  # of which two hold an fp16
+        b_high = b_m.to(tl.bfloat16)
+        b_low = (b_m.to(tl.float32) - b_high.to(tl.float32)).to(tl.bfloat16)
+        b_dot = tl.dot(b_x.to(tl.bfloat16), tl.trans(b_high))
+        b_dot = tl.dot(b_x.to(tl.bfloat16), tl.trans(b_low), b_dot)
+    else:
+        b_dot = tl.dot(b_x, tl.trans(b_m.to(tl.float32)), input_precision="ieee")
+    return b_dot
 
 
 @triton.jit
