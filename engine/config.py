@@ -203,6 +203,18 @@ def _xquant() -> Iterator[KVConfig]:
         yield KVConfig(name=f"{name}-sink" if sink else name, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
+def pattern_rung(bits: int, num_patterns: int = 64) -> RungConfig:
+    """The axes of ``uniform_rung``, of what is left of each token without one of its request's patterns."""
+    k, v = (f"int{bits}-{axis}-{BLOCK_TOKENS}-patterns{num_patterns}" for axis in ("channel", "token"))
+    return RungConfig(f"int{bits}-patterns", k, v)
+
+
+def _patternkv() -> Iterator[KVConfig]:
+    """PatternKV (arXiv 2510.05176) at 2 bits, without and with a sink."""
+    for suffix, sink in (("", 0), ("-sink", 32)):
+        yield KVConfig(name=f"patternkv{suffix}", rungs=(DENSE16, pattern_rung(2)), sink=sink, recent=128, eager=True)
+
+
 # K per channel at 2 bits, the named share of a page's channels at 4; V per token at 2 bits.
 KITTY = RungConfig("kitty", "kitty-12.5", "int2-token-128")
 KITTY_PRO = RungConfig("kitty-pro", "kitty-25", "int2-token-128")
@@ -218,6 +230,7 @@ PRESETS: dict[str, KVConfig] = {
         *_xquant(),
         KVConfig(name="kitty", rungs=(DENSE16, KITTY), sink=32, recent=128, eager=True),
         KVConfig(name="kitty-pro", rungs=(DENSE16, KITTY_PRO), sink=32, recent=128, eager=True),
+        *_patternkv(),
         KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
         KVConfig(name="auto-2", rungs=(DENSE16, uniform_rung(8), uniform_rung(4), KITTY_PRO), sink=32),
     )

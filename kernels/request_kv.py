@@ -12,13 +12,14 @@ from .request_pages import LayerPages, RequestPages
 def request_tokens(pages: LayerPages, request: RequestPages) -> tuple[Tensor, Tensor]:
     """K and V [H, n, D] float32 of a request's tokens; in the order sink, sealed, full, open, which softmax ignores."""
     pieces = []
+    banks = None if request.bank is None else torch.tensor([request.bank])
     if request.sink is not None and pages.sinks is not None:
         slot, valid = request.sink
         pieces.append(pages.sinks[slot, :, :, :valid].float())
     for rung, addresses in request.sealed.items():
         page = pages.layouts[rung].pages[pages.layer]
         for address in addresses:
-            k, v = dequant_reference(pages.memory, torch.tensor([address]), page)
+            k, v = dequant_reference(pages.memory, torch.tensor([address]), page, banks)
             pieces.append(torch.cat((k, v)))
     pieces += [pages.blocks[slot].float() for slot in request.full]
     if request.open is not None:

@@ -27,7 +27,7 @@ class LayerPages:
 @dataclass
 class RequestPages:
     """The first ``length`` tokens of one request: (slot, valid tokens) of its sink and open block, the slots of its
-    full dense blocks, and the byte addresses of its sealed blocks by rung.
+    full dense blocks, the byte addresses of its sealed blocks by rung, and that of its bank of patterns.
     """
 
     length: int
@@ -35,3 +35,4 @@ class RequestPages:
     full: list[int] = field(default_factory=list)
     open: tuple[int, int] | None = None
     sealed: dict[int, list[int]] = field(default_factory=dict)
+    bank: int | None = None

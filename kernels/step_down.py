@@ -5,20 +5,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from .demote import demote
-from .formats import BlockLayout
+from .formats import Banks, BlockLayout
 from .seal import seal
 
 
 def transfer(
-    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
+    memory: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    source: BlockLayout,
+    target: BlockLayout,
+    finite: Tensor,
+    banks: Banks | None = None,
 ) -> None:
     """Writes the blocks at ``src``, laid out as ``target``, at ``dst``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
-             finite [n] int64, ones: 0 is written for a block with dense values that are not all finite
+             finite [n] int64, ones: 0 is written for a block with dense values that are not all finite;
+             banks, of the blocks, where ``source`` has dense sides and ``target`` patterns
     """
     if source.has_dense:
-        seal(memory, src, dst, source, target, finite)
+        seal(memory, src, dst, source, target, finite, banks)
     if source.has_codes:
         demote(memory, src, dst, source, target)
 

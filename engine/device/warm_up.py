@@ -26,13 +26,15 @@ def warm_up(runner: Runner) -> None:
         return
     request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1)
     rows = {request: SampleRow(request.params, 0, request.token_ids, num_tokens)}
-    tables.open(REQUEST_ID, last)
+    tables.open(REQUEST_ID, last, num_prompt_tokens=num_tokens)
     tables.reserve(REQUEST_ID, num_tokens)
     _run(runner, request, rows, 0, num_tokens - 3)
     for rung in range(1, last + 1):
         # The same steps as in earnest: one rung down at a time, and straight to the last one for an eager ladder.
         target = last if ladder.eager else rung
-        tables.demote([(block, target) for block in tables[REQUEST_ID].blocks[rung : last + 1] if block.rung < target])
+        tables.coldest(REQUEST_ID, num_tokens - 3)  # asked first in earnest, too: so much can be mined
+        full = tables[REQUEST_ID].blocks[: last + 1 - rung]
+        tables.demote([(block, target) for block in full if block.rung < target])
         _run(runner, request, rows, num_tokens - 3, 2)
         _run(runner, request, rows, num_tokens - 1, 1)
     _run(runner, request, rows, num_tokens - 3, 2)

@@ -18,8 +18,9 @@ from qkv_engine.models.rope import Rotation
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..config import BLOCK_TOKENS
+from .block import BlockTable
 from .ladder import Ladder
-from .table import BlockTable, BlockTables
+from .table import BlockTables
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class CpuAttentionPlanner:
     def _locate(self, extent: Extent) -> RequestPages:
         """Where tokens of a request lie."""
         table, dense = extent.table, self.ladder.widest.block_nbytes
-        found = RequestPages(extent.num_tokens)
+        found = RequestPages(extent.num_tokens, bank=table.bank.block.slot.address if table.bank else None)
         if extent.num_sink:
             slot = table.slots[0].slot
             found.sink = slot.address // slot.nbytes, extent.num_sink

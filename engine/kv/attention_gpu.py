@@ -31,13 +31,15 @@ FEW_ITEMS = 256  # work items of a launch: up to so many, bounds grow by octaves
 class Chunks:
     """Chunks of prompts that a step computes after its single tokens, on the host.
 
-    Shapes:  addresses, rungs [C, P] int64, the requests' block tables;  starts, counts [C] int64, tokens
+    Shapes:  addresses, rungs [C, P] int64, the requests' block tables;  starts, counts [C] int64, tokens;
+             banks [C] int64, addresses, ``None`` without patterns
     """
 
     addresses: Tensor
     rungs: Tensor
     starts: Tensor
     counts: Tensor
+    banks: Tensor | None
 
 
 class GpuAttentionPlanner:
@@ -83,7 +85,7 @@ class GpuAttentionPlanner:
         entries = -((sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(sink)
         addresses, rungs = self.tables.entries(rows, int(entries.max()))
         rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
-        return Chunks(addresses, rungs, first, number)
+        return Chunks(addresses, rungs, first, number, self.tables.banks(rows))
 
     def begin(
         self,
@@ -152,6 +154,7 @@ class GpuAttention:
                 tile_tokens=tile_tokens(num_heads, self._num_kv_heads),
                 sink_tokens=self._sink,
                 block_tokens=BLOCK_TOKENS,
+                banks=chunks.banks,
             ).to(self._memory.device)
         return self._prefill
 

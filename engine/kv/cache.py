@@ -15,9 +15,10 @@ from ..config import BLOCK_TOKENS, format_least, format_size
 from ..errors import CapacityError
 from .arena import Arena
 from .attention_cpu import CpuAttentionPlanner
+from .block import Block, Move, slot_rung
 from .ladder import Ladder
 from .mover import Mover, Moving, PendingMoves
-from .table import Block, BlockTables, Move, num_reserve_slabs, slot_rung
+from .table import BlockTables, num_reserve_slabs
 
 MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
 
@@ -88,6 +89,7 @@ class KVCache:
         moving: list[Moving] = []
         waves, self.tables.waves = self.tables.waves, []
         for wave in waves:
+            self._mover.mine(wave, self.ladder.widest.layout, self.ladder.narrowest.layout)
             for (old, new), moves in _by_rungs(wave):
                 moving += self._move(moves, old, new)
         fresh = self.tables.take_fresh()

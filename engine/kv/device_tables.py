@@ -17,7 +17,8 @@ from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
 
 from ..config import BLOCK_TOKENS
-from .table import Block, BlockTable, BlockTables, Journal, slot_rung
+from .block import Block, BlockTable, Journal, slot_rung
+from .table import BlockTables
 
 
 @dataclass(slots=True, eq=False)
@@ -39,13 +40,14 @@ class DeviceTables:
     def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int, device: torch.device):
         ladder = tables.ladder
         # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
-        width = bool(ladder.sink) + 1 + max(tables.blocks_for(max_tokens), len(ladder.rungs) + 2)
+        has_bank = ladder.num_patterns > 0
+        width = bool(ladder.sink) + 1 + max(tables.blocks_for(max_tokens), len(ladder.rungs) + 2) + has_bank
         num_words = tables.max_blocks + (num_rows + 1) * width
         self.ladder, self.device = ladder, device
         self._words = array("q", bytes(8 * num_words))
         self.mirror = torch.frombuffer(self._words, dtype=torch.int64)
         words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self.block_words = BlockWords(words, tables.max_blocks, width, ladder.sink, BLOCK_TOKENS)
+        self.block_words = BlockWords(words, tables.max_blocks, width, ladder.sink, BLOCK_TOKENS, has_bank)
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.spare_row = num_rows
         self._tables: BlockTables | None = None
@@ -102,6 +104,13 @@ class DeviceTables:
         found = self.mirror[numbers]
         return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
 
+    def banks(self, rows: Sequence[int]) -> Tensor | None:
+        """Addresses [B] int64 of the banks of some rows, on the host; ``None`` without patterns."""
+        words = self.block_words
+        if not words.has_bank:
+            return None
+        return self.mirror[self.mirror[words.num_numbers :].view(-1, words.width)[list(rows), -1]] >> RUNG_BITS
+
     def num_entries(self) -> list[int]:
         """Entries of all requests together on each rung; slots that hold tokens count on the first."""
         assert self._tables is not None
@@ -141,6 +150,8 @@ class DeviceTables:
         """Adds the entries that the row lacks."""
         assert self._tables is not None
         first = self.block_words.num_numbers + row.index * self.block_words.width
+        if row.table.bank is not None and not row.num_entries:
+            self._set(first + self.block_words.width - 1, row.table.bank.block.number)
         # A slot that holds no tokens has a number, but no entry: no kernel reads it.
         for block in self._tables.entries(row.table)[row.num_entries :]:
             self._set(first + row.num_entries, block.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -113,7 +114,8 @@ class RequestSlot:
 class Ladder:
     """The rungs a block may step down, widest first, and the slots of a request that never do.
 
-    At most one of the ``slots`` holds tokens, and it comes first. Blocks in the ``window`` of a request stay dense.
+    At most one of the ``slots`` holds tokens, and it comes first; a bank comes last. Blocks in the ``window`` of a
+    request stay dense.
     ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short.
     """
 
@@ -137,6 +139,11 @@ class Ladder:
         """Tokens of a request that come before its blocks and stay dense for life."""
         return sum(slot.num_tokens for slot in self.slots)
 
+    @cached_property
+    def num_patterns(self) -> int:
+        """The most patterns that a request's bank holds; 0 if there is none."""
+        return max(side.num_patterns for side in self.narrowest.layout.sides)
+
     def index(self, name: str) -> int:
         """Number of the rung called ``name``. Raises ``ConfigError`` for an unknown one."""
         for number, rung in enumerate(self.rungs):
@@ -150,7 +157,7 @@ def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_d
     """The ladder of ``config`` for a model that computes in ``dtype``.
 
     Raises ``ConfigError``, naming the ladder, if the first rung is not dense in one dtype, a rung does not fit the
-    model, or a step is impossible.
+    model, a step is impossible, rungs need different banks, or a bank is larger than a dense block.
     """
     try:
         return _build_ladder(config, num_layers, num_kv_heads, head_dim, dtype)
@@ -170,15 +177,46 @@ def _build_ladder(config: KVConfig, num_layers: int, num_kv_heads: int, head_dim
         raise ConfigError("the first rung mixes dtypes", field="rungs", value=rungs[0].name, remedy=remedy)
     for wide, narrow in pairwise(rungs):
         _check_step(wide, narrow)
-    slots = (_sink_slot(rungs[0], config.sink),) if config.sink else ()
+    slots = (*_sink_slots(rungs[0], config.sink), *_bank_slots(rungs))
     ladder = Ladder(config.name, rungs, slots, config.window, config.eager, len(rungs) - 1)
     return ladder if config.admit_at is None else replace(ladder, admit_at=ladder.index(config.admit_at))
 
 
-def _sink_slot(rung: Rung, num_tokens: int) -> RequestSlot:
-    """A dense block of ``num_tokens`` tokens."""
-    nbytes, num_elements = (n * num_tokens // BLOCK_TOKENS for n in (rung.block_nbytes, rung.num_elements))
-    return RequestSlot("sink", num_tokens, nbytes, num_elements)
+def _sink_slots(rung: Rung, num_tokens: int) -> Iterator[RequestSlot]:
+    """A dense block of ``num_tokens`` tokens, if there are any."""
+    if num_tokens:
+        nbytes, num_elements = (n * num_tokens // BLOCK_TOKENS for n in (rung.block_nbytes, rung.num_elements))
+        yield RequestSlot("sink", num_tokens, nbytes, num_elements)
+
+
+def _bank_slots(rungs: tuple[Rung, ...]) -> Iterator[RequestSlot]:
+    """The bank of patterns, if blocks are sealed under one: the same for all rungs but the first, in all sides."""
+    for rung in rungs[2:]:
+        if _patterns(rung) != _patterns(rungs[1]):
+            remedy = "Give patterns to the same sides on all rungs but the first"
+            problem = f"its patterns are not those of rung {rungs[1].name}"
+            raise ConfigError(problem, field="rung", value=rung.name, remedy=remedy)
+    numbers = sorted({*_patterns(rungs[-1])} - {0})
+    if len(numbers) > 1:
+        remedy = "Give all sides that have patterns as many"
+        raise ConfigError("sides have different numbers", field="patterns", value=numbers, remedy=remedy)
+    if not numbers:
+        return
+    layout, block = rungs[-1].layout, rungs[0].block_nbytes
+    nbytes = -(-layout.bank_nbytes // SLOT_ALIGN) * SLOT_ALIGN
+    if nbytes > block:
+        most = block // sum(side.pattern_nbytes for side in layout.sides if side.num_patterns)
+        raise ConfigError(
+            f"those of a request take {nbytes:,} bytes, a dense block {block:,}",
+            field="patterns",
+            value=numbers[0],
+            remedy=f"Use at most {1 << most.bit_length() - 1}",
+        )
+    yield RequestSlot("bank", num_tokens=0, nbytes=nbytes, num_elements=0)
+
+
+def _patterns(rung: Rung) -> list[int]:
+    return [side.num_patterns for side in rung.layout.sides]
 
 
 def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:

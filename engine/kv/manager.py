@@ -8,17 +8,20 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import RequestError
 from ..request import KVUsage, Request, SamplingParams
+from .block import Block
 from .demand import RunningDemand
 from .prefix import PrefixCache
-from .table import Block, BlockTables
+from .table import BlockTables
 
 
 class KVManager:
     """Implements ``scheduler.KVSpace``. Owned by the scheduler's thread, like everything below it."""
 
     def __init__(self, tables: BlockTables, prefix: PrefixCache | None, quota: float | None = None):
-        self.tables, self.prefix, self.quota = tables, prefix, quota
+        self.tables, self.quota = tables, quota
         self.ladder = tables.ladder
+        # Codes under patterns mean nothing without their request's bank, so nothing is shared.
+        self.prefix = None if self.ladder.num_patterns else prefix
         self.demand = RunningDemand(tables)
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
         self._floor_epoch = 0  # of the tables, when ``next_demotable_at`` of all requests was last true
@@ -84,7 +87,7 @@ class KVManager:
             salt = request.params.cache_salt
             shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.demand.add(request, floor)
-        self.tables.open(request.request_id, floor, shared)
+        self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prompt_tokens)
         request.num_reserved_tokens = self.tables.held(request.request_id)
         request.next_demotable_at = request.next_cacheable_at = 0
         return request.num_reserved_tokens

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, RowsCopy
-from qkv_engine.kernels.formats import BlockLayout
+from qkv_engine.kernels.formats import Banks, BlockLayout
+from qkv_engine.kernels.mine import mine
 from qkv_engine.kernels.step_down import copy, transfer
 
 from ..device.graphs import Graphs
-from .table import Block, Move
+from .block import Block, Move
 
 MOST = 128  # blocks of one launch
 FEW = 8  # so many, steps move again and again: their launches are captured
@@ -46,10 +48,18 @@ class Mover:
 
     def __init__(self, memory: Tensor, cuda_graphs: bool):
         self.memory = memory
-        # Of up to MOST blocks one after the other: where they are, where they go, and whether they are finite.
-        self._words = torch.zeros(3 * MOST, dtype=torch.int64, device=memory.device)
+        # Of up to MOST blocks one after the other: where they are, where they go, whether they are finite; and of those
+        # sealed under a bank where it is, how many patterns they may use and which one they add.
+        self._words = torch.zeros(6 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
         self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
+
+    def mine(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> None:
+        """Fills the banks of the requests whose first block is among ``moves``, from blocks laid out as ``source``."""
+        for move in moves:
+            if move.sealing is not None and move.sealing.mining is not None:
+                addresses, num_tokens = move.sealing.mining
+                mine(self.memory, addresses, num_tokens, move.sealing.address, source, target)
 
     def copy(self, moves: list[Move], nbytes: int) -> None:
         """Moves blocks as they are."""
@@ -66,11 +76,13 @@ class Mover:
 
     def _launch(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> None:
         number = len(moves)
-        self._ring.send(array("q", [*[move.src for move in moves], *[move.dst for move in moves], *[1] * number]))
+        rows = [[move.src for move in moves], [move.dst for move in moves], [1] * number]
+        rows += map(list, zip(*(move.sealing[:3] for move in moves if move.sealing is not None), strict=True))
+        self._ring.send(array("q", chain.from_iterable(rows)))
 
         def work() -> None:
-            src, dst, finite = self._words[: 3 * number].view(3, number).unbind()
-            transfer(self.memory, src, dst, source, target, finite)
+            src, dst, finite, *banks = self._words[: len(rows) * number].view(len(rows), number).unbind()
+            transfer(self.memory, src, dst, source, target, finite, Banks(*banks) if banks else None)
 
         if self._graphs is None or number > FEW:
             work()

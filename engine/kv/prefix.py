@@ -15,7 +15,8 @@ from heapq import heappop, heappush
 from itertools import count
 
 from ..config import BLOCK_TOKENS
-from .table import Block, BlockTables
+from .block import Block
+from .table import BlockTables
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """Block tables: which blocks hold the KV of which request, on which rung, and what would still fit. No torch.
 
 Books only: what has to be done to the bytes is noted as waves of moves, which the cache carries out before the next
-step. Within a wave no slot is both read and written; a slot that a wave frees may be written by the next.
+step. Within a wave no slot is both read and written, but for banks, which are mined before anything is moved, and get
+centres before anything is sealed; a slot that a wave frees may be written by the next.
 """
 
 from __future__ import annotations
@@ -9,16 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from ..config import BLOCK_TOKENS
 from .arena import Arena, ArenaError, Slot
+from .bank import Bank
+from .block import Block, BlockTable, Journal, Move, slot_rung
 from .ladder import Ladder, RequestSlot
-
-
-def slot_rung(index: int) -> int:
-    """The rung of slot ``index`` of a request, below all of the ladder's; the function is its own inverse."""
-    return -1 - index
 
 
 def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
@@ -28,63 +25,6 @@ def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
     is in docs/kv_cache.md.
     """
     return min(num_rungs - 1, num_floors + 1)
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """128 tokens of KV, or a request's slot beside them, on one rung, shared by ``refs`` owners.
-
-    Owners are requests and the prefix cache. ``floor`` is the narrowest rung that all of these requests allow;
-    ``holders`` has the floor of each, sorted. One object a block: whoever shares it sees it step down. ``number`` is
-    its own while it lives.
-    """
-
-    slot: Slot
-    rung: int
-    floor: int
-    number: int
-    refs: int = 1
-    holders: list[int] = field(default_factory=list)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several requests hold it."""
-        return len(self.holders) > 1
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """The blocks of one request in token order, and its slots beside them, in the order of the ladder's."""
-
-    floor: int
-    slots: list[Block] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
-    num_settled: int = 0  # leading blocks that can step down no further, as of so many lifts of floors
-    floor_epoch: int = 0
-
-    def __iter__(self) -> Iterator[Block]:
-        yield from self.slots
-        yield from self.blocks
-
-
-@dataclass(slots=True)
-class Journal:
-    """What changed in the tables since the one who keeps a copy of them last looked."""
-
-    blocks: list[Block] = field(default_factory=list)  # made or moved
-    grown: list[str] = field(default_factory=list)  # requests whose tables got blocks
-    opened: bool = False  # whether a request may have another table than before
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Bytes to be rewritten: ``block`` goes from address ``src`` on rung ``old`` to ``dst`` on rung ``new``."""
-
-    block: Block
-    src: int
-    dst: int
-    old: int
-    new: int
 
 
 class BlockTables:
@@ -193,9 +133,12 @@ class BlockTables:
 
     # ---- blocks of a request
 
-    def open(self, request_id: str, floor: int, shared: Iterable[Block] = ()) -> None:
-        """Begins the table of a request, on ``shared`` blocks in token order."""
-        table = self._tables[request_id] = BlockTable(floor)
+    def open(self, request_id: str, floor: int, shared: Iterable[Block] = (), *, num_prompt_tokens: int = 0) -> None:
+        """Begins the table of a request, on ``shared`` blocks in token order.
+
+        Patterns are mined from the first ``num_prompt_tokens`` tokens, whether others follow that are known already.
+        """
+        table = self._tables[request_id] = BlockTable(floor, num_prompt_tokens)
         self._count_table(floor, 1)
         if self.journal is not None:
             self.journal.opened = True
@@ -217,8 +160,11 @@ class BlockTables:
             return False
         for index in range(len(table.slots), len(self.ladder.slots)):
             table.slots.append(self._new_block(slot_rung(index), table.floor))
+        if self.ladder.num_patterns and table.bank is None:
+            num_prompt_tokens = max(0, table.num_prompt_tokens - self.ladder.sink)
+            table.bank = Bank(table.slots[-1], table.blocks, self.ladder.num_patterns, num_prompt_tokens)
         for _ in range(missing):
-            table.blocks.append(self._new_block(0, table.floor))
+            table.blocks.append(self._new_block(0, table.floor, table.bank))
         if self.journal is not None:
             self.journal.grown.append(request_id)
         return True
@@ -287,22 +233,28 @@ class BlockTables:
 
         A negative age means that the block is too new (or not full) and must stay as it is.
         """
-        blocks, newest = self._tables[request_id].blocks, self._newest(num_computed)
+        blocks, newest = self._look_at(request_id, num_computed)
         for index in range(self._num_settled(request_id), len(blocks)):
             if not _is_settled(blocks[index]):
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
 
     def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
         """The first of the widest blocks of ``unsettled`` that are old enough and that nobody shares, and its age."""
-        newest = self._newest(num_computed)
+        blocks, newest = self._look_at(request_id, num_computed)
         first, found = self._num_settled(request_id), None
-        blocks = self._tables[request_id].blocks[first : max(0, newest // BLOCK_TOKENS)]
-        for number, block in enumerate(blocks, first + 1):
+        for number, block in enumerate(blocks[first : max(0, newest // BLOCK_TOKENS)], first + 1):
             if block.rung < (block.floor if found is None else found[0].rung) and len(block.holders) == 1:
                 found = block, newest - number * BLOCK_TOKENS
                 if not block.rung:
                     break
         return found
+
+    def _look_at(self, request_id: str, num_computed: int) -> tuple[list[Block], int]:
+        """The blocks of a request, and ``_newest``; its bank learns how much can be mined."""
+        table = self._tables[request_id]
+        if table.bank is not None:
+            table.bank.num_computed_tokens = num_computed - self.ladder.sink
+        return table.blocks, self._newest(num_computed)
 
     def _newest(self, num_computed: int) -> int:
         """Tokens of the blocks that are older than the recent window."""
@@ -328,17 +280,24 @@ class BlockTables:
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, as one wave; returns how many did.
 
-        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is.
+        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is. So
+        does one that is dense while an earlier block of the same bank is.
         """
-        wave, done = list[Move](), 0
+        wave, deepest, done = list[Move](), 0, 0
         for block, wanted in steps:
+            bank = None if block.rung else block.bank
+            if bank is not None and not bank.seals_next(block):
+                continue
             for rung in range(wanted, block.floor + 1):
                 slot = self._urgent_slot(self.sizes[rung], wave)
                 if slot is not None:
                     break
             else:
                 continue
-            wave.append(Move(block, block.slot.address, slot.address, block.rung, rung))
+            if bank is not None and rung < deepest:
+                self._end_wave(wave)  # which is carried out rung by rung, and earlier blocks add their centres first
+            sealing, deepest = None if bank is None else bank.seal(), max(rung, deepest)
+            wave.append(Move(block, block.slot.address, slot.address, block.rung, rung, sealing))
             rungs = self.ladder.rungs
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
             self.num_blocks[block.rung] -= 1
@@ -385,7 +344,7 @@ class BlockTables:
         if {block.number for block in self._owner.values()} & set(self._spare_numbers):
             raise ArenaError("a live block's number is spare")
 
-    def _new_block(self, rung: int, floor: int) -> Block:
+    def _new_block(self, rung: int, floor: int, bank: Bank | None = None) -> Block:
         size = self.sizes[rung]
         slot = self.arena.allocate(size)
         while slot is None:
@@ -394,7 +353,7 @@ class BlockTables:
             slot = self.arena.allocate(size)
         # Numbers in use are as many as live blocks: with none spare, the next one is their count.
         number = self._spare_numbers.pop() if self._spare_numbers else len(self._owner)
-        block = self._owner[slot] = Block(slot, rung, floor, number, holders=[floor])
+        block = self._owner[slot] = Block(slot, rung, floor, number, holders=[floor], bank=bank)
         self._fresh[slot] = None
         self.num_blocks[rung] += 1
         self.num_entries[rung] += 1

@@ -17,8 +17,8 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 from ..device.memory import is_out_of_memory
 from ..device.runner import Pending, Runner, StepResult
 from ..errors import QKVError, RequestError, as_request_error
+from ..kv.block import Block
 from ..kv.manager import KVManager
-from ..kv.table import Block
 from ..metrics import Counters
 from ..request import FINISHED, FinishReason, Request
 from ..sampling.logprobs import TokenLogprobs

@@ -12,29 +12,38 @@ PIECE_ELEMENTS = 2**22  # codes of K attended in one call: what is gathered for 
 
 
 def block_attention(
-    q: Tensor, memory: Tensor, where: Tensor | range, page: PageLayout, scale: float
+    q: Tensor,
+    memory: Tensor,
+    where: Tensor | range,
+    page: PageLayout,
+    scale: float,
+    banks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of query i over all tokens of block i, and the log-sum-exp of its scores.
 
     Shapes:  q [n, H, G, D], or [1, H, G, D] for every block;  memory [M] uint8;  where: byte addresses of n slots,
-             [n] int64, or in even steps, which are read in place;
+             [n] int64, or in even steps, which are read in place;  banks [n] or [1] int64, byte addresses of the
+             banks of the blocks' requests, for pages with patterns;
              out [n, H, G, D] float32, lse [n, H, G] float32, in natural log
     """
     q, shape = q.float() * scale, page.k.shape
     size = max(1, PIECE_ELEMENTS // (shape.num_kv_heads * shape.num_tokens * shape.head_dim))
     if len(where) <= size:
-        return _attend(q, memory, where, page)
-    parts = [
-        _attend(q[i : i + size] if len(q) > 1 else q, memory, where[i : i + size], page)
-        for i in range(0, len(where), size)
-    ]
+        return _attend(q, memory, where, page, banks)
+    parts = []
+    for i in range(0, len(where), size):
+        some, mine = (x if x is None or len(x) == 1 else x[i : i + size] for x in (q, banks))
+        assert some is not None
+        parts.append(_attend(some, memory, where[i : i + size], page, mine))
     out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
     return out, lse
 
 
-def _attend(q: Tensor, memory: Tensor, where: Tensor | range, page: PageLayout) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, memory: Tensor, where: Tensor | range, page: PageLayout, banks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The same for scaled queries."""
-    k, v = page_rows(memory, where, page)
+    k, v = page_rows(memory, where, page, banks)
     scores = page.k.family.cpu.scores(q.expand(len(where), -1, -1, -1), k, page.k)
     weights = scores.softmax(-1)
     # The largest weight is 1 / sum exp(score - largest score).

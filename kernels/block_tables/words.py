@@ -20,6 +20,7 @@ class BlockWords:
     Shapes:  words [M + N * P] int64: for each of M block numbers ``address << RUNG_BITS | rung``, then the block
              numbers of each of N rows, P a row, the sink first
     Units:   addresses in bytes; a sink's rung is 0
+    ``has_bank``: a row's last entry is the number of the request's bank, whose rung is of no meaning.
     """
 
     words: Tensor
@@ -27,6 +28,7 @@ class BlockWords:
     width: int
     sink_tokens: int
     block_tokens: int
+    has_bank: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import torch
 from qkv_engine.errors import ConfigError
 
 from .dense import DENSE
-from .family import Family, Format, PageShape, Side, SideBytes
+from .family import Banks, Family, Format, PageShape, Side, SideBytes
 from .kitty import KITTY
 from .page import BlockLayout, PageLayout, Place
+from .pattern import PATTERN
 from .uniform import UNIFORM
 
-FAMILIES: list[Family] = [DENSE, UNIFORM, KITTY]
+FAMILIES: list[Family] = [DENSE, UNIFORM, KITTY, PATTERN]
 
 
 def make_format(name: str, dtype: torch.dtype) -> Format:
@@ -48,6 +49,7 @@ def check_step(old: Side, new: Side) -> None:
 
 __all__ = [
     "FAMILIES",
+    "Banks",
     "BlockLayout",
     "Family",
     "Format",

@@ -32,11 +32,25 @@ class PageShape:
 class SideBytes(NamedTuple):
     """The bytes of n page sides, or views of them in the arena.
 
-    Shapes:  codes [n, codes_nbytes] uint8;  meta [n, meta_nbytes] uint8
+    Shapes:  codes [n, codes_nbytes] uint8;  meta [n, meta_nbytes] uint8;  bank [n, at most bank_nbytes] uint8, the
+             first patterns of the request that each side belongs to, ``None`` for sides without a bank
     """
 
     codes: Tensor
     meta: Tensor
+    bank: Tensor | None = None
+
+
+class Banks(NamedTuple):
+    """The banks of n blocks that are sealed, views of one tensor.
+
+    Shapes:  address [n] int64, bytes, of the bank of the block's request;  limit [n] int64, leading patterns that the
+             block may use;  centre [n] int64, index of the pattern that the block adds, -1 for none
+    """
+
+    address: Tensor
+    limit: Tensor
+    centre: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,21 @@ class Side(ABC):
     @abstractmethod
     def meta_nbytes(self) -> int:
         """Bytes of all metadata, padding not counted."""
+
+    @property
+    def bank_nbytes(self) -> int:
+        """Bytes of a request's patterns for this side, of all heads, a multiple of 128; 0 without patterns."""
+        return 0
+
+    @property
+    def num_patterns(self) -> int:
+        """The most patterns of a request's bank that tokens of this side may take."""
+        return 0
+
+    @property
+    def pattern_nbytes(self) -> int:
+        """Bytes of one of the patterns in a bank, of all heads; patterns follow one another."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim
 
     @property
     @abstractmethod
@@ -98,7 +127,7 @@ class Format(Protocol):
 
 
 class CpuOps(NamedTuple):
-    """Operations in vectorised torch. ``rows`` are ``SideBytes`` of n sides; x is [n, H, T, D].
+    """Operations in vectorised torch. ``rows`` and ``out`` are ``SideBytes`` of n sides; x is [n, H, T, D].
 
     ``seal(x, out, side)`` writes codes and metadata, returns whether all of x is finite.
     ``demote(rows, out, old, new)`` writes the side ``old`` as ``new``.
@@ -117,7 +146,8 @@ class CpuOps(NamedTuple):
 class KeyFunctions(NamedTuple):
     """K's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
 
-    ``query(p_q, b_heads, scale, SIDE, D, BLOCK_G)``: the heads' queries at ``p_q`` [BLOCK_G], prepared as a tuple.
+    ``query(p_q, p_bank, i_h, b_heads, scale, SIDE, D, BLOCK_G)``: the heads' queries at ``p_q`` [BLOCK_G], prepared, as
+    a tuple.
     ``scores(query, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: a page's scores.
     """
 
@@ -132,8 +162,8 @@ class ValueFunctions(NamedTuple):
     ``begin(SIDE, TILES, T, D, BLOCK_G)``: accumulators of nothing, a tuple.
     ``add(sums, b_p, b_shrink, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: the accumulators times
     ``b_shrink`` [BLOCK_G], plus a page weighed by ``b_p``.
-    ``finish(sums, b_total, p_o, b_heads, SIDE, D)``: stores the accumulators over ``b_total`` [BLOCK_G] as the heads'
-    rows of D float32 at ``p_o`` [BLOCK_G].
+    ``finish(sums, b_total, p_o, p_bank, i_h, b_heads, SIDE, D)``: stores the accumulators over ``b_total`` [BLOCK_G] as
+    the heads' rows of D float32 at ``p_o`` [BLOCK_G].
     """
 
     begin: Any
@@ -143,12 +173,14 @@ class ValueFunctions(NamedTuple):
 
 
 class TritonOps(NamedTuple):
-    """Device functions (``triton.jit``). ``p_codes`` and ``p_meta`` are uint8 pointers to a side's codes and metadata.
+    """Device functions (``triton.jit``). ``p_codes`` and ``p_meta`` are uint8 pointers to a side's codes and metadata,
+    ``p_bank`` one to its patterns, which points anywhere if the side has no bank.
 
-    ``load_tile(p_codes, p_meta, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, DTYPE)``: tokens ``o_t`` [TILE]
-    of a head as [TILE, BLOCK_D] ``DTYPE``, zero where ``b_t`` is false. Dense pages of sinks have fewer tokens than T.
-    ``seal_head(p_codes, p_meta, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's elements [T, TILE_D], as
-    stored before (``b_raw``) and finite in float32 (``b_x``).
+    ``load_tile(p_codes, p_meta, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, DTYPE)``: tokens
+    ``o_t`` [TILE] of a head as [TILE, BLOCK_D] ``DTYPE``, zero where ``b_t`` is false. Dense pages of sinks have fewer
+    tokens than T.
+    ``seal_head(p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's
+    elements [T, TILE_D], as stored before (``b_raw``) and finite in float32 (``b_x``); it may use ``num_patterns``.
     ``demote_head(p_codes, p_meta, p_to_codes, p_to_meta, i_h, OLD, NEW, H, T, D, TILE_D)``: writes a head of ``OLD`` as
     ``NEW``; called for the family of ``NEW``.
     ``integer(side)``: ``KeyFunctions`` of a K side or ``ValueFunctions`` of a V side, for the integer decode kernel;
@@ -167,8 +199,8 @@ class Family:
 
     ``formats(dtype)``: the formats by name, for a model that computes in ``dtype``.
     ``check_step(old, new)`` raises ``ValueError`` if ``old``, of any family, cannot be rewritten as ``new``.
-    ``quantize(x, side)`` and ``dequantize(rows, side)`` (float32) and ``demote(rows, old, new)`` are the plain
-    references that the CPU and Triton operations equal, byte for byte where they write.
+    ``quantize(x, side, bank)``, ``dequantize(rows, side)`` (float32) and ``demote(rows, old, new)`` are the plain
+    references that the CPU and Triton operations equal, byte for byte where they write. ``bank`` is ``SideBytes.bank``.
     ``triton()`` imports Triton on first use.
     ``parse(name)``: a format by a name with numbers in it, which ``formats`` need not list; ``None`` for other names.
     """
@@ -176,7 +208,7 @@ class Family:
     name: str
     formats: Callable[[torch.dtype], Mapping[str, Format]]
     check_step: Callable[[Side, Any], None]
-    quantize: Callable[[Tensor, Any], SideBytes]
+    quantize: Callable[[Tensor, Any, Tensor | None], SideBytes]
     dequantize: Callable[[SideBytes, Any], Tensor]
     demote: Callable[[SideBytes, Any, Any], SideBytes]
     cpu: CpuOps
@@ -185,7 +217,7 @@ class Family:
 
 
 def plain_cpu_ops(
-    quantize: Callable[[Tensor, Any], SideBytes],
+    quantize: Callable[[Tensor, Any, Tensor | None], SideBytes],
     dequantize: Callable[[SideBytes, Any], Tensor],
     demote: Callable[[SideBytes, Any, Any], SideBytes],
 ) -> CpuOps:
@@ -196,7 +228,7 @@ def plain_cpu_ops(
         out.meta.copy_(found.meta)
 
     def seal(x: Tensor, out: SideBytes, side: Any) -> bool:
-        store(quantize(x, side), out)
+        store(quantize(x, side, out.bank), out)
         return bool(x.isfinite().all())
 
     return CpuOps(

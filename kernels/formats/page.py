@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,20 +21,27 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Where a side lies before and after its block is rewritten."""
+    """Where a side lies before and after its block is rewritten, and its patterns then in the request's bank."""
 
     source: Place
     target: Place
+    bank: int = 0
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The page of one layer: its sides, and where they lie in a slot."""
+    """The page of one layer: its sides, where they lie in a slot, and their patterns' offsets in a bank."""
 
     k: Side
     v: Side
     k_place: Place
     v_place: Place
+    k_bank: int = 0
+    v_bank: int = 0
+
+    @property
+    def has_bank(self) -> bool:
+        return self.k.bank_nbytes + self.v.bank_nbytes > 0
 
     @property
     def offsets(self) -> tuple[int, int, int, int]:
@@ -80,8 +88,22 @@ class BlockLayout:
     @cached_property
     def pages(self) -> tuple[PageLayout, ...]:
         """The page of each layer, as attention reads it."""
-        sides, places = [side.dominant or side for side in self.sides], self.places
-        return tuple(PageLayout(sides[i], sides[i + 1], places[i], places[i + 1]) for i in range(0, len(sides), 2))
+        sides = [side.dominant or side for side in self.sides]
+        k, v = (zip(sides[i::2], self.places[i::2], self.bank_offsets[i::2], strict=True) for i in (0, 1))
+        return tuple(
+            PageLayout(k_side, v_side, k_place, v_place, k_bank, v_bank)
+            for (k_side, k_place, k_bank), (v_side, v_place, v_bank) in zip(k, v, strict=True)
+        )
+
+    @cached_property
+    def bank_offsets(self) -> tuple[int, ...]:
+        """Bytes from the start of a bank to the patterns of each side, one after the other."""
+        return tuple(accumulate((side.bank_nbytes for side in self.sides[:-1]), initial=0))
+
+    @cached_property
+    def bank_nbytes(self) -> int:
+        """Bytes of a request's bank: the patterns of all layers, K and V; 0 if no side has patterns."""
+        return sum(side.bank_nbytes for side in self.sides)
 
     @cached_property
     def has_dense(self) -> bool:
@@ -103,6 +125,7 @@ class BlockLayout:
     def steps(self, target: BlockLayout) -> Mapping[tuple[Side, Side], list[Step]]:
         """The distinct (side here, side there) pairs, and where each occurs."""
         found: dict[tuple[Side, Side], list[Step]] = {}
-        for old, new, source, there in zip(self.sides, target.sides, self.places, target.places, strict=True):
-            found.setdefault((old, new), []).append(Step(source, there))
+        sides, places = zip(self.sides, target.sides, strict=True), zip(self.places, target.places, strict=True)
+        for pair, place, bank in zip(sides, places, target.bank_offsets, strict=True):
+            found.setdefault(pair, []).append(Step(*place, bank))
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .family import Side, SideBytes
+from .family import Banks, Side, SideBytes
 from .page import PageLayout, Place, Step
 
 
@@ -22,13 +22,29 @@ def gather(memory: Tensor, addresses: Tensor, nbytes: int) -> Tensor:
     return rows.index_select(0, addresses >> 4).view(torch.uint8)[:, :nbytes]
 
 
-def page_rows(memory: Tensor, where: Tensor | range, page: PageLayout) -> tuple[SideBytes, SideBytes]:
-    """K and V of one layer in the blocks at ``where``: addresses [n] int64, or even steps, which are read in place."""
+def page_rows(
+    memory: Tensor, where: Tensor | range, page: PageLayout, banks: Tensor | None = None
+) -> tuple[SideBytes, SideBytes]:
+    """K and V of one layer in the blocks at ``where``: addresses [n] int64, or even steps, which are read in place.
+
+    ``banks``: addresses [n] int64 of the banks of the blocks' requests, or [1] of the only one.
+    """
     first, last = page.span
     if isinstance(where, range):
         step = where.step if len(where) > 1 else last - first
-        return page.rows(memory.as_strided((len(where), last - first), (step, 1), where.start + first))
-    return page.rows(gather(memory, where + first, last - first))
+        k, v = page.rows(memory.as_strided((len(where), last - first), (step, 1), where.start + first))
+    else:
+        k, v = page.rows(gather(memory, where + first, last - first))
+    if banks is None:
+        return k, v
+    return (
+        k._replace(bank=_patterns(memory, banks + page.k_bank, page.k, len(where))),
+        v._replace(bank=_patterns(memory, banks + page.v_bank, page.v, len(where))),
+    )
+
+
+def _patterns(memory: Tensor, addresses: Tensor, side: Side, number: int) -> Tensor | None:
+    return gather(memory, addresses, side.bank_nbytes).expand(number, -1) if side.bank_nbytes else None
 
 
 def even_runs(steps: list[Step]) -> list[list[Step]]:
@@ -46,17 +62,31 @@ def even_runs(steps: list[Step]) -> list[list[Step]]:
 
 
 def _growth(a: Step, b: Step) -> tuple[int, ...]:
-    flat = zip((*a.source, *a.target), (*b.source, *b.target), strict=True)
+    flat = zip((*a.source, *a.target, a.bank), (*b.source, *b.target, b.bank), strict=True)
     return tuple(y - x for x, y in flat)
 
 
 def run_rows(memory: Tensor, src: int, dst: int, run: list[Step], old: Side, new: Side) -> tuple[SideBytes, SideBytes]:
     """The sides of a run in the blocks at ``src`` and ``dst`` as views of the arena."""
-    growth = _growth(run[0], run[1]) if len(run) > 1 else (0, 0, 0, 0)
+    growth = _growth(run[0], run[1]) if len(run) > 1 else (0, 0, 0, 0, 0)
     return (
         _views(memory, src, run[0].source, growth[:2], len(run), old),
-        _views(memory, dst, run[0].target, growth[2:], len(run), new),
+        _views(memory, dst, run[0].target, growth[2:4], len(run), new),
     )
+
+
+def run_bank(memory: Tensor, address: int, run: list[Step], new: Side) -> Tensor:
+    """The patterns of a run's sides ``new`` in the bank at that address, a view [n, bank_nbytes] uint8."""
+    growth = run[1].bank - run[0].bank if len(run) > 1 else 0
+    return memory.as_strided((len(run), new.bank_nbytes), (growth, 1), address + run[0].bank)
+
+
+def block_bank(memory: Tensor, banks: Banks | None, index: int, run: list[Step], new: Side) -> Tensor | None:
+    """The patterns that block ``index`` may use in the sides of a run, a view; ``None`` for sides without."""
+    if banks is None or not new.bank_nbytes:
+        return None
+    number = min(int(banks.limit[index]), new.num_patterns)
+    return run_bank(memory, int(banks.address[index]), run, new)[:, : number * new.pattern_nbytes]
 
 
 def _views(memory: Tensor, address: int, place: Place, growth: tuple[int, ...], number: int, side: Side) -> SideBytes:

@@ -16,3 +16,10 @@ def step_table(source: BlockLayout, target: BlockLayout, old: Side, new: Side, d
     """Offsets of codes and metadata in the source and in the target for each ``old`` that becomes ``new``: [n, 4]."""
     rows = [(*step.source, *step.target) for step in source.steps(target)[old, new]]
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@lru_cache
+def bank_table(source: BlockLayout, target: BlockLayout, old: Side, new: Side, device: torch.device) -> Tensor:
+    """Offsets in a bank of the patterns of each ``old`` that becomes ``new``: [n]."""
+    offsets = [step.bank for step in source.steps(target)[old, new]]
+    return torch.tensor(offsets, dtype=torch.int64, device=device)

@@ -71,16 +71,21 @@ class DenseGroup:
 
 @dataclass(frozen=True)
 class SealedGroup:
-    """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place."""
+    """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place.
+
+    ``banks`` are the addresses of their requests' banks [n], of the only request [1], or ``None`` without patterns.
+    """
 
     rung: int
     where: Tensor | range
     queries: Tensor | None
+    banks: Tensor | None
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         if self.queries is not None:
             q = q[self.queries]
-        return [block_attention(q, pages.memory, self.where, pages.layouts[self.rung].pages[pages.layer], scale)]
+        page = pages.layouts[self.rung].pages[pages.layer]
+        return [block_attention(q, pages.memory, self.where, page, scale, self.banks)]
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class DecodePlan:
         opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
         builder.add_dense(sinks, is_sink=True)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
-            builder.add_sealed(rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())])
+            members = [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())]
+            builder.add_sealed(rung, members, [r.bank for r in requests])
         if len(full) + len(opened) <= FEW_BLOCKS:
             builder.add_dense(full + opened, is_sink=False)
         else:
@@ -146,8 +152,8 @@ class _Builder:
         self.groups.append(group.with_lengths(valid, self.device) if valid else group)
         self._num_outputs += len(owner)
 
-    def add_sealed(self, rung: int, members: list[tuple[int, int]]) -> None:
-        """Addresses of blocks with their request."""
+    def add_sealed(self, rung: int, members: list[tuple[int, int]], banks: list[int | None]) -> None:
+        """Addresses of blocks with their request, and of the requests' banks."""
         members = sorted(members)
         for i, (_, request) in enumerate(members):
             self._parts[request].append(self._num_outputs + i)
@@ -155,7 +161,9 @@ class _Builder:
         where = _even_run(addresses)
         queries = self._queries([request for _, request in members])
         place = torch.tensor(addresses, device=self.device) if where is None else where
-        self.groups.append(SealedGroup(rung, place, queries))
+        owned = [bank for bank in (banks if len(banks) == 1 else [banks[b] for _, b in members]) if bank is not None]
+        bank_places = torch.tensor(owned, device=self.device) if owned else None
+        self.groups.append(SealedGroup(rung, place, queries, bank_places))
         self._num_outputs += len(members)
 
     def order(self) -> tuple[int, Tensor | None, Tensor | None]:

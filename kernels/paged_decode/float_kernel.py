@@ -3,7 +3,8 @@
 o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp.
 
 Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] as in ``LayerFormats``;  items [W, 5], item_first,
-         addresses, positions, lengths as in ``DecodeWork``;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
+         addresses, positions, lengths, banks as in ``DecodeWork``, banks ``None`` for sides without patterns, which
+         lie ``k_bank`` and ``v_bank`` bytes behind;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2, -inf where the item has no visible token
 Grid:    (bound * H,); one program per work item on rungs first_rung to end_rung - 1 and KV head, heads first, since
          they lie side by side in a page; the G = HQ / H query heads share its tiles
@@ -33,6 +34,9 @@ def decode_float_kernel(
     o_ptr,
     lse_ptr,
     scale_log2,
+    banks_ptr,
+    k_bank,
+    v_bank,
     LOAD_K: tl.constexpr,
     K_SIDE: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -63,6 +67,10 @@ def decode_float_kernel(
     k_codes, k_meta = tl.load(p_offsets), tl.load(p_offsets + 1)
     v_codes, v_meta = tl.load(p_offsets + 2), tl.load(p_offsets + 3)
     length = tl.load(lengths_ptr + i_b)
+    p_k_bank, p_v_bank = arena_ptr, arena_ptr
+    if banks_ptr is not None:
+        p_bank = arena_ptr + tl.multiple_of(tl.load(banks_ptr + i_b), 16)
+        p_k_bank, p_v_bank = p_bank + k_bank, p_bank + v_bank
     o_g, o_d, o_tile = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     b_rows = (o_g < G)[:, None] & (o_d < D)[None, :]
     p_q = q_ptr + i_b * stride_q_b + (i_h * G + o_g[:, None]) * stride_q_h + o_d[None, :]
@@ -98,8 +106,8 @@ def decode_float_kernel(
         p_v = arena_ptr + tl.multiple_of(address + v_codes // T * num_page_tokens, 16)
         p_k_meta = arena_ptr + tl.multiple_of(address + k_meta, 16)
         p_v_meta = arena_ptr + tl.multiple_of(address + v_meta, 16)
-        b_k = LOAD_K(p_k, p_k_meta, i_h, o_t, b_t, num_page_tokens, K_SIDE, H, T, D, BLOCK_D, DTYPE)
-        b_v = LOAD_V(p_v, p_v_meta, i_h, o_t, b_t, num_page_tokens, V_SIDE, H, T, D, BLOCK_D, DTYPE)
+        b_k = LOAD_K(p_k, p_k_meta, p_k_bank, i_h, o_t, b_t, num_page_tokens, K_SIDE, H, T, D, BLOCK_D, DTYPE)
+        b_v = LOAD_V(p_v, p_v_meta, p_v_bank, i_h, o_t, b_t, num_page_tokens, V_SIDE, H, T, D, BLOCK_D, DTYPE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
         b_s = tl.where(b_t[None, :], b_s, float("-inf"))
         b_top = tl.maximum(b_m, tl.max(b_s, 1))

@@ -3,7 +3,8 @@
 Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] int64: K's codes, K's metadata, V's codes and V's metadata
          from a slot's address on, one row a rung;  items [W, 5] int32: request, first block, blocks, part, rung;
          item_first [R + 1] int32: a rung's items are ``item_first[rung] .. item_first[rung + 1] - 1``;
-         addresses [n] int64;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
+         addresses [n] int64;  banks [B] int64, ``None`` for sides without patterns, which lie ``k_bank`` and ``v_bank``
+         bytes behind;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2
 Grid:    at least the items of rungs ``first_rung .. last_rung - 1`` times H; one program per item and KV head, heads
          first, since they lie side by side in a page; the G = HQ / H query heads share its pages
@@ -31,6 +32,9 @@ def decode_int_kernel(
     o_ptr,
     lse_ptr,
     scale_log2,
+    banks_ptr,
+    k_bank,
+    v_bank,
     QUERY: tl.constexpr,
     SCORES: tl.constexpr,
     BEGIN: tl.constexpr,
@@ -68,7 +72,11 @@ def decode_int_kernel(
     o_g = tl.arange(0, BLOCK_G)
     b_heads = o_g < G
     p_q = q_ptr + i_b * stride_q_b + (i_h * G + o_g) * stride_q_h
-    query = QUERY(p_q, b_heads, scale_log2, K, D, BLOCK_G)
+    p_k_bank, p_v_bank = arena_ptr, arena_ptr
+    if banks_ptr is not None:
+        p_bank = arena_ptr + tl.multiple_of(tl.load(banks_ptr + i_b), 16)
+        p_k_bank, p_v_bank = p_bank + k_bank, p_bank + v_bank
+    query = QUERY(p_q, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
     sums = BEGIN(V, TILES, T, D, BLOCK_G)
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([T // TILES, BLOCK_G], tl.float32)
@@ -84,6 +92,6 @@ def decode_int_kernel(
 
     b_total = tl.sum(b_l, 0)
     row = part * (H * G) + i_h * G + o_g
-    FINISH(sums, b_total, o_ptr + row * D, b_heads, V, D)
+    FINISH(sums, b_total, o_ptr + row * D, p_v_bank, i_h, b_heads, V, D)
     tl.store(lse_ptr + row, b_m + tl.log2(b_total), mask=b_heads)
     end_overlap(OVERLAP)

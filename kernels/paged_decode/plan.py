@@ -24,7 +24,8 @@ class DecodeWork:
     Shapes:  addresses [B * P] int64, bytes;  positions [B * P] int32, a block's first token;  lengths [B] int32;
              items [W, 5] int32 (request, first block, blocks, part, rung), in the order of their rungs;
              item_first [R + 1] int32, where each rung's items begin: what lies behind the last is of no meaning;
-             part_first [B + 1] int32, where each request's parts begin
+             part_first [B + 1] int32, where each request's parts begin;
+             banks [B] int64, the addresses of the requests' banks, ``None`` without patterns
     """
 
     addresses: Tensor
@@ -36,6 +37,7 @@ class DecodeWork:
     split: Split
     sink_tokens: int
     block_tokens: int
+    banks: Tensor | None = None
 
     @classmethod
     def build(
@@ -49,6 +51,7 @@ class DecodeWork:
         sink_tokens: int,
         block_tokens: int,
         max_items: tuple[int, int] | None = None,
+        banks: Tensor | None = None,
     ) -> DecodeWork:
         """Plan for block tables ``addresses`` [B, P] int64 and ``rungs`` [B, P] (``ABSENT``: no block there).
 
@@ -89,6 +92,7 @@ class DecodeWork:
             Split(item_blocks, max_items, tuple(r for r, n in enumerate(present) if n)),
             sink_tokens,
             block_tokens,
+            banks,
         )
 
 

@@ -3,7 +3,7 @@
 The result is that of ``DecodeWork.build``, but for what lies behind a request's last block and behind the last item.
 
 Shapes:  words as in ``BlockWords``;  rows [B] int64 and lengths [B] int32 of the requests;  counts [B, BLOCK_R] int32,
-         blocks by rung;  addresses, positions, items, item_first, part_first as in ``DecodeWork``
+         blocks by rung;  addresses, positions, items, item_first, part_first, banks as in ``DecodeWork``
 Grid:    (B,) both: a request's blocks sorted by rung, then its items on each rung behind those of the requests before
 """
 
@@ -29,6 +29,7 @@ def sort_blocks_kernel(
     counts_ptr,
     num_numbers,
     width,
+    banks_ptr,
     RUNG_BITS: tl.constexpr,
     S: tl.constexpr,
     T: tl.constexpr,
@@ -38,6 +39,9 @@ def sort_blocks_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + i_b)
     p_row = words_ptr + num_numbers + tl.load(rows_ptr + i_b) * width
+    if banks_ptr is not None:
+        bank = tl.load(words_ptr + tl.load(p_row + width - 1))
+        tl.store(banks_ptr + i_b, bank >> RUNG_BITS)
     num_blocks = (tl.maximum(length - S, 0) + T - 1) // T
     if S > 0:
         num_blocks += (length > 0).to(tl.int32)
@@ -133,6 +137,7 @@ def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: in
     addresses, positions = make(batch * tables.width, dtype=torch.int64), make(batch * tables.width)
     counts, items = make(batch, block_r), make(sum(split.max_items), 5)
     item_first, part_first = make(num_rungs + 1), make(batch + 1)
+    banks = make(batch, dtype=torch.int64) if tables.has_bank else None
     sort_blocks_kernel[(batch,)](
         tables.words,
         rows,
@@ -142,6 +147,7 @@ def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: in
         counts,
         tables.num_numbers,
         tables.width,
+        banks,
         RUNG_BITS=RUNG_BITS,
         S=tables.sink_tokens,
         T=tables.block_tokens,
@@ -164,4 +170,6 @@ def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: in
         num_warps=4,
     )
     sink_tokens, block_tokens = tables.sink_tokens, tables.block_tokens
-    return DecodeWork(addresses, positions, lengths, items, item_first, part_first, split, sink_tokens, block_tokens)
+    return DecodeWork(
+        addresses, positions, lengths, items, item_first, part_first, split, sink_tokens, block_tokens, banks
+    )

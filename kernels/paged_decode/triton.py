@@ -24,6 +24,7 @@ from .plan import DecodeWork
 from .split import Split
 
 LOG2_E = math.log2(math.e)
+NO_BANKS = {"banks_ptr": None, "k_bank": None, "v_bank": None}
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def paged_decode(
             o,
             lse,
             scale * LOG2_E,
+            **bank_arguments(formats.page, work.banks),
             **constexprs,
             num_warps=tuned.num_warps,
             **options,
@@ -113,6 +115,14 @@ def paged_decode(
         **options,
     )
     return out
+
+
+def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
+    """Where a page's patterns lie: ``banks`` of the requests or chunks, and the offsets of its sides."""
+    if not page.has_bank:
+        return NO_BANKS
+    assert banks is not None, "pages with patterns are read with their requests' banks"
+    return {"banks_ptr": banks, "k_bank": page.k_bank, "v_bank": page.v_bank}
 
 
 def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:

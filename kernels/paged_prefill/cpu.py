@@ -49,10 +49,11 @@ def _history(pages: LayerPages, past: RequestPages, dtype: torch.dtype) -> Itera
         kv = pages.blocks.index_select(0, torch.tensor(some, device=device))  # [n, 2, H, T, D]
         k, v = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)
         yield k, v
+    banks = None if past.bank is None else torch.tensor([past.bank], device=device)
     for rung, addresses in past.sealed.items():
         for some in _pieces(addresses):
             at = torch.tensor(some, device=device)
-            sides = dequant(pages.memory, at, pages.layouts[rung].pages[pages.layer], dtype)
+            sides = dequant(pages.memory, at, pages.layouts[rung].pages[pages.layer], dtype, banks)
             k, v = (side.transpose(0, 1).flatten(1, 2) for side in sides)
             yield k, v
 

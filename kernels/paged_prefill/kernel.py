@@ -105,8 +105,8 @@ def attend_partly(
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
         b_t = (o_t < num_page_tokens) & (o_position < end)
-        b_k = load_tile(p_k, p_k, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, SIDE.STORED)
-        b_v = load_tile(p_v, p_v, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, SIDE.STORED)
+        b_k = load_tile(p_k, p_k, p_k, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, SIDE.STORED)
+        b_v = load_tile(p_v, p_v, p_v, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, SIDE.STORED)
         b_seen = b_t[None, :] & (o_position[None, :] <= b_position[:, None])
         b_m, b_l, b_acc = attend_tile(b_q, b_k, b_v, b_m, b_l, b_acc, b_seen, True, scale_log2)
     return b_m, b_l, b_acc

@@ -18,7 +18,8 @@ class PrefillWork:
     Shapes:  addresses [C * P] int64, bytes;
              tiles [N, 3] int32 (first row of q, tokens, position of the first token);
              runs [R, N, 4] int32 (first block, sinks, other blocks, position of the first other block)
-             blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending
+             blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending;
+             banks [C] int64, the addresses of the chunks' banks, ``None`` without patterns
     ``rungs`` lists the rungs that any tile sees; rung 0 has the chunks themselves. A run's position is what it would be
     if its blocks followed one another up to the first one that a query of the tile does not see entirely.
     """
@@ -31,6 +32,7 @@ class PrefillWork:
     tile_tokens: int
     sink_tokens: int
     block_tokens: int
+    banks: Tensor | None = None
 
     @classmethod
     def build(
@@ -44,6 +46,7 @@ class PrefillWork:
         tile_tokens: int,
         sink_tokens: int,
         block_tokens: int,
+        banks: Tensor | None = None,
     ) -> PrefillWork:
         """Plan for chunks of ``counts`` tokens from positions ``starts`` [C], whose rows of q follow one another.
 
@@ -75,6 +78,7 @@ class PrefillWork:
             tile_tokens,
             sink_tokens,
             block_tokens,
+            banks,
         )
 
     def to(self, device: torch.device) -> PrefillWork:
@@ -84,6 +88,7 @@ class PrefillWork:
             return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("addresses", "tiles", "runs")}
+        moved["banks"] = None if self.banks is None else move(self.banks)
         return replace(self, **moved, blocks=tuple(map(move, self.blocks)))
 
 

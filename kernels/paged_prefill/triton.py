@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..formats import BlockLayout, PageLayout, Side
 from ..formats.dense import DenseSide
 from ..formats.loaders import page_loaders
-from ..paged_decode.triton import Tuning
+from ..paged_decode.triton import Tuning, bank_arguments
 from .kernel import prefill_kernel
 from .plan import PrefillWork
 from .stage import stage_kernel
@@ -154,6 +154,8 @@ def _stage(arena: Tensor, work: PrefillWork, page: PageLayout | None, launch: La
         work.addresses,
         launch.memory.view(_dense_dtype(launch.page.k)),
         launch.addresses,
+        len(work.addresses) // max(1, 1 if work.banks is None else len(work.banks)),
+        **bank_arguments(page, work.banks),
         **stage_constexprs(page),
         num_warps=4,
     )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..formats import BlockLayout
+from ..formats import Banks, BlockLayout
 from ..formats.dense import elements
-from ..formats.rows import even_runs, run_rows
+from ..formats.rows import block_bank, even_runs, run_rows
 
 
 def seal_cpu(
-    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
+    memory: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    source: BlockLayout,
+    target: BlockLayout,
+    finite: Tensor,
+    banks: Banks | None = None,
 ) -> None:
     """See ``seal``."""
     steps = source.steps(target).items()
@@ -18,5 +24,6 @@ def seal_cpu(
     for index, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for old, new, run in runs:
             rows, out = run_rows(memory, a, b, run, old, new)
+            out = out._replace(bank=block_bank(memory, banks, index, run, new))
             if not new.family.cpu.seal(elements(rows, old), out, new):
                 finite[index] = 0

@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import BlockLayout
+from ..centre import centre_reference
+from ..formats import Banks, BlockLayout
 from ..formats.dense import elements
-from ..formats.rows import run_rows
+from ..formats.rows import block_bank, run_rows
 
 
-def seal_reference(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> Tensor:
+def seal_reference(
+    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, banks: Banks | None = None
+) -> Tensor:
     """The same as ``seal``."""
+    if banks is not None:
+        centre_reference(memory, src, source, target, banks)
     finite = torch.ones(len(src), dtype=torch.int64)
     for block, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for (old, new), steps in source.steps(target).items():
@@ -21,7 +26,7 @@ def seal_reference(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout
                 rows, out = run_rows(memory, a, b, [step], old, new)
                 x = elements(rows, old)
                 finite[block] &= x.isfinite().all()
-                found = new.family.quantize(x, new)
+                found = new.family.quantize(x, new, block_bank(memory, banks, block, [step], new))
                 out.codes.copy_(found.codes)
                 out.meta.copy_(found.meta)
     return finite

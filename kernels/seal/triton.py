@@ -6,20 +6,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BlockLayout
+from ..formats import Banks, BlockLayout
 from ..formats.dense.triton import TL_DTYPE
-from ..formats.steps import step_table
+from ..formats.steps import bank_table, step_table
 
 
 @triton.jit
 def seal_kernel(
-    memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H,
-    SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+    memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H, banks_ptr, limits_ptr, bank_steps_ptr,
+    most, SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of one dense side as ``SIDE``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64;  steps [NUM_STEPS, 4] int64, offsets of codes and metadata in the
-             source and in the target;  finite [n] int64, set to 0 for a block with a NaN or an infinity
+             source and in the target;  finite [n] int64, set to 0 for a block with a NaN or an infinity;
+             banks, limits [n] int64 as in ``Banks``, bank_steps [NUM_STEPS] int64, offsets of the patterns in a bank:
+             ``None`` without patterns, of which a side has ``most``
     Grid:    (n * NUM_STEPS * H,)
     """
     i_h = tl.program_id(0) % H
@@ -30,6 +33,11 @@ def seal_kernel(
     target = tl.load(dst_ptr + i_n)
     p_codes = memory_ptr + tl.multiple_of(target + tl.load(p_step + 2), 16)
     p_meta = memory_ptr + tl.multiple_of(target + tl.load(p_step + 3), 16)
+    p_bank, num_patterns = memory_ptr, 0
+    if banks_ptr is not None:
+        bank = tl.load(banks_ptr + i_n) + tl.load(bank_steps_ptr + tl.program_id(0) // H % NUM_STEPS)
+        p_bank = memory_ptr + tl.multiple_of(bank, 16)
+        num_patterns = tl.minimum(tl.load(limits_ptr + i_n), most).to(tl.int32)
     o_d = tl.arange(0, TILE_D)[None, :]
     b_raw = tl.load(p_source + tl.arange(0, T)[:, None] * D + o_d, mask=o_d < D, other=0.0)
     b_x = b_raw.to(tl.float32)
@@ -41,11 +49,17 @@ def seal_kernel(
         if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
             tl.store(finite_ptr + i_n, 0)
         b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -32752.0), 32752.0), 0.0)
-    SEAL(p_codes, p_meta, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
+    SEAL(p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
 
 
 def seal_triton(
-    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, finite: Tensor
+    memory: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    source: BlockLayout,
+    target: BlockLayout,
+    finite: Tensor,
+    banks: Banks | None = None,
 ) -> None:
     """See ``seal``."""
     for old, new in source.steps(target):
@@ -53,9 +67,13 @@ def seal_triton(
             continue
         steps = step_table(source, target, old, new, memory.device)
         shape, tile_d = old.shape, triton.next_power_of_2(old.shape.head_dim)
+        bank_arguments: tuple[Tensor | int | None, ...] = (None, None, None, None)
+        if banks is not None and new.bank_nbytes:
+            bank_steps = bank_table(source, target, old, new, memory.device)
+            bank_arguments = banks.address, banks.limit, bank_steps, new.num_patterns
         seal_kernel[(len(src) * len(steps) * shape.num_kv_heads,)](
-            memory, src, dst, steps, finite, len(steps), shape.num_kv_heads,
+            memory, src, dst, steps, finite, len(steps), shape.num_kv_heads, *bank_arguments,
             SEAL=new.family.triton().seal_head, SIDE=new.spec, DTYPE=TL_DTYPE[old.dense_dtype],
             T=shape.num_tokens, D=shape.head_dim, TILE_D=tile_d,
-            num_warps=max(4, tile_d // 32), enable_fp_fusion=False,
+            num_warps=max(4, tile_d // 32) * (2 if new.bank_nbytes else 1), enable_fp_fusion=False,
         )  # fmt: skip

@@ -24,7 +24,18 @@ from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 
 from ..roofline import BANDWIDTH
-from .inputs import ALIGN, Case, T, dense_page, make_case, named_page, reference, shared_page, uniform_page
+from .inputs import (
+    ALIGN,
+    Case,
+    T,
+    dense_page,
+    make_case,
+    named_page,
+    reference,
+    shared_page,
+    uniform_page,
+    write_patterns,
+)
 from .timing import time_calls
 
 HEADS, HEAD_DIM, SINK = 8, 128, 32
@@ -37,7 +48,7 @@ TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2,
 
 def named_pages() -> dict[str, PageLayout]:
     """Pages by name: K's format; or bits of K and V, "t" for K per token, "g" and the elements of a smaller group,
-    "eta" for calibrated levels, "shared" for V's codes in the layer below.
+    "eta" for calibrated levels, "shared" for V's codes in the layer below, "P" and the number of patterns.
     """
     pairs = [(8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2), (2, 4), (2, 2), (2, 1), (1, 1)]
     found = {"16": dense_page(BF16, HEADS, HEAD_DIM)}
@@ -50,12 +61,19 @@ def named_pages() -> dict[str, PageLayout]:
     for k, v in ((2, 2), (2, 1), (1, 1)):
         names = f"int{k}-channel-{T}-{eta[k]}", f"int{v}-token-{T}-{eta[v]}"
         found[f"K{k}V{v}shared"] = shared_page(*names, HEADS, HEAD_DIM)
+    found |= {f"K{b}V{b}P{m}": pattern_page(b, m, HEADS, HEAD_DIM) for b, m in ((4, 32), (2, 32), (2, 64), (2, 128))}
     return found | {name: named_page(name, KITTY_V, HEADS, HEAD_DIM) for name in ("kitty-12.5", "kitty-25")}
 
 
 def calibrated_page(bits: int, heads: int, group: int = T) -> PageLayout:
     """K per channel and V per token, a tenth of the range between its ends and the levels."""
     return named_page(f"int{bits}-channel-{group}-eta0.1", f"int{bits}-token-{group}-eta0.1", heads, HEAD_DIM)
+
+
+def pattern_page(bits: int, number: int, heads: int, head_dim: int) -> PageLayout:
+    """K per channel and V per token beside ``number`` patterns a request."""
+    k, v = (f"int{bits}-{axis}-128-patterns{number}" for axis in ("channel", "token"))
+    return named_page(k, v, heads, head_dim)
 
 
 @dataclass(frozen=True)
@@ -87,6 +105,7 @@ def check(device: str = "cuda") -> dict[str, float]:
             item_blocks=3,
             sink_tokens=case.sink_tokens,
             block_tokens=T,
+            banks=case.banks,
         )
         layer = LayerFormats.of(case.pages, case.q.device)
         out = paged_decode(case.q, case.arena, work, layer, case.num_kv_heads, scale).float()
@@ -127,17 +146,27 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
         yield f"kitty H{heads} G{group} D{dim}", make_case(pages, lengths, group=group, sink_tokens=20, device=device)
     pages = [dense_page(BF16, 2, 128), *(named_page("kitty-25", v, 2, 128) for v in ("int4-token-32", "dense16"))]
     yield "kitty beside other V", make_case(pages, lengths, group=4, device=device)
+    for heads, group, dim, number in (
+        (8, 4, 128, 32),
+        (2, 8, 128, 64),
+        (3, 7, 80, 33),
+        (2, 1, 64, 255),
+        (1, 4, 256, 3),
+    ):
+        pages = [dense_page(BF16, heads, dim), *(pattern_page(bits, number, heads, dim) for bits in (4, 2, 1))]
+        name = f"patterns{number} H{heads} G{group} D{dim}"
+        yield name, make_case(pages, lengths, group=group, sink_tokens=20, device=device)
     pages = [dense_page(BF16, 2, 128), *(uniform_page(4, 2, 128, k_axis="token", group=g) for g in (32, 64))]
     yield "float tiles", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
 
 
 @dataclass(frozen=True)
 class LongCase:
-    """``tables``: (addresses, rungs) of each copy of the requests, equal in all but place."""
+    """``tables``: (addresses, rungs, banks) of each copy of the requests, equal in all but place."""
 
     q: torch.Tensor
     arena: torch.Tensor
-    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     lengths: torch.Tensor
     pages: list[PageLayout]
     nbytes: int
@@ -153,43 +182,61 @@ def long_case(
     per_request = 2, num_full  # dense slots (sink and open block) and full blocks
     count = [batch * copies * n for n in per_request]
     slot = [-(-p.span[1] // ALIGN) * ALIGN for p in (dense, page)]
-    arena = torch.zeros(count[0] * slot[0] + count[1] * slot[1], dtype=torch.uint8, device=device)
-    x = torch.randn(16, HEADS, T, HEAD_DIM, device=device)
-    starts = (0, count[0] * slot[0])
+    starts = (0, count[0] * slot[0], count[0] * slot[0] + count[1] * slot[1])
+    bank = page.k.bank_nbytes + page.v.bank_nbytes
+    arena = torch.zeros(starts[2] + batch * copies * bank, dtype=torch.uint8, device=device)
+    banks = (starts[2] + torch.randperm(batch * copies, device=device) * bank).view(copies, batch)
+    contents = _fill_banks(arena[starts[2] :], page)
     places = []
-    for p, n, size, start in zip((dense, page), count, slot, starts, strict=True):
-        unique = _slots(p, size, x)
+    for p, n, size, start in zip((dense, page), count, slot, starts[:2], strict=True):
+        unique = _slots(p, size, contents)
         rows = arena[start : start + n * size].view(n, size)
         for first in range(0, n, len(unique)):
             rows[first : first + len(unique)] = unique[: n - first]
         places.append((torch.randperm(n, device=device) * size + start).view(copies, batch, -1))
     tables = []
-    for low, full in zip(*places, strict=True):
+    for low, full, mine in zip(*places, banks, strict=True):
         addresses = torch.cat((low[:, :1], full, low[:, 1:]), 1)
         rungs = torch.full_like(addresses, 0 if is_dense else 1)
         rungs[:, 0] = rungs[:, -1] = 0
-        tables.append((addresses, rungs))
+        tables.append((addresses, rungs, mine))
     q = torch.randn(batch, HEADS * queries, HEAD_DIM, device=device).to(BF16)
     dense_tokens = (SINK + num_open) * batch
-    nbytes = num_full * batch * (page.k.nbytes + page.v.nbytes) + dense_tokens * slot[0] // T
+    nbytes = batch * (num_full * (page.k.nbytes + page.v.nbytes) + bank) + dense_tokens * slot[0] // T
     pages = [dense] if is_dense else [dense, page]
     return LongCase(q, arena, tables, torch.full((batch,), length, device=device), pages, nbytes)
 
 
-def _slots(page: PageLayout, nbytes: int, x: torch.Tensor) -> torch.Tensor:
-    """Slots of a block with ``x`` as K and as V of the page: [n, nbytes] uint8."""
-    slots = torch.zeros(len(x), nbytes, dtype=torch.uint8, device=x.device)
-    for side, out in zip((page.k, page.v), page.rows(slots[:, slice(*page.span)]), strict=True):
-        for found, part in zip(side.family.quantize(x, side), out, strict=True):
-            part.copy_(found)
+def _slots(page: PageLayout, nbytes: int, contents: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Slots of a block with K and V of the page as ``_fill_banks`` made them: [n, nbytes] uint8."""
+    slots = torch.zeros(len(contents[0][0]), nbytes, dtype=torch.uint8, device=contents[0][0].device)
+    rows = page.rows(slots[:, slice(*page.span)])
+    for side, out, (x, bank) in zip((page.k, page.v), rows, contents, strict=True):
+        patterns = bank.expand(len(x), -1) if side.bank_nbytes else None
+        found = side.family.quantize(x, side, patterns)
+        out.codes.copy_(found.codes)
+        out.meta.copy_(found.meta)
     return slots
+
+
+def _fill_banks(banks: torch.Tensor, page: PageLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same patterns in every bank; tokens around them [16, H, T, D] and the patterns [1, bank_nbytes], K and V."""
+    generator, found = torch.Generator().manual_seed(0), []
+    one = torch.zeros(page.k.bank_nbytes + page.v.bank_nbytes, dtype=torch.uint8)
+    for side, start in ((page.k, 0), (page.v, page.k.bank_nbytes)):
+        x = torch.randn(16 * T, HEADS, HEAD_DIM, generator=generator)
+        x = write_patterns(one, start, side, x, generator).view(16, T, HEADS, HEAD_DIM).transpose(1, 2)
+        found.append((x.to(banks.device), one[None, start : start + side.bank_nbytes].to(banks.device)))
+    if len(one):
+        banks.view(-1, len(one))[:] = one.to(banks.device)
+    return found
 
 
 def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[], Any]]:
     """One attention call a copy; sinks and open blocks beside quantized pages keep their default launch."""
     found: list[Callable[[], Any]] = []
     layer = LayerFormats.of(case.pages, case.q.device)
-    for addresses, rungs in case.tables:
+    for addresses, rungs, banks in case.tables:
         work = DecodeWork.build(
             addresses,
             rungs,
@@ -198,6 +245,7 @@ def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[]
             item_blocks=split,
             sink_tokens=SINK,
             block_tokens=T,
+            banks=banks if case.pages[-1].has_bank else None,
         )
 
         def call(work: DecodeWork = work) -> Any:

@@ -59,6 +59,7 @@ def build(
         tile_tokens=tile_tokens(HEADS * GROUP, HEADS, block_m),
         sink_tokens=SINK,
         block_tokens=T,
+        banks=case.banks,
     )
     return case, q, work
 

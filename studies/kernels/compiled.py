@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qkv_engine.kernels.formats import PageLayout
-from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant
+from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
 from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
@@ -38,6 +38,7 @@ POINTERS |= {
     "staged_ptr": "*fp16",
     "staged_addresses_ptr": "*i64",
     "offsets_ptr": "*i64",
+    "banks_ptr": "*i64",
 }
 BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
@@ -54,7 +55,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, **op
     if "rows" in types:
         tile = constexprs["TILE"], constexprs["BLOCK_D"]
         types["rows"] = f"tensordesc<{constexprs['SIDE'].STORED}[{tile[0]}, {tile[1]}]>"
-    aligned = [n for n in names if n.endswith(("_ptr", "_offset")) or n.startswith("stride") or n == "V"]
+    aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,
         signature={n: types.get(n, "constexpr") for n in kernel.arg_names},
@@ -96,6 +97,9 @@ def variants() -> dict[str, tuple[PageLayout, int, int, int]]:
         found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 8, 4, 128)
     for name in ("kitty-12.5", "kitty-25"):
         found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), 8, g, 128) for g in (4, 1, 8)}
+    for number in (32, 64):
+        k, v = (f"int2-{axis}-128-patterns{number}" for axis in ("channel", "token"))
+        found |= {f"int2 patterns{number} D128 G{g}": (named_page(k, v, 8, 128), 8, g, 128) for g in (4, 8)}
     found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 8, 4, 128)
     return found
 
@@ -125,13 +129,14 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
     for name, (page, heads, group, head_dim) in variants().items():
         kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
-        yield name, kernel, {**constexprs, "OVERLAP": True}, tuning
+        no_banks = {} if page.has_bank else NO_BANKS
+        yield name, kernel, {**constexprs, **no_banks, "OVERLAP": True}, tuning
         if group == 4 and page.k.dense_dtype is not None:
             constexprs, tuning = prefill_variant(page, heads, group, head_dim, 128, 32)
             place = {"IS_STAGED": False, "IS_LAST": True}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:
-            yield f"stage {name}", stage_kernel, stage_constexprs(page), Tuning(4, 1)
+            yield f"stage {name}", stage_kernel, {**stage_constexprs(page), **no_banks}, Tuning(4, 1)
     yield from fused_kernels()
     yield from sample_kernels()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, make_format
+from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, Side, make_format
 from qkv_engine.kernels.formats.dense import DenseSide
 from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.uniform import Uniform
@@ -20,9 +21,19 @@ POISON = 0xFF  # as bf16, fp16 and fp32 a NaN; as codes the largest
 ALIGN = 128
 
 
+class Address(NamedTuple):
+    """Bytes from the start of the arena to a slot and to the bank of its request."""
+
+    slot: int
+    bank: int
+
+
 @dataclass(frozen=True)
 class Case:
-    """Requests over paged KV. ``k`` and ``v`` hold each request's values as [length, H, D] float32."""
+    """Requests over paged KV. ``k`` and ``v`` hold each request's values as [length, H, D] float32.
+
+    ``banks`` [B] int64: addresses of their patterns, ``None`` for pages without.
+    """
 
     q: Tensor
     arena: Tensor
@@ -34,6 +45,7 @@ class Case:
     v: list[Tensor]
     num_kv_heads: int
     sink_tokens: int
+    banks: Tensor | None = None
 
 
 def dense_page(dtype: torch.dtype, num_kv_heads: int, head_dim: int, num_tokens: int = T) -> PageLayout:
@@ -93,7 +105,7 @@ def make_case(
     Attention reads the last of ``num_layers`` equal layers. Slots lie in random order from byte ``base`` on, every
     byte not written is ``POISON``, and ``lookahead`` blocks beyond the last are in the tables but not written at
     all. Blocks with tokens from position ``dense_from[b]`` on stay on rung 0; with ``demote_all`` the others stand
-    on the last.
+    on the last. A request's pages with patterns have one bank, and its tokens lie around those of the last page.
     """
     generator = torch.Generator().manual_seed(seed)
     num_kv_heads, head_dim = pages[0].k.shape.num_kv_heads, pages[0].k.shape.head_dim
@@ -104,21 +116,29 @@ def make_case(
     unit = ALIGN * head_dim  # dense slots lie at whole rows of D elements
     placed = [_in_layer(p, num_layers - 1) for p in pages]
     slot = (max(p.span[1] for p in placed) // unit + 1) * unit
-    supply = iter(torch.randperm(sum(map(len, spans)) + 1, generator=generator).tolist())
-    arena = torch.full((base + slot * (sum(map(len, spans)) + 1),), POISON, dtype=torch.uint8, device=device)
+    total = sum(map(len, spans))
+    supply = iter(torch.randperm(total + 1, generator=generator).tolist())
+    bank = num_layers * max(p.k.bank_nbytes + p.v.bank_nbytes for p in pages)
+    first_bank = base + slot * (total + 1)
+    arena = torch.full((first_bank + bank * len(lengths),), POISON, dtype=torch.uint8, device=device)
+    banks = first_bank + bank * torch.arange(len(lengths)) if bank else None
     keys, values = [], []
     for b, blocks in enumerate(spans):
         k = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator)
         v = torch.randn(lengths[b], num_kv_heads, head_dim, generator=generator) + 0.5
+        for page in placed:
+            k = write_patterns(arena, first_bank + b * bank + page.k_bank, page.k, k, generator)
+            v = write_patterns(arena, first_bank + b * bank + page.v_bank, page.v, v, generator)
         for i, (first, last, capacity) in enumerate(blocks):
             full = capacity == T and last - first == T and (not dense_from or last <= dense_from[b])
             rung = int(torch.randint(len(pages), (1,), generator=generator)) if full else 0
             rung = len(pages) - 1 if full and demote_all else rung
             address = base + slot * next(supply)
+            place = Address(address, first_bank + b * bank)
             addresses[b, i], rungs[b, i] = address, rung
             for x, which in ((k, "k"), (v, "v")):
                 tokens = x[first:last].transpose(0, 1)
-                x[first:last] = _write(arena, address, placed[rung], which, tokens, capacity)
+                x[first:last] = _write(arena, place, placed[rung], which, tokens, capacity)
         keys.append(k.to(device))
         values.append(v.to(device))
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
@@ -133,6 +153,7 @@ def make_case(
         values,
         num_kv_heads,
         sink_tokens,
+        None if banks is None else banks.to(device),
     )
 
 
@@ -146,21 +167,40 @@ def _block_spans(length: int, sink_tokens: int, lookahead: int) -> list[tuple[in
 def _in_layer(page: PageLayout, layer: int) -> PageLayout:
     start = layer * (page.k.nbytes + page.v.nbytes)
     k, v = (Place(start + place.codes, start + place.meta) for place in (page.k_place, page.v_place))
-    return PageLayout(page.k, page.v, k, v)
+    bank = layer * (page.k.bank_nbytes + page.v.bank_nbytes)
+    return PageLayout(page.k, page.v, k, v, bank, bank + page.k.bank_nbytes)
 
 
-def _write(arena: Tensor, address: int, page: PageLayout, which: str, x: Tensor, capacity: int) -> Tensor:
+def write_patterns(arena: Tensor, at: int, side: Side, x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random patterns of a side at an address; returns tokens ``x`` [n, H, D] gathered around them, as for others."""
+    if not side.bank_nbytes:
+        return x
+    heads, head_dim = side.shape.num_kv_heads, side.shape.head_dim
+    patterns = torch.randn(side.num_patterns, heads, head_dim, generator=generator).half()
+    bank = torch.zeros(side.bank_nbytes, dtype=torch.uint8)
+    bank[: patterns.nbytes] = patterns.flatten().view(torch.uint8)
+    arena[at : at + side.bank_nbytes] = bank.to(arena.device)
+    index = torch.randint(side.num_patterns, x.shape[:2], generator=generator)
+    return 0.3 * x + patterns[index, torch.arange(heads)]
+
+
+def _write(arena: Tensor, at: Address, page: PageLayout, which: str, x: Tensor, capacity: int) -> Tensor:
     """Writes tokens ``x`` [H, n, D] at the start of a side of a slot; returns the values stored, [n, H, D]."""
     side, place = (page.k, page.k_place) if which == "k" else (page.v, page.v_place)
+    address = at.slot
     if side.dense_dtype is not None:
         stored, first = x.to(side.dense_dtype), address + place.codes // T * capacity
         elements = arena[first : first + side.nbytes // T * capacity].view(side.dense_dtype)
         elements.view(len(x), capacity, -1)[:, : x.shape[1]] = stored.to(arena.device)
         return stored.float().transpose(0, 1)
-    rows = side.family.quantize(x[None], side)
-    for found, offset in zip(rows, place, strict=True):
+    bank = None
+    if side.bank_nbytes:
+        first = at.bank + (page.k_bank if which == "k" else page.v_bank)
+        bank = arena[None, first : first + side.bank_nbytes].to(x.device)
+    rows = side.family.quantize(x[None], side, bank)
+    for found, offset in zip(rows[:2], place, strict=True):
         arena[address + offset : address + offset + found.shape[1]] = found[0].to(arena.device)
-    return side.family.dequantize(rows, side)[0].transpose(0, 1)
+    return side.family.dequantize(rows._replace(bank=bank), side)[0].transpose(0, 1)
 
 
 def reference(case: Case, scale: float, q: Tensor | None = None) -> Tensor:

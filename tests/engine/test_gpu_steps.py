@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qkv_engine import SamplingParams
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig, KVConfig, RungConfig, pattern_rung, resolve_kv
 from qkv_engine.device.gpu_steps import padded_batch
 from qkv_engine.device.graphs import MAX_GRAPHS
 from qkv_engine.device.runner import Runner
@@ -122,12 +122,14 @@ def planner(counts: list[int], pages: list[list[PageLayout]] | None = None) -> G
     return found
 
 
-def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list[int]], EngineCore]:
-    """Tokens of a few requests, four at a time, stepped by hand so that every run schedules alike.
+def serve(
+    params: SamplingParams, *, kv: str | KVConfig, seqs: int = 4, preempts: bool = True, **options: Any
+) -> tuple[list[list[int]], EngineCore]:
+    """Tokens of a few requests, ``seqs`` at a time, stepped by hand so that every run schedules alike.
 
     The youngest is preempted after thirty steps.
     """
-    config = EngineConfig(kv=resolve_kv(kv), max_num_seqs=4, max_num_batched_tokens=256, **options)
+    config = EngineConfig(kv=resolve_kv(kv), max_num_seqs=seqs, max_num_batched_tokens=256, **options)
     core = start(config).core
     rng = random.Random(0)
     submissions = []
@@ -139,7 +141,7 @@ def serve(params: SamplingParams, *, kv: str, **options: Any) -> tuple[list[list
         core.add(submission)
     while core.has_work:
         core.step()
-        if core.counters.num_steps == 30 and not core.scheduler.num_preemptions:
+        if preempts and core.counters.num_steps == 30 and not core.scheduler.num_preemptions:
             while core._in_flight:  # a request is scheduled anew with all of its tokens known
                 core._collect(is_followed=False)
             core.scheduler._preempt(list(core.scheduler.running)[-1])
@@ -151,7 +153,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 @gpu
-@pytest.mark.parametrize("kv", ["bf16", "int4", "kivi-2", "auto"])
+@pytest.mark.parametrize("kv", ["bf16", "int4", "kivi-2", "patternkv", "auto"])
 @pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
 def test_graphs_do_not_change_tokens(kv: str, memory: str):
     captured, core = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda")
@@ -172,6 +174,19 @@ def test_tokens_are_the_cpus(kv: str):
     on_cpu, _ = serve(GREEDY, kv=kv, kv_memory="256MiB", device="cpu", dtype="float32")
     same = [a == b for a, b in zip(on_gpu, on_cpu, strict=True)]
     assert all(same) if kv == "fp32" else sum(same) >= 6  # in float16 pages a tie may fall otherwise
+
+
+@gpu
+def test_patterns_give_the_same_tokens_alone_and_in_a_batch():
+    """In float32, where a request's values hardly depend on the others."""
+    dense = RungConfig("dense32", "dense32", "dense32")
+    kv = KVConfig(name="patterns", rungs=(dense, pattern_rung(2)), recent=128, eager=True)
+    options = {"kv_memory": "512MiB", "device": "cuda", "dtype": "float32", "preempts": False}
+    together, core = serve(GREEDY, kv=kv, **options)
+    assert core.runner.cache.tables.num_demotions["dense32", "int2-patterns"] >= 5
+    assert core.runner.cache.arena.used_nbytes == 0
+    alone, _ = serve(GREEDY, kv=kv, seqs=1, **options)
+    assert alone == together
 
 
 @gpu

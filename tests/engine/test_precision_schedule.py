@@ -61,11 +61,12 @@ def replay(runner: Runner, prompt: list[int], params: SamplingParams, schedule: 
     tables, name = cache.tables, "alone"
     request = Request(name, prompt, params, params.max_tokens or 1, seed=params.seed or 0)
     rows = {request: SampleRow(params, request.seed, request.token_ids, len(prompt))}
-    tables.open(name, len(cache.ladder.rungs) - 1)
+    tables.open(name, len(cache.ladder.rungs) - 1, num_prompt_tokens=len(prompt))
     found = []
     for start, num_tokens, rungs in schedule:
         assert tables.reserve(name, start + num_tokens)
         blocks = tables[name].blocks
+        tables.coldest(name, start)  # patterns are mined from what is computed
         tables.demote([(block, rung) for block, rung in zip(blocks, rungs, strict=True) if block.rung < rung])
         assert [block.rung for block in blocks] == rungs and not cache.apply_moves()
         result = runner.run(ScheduledBatch([ScheduledRequest.of(request, start, num_tokens)]), rows)

@@ -53,10 +53,10 @@ def test_answers_are_those_of_dequantized_pages(eager: bool, kv_memory: str, mon
     assert any(output.kv.blocks.get("sign", 0) for output in first)
     calls = []
 
-    def plainly(q, memory, where, page, scale):
+    def plainly(q, memory, where, page, scale, banks):
         calls.append(len(where))
         return block_attention_reference(
-            q, memory, torch.tensor(where) if isinstance(where, range) else where, page, scale
+            q, memory, torch.tensor(where) if isinstance(where, range) else where, page, scale, banks
         )
 
     monkeypatch.setattr(paged_decode, "block_attention", plainly)

@@ -8,7 +8,7 @@ from qkv_engine import Engine, SamplingParams
 from qkv_engine.device.warm_up import warm_up
 
 
-@pytest.mark.parametrize("kv", ["bf16", "auto", "int4", "kivi-2"])
+@pytest.mark.parametrize("kv", ["bf16", "auto", "int4", "kivi-2", "patternkv"])
 @pytest.mark.parametrize("memory", ["6MiB", "32MiB"])
 def test_every_rung_is_met_and_nothing_is_left(kv: str, memory: str, monkeypatch: pytest.MonkeyPatch):
     with Engine(kv=kv, kv_memory=memory) as engine:
@@ -24,7 +24,16 @@ def test_every_rung_is_met_and_nothing_is_left(kv: str, memory: str, monkeypatch
         monkeypatch.setattr(tables, "demote", spy)
         engine._loop.call(lambda: warm_up(runner))
         if memory == "32MiB":
-            assert met == {"bf16": set(), "auto": {(0, 1), (1, 2)}, "int4": {(0, 1)}, "kivi-2": {(0, 1)}}[kv]
+            assert (
+                met
+                == {
+                    "bf16": set(),
+                    "auto": {(0, 1), (1, 2)},
+                    "int4": {(0, 1)},
+                    "kivi-2": {(0, 1)},
+                    "patternkv": {(0, 1)},
+                }[kv]
+            )
         stats = engine.stats()
         assert (stats.kv_bytes_used, stats.num_demotions, stats.kv_bytes_peak, len(tables)) == (0, 0, 0, 0)
         tables.check_integrity()

@@ -178,10 +178,13 @@ def _head_dim(rng: random.Random) -> int:
 
 
 def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[PageLayout]:
-    """Dense pages, and up to three others: with the widest groups; any bits, axis and group on either side; Kitty's."""
-    pages = [dense_page(dtype, kv_heads, head_dim)]
+    """Dense pages, and up to three others: uniform, with the widest groups or any; Kitty's; with patterns."""
+    pages, number = [dense_page(dtype, kv_heads, head_dim)], rng.randint(1, 255)  # of patterns: requests have one bank
     for _ in range(rng.randrange(4)):
-        if rng.random() < 0.5:
+        if rng.random() < 0.2:
+            k, v = (f"int{rng.choice(BITS)}-{axis}-128-patterns{number}" for axis in ("channel", "token"))
+            pages.append(named_page(k, v, kv_heads, head_dim))
+        elif rng.random() < 0.5:
             pages.append(uniform_page(rng.choice((8, 4, 2)), kv_heads, head_dim))
         elif rng.random() < 0.4:
             pages.append(named_page(f"kitty-{rng.randint(0, 100)}", "int2-token-128", kv_heads, head_dim))

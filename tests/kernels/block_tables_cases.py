@@ -5,6 +5,8 @@ Figures are numbers of differences from the references.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input, pack_tokens
@@ -65,8 +67,8 @@ def places(sink: int, num_tokens: int, advance: int = 0) -> float:
     return float(wrong + (found.token_rows != want.token_rows)[known].sum())
 
 
-def plan(sink: int, batch: int, num_rungs: int, split: int) -> float:
-    """Items, parts and sorted blocks against ``DecodeWork.build``, with empty requests among the others."""
+def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = False) -> float:
+    """Items, parts, sorted blocks and banks against ``DecodeWork.build``, with empty requests among the others."""
     width = 40
     tables = make_tables(sink, batch + 1, width, num_rungs)
     rows = torch.randperm(batch + 1)[:batch]
@@ -75,14 +77,25 @@ def plan(sink: int, batch: int, num_rungs: int, split: int) -> float:
     words = tables.words[tables.words[tables.num_numbers :].view(-1, width)[rows]]
     exists = torch.arange(width) < blocks[:, None]
     rungs = torch.where(exists, words & (1 << RUNG_BITS) - 1, ABSENT)
+    tables = replace(tables, has_bank=has_bank)
     want = DecodeWork.build(
-        words >> RUNG_BITS, rungs, lengths, num_rungs=num_rungs, item_blocks=split, sink_tokens=sink, block_tokens=T
+        words >> RUNG_BITS,
+        rungs,
+        lengths,
+        num_rungs=num_rungs,
+        item_blocks=split,
+        sink_tokens=sink,
+        block_tokens=T,
+        banks=words[:, -1] >> RUNG_BITS if has_bank else None,
     )
     first, others = want.split.max_items
     spare = Split(split, (first + 70, others + 3), want.split.rungs)
     found = plan_decode(tables, rows, lengths.int(), num_rungs, spare)
     wrong = sum((getattr(found, name) != getattr(want, name)).sum() for name in ("item_first", "part_first", "lengths"))
     wrong += (found.items[: first + others] != want.items).sum() + (len(found.items) != first + others + 73)
+    if want.banks is not None and found.banks is not None:
+        wrong += (found.banks != want.banks).sum()
+    wrong += (want.banks is None) != (found.banks is None)
     for name in ("addresses", "positions"):
         mine, theirs = (getattr(work, name).view(batch, width) for work in (found, want))
         wrong += (mine != theirs)[exists].sum()  # sorted, so that what exists comes first
@@ -104,6 +117,7 @@ if __name__ == "__main__":
             "plan of three rungs": lambda: plan(0, 6, 3, 2),
             "plan of twelve rungs": lambda: plan(32, 11, 12, 2),
             "plan with a sink": lambda: plan(32, 3, 3, 16),
+            "plan with banks": lambda: plan(32, 5, 3, 16, has_bank=True),
             "plan of one request": lambda: plan(0, 1, 2, 16),
             "plan of many requests": lambda: plan(16, 150, 2, 16),
         }

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qkv_engine.kernels.centre.triton import centre_triton
 from qkv_engine.kernels.demote import demote_reference
 from qkv_engine.kernels.demote.triton import demote_triton
 from qkv_engine.kernels.formats import FAMILIES, BlockLayout, Family, PageShape, Side
@@ -27,14 +28,17 @@ VISIBLE = 96  # tokens; later ones are masked
 
 @triton.jit
 def tile_kernel(
-    memory_ptr, tokens_ptr, out_ptr, codes, meta, NUM_TOKENS, LOAD: tl.constexpr, SIDE: tl.constexpr, H: tl.constexpr,
-    T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    memory_ptr, tokens_ptr, out_ptr, codes, meta, bank, NUM_TOKENS, LOAD: tl.constexpr, SIDE: tl.constexpr,
+    H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Loads tokens [tiles * TILE] of head ``program_id(1)``, those below ``NUM_TOKENS``: out [H, tiles * TILE, D]."""
     i_row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     o_t = tl.load(tokens_ptr + i_row)
     i_h = tl.program_id(1)
-    b_x = LOAD(memory_ptr + codes, memory_ptr + meta, i_h, o_t, o_t < NUM_TOKENS, T, SIDE, H, T, D, BLOCK_D, tl.float32)
+    p_bank = memory_ptr + bank
+    b_x = LOAD(
+        memory_ptr + codes, memory_ptr + meta, p_bank, i_h, o_t, o_t < NUM_TOKENS, T, SIDE, H, T, D, BLOCK_D, tl.float32
+    )
     o_d = tl.arange(0, BLOCK_D)
     p_out = out_ptr + (i_h * tl.num_programs(0) * TILE + i_row)[:, None] * D + o_d[None, :]
     tl.store(p_out, b_x, mask=(o_d < D)[None, :])
@@ -46,9 +50,11 @@ def seal_case(sides: list[Side], dtype: torch.dtype) -> float:
     sides = [side for side in sides if side.dense_dtype in (None, dtype)] + [Dense("dense", dtype).layout(shape, "k")]
     blocks = sow_odd(make_blocks(sides, shape, num_blocks=2, dtype=dtype, lay_out=lay_apart))
     expected = blocks.memory.clone()
-    flags = seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target)
+    flags = seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     finite = torch.ones_like(flags)
-    seal_triton(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, finite)
+    if blocks.banks is not None:
+        centre_triton(blocks.memory, blocks.src, blocks.source, blocks.target, blocks.banks)
+    seal_triton(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, finite, blocks.banks)
     return float((blocks.memory != expected).sum() + (finite != flags).sum())
 
 
@@ -56,7 +62,7 @@ def demote_case(steps: list[tuple[Side, Side]]) -> float:
     """Bytes that differ; sides that keep their format among the steps."""
     blocks = make_blocks([old for old, _ in steps], steps[0][0].shape, num_blocks=2, lay_out=lay_apart)
     layout = lay_apart([new for _, new in steps])
-    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     expected = blocks.memory.clone()
     where = blocks.dst, blocks.next, blocks.target, layout
     demote_reference(expected, *where)
@@ -68,13 +74,15 @@ def tile_case(sides: list[Side]) -> float:
     """Largest difference, tokens in any order, some of them masked."""
     shape, worst = sides[0].shape, 0.0
     blocks = make_blocks(sides, shape, lay_out=lay_apart)
-    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     tokens = torch.randperm(shape.num_tokens, generator=torch.Generator().manual_seed(0)).int()
     for i, (side, place) in enumerate(zip(blocks.target.sides, blocks.target.places, strict=True)):
-        x = side.family.dequantize(side_rows(blocks.memory, blocks.dst, blocks.target, i), side)[0]
+        bank = None if blocks.banks is None else int(blocks.banks.address[0])
+        x = side.family.dequantize(side_rows(blocks.memory, blocks.dst, blocks.target, i, bank), side)[0]
         out = torch.full((shape.num_kv_heads, shape.num_tokens, shape.head_dim), float("nan"))
         tile_kernel[shape.num_tokens // TILE, shape.num_kv_heads](
-            blocks.memory, tokens, out, int(blocks.dst) + place.codes, int(blocks.dst) + place.meta, VISIBLE,
+            blocks.memory, tokens, out, int(blocks.dst) + place.codes, int(blocks.dst) + place.meta,
+            (bank or 0) + blocks.target.bank_offsets[i], VISIBLE,
             LOAD=side.family.triton().load_tile, SIDE=side.spec, H=shape.num_kv_heads, T=shape.num_tokens,
             D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), TILE=TILE,
         )  # fmt: skip

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from qkv_engine.errors import ConfigError
-from qkv_engine.kernels.formats import BlockLayout, Family, Format, PageShape, Place, Side, SideBytes, narrower_formats
+from qkv_engine.kernels.formats import (
+    Banks,
+    BlockLayout,
+    Family,
+    Format,
+    PageShape,
+    Place,
+    Side,
+    SideBytes,
+    narrower_formats,
+)
 from qkv_engine.kernels.formats.dense import Dense
 from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
@@ -30,6 +40,7 @@ class Blocks:
     next: Tensor
     source: BlockLayout
     target: BlockLayout
+    banks: Banks | None
 
 
 def all_sides(bits: int, shape: PageShape) -> list[Side]:
@@ -91,7 +102,8 @@ def make_blocks(
     source = BlockLayout.stack(Dense("dense", dtype).layout(shape, side.name) for side in sides)
     target = lay_out(sides)
     spans = [source.nbytes] * num_blocks + [target.nbytes] * (2 * num_blocks)
-    addresses, end = [0] * len(spans), 48
+    bank, bank_nbytes, end = 48, target.bank_nbytes, 48 + -(-target.bank_nbytes // 16) * 16 + 48
+    addresses = [0] * len(spans)
     for i in torch.randperm(len(spans), generator=generator).tolist():
         addresses[i] = end
         end += -(-spans[i] // 16) * 16 + 48
@@ -99,7 +111,29 @@ def make_blocks(
     for address, block in zip(addresses, x, strict=False):
         memory[address : address + source.nbytes] = block.reshape(-1).view(torch.uint8)
     src, dst, following = torch.tensor(addresses).view(3, num_blocks)
-    return Blocks(memory, x, src, dst, following, source, target)
+    if bank_nbytes:
+        _fill_bank(memory[bank : bank + bank_nbytes], target, generator)
+    return Blocks(memory, x, src, dst, following, source, target, _banks(bank, target, num_blocks))
+
+
+def _fill_bank(bank: Tensor, layout: BlockLayout, generator: torch.Generator) -> None:
+    """Random patterns up to each side's number, two of them equal; the others are zeros."""
+    bank.zero_()
+    for side, offset in zip(layout.sides, layout.bank_offsets, strict=True):
+        patterns = torch.randn(side.num_patterns, side.pattern_nbytes // 2, generator=generator).half()
+        patterns[1::7] = patterns[:1]
+        bank[offset : offset + patterns.nbytes] = patterns.view(torch.uint8).flatten()
+
+
+def _banks(address: int, layout: BlockLayout, num_blocks: int) -> Banks | None:
+    """One bank for all blocks: the first may use half of the patterns, the last all but two and adds one of them."""
+    if not layout.bank_nbytes:
+        return None
+    most = max(side.num_patterns for side in layout.sides)
+    limit, centre = torch.full((num_blocks,), most - 2), torch.full((num_blocks,), -1)
+    limit[0] = most // 2
+    centre[-1] = most // 2
+    return Banks(torch.full((num_blocks,), address), limit, centre)
 
 
 def sow_odd(blocks: Blocks) -> Blocks:
@@ -126,9 +160,13 @@ def written(layout: BlockLayout) -> Tensor:
     return mask
 
 
-def side_rows(memory: Tensor, addresses: Tensor, layout: BlockLayout, index: int) -> SideBytes:
-    """Copies of the codes and the metadata of one side of the blocks at ``addresses``."""
+def side_rows(memory: Tensor, addresses: Tensor, layout: BlockLayout, index: int, bank: int | None = None) -> SideBytes:
+    """Copies of the codes and the metadata of one side of the blocks at ``addresses``, and of its patterns, if any."""
     side, place = layout.sides[index], layout.places[index]
     starts = addresses.tolist()
     sizes = zip(place, (side.codes_nbytes, side.meta_nbytes), strict=True)
-    return SideBytes(*(torch.stack([memory[a + at : a + at + nbytes] for a in starts]) for at, nbytes in sizes))
+    rows = SideBytes(*(torch.stack([memory[a + at : a + at + nbytes] for a in starts]) for at, nbytes in sizes))
+    if bank is None or not side.bank_nbytes:
+        return rows
+    first = bank + layout.bank_offsets[index]
+    return rows._replace(bank=memory[first : first + side.bank_nbytes].expand(len(starts), -1))

@@ -15,6 +15,7 @@ from qkv_engine.kernels.formats.family import PageShape
 from qkv_engine.kernels.formats.uniform.integer import KeyFunctions, ValueFunctions, integer_functions
 from qkv_engine.kernels.formats.uniform.layout import BITS, Axis, Uniform, UniformSide
 from qkv_engine.kernels.paged_decode.int_kernel import decode_int_kernel
+from qkv_engine.kernels.paged_decode.triton import NO_BANKS
 
 from .interpreted import report
 from .uniform_bytes import encode
@@ -116,6 +117,7 @@ def constexprs(k: UniformSide, v: UniformSide, group: int, tiles: int | None = N
     keys, values = integer_functions(k), integer_functions(v)
     assert isinstance(keys, KeyFunctions) and isinstance(values, ValueFunctions)
     return {
+        **NO_BANKS,
         "QUERY": keys.query,
         "SCORES": keys.scores,
         "BEGIN": values.begin,

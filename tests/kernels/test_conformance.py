@@ -53,7 +53,7 @@ def make(sides: list[Side], x: Tensor | None = None) -> Blocks:
 def sealed(family: Family, head_dim: int) -> Blocks:
     """Two blocks with every side of a family, sealed by its reference."""
     blocks = make(sides_of(family, head_dim))
-    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     return blocks
 
 
@@ -62,7 +62,8 @@ def side_views(blocks: Blocks) -> list[tuple[Side, SideBytes]]:
     first, second = sorted(blocks.dst.tolist())
     found = []
     for page in blocks.target.pages:
-        k, v = page_rows(blocks.memory, range(first, second + 1, second - first), page)
+        banks = None if blocks.banks is None else blocks.banks.address
+        k, v = page_rows(blocks.memory, range(first, second + 1, second - first), page, banks)
         found += [(page.k, k), (page.v, v)]
     return found
 
@@ -95,7 +96,7 @@ def test_round_trip_within_a_step(family: Family, head_dim: int) -> None:
     x = torch.randn(1, 2, 128, head_dim, generator=torch.Generator().manual_seed(head_dim))
     for fmt in family.formats(torch.float32).values():
         for side in format_sides(fmt, shape):
-            error = (family.dequantize(family.quantize(x, side), side) - x).abs().max()
+            error = (family.dequantize(family.quantize(x, side, None), side) - x).abs().max()
             bits = 8 if side.dense_dtype == torch.bfloat16 else fmt.bits  # of its mantissa
             assert error <= (x.max() - x.min()) / (2**bits - 1)
 
@@ -108,7 +109,10 @@ def test_cpu_seal_equals_the_reference(family: Family, head_dim: int) -> None:
     mask = blocks.memory != 255
     for address in blocks.dst:
         slot(mask, address, blocks.target)[:] = written(blocks.target)
-    assert torch.equal(seal(blocks.memory, *where), seal_reference(expected, *where))
+    if blocks.banks is not None:
+        mask[int(blocks.banks.address[0]) :][: blocks.target.bank_nbytes] = True
+    flags = seal(blocks.memory, *where, banks=blocks.banks)
+    assert torch.equal(flags, seal_reference(expected, *where, blocks.banks))
     assert torch.equal(blocks.memory, expected) and (blocks.memory[~mask] == 255).all()
 
 
@@ -119,7 +123,7 @@ def test_cpu_demotions_equal_the_reference(family: Family, head_dim: int) -> Non
     if not steps:
         pytest.skip("sides of this family never step down")
     blocks, target = make([old for old, _ in steps]), lay_apart([new for _, new in steps])
-    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     expected, where = blocks.memory.clone(), (blocks.dst, blocks.next, blocks.target, target)
     demote(blocks.memory, *where)
     demote_reference(expected, *where)
@@ -131,7 +135,7 @@ def test_the_order_of_steps_does_not_matter(family: Family) -> None:
     x = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(1))
     steps = family_steps(sides_of(family, 64))
     for old, middle in steps:
-        wide = old.family.quantize(x, old)
+        wide = old.family.quantize(x, old, None)
         for new in [new for side, new in steps if side == middle]:
             if old == middle or middle == new:
                 continue

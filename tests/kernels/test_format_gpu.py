@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qkv_engine.kernels.demote import demote, demote_reference
-from qkv_engine.kernels.formats import FAMILIES, PageShape, Side
+from qkv_engine.kernels.formats import FAMILIES, Banks, PageShape, Side
 from qkv_engine.kernels.seal import seal, seal_reference
 
 from .calibrated_sides import calibrated_steps
@@ -38,8 +38,10 @@ def test_seal_subordinate_sides() -> None:
 def _seal(sides: list[Side], dtype: torch.dtype) -> None:
     blocks = sow_odd(make_blocks(sides, sides[0].shape, num_blocks=3, dtype=dtype, lay_out=lay_apart))
     memory = blocks.memory.cuda()
-    flags = seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
-    finite = seal(memory, blocks.src.cuda(), blocks.dst.cuda(), blocks.source, blocks.target)
+    where = blocks.source, blocks.target
+    flags = seal_reference(blocks.memory, blocks.src, blocks.dst, *where, blocks.banks)
+    banks = None if blocks.banks is None else Banks(*(part.cuda() for part in blocks.banks))
+    finite = seal(memory, blocks.src.cuda(), blocks.dst.cuda(), *where, banks=banks)
     assert finite.tolist() == flags.tolist()
     assert torch.equal(memory.cpu(), blocks.memory)
 
@@ -57,7 +59,7 @@ def test_demote_to_sides_beyond_the_registry(steps_of: Callable[[PageShape], lis
 def _demote(steps: list[tuple[Side, Side]]) -> None:
     blocks = make_blocks([old for old, _ in steps], steps[0][0].shape, num_blocks=2, lay_out=lay_apart)
     target = lay_apart([new for _, new in steps])
-    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     memory = blocks.memory.cuda()
     demote_reference(blocks.memory, blocks.dst, blocks.next, blocks.target, target)
     demote(memory, blocks.dst.cuda(), blocks.next.cuda(), blocks.target, target)

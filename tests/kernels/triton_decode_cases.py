@@ -32,6 +32,7 @@ def plan(case: Case, item_blocks: int = 2, max_items: tuple[int, int] | None = N
         sink_tokens=case.sink_tokens,
         block_tokens=T,
         max_items=max_items,
+        banks=case.banks,
     )
 
 

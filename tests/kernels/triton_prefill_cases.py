@@ -30,6 +30,7 @@ def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = No
         tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads),
         sink_tokens=case.sink_tokens,
         block_tokens=T,
+        banks=case.banks,
     )
     return paged_prefill(q, case.arena, work, case.pages, case.num_kv_heads, q.shape[2] ** -0.5, out).float()
 

@@ -36,8 +36,9 @@ class TinyLadder:
     name: str = "tiny"
     admit_at: int = 99
     sink_nbytes: int = 0
-    others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens
+    others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens; the last one the bank, if there are patterns
     recent_ratio: Fraction = Fraction(0)
+    num_patterns: int = 0
 
     @property
     def widest(self) -> TinyRung:

@@ -20,6 +20,8 @@ OPEN_END_BLOCKS = 1  # what admission counts for a request without max_tokens, i
 
 MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",
+    "bank": "qkv_engine.kv.bank",
+    "block": "qkv_engine.kv.block",
     "table": "qkv_engine.kv.table",
     "prefix": "qkv_engine.kv.prefix",
     "demand": "qkv_engine.kv.demand",

@@ -19,7 +19,7 @@ from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.sampling.sampler import SampledToken
 
 from .code import Code, Patch, load
-from .device import Device, mix
+from .device import Device, Record, mix
 from .invariants import check_batch, check_books, check_queues, check_room
 from .options import Options, draw
 from .requests import Requests
@@ -270,6 +270,7 @@ class Simulation:
         moves = self.device.apply(self.space.tables)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
+        self.counts["mined"] += sum(move.sealing is not None and move.sealing.mining is not None for move in moves)
         self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
         bad = set()
         if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
@@ -327,6 +328,7 @@ class Simulation:
             require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
             require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
             fold = mix(fold, record.count, record.value)
+            self._check_bank(request, record)
             if record.spoilt:
                 require(block in self.unknown or request in self.tainted, "values known to be bad are read")
                 self.tainted.add(request)
@@ -342,6 +344,15 @@ class Simulation:
         if item.end == len(truth.tokens):
             truth.tokens.append(found)
         return SampledToken(found)
+
+    def _check_bank(self, request: Request, record: Record) -> None:
+        """A sealed block was sealed under its request's bank, which was mined from the request's own tokens."""
+        if not self.options.num_patterns or record.path[-1] <= 0:
+            return
+        bank, truth = self._record(self.space.tables[request.request_id].slots[-1]), self.truths[request]
+        require(record.mined == bank.mined, "a block was sealed under another bank")
+        ends = [self.options.sink + i * self.options.block + count - 1 for i, (count, _) in enumerate(bank.mined)]
+        require([value for _, value in bank.mined] == [truth.value(end) for end in ends], "a bank is of other tokens")
 
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""

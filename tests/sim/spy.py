@@ -43,6 +43,7 @@ class SpySpace:
         self._admission = Admission(space.tables, options, code.demand.OPEN_END_TOKENS)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
+        self.mined: dict[Any, int] = {}  # patterns mined, by bank
         self.begin_schedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -211,6 +212,7 @@ class SpySpace:
             self._check_relief(steps)
         sizes = self.options.sizes
         used, had = self.tables.arena.used_nbytes, [block.rung for block, _ in steps]
+        num_waves = len(self.tables.waves)
         for block, rung in steps:
             require(block.rung < rung <= block.floor, f"rung {block.rung} -> {rung} with floor {block.floor}")
         require(len({id(block) for block, _ in steps}) == len(steps), "a block is named twice")
@@ -225,9 +227,36 @@ class SpySpace:
                 won += sizes[old] - sizes[block.rung]
                 moved += 1
         require(done == moved, f"{moved} blocks stepped down, {done} are counted")
+        for wave in self.tables.waves[num_waves:]:
+            for move in wave:
+                self._check_sealing(move)
         require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
         self.demoted += done
         return int(done)
+
+    def _check_sealing(self, move: Any) -> None:
+        """Blocks of a request are sealed in order, the first one after the bank is mined from all that is computed."""
+        options, sealing = self.options, move.sealing
+        if not options.num_patterns or move.old or not move.new:
+            require(sealing is None, "a block that is not sealed needs no bank")
+            return
+        owners = [r for r in self.scheduler.running if move.block in self.tables[r.request_id].blocks]
+        require(len(owners) == 1 and sealing is not None, "a block under no bank, or under several")
+        request, table = owners[0], self.tables[owners[0].request_id]
+        index = table.blocks.index(move.block)
+        require(all(block.rung > 0 for block in table.blocks[:index]), "blocks are not sealed in order")
+        require((index == 0) == (sealing.mining is not None), "a bank is not mined with its first block")
+        prompt = max(0, request.num_prompt_tokens - options.sink)
+        if index == 0:
+            number = max(0, min(prompt, request.num_computed_tokens - options.sink))
+            require(sealing.mining.num_tokens == number, "a bank is mined from other than the prompt so far")
+            require(len(sealing.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
+            self.mined[table.slots[-1]] = min(32, options.num_patterns, number)
+        mined, later = self.mined[table.slots[-1]], index - prompt // options.block
+        adds = later >= 0 and mined + later < options.num_patterns
+        limit = mined if later < 0 else min(options.num_patterns, mined + later + 1)
+        require(sealing.centre == (mined + later if adds else -1), "a block adds another pattern")
+        require(sealing.limit == limit, f"a block may use {sealing.limit} patterns, not {limit}")
 
     def check_preemption(self) -> None:
         """Nobody gives way while cached blocks are idle, or one that may step down finds a slot for it."""

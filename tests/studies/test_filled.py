@@ -9,7 +9,7 @@ import torch
 
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.errors import QKVError
-from qkv_engine.kv.table import slot_rung
+from qkv_engine.kv.block import slot_rung
 from qkv_engine.startup import start
 from studies.decode_run import largest_batch
 from studies.filled import FilledCore, spread_prompts

@@ -12,7 +12,7 @@ from .layout import GROUP, SignSide
 LIMIT = 32752.0  # as sealing has it; means are then finite in fp16
 
 
-def quantize(x: Tensor, side: SignSide) -> SideBytes:
+def quantize(x: Tensor, side: SignSide, bank: Tensor | None = None) -> SideBytes:
     """The bytes of ``x`` [n, H, T, D] as sides; non-finite values count as 0."""
     x = torch.where(x.isfinite(), x, 0).float().clamp(-LIMIT, LIMIT)
     bits = (x >= 0).unflatten(-1, (-1, GROUP)).int() << torch.arange(GROUP)

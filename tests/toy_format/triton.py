@@ -10,7 +10,7 @@ from qkv_engine.kernels.formats.family import TritonOps
 
 @triton.jit
 def load_tile(
-    p_codes, p_meta, i_h, o_t, b_t, num_page_tokens, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    p_codes, p_meta, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps``."""
@@ -24,8 +24,8 @@ def load_tile(
 
 @triton.jit
 def seal_head(
-    p_codes, p_meta, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    TILE_D: tl.constexpr,
+    p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps``."""
     GROUPS: tl.constexpr = TILE_D // 8

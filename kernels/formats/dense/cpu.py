@@ -16,7 +16,7 @@ def elements(rows: SideBytes, side: Side) -> Tensor:
     return rows.codes.view(dtype).view(-1, shape.num_kv_heads, shape.num_tokens, shape.head_dim)
 
 
-def quantize(x: Tensor, side: DenseSide) -> SideBytes:
+def quantize(x: Tensor, side: DenseSide, bank: Tensor | None = None) -> SideBytes:
     """The bytes of ``x`` [n, H, T, D] in the side's dtype."""
     rows = x.to(side.dtype).contiguous().flatten(1).view(torch.uint8)
     return SideBytes(rows, rows[:, :0])

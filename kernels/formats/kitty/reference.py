@@ -13,7 +13,7 @@ from ..uniform.reference import read_codes as read_uniform
 from .layout import KittySide, Ranking
 
 
-def quantize(x: Tensor, side: KittySide) -> SideBytes:
+def quantize(x: Tensor, side: KittySide, bank: Tensor | None = None) -> SideBytes:
     """The bytes of ``x`` as sides: 4-bit codes and (min, range) as of uniform sides, then ``write``.
 
     Shapes:  x [n, H, T, D], any float type

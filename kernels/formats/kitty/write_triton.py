@@ -12,8 +12,8 @@ from .rank_triton import choose_channels
 
 @triton.jit
 def seal_head(
-    p_codes, p_meta, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    TILE_D: tl.constexpr,
+    p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps``."""
     b_low, b_span = min_range(tl.min(b_x, 0), tl.max(b_x, 0))

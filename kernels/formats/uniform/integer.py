@@ -151,7 +151,7 @@ def key_tile(
 
 
 @triton.jit
-def channel_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
+def channel_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """K per channel: (q of each channel part as [channels, BLOCK_G], largest magnitude [BLOCK_G])."""
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     query: tl.tuple = ()
@@ -167,10 +167,10 @@ def channel_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G
 
 
 @triton.jit
-def token_query(p_q, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
+def token_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """K per token: (digits of q of each channel part, unit of a score and sum of q [BLOCK_G])."""
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
-    raw = channel_query(p_q, b_heads, scale, K, D, BLOCK_G)
+    raw = channel_query(p_q, p_bank, i_h, b_heads, scale, K, D, BLOCK_G)
     b_fix, b_unit = fixed_point(raw[count(PARTS)], K.BITS, K.ETA)
     query: tl.tuple = ()
     b_sum = tl.zeros([BLOCK_G], tl.float32)
@@ -357,7 +357,7 @@ def add_values(
 
 
 @triton.jit
-def finish_values(sums, b_total, p_o, b_heads, V: tl.constexpr, D: tl.constexpr):
+def finish_values(sums, b_total, p_o, p_bank, i_h, b_heads, V: tl.constexpr, D: tl.constexpr):
     """Stores the sums over ``b_total`` [BLOCK_G] as rows of D float32 at ``p_o`` [BLOCK_G]."""
     BLOCKS: tl.constexpr = row_blocks(V, D)
     for r in tl.static_range(count(BLOCKS)):

@@ -12,7 +12,7 @@ from .layout import TILES, HeadSide, UniformSide
 LIMIT = 32752.0  # half of fp16's largest value, so that min and range are both finite in fp16; exact in fp16
 
 
-def quantize(x: Tensor, side: UniformSide) -> SideBytes:
+def quantize(x: Tensor, side: UniformSide, bank: Tensor | None = None) -> SideBytes:
     """The bytes of ``x`` as sides.
 
     min is the group's smallest value rounded down to fp16, range the distance from it to the largest value rounded

@@ -10,7 +10,7 @@ from .codes_triton import load_codes
 
 @triton.jit
 def load_tile(
-    p_codes, p_meta, i_h, o_t, b_t, num_page_tokens, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    p_codes, p_meta, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps``; x = min + (ETA + (1 - 2 ETA) code / (2^BITS - 1)) range."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkv_engine.config import KVConfig, RungConfig, uniform_rung
+from qkv_engine.config import KVConfig, RungConfig, pattern_rung, uniform_rung
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kv.attention_gpu import GpuAttention, GpuAttentionPlanner
 from qkv_engine.kv.cache import KVCache
@@ -39,7 +39,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
     triton = GpuAttentionPlanner(cache.memory, DeviceTables(cache.tables, 3, 1000, torch.device("cpu")))
     for name in requests:
-        cache.tables.open(name, len(rungs))
+        cache.tables.open(name, len(rungs), num_prompt_tokens=200)
     worst = 0.0
     for growth in ({"a": 300, "b": 5}, {"b": 1, "a": 130}, {"a": 1, "b": 1, "c": 40}):
         for name, number in growth.items():
@@ -52,6 +52,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
             item.request.num_computed_tokens = item.end
         if rungs and requests["a"].num_computed_tokens == 300:
             blocks = cache.tables["a"].blocks
+            cache.tables.coldest("a", 300)
             cache.tables.demote([(blocks[0], 1), (blocks[1], len(rungs))])
     return worst
 
@@ -96,6 +97,8 @@ if __name__ == "__main__":
             "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
             "nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 0, 64),
             "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
+            "patterns": lambda: compare((pattern_rung(4, 40), pattern_rung(2, 40)), 0, 64),
+            "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
         }
     )

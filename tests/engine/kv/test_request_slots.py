@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qkv_engine.kv.block import slot_rung
 from qkv_engine.kv.device_tables import DeviceTables
-from qkv_engine.kv.table import slot_rung
 from qkv_engine.request import KVUsage
 
 from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space

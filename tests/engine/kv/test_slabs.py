@@ -111,7 +111,7 @@ def test_twelve_rungs_of_an_8b_model_lose_as_much_as_the_page_says():
 def test_the_least_memory_is_exact(config: KVConfig):
     """A byte less is refused; with it a block fits on each rung beside an open one."""
     ladder = ladder_of(replace(config, recent=0, recent_ratio=0.0))
-    least = ladder.widest.block_nbytes * (1 + bool(ladder.sink) + (0, 2, 3, 3)[len(ladder.rungs) - 1])
+    least = ladder.widest.block_nbytes * (1 + len(ladder.slots) + (0, 2, 3, 3)[len(ladder.rungs) - 1])
     with pytest.raises(CapacityError, match="Give at least"):
         KVCache(ladder, least - 1, torch.device("meta"))
     tables = KVCache(ladder, least, torch.device("meta")).tables

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qkv_engine.kv.arena import ArenaError
+from qkv_engine.kv.block import slot_rung
 from qkv_engine.kv.prefix import PrefixCache
-from qkv_engine.kv.table import BlockTables, slot_rung
+from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BANK, BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_space
 

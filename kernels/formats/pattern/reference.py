@@ -1,0 +1,133 @@
+"""Pattern sides, plainly: which pattern a token takes, and the bytes of what is left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..family import SideBytes
+from ..uniform import UniformSide
+from ..uniform import reference as uniform
+from ..uniform.layout import TILES
+from ..uniform.reference import LIMIT
+from .layout import NO_PATTERN, PatternSide, gate
+
+
+def quantize(x: Tensor, side: PatternSide, bank: Tensor | None = None) -> SideBytes:
+    """The bytes of ``x`` as sides, with the patterns in ``bank``; without one, no token takes a pattern.
+
+    Shapes:  x [n, H, T, D], any float type;  bank as ``SideBytes.bank``
+    """
+    x = torch.where(x.isfinite(), x, 0).float().clamp(-LIMIT, LIMIT)
+    index, residual = split(x, bank, side)
+    rows = uniform.quantize(residual, side.residual)
+    bytes_ = index.unflatten(2, (TILES, -1))
+    bytes_ = (bytes_.mT if side.name == "k" else bytes_).flatten(1)
+    return SideBytes(rows.codes, torch.cat((bytes_, rows.meta), 1))
+
+
+def dequantize(rows: SideBytes, side: PatternSide) -> Tensor:
+    """x = residual + pattern: [n, H, T, D] float32."""
+    x = uniform.dequantize(residual_rows(rows, side), side.residual)
+    return x if rows.bank is None else x + chosen(read_patterns(rows.bank, side), read_index(rows, side))
+
+
+def demote(rows: SideBytes, old: PatternSide, new: PatternSide) -> SideBytes:
+    """The bytes of sides ``old`` as ``new``, of fewer bits: codes shrink, metadata stays."""
+    codes = uniform.demote(residual_rows(rows, old), old.residual, new.residual).codes
+    return SideBytes(codes, rows.meta)
+
+
+def check_step(old: PatternSide, new: PatternSide) -> None:
+    """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
+    if old.num_patterns != new.num_patterns:
+        raise ValueError(f"a demotion keeps the number of patterns, {old.num_patterns}")
+    uniform.check_step(old.residual, new.residual)
+
+
+# ---- assignment
+
+
+def split(x: Tensor, bank: Tensor | None, side: PatternSide) -> tuple[Tensor, Tensor]:
+    """The index of each token's pattern, ``NO_PATTERN`` for none, [n, H, T] uint8, and what it leaves of ``x``.
+
+    Shapes:  x [n, H, T, D] float32, finite;  bank as ``SideBytes.bank``
+    """
+    patterns = None if bank is None else read_patterns(bank, side)
+    if patterns is None or not patterns.shape[2]:
+        return torch.full(x.shape[:3], NO_PATTERN, dtype=torch.uint8, device=x.device), x
+    index = assign(x, patterns, side)
+    return index, x - chosen(patterns, index)
+
+
+def assign(x: Tensor, patterns: Tensor, side: PatternSide) -> Tensor:
+    """The index of each token's pattern [n, H, T] uint8; patterns [n, H, M, D] float32, at least one."""
+    if side.name == "v":
+        return _assign_values(x, patterns, gate(side.shape.head_dim))
+    index = _nearest(x, patterns)
+    pays = _spread(x - chosen(patterns, index), side.residual) < _spread(x, side.residual)
+    return torch.where(pays[..., None], index, NO_PATTERN)
+
+
+def _nearest(x: Tensor, patterns: Tensor) -> Tensor:
+    """The nearest pattern by Euclidean distance, the first of several."""
+    wide = patterns.double()
+    distance = wide.square().sum(-1).unsqueeze(2) - 2 * x.double() @ wide.mT
+    return distance.argmin(-1).to(torch.uint8)
+
+
+def _spread(x: Tensor, side: UniformSide) -> Tensor:
+    """The sum of the ranges of all groups of tokens of a head, [n, H] float64, in which order does not matter."""
+    groups = x.unflatten(2, (side.num_groups, side.group))
+    return (groups.amax(3) - groups.amin(3)).double().sum((2, 3))
+
+
+def _assign_values(x: Tensor, patterns: Tensor, rho: float) -> Tensor:
+    """The pattern that leaves the smallest range, the first of several, if that is at most ``rho`` of x's own."""
+    best = torch.full(x.shape[:3], float("inf"), device=x.device)
+    index = torch.zeros(x.shape[:3], dtype=torch.uint8, device=x.device)
+    for m, pattern in enumerate(patterns.unbind(2)):
+        rest = x - pattern.unsqueeze(2)
+        distance = rest.amax(-1) - rest.amin(-1)
+        index.masked_fill_(distance < best, m)
+        best = torch.minimum(best, distance)
+    limit = (x.amax(-1) - x.amin(-1)) * torch.tensor(rho, dtype=torch.float32)
+    return torch.where(best <= limit, index, NO_PATTERN)
+
+
+def chosen(patterns: Tensor, index: Tensor) -> Tensor:
+    """The pattern of each token, zeros for none.
+
+    Shapes:  patterns [n, H, M, D];  index [n, H, T] uint8;  returns [n, H, T, D]
+    """
+    at = index.long().clamp(max=patterns.shape[2] - 1)
+    found = patterns.gather(2, at.unsqueeze(3).expand(-1, -1, -1, patterns.shape[3]))
+    return found.masked_fill_((index == NO_PATTERN).unsqueeze(3), 0)
+
+
+# ---- views of bytes
+
+
+def read_patterns(bank: Tensor, side: PatternSide) -> Tensor:
+    """The patterns in a bank's first bytes, as many as there are, [n, H, M, D] float32."""
+    shape = side.shape
+    number = min(bank.shape[1] // side.pattern_nbytes, side.num_patterns)
+    used = bank[:, : number * side.pattern_nbytes]
+    patterns = used.view(torch.float16).view(len(bank), -1, shape.num_kv_heads, shape.head_dim)
+    return patterns.transpose(1, 2).float()
+
+
+def index_tile(rows: SideBytes, side: PatternSide) -> Tensor:
+    """The index of each token's pattern, a view to read or write, [n, H, tiles, lanes] uint8."""
+    heads = rows.meta[:, : side.index_nbytes].unflatten(1, (side.shape.num_kv_heads, -1))
+    return heads.unflatten(2, (-1, TILES)).mT if side.name == "k" else heads.unflatten(2, (TILES, -1))
+
+
+def read_index(rows: SideBytes, side: PatternSide) -> Tensor:
+    """The index of each token's pattern, [n, H, T] uint8."""
+    return index_tile(rows, side).flatten(2)
+
+
+def residual_rows(rows: SideBytes, side: PatternSide) -> SideBytes:
+    """The bytes of the residual, views."""
+    return SideBytes(rows.codes, rows.meta[:, side.index_nbytes :])

@@ -1,0 +1,194 @@
+"""Banks and codes of requests as scheduler and cache make them: equal alone, in any batch, and computed again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.kernels.mine import num_mined
+from qkv_engine.request import FinishReason
+
+from .pattern_loop import HEAD_DIM, KV_HEADS, LAYERS, VOCAB_SIZE, PatternLoop, Snapshot, kv_of
+
+DENSE = RungConfig("dense32", "dense32", "dense32")
+NUM_PATTERNS = 34
+EAGER = KVConfig(name="eager", rungs=(DENSE, pattern_rung(2, NUM_PATTERNS)), recent=128, eager=True)
+PRESSURE = KVConfig(name="pressure", rungs=(DENSE, pattern_rung(4, NUM_PATTERNS), pattern_rung(2, NUM_PATTERNS)))
+LENGTHS = (1, 31, 32, 127, 128, 129, 300)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(1000 * seed + length)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def alone(kv: KVConfig, length: int, max_tokens: int, seed: int = 0) -> Snapshot:
+    loop = PatternLoop(kv)
+    loop.add("a", prompt(length, seed), max_tokens)
+    return loop.run()["a"]
+
+
+def patterns_of(snapshot: Snapshot) -> torch.Tensor:
+    """The bank as [layers, 2, patterns, H, D] float32."""
+    assert snapshot.bank is not None
+    bank = torch.frombuffer(bytearray(snapshot.bank), dtype=torch.float16).float()
+    return bank.view(LAYERS, 2, -1, KV_HEADS, HEAD_DIM)
+
+
+@pytest.mark.parametrize("sink", [0, 32])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_bank_and_codes_are_what_the_request_says(length: int, sink: int):
+    """Patterns are mined from the prompt alone, centres are those of the blocks, codes those of the reference."""
+    kv = replace(EAGER, sink=sink)
+    found = alone(kv, length, 700 - length)
+    ladder = PatternLoop(kv).cache.ladder
+    number, behind = (max(0, length - sink), (699 - 128 - sink) // BLOCK_TOKENS)
+    mined, first = num_mined(NUM_PATTERNS, number), number // BLOCK_TOKENS
+    bank = patterns_of(found)
+    assert [rung for rung, _ in found.blocks] == [1] * behind
+    tokens = torch.stack([kv_of(found.token_ids, p) for p in range(sink, 699)])  # [n, layers, 2, H, D]
+    used = min(NUM_PATTERNS, mined + behind - first)
+    assert bank[:, :, :used].abs().amax((0, 1, 3, 4)).gt(0).all() and not bank[:, :, used:].any()
+    for index in range(behind):
+        mine = tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+        centre, limit = mined + index - first, mined
+        if index >= first:
+            limit = min(NUM_PATTERNS, centre + 1)
+            if centre < NUM_PATTERNS:
+                middle = (mine.amin(0) + mine.amax(0)) / 2
+                assert torch.equal(bank[:, :, centre], middle.half().float())
+        for i, side in enumerate(ladder.narrowest.layout.sides):
+            leading = bank[i // 2, i % 2, :limit].half().reshape(1, -1).view(torch.uint8)
+            x = mine[:, i // 2, i % 2].transpose(0, 1)[None]
+            expected = side.family.quantize(x, side, leading)
+            codes, meta = found.blocks[index][1][2 * i : 2 * i + 2]
+            assert codes == expected.codes.numpy().tobytes() and meta == expected.meta.numpy().tobytes()
+
+
+def test_mined_patterns_are_means_of_the_prompts_tokens():
+    """With no more tokens than patterns each is one of them."""
+    bank = patterns_of(alone(EAGER, 20, 300))
+    tokens = torch.stack([kv_of(prompt(20), p) for p in range(20)]).half().float()
+    assert torch.equal(bank[:, :, :20], tokens.permute(1, 2, 0, 3, 4))
+
+
+@pytest.mark.parametrize("sink", [0, 32])
+def test_a_request_has_the_same_bytes_alone_and_in_any_batch(sink: int):
+    kv = replace(EAGER, sink=sink)
+    expected = {length: alone(kv, length, 300) for length in LENGTHS}
+    for seqs, budget in ((16, 512), (3, 77), (5, 160)):
+        loop = PatternLoop(kv, 100, seqs=seqs, budget=budget)
+        for length in LENGTHS:
+            loop.add(str(length), prompt(length), 300)
+        found = loop.run()
+        assert {int(name): snapshot for name, snapshot in found.items()} == expected
+    assert loop.cache.tables.num_demotions["dense32", "int2-patterns"] >= 10
+
+
+def test_a_request_computed_again_has_the_same_bytes():
+    """After a preemption its output is computed with its prompt; patterns are mined from the prompt alone."""
+    expected = [alone(EAGER, length, 400) for length in (300, 129)]
+    loop = PatternLoop(EAGER)
+    requests = [loop.add(str(length), prompt(length), 400) for length in (300, 129)]
+    for _ in range(200):
+        loop.step()
+    banks = [loop.cache.tables[request.request_id].bank for request in requests]
+    for request in reversed(requests):
+        loop.scheduler._preempt(request)
+    assert loop.cache.arena.used_nbytes == 0
+    found = loop.run()
+    assert [found["300"], found["129"]] == expected and [r.num_preemptions for r in requests] == [1, 1]
+    assert all(bank is not None and bank.num_mined == 32 for bank in banks)
+
+
+def test_recovery_mines_banks_anew():
+    expected = [alone(EAGER, length, 300, seed) for seed, length in enumerate((300, 129))]
+    loop = PatternLoop(EAGER)
+    for seed, length in enumerate((300, 129)):
+        loop.add(str(seed), prompt(length, seed), 300)
+    for _ in range(160):
+        loop.step()
+    old = [loop.cache.tables[name].bank for name in "01"]
+    loop.cache.reset()
+    loop.cache.memory.fill_(0xFF)
+    loop.scheduler.recover(loop.space())
+    loop.step()
+    assert [loop.cache.tables[name].bank is bank for name, bank in zip("01", old, strict=True)] == [False, False]
+    found = loop.run()
+    assert [found["0"], found["1"]] == expected
+
+
+def test_pressure_takes_blocks_down_both_steps():
+    """Codes at 2 bits are the same by way of 4, and as if sealed at once."""
+    loop = PatternLoop(PRESSURE, 16, budget=128)
+    for seed in range(6):
+        loop.add(str(seed), prompt(400, seed), 150)
+    found, demotions = loop.run(), loop.cache.tables.num_demotions
+    assert demotions["dense32", "int4-patterns"] > 10 < demotions["int4-patterns", "int2-patterns"]
+    checked = 0
+    for seed in range(6):
+        straight = alone(replace(EAGER, recent=0), 400, 150, seed)
+        if found[str(seed)].bank != straight.bank:
+            continue  # mined before its prompt was computed
+        for (rung, sides), (_, others) in zip(found[str(seed)].blocks, straight.blocks, strict=False):
+            if rung == 2:
+                assert sides == others
+                checked += 1
+    assert checked > 3
+
+
+def test_a_prompt_sealed_before_it_is_computed_is_mined_as_far_as_it_is():
+    loop = PatternLoop(PRESSURE, 12, budget=128)
+    loop.add("old", prompt(1, 1), 900)
+    loop.add("long", prompt(1500), 1)
+    bank = None
+    while bank is None or not bank.num_sealed:
+        loop.step()
+        bank = loop.cache.tables["long"].bank if "long" in loop.cache.tables else None
+    number = bank.num_computed_tokens
+    assert BLOCK_TOKENS <= number < 1400
+    part = PatternLoop(EAGER)
+    part.add("part", prompt(1500)[:number], 300)
+    expected = patterns_of(part.run()["part"])
+    assert torch.equal(patterns_of(loop.run()["long"])[:, :, :32], expected[:, :, :32])
+
+
+def test_abort_frees_the_bank():
+    loop = PatternLoop(EAGER)
+    request, other = loop.add("a", prompt(300), 300), loop.add("b", prompt(200), 300)
+    for _ in range(50):
+        loop.step()
+    bank = loop.cache.ladder.slots[-1].nbytes
+    assert loop.cache.arena.live[bank] == 2 and loop.cache.bytes_in_use()["meta"] >= 2 * bank
+    loop.scheduler.finish(request, FinishReason.ABORT)
+    assert loop.cache.arena.live[bank] == 1
+    loop.scheduler.finish(other, FinishReason.ABORT)
+    assert loop.cache.arena.used_nbytes == 0 and not +loop.cache.bytes_in_use()
+
+
+@pytest.mark.parametrize("kv", [EAGER, KVConfig(name="plain", rungs=(DENSE, uniform_rung(2)), eager=True)])
+def test_prefixes_are_shared_by_other_ladders_alone(kv: KVConfig):
+    loop = PatternLoop(kv)
+    loop.add("a", prompt(400), 5)
+    loop.run()
+    again = loop.add("b", prompt(400), 5)
+    loop.run()
+    assert again.num_cached_tokens == (0 if kv is EAGER else 384)
+    assert loop.ended["a"][1:] == loop.ended["b"][1:] or kv is not EAGER
+
+
+def test_values_that_are_not_finite_fail_their_request_alone():
+    loop = PatternLoop(EAGER, budget=700)
+    bad, good = loop.add("bad", prompt(300), 5), loop.add("good", prompt(300, 1), 5)
+    loop.step()
+    loop.element(bad, 3).fill_(float("inf"))
+    loop.scheduler.schedule()
+    found = loop.cache.apply_moves()
+    assert found == {loop.cache.tables["bad"].blocks[0]}
+    bank = loop.snapshot(good).bank
+    assert bank == alone(EAGER, 300, 5, 1).bank
+    assert patterns_of(loop.snapshot(bad)).isfinite().all()

@@ -1,0 +1,124 @@
+"""Requests with a bank of patterns, alone or behind other slots: every invariant, as elsewhere."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from .code import Patch
+from .options import LADDERS, Options, draw
+from .simulator import Simulation
+from .spy import Broken
+from .test_many_rungs import LADDERS as LONG_LADDERS
+from .test_simulator import describe, swarm
+
+# A bug, and a seed that shows it.
+BUGS = (
+    (
+        Patch(
+            "a block may use a centre that is to come",
+            "bank",
+            "return Sealing(address, centre + 1, centre, mining)",
+            "return Sealing(address, centre + 2, centre, mining)",
+        ),
+        601,
+    ),
+    (
+        Patch(
+            "a block of the prompt may use all patterns",
+            "bank",
+            "return Sealing(address, self.num_mined, -1, mining)",
+            "return Sealing(address, self.num_patterns, -1, mining)",
+        ),
+        601,
+    ),
+    (Patch("a bank has no end", "bank", "if centre < self.num_patterns:", "if True:"), 600),
+    (Patch("a bank is mined again", "bank", "None if self.num_sealed else self._mine()", "self._mine()"), 601),
+    (
+        Patch(
+            "a bank is mined from what is not computed",
+            "bank",
+            "min(self.num_prompt_tokens, self.num_computed_tokens)",
+            "self.num_prompt_tokens",
+        ),
+        602,
+    ),
+    (
+        Patch(
+            "a bank is mined from the output, too",
+            "bank",
+            "min(self.num_prompt_tokens, self.num_computed_tokens)",
+            "self.num_computed_tokens",
+        ),
+        600,
+    ),
+    (
+        Patch(
+            "the output counts as prompt after a preemption",
+            "manager",
+            "num_prompt_tokens=request.num_prompt_tokens)",
+            "num_prompt_tokens=request.num_tokens)",
+        ),
+        601,
+    ),
+    (
+        Patch(
+            "a prompt begins in the sink",
+            "table",
+            "max(0, table.num_prompt_tokens - self.ladder.sink)",
+            "table.num_prompt_tokens",
+        ),
+        603,
+    ),
+    (
+        Patch(
+            "blocks under patterns are shared",
+            "manager",
+            "None if self.ladder.num_patterns else prefix",
+            "prefix",
+        ),
+        601,
+    ),
+)
+
+
+def with_bank(options: Options) -> Options:
+    """The same options with patterns and rungs to seal on, sometimes many, and the slabs that slots begin."""
+    rng = random.Random(options.seed)
+    sizes = rng.choice([sizes for sizes in LADDERS if len(sizes) > 1] + [*LONG_LADDERS[:2]])
+    slots = tuple(rng.choice((1, 3, *sizes)) for _ in range(rng.randint(1, 2)))
+    reserve = min(len(sizes) - 1, 2)
+    least = 2 + len(sizes) + (options.sink > 0)
+    return replace(
+        options, sizes=sizes, reserve=reserve, slabs=max(options.slabs, least) + len(slots), other_slots=slots,
+        num_patterns=rng.choice((1, 3, 40, 255)), admit_at=rng.choice((len(sizes) - 1, rng.randrange(len(sizes)))),
+        eager=rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def check(report: list[str], seeds: range, num_events: int) -> None:
+    started = time.monotonic()
+    total, digest = swarm(seeds, num_events, with_bank)
+    report.append(f"{total['mined']:,} banks mined; " + describe(seeds, total, digest, time.monotonic() - started))
+    assert not total["hit"]
+    for kind in ("mined", "demotion", "copy", "preempted", "recover", "refused", "end of"):
+        assert total[kind], f"the loads show no {kind}"
+
+
+def test_banks_keep_every_invariant(report: list[str]):
+    check(report, range(600, 660), 400)
+
+
+@pytest.mark.slow
+def test_banks_for_long(report: list[str]):
+    check(report, range(2000, 2500), 500)
+
+
+@pytest.mark.parametrize(("bug", "seed"), BUGS, ids=lambda value: value.name if isinstance(value, Patch) else "")
+def test_a_seeded_bug_is_found(bug: Patch, seed: int):
+    simulation = Simulation(with_bank(draw(seed)), bug)
+    with pytest.raises(Broken):
+        simulation.run(400)
