@@ -134,6 +134,11 @@ def farthest_first(x: Tensor, count: int) -> Tensor:
     return torch.cat(taken, 1)
 
 
+def farthest_of_few(x: Tensor, count: int) -> Tensor:
+    """``farthest_first`` among 256 of the tokens."""
+    return farthest_first(evenly(x, min(256, x.shape[1])), count)
+
+
 class Late(PatternSide):
     """A side that mines a prompt shorter than a window together with the tokens that fill it."""
 
@@ -230,6 +235,7 @@ GROUPS: dict[str, dict[str, Choice]] = {
         **{f"{m} patterns": BEST._replace(patterns=m) for m in (8, 16, 32, 64)},
         **{f"{n} iterations": BEST._replace(iterations=n) for n in (0, 1, 2, 10, 30)},
         **{f"{n} tokens": BEST._replace(tokens=n) for n in (256, 512)},
+        "from the farthest of 256": BEST._replace(start=farthest_of_few),
         "from random tokens": BEST._replace(start=at_random),
         "from evenly spaced tokens": BEST._replace(start=evenly),
         "from evenly spaced tokens, 30 iterations": BEST._replace(start=evenly, iterations=30),
