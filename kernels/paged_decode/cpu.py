@@ -73,19 +73,19 @@ class DenseGroup:
 class SealedGroup:
     """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place.
 
-    ``banks`` are the addresses of their requests' banks [n], of the only request [1], or ``None`` without patterns.
+    ``bank`` [1] is the address of their request's bank, and ``queries`` [1] names it; ``None`` without patterns.
     """
 
     rung: int
     where: Tensor | range
     queries: Tensor | None
-    banks: Tensor | None
+    bank: Tensor | None = None
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         if self.queries is not None:
             q = q[self.queries]
         page = pages.layouts[self.rung].pages[pages.layer]
-        return [block_attention(q, pages.memory, self.where, page, scale, self.banks)]
+        return [block_attention(q, pages.memory, self.where, page, scale, self.bank)]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,12 @@ class DecodePlan:
         opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
         builder.add_dense(sinks, is_sink=True)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
-            members = [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ())]
-            builder.add_sealed(rung, members, [r.bank for r in requests])
+            builder.add_sealed(
+                rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ()) if r.bank is None]
+            )
+            for b, request in enumerate(requests):  # apart, since patterns are multiplied once for all of a request
+                if request.bank is not None:
+                    builder.add_sealed(rung, [(a, b) for a in request.sealed.get(rung, ())], request.bank)
         if len(full) + len(opened) <= FEW_BLOCKS:
             builder.add_dense(full + opened, is_sink=False)
         else:
@@ -152,18 +156,20 @@ class _Builder:
         self.groups.append(group.with_lengths(valid, self.device) if valid else group)
         self._num_outputs += len(owner)
 
-    def add_sealed(self, rung: int, members: list[tuple[int, int]], banks: list[int | None]) -> None:
-        """Addresses of blocks with their request, and of the requests' banks."""
+    def add_sealed(self, rung: int, members: list[tuple[int, int]], bank: int | None = None) -> None:
+        """Addresses of blocks with their request; if they are all of one, that of its bank."""
+        if not members:
+            return
         members = sorted(members)
         for i, (_, request) in enumerate(members):
             self._parts[request].append(self._num_outputs + i)
         addresses = [address for address, _ in members]
         where = _even_run(addresses)
-        queries = self._queries([request for _, request in members])
+        owner = [request for _, request in members]
+        queries = self._queries(owner if bank is None else owner[:1])
         place = torch.tensor(addresses, device=self.device) if where is None else where
-        owned = [bank for bank in (banks if len(banks) == 1 else [banks[b] for _, b in members]) if bank is not None]
-        bank_places = torch.tensor(owned, device=self.device) if owned else None
-        self.groups.append(SealedGroup(rung, place, queries, bank_places))
+        mine = None if bank is None else torch.tensor([bank], device=self.device)
+        self.groups.append(SealedGroup(rung, place, queries, mine))
         self._num_outputs += len(members)
 
     def order(self) -> tuple[int, Tensor | None, Tensor | None]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import Banks, BlockLayout
+from ..formats import Banks, BlockLayout, Side
 from ..formats.dense.triton import TL_DTYPE
 from ..formats.steps import bank_table, step_table
+
+NO_BANKS = (None, None, None, None)
 
 
 @triton.jit
@@ -65,15 +69,22 @@ def seal_triton(
     for old, new in source.steps(target):
         if old.dense_dtype is None or len(src) == 0:
             continue
-        steps = step_table(source, target, old, new, memory.device)
-        shape, tile_d = old.shape, triton.next_power_of_2(old.shape.head_dim)
-        bank_arguments: tuple[Tensor | int | None, ...] = (None, None, None, None)
+        steps, heads = step_table(source, target, old, new, memory.device), old.shape.num_kv_heads
+        bank_arguments: tuple[Tensor | int | None, ...] = NO_BANKS
         if banks is not None and new.bank_nbytes:
             bank_steps = bank_table(source, target, old, new, memory.device)
             bank_arguments = banks.address, banks.limit, bank_steps, new.num_patterns
-        seal_kernel[(len(src) * len(steps) * shape.num_kv_heads,)](
-            memory, src, dst, steps, finite, len(steps), shape.num_kv_heads, *bank_arguments,
-            SEAL=new.family.triton().seal_head, SIDE=new.spec, DTYPE=TL_DTYPE[old.dense_dtype],
-            T=shape.num_tokens, D=shape.head_dim, TILE_D=tile_d,
-            num_warps=max(4, tile_d // 32) * (2 if new.bank_nbytes else 1), enable_fp_fusion=False,
+        constexprs, num_warps = seal_variant(old, new)
+        seal_kernel[(len(src) * len(steps) * heads,)](
+            memory, src, dst, steps, finite, len(steps), heads, *bank_arguments,
+            **constexprs, num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def seal_variant(old: Side, new: Side) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments of ``seal_kernel``, and warps: patterns are compared with elements held in registers."""
+    assert old.dense_dtype is not None
+    shape, tile_d = old.shape, triton.next_power_of_2(old.shape.head_dim)
+    extent = {"T": shape.num_tokens, "D": shape.head_dim, "TILE_D": tile_d}
+    constexprs = {"SEAL": new.family.triton().seal_head, "SIDE": new.spec, "DTYPE": TL_DTYPE[old.dense_dtype], **extent}
+    return constexprs, max(4, tile_d // 32) * (2 if new.bank_nbytes else 1)

@@ -27,6 +27,7 @@ from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_const
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.sample.triton import sample_variants
+from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
 from .inputs import dense_page, named_page, uniform_page
@@ -45,6 +46,9 @@ POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
 FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
+POINTERS |= {"memory_ptr": "*u8"} | {
+    f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "limits", "bank_steps")
+}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 
 
@@ -119,6 +123,15 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
 
 
+def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Seals of pages with patterns."""
+    k, v = (f"int2-{axis}-128-patterns32" for axis in ("channel", "token"))
+    dense, page = dense_page(torch.bfloat16, 8, 128), named_page(k, v, 8, 128)
+    for old, new in ((dense.k, page.k), (dense.v, page.v)):
+        constexprs, num_warps = seal_variant(old, new)
+        yield f"seal {new.name} patterns D128", seal_kernel, constexprs, Tuning(num_warps, 3)
+
+
 def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Sampling, for the vocabulary of Qwen3."""
     for kernel, constexprs, num_warps in sample_variants(151_936):
@@ -137,6 +150,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:
             yield f"stage {name}", stage_kernel, {**stage_constexprs(page), **no_banks}, Tuning(4, 1)
+    yield from seal_kernels()
     yield from fused_kernels()
     yield from sample_kernels()
 

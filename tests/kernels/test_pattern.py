@@ -381,6 +381,39 @@ def test_device_functions() -> None:
     assert len(figures) > 25 and not wrong
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [3, 40])
+def test_mining_and_waves_on_a_gpu(number: int) -> None:
+    """Means of few tokens to rounding, the same in every run; then the bytes of centres and codes."""
+    here, there = Arena(number), Arena(number)
+    there.memory, there.src, there.dst = there.memory.cuda(), there.src.cuda(), there.dst.cuda()
+    for num_tokens in (3, 300):
+        here.mine(num_tokens)
+        found = []
+        for _ in range(2):
+            there.mine(num_tokens)
+            found.append(there.memory[there.bank :].cpu())
+        assert torch.equal(*found)
+        if num_tokens == 3:
+            torch.testing.assert_close(*(x.view(torch.float16) for x in (found[0], here.memory[here.bank :])))
+    here.memory[here.bank :] = found[0]
+    limits, centres = torch.tensor([number - 1, number, number]), torch.tensor([-1, number - 1, -1])
+    for arena in (here, there):
+        where = [x.to(arena.memory.device) for x in (torch.full((3,), arena.bank), limits, centres)]
+        finite = torch.ones(3, dtype=torch.int64, device=arena.memory.device)
+        transfer(arena.memory, arena.src[:3], arena.dst[:3], arena.source, arena.target, finite, Banks(*where))
+    assert torch.equal(there.memory.cpu(), here.memory)
+
+
+def test_seals_compile_and_do_not_spill() -> None:
+    pytest.importorskip("triton")
+    from studies.kernels.compiled import compile_kernel, describe, seal_kernels
+
+    for name, kernel, constexprs, tuning in seal_kernels():
+        found = describe(compile_kernel(kernel, constexprs, tuning, enable_fp_fusion=False))
+        assert found["spilled"] == 0 and found["shared"] <= 115_712, name  # two programs a multiprocessor
+
+
 @pytest.mark.parametrize("number", [32, 64])
 def test_a_page_is_fetched_ahead_and_once(number: int) -> None:
     pytest.importorskip("triton")

@@ -48,7 +48,9 @@ def scores(q: Tensor, rows: SideBytes, side: PatternSide) -> Tensor:
     """logits_t = q . residual_t + (q . pattern) of the token's index."""
     out = uniform.scores(q, residual_rows(rows, side), side.residual)
     if rows.bank is not None:
-        table = torch.cat((q @ read_patterns(rows.bank, side).mT, q.new_zeros(*q.shape[:3], 1)), 3)
+        patterns = read_patterns(_distinct(rows.bank), side)
+        table = _distinct(q) @ patterns.mT if len(patterns) == 1 else q @ patterns.mT
+        table = torch.cat((table, table.new_zeros(*table.shape[:3], 1)), 3).expand(len(q), -1, -1, -1)
         out += table.gather(3, _columns(rows, side, table.shape[3] - 1, q.shape[2]))
     return out
 
@@ -57,12 +59,17 @@ def values(p: Tensor, rows: SideBytes, side: PatternSide) -> Tensor:
     """out = sum_t p_t residual_t + sum_m (weights of the tokens with pattern m) pattern_m."""
     out = uniform.values(p, residual_rows(rows, side), side.residual)
     if rows.bank is not None:
-        patterns = read_patterns(rows.bank, side)
+        patterns = read_patterns(_distinct(rows.bank), side)
         number = patterns.shape[2]
         masses = p.new_zeros(*p.shape[:3], number + 1)
         masses.scatter_add_(3, _columns(rows, side, number, p.shape[2]), p)
         out += masses[..., :number] @ patterns
     return out
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """The first of equal rows that lie in one place, so that they are converted and multiplied once."""
+    return x if x.stride(0) else x[:1]
 
 
 def _columns(rows: SideBytes, side: PatternSide, number: int, num_queries: int) -> Tensor:

@@ -92,16 +92,19 @@ def pattern_scores(
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Scores of a page: the residual's, and the entry of the table that each token's index says."""
+    """Scores of a page: the residual's, and the entry of the table that each token's index says.
+
+    Of two layouts the compiler takes that of the later operation: so the dot comes last, and its layout stays.
+    """
     ROWS: tl.constexpr = T // TILES
-    b_s = channel_scores(query, p_codes, p_meta + K.INDEX, i_h, K, TILES, T, D, BLOCK_G)
     b_table = query[count(channel_parts(K.BITS, D)) + 1]
     o_byte = tile_lanes(ROWS)[:, None] * TILES + tl.arange(0, TILES)[None, :]
     b_index = tl.load(p_meta + i_h * T + o_byte).to(tl.int32)
     b_at = tl.reshape(tl.minimum(b_index, K.ROWS - 1), (T, 1))
     b_pattern = tl.gather(b_table, tl.broadcast_to(b_at, (T, BLOCK_G)), 0)
     b_pattern = tl.permute(tl.reshape(b_pattern, (ROWS, TILES, BLOCK_G)), (0, 2, 1))
-    return b_s + tl.where((b_index == NONE)[:, None, :], 0.0, b_pattern)
+    b_pattern = tl.where((b_index == NONE)[:, None, :], 0.0, b_pattern)
+    return b_pattern + channel_scores(query, p_codes, p_meta + K.INDEX, i_h, K, TILES, T, D, BLOCK_G)
 
 
 @triton.constexpr_function
