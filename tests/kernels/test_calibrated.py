@@ -106,7 +106,7 @@ def test_demotions_do_not_know_eta() -> None:
         memory = torch.cat([blocks.memory, torch.full((layout.nbytes + 16,), 255, dtype=torch.uint8)])
         at = torch.tensor([-(-len(blocks.memory) // 16) * 16])
         function(memory, blocks.dst, at, blocks.target, layout)
-        found.append([part for i in range(len(steps)) for part in side_rows(memory, at, layout, i)])
+        found.append([part for i in range(len(steps)) for part in side_rows(memory, at, layout, i)[:2]])
     for cpu, reference, expected in zip(*found, strict=True):
         assert torch.equal(cpu, reference) and torch.equal(cpu, expected)
 
