@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from qkv_engine.calibrate.gradients import Text
-from qkv_engine.calibrate.plan import Prompts
+from qkv_engine.calibrate.profile import Prompts
 from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.text.tokenizer import Tokenizer
 

@@ -102,6 +102,8 @@ class KVConfig:
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
         model: fingerprint of the only model that the ladder was made for, as a plan file has it; None for any.
+        key_scale: divisors of K by layer, KV head and rotary pair, which the weights take in when they are loaded;
+            None for keys as the model has them.
     """
 
     name: str
@@ -112,6 +114,7 @@ class KVConfig:
     eager: bool = False
     admit_at: str | None = None
     model: ModelFingerprint | None = None
+    key_scale: tuple[tuple[tuple[float, ...], ...], ...] | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -192,7 +195,7 @@ PRESETS: dict[str, KVConfig] = {
 }
 DEFAULT_KV = "auto"
 PLAN_SUFFIX = ".json"  # of a kv that names a plan file
-PLANNED = ("kvmix",)  # methods that have a plan for each model in place of a preset
+PLANNED = ("kvmix", "pm-kvq", "mixed")  # methods that have a plan for each model in place of a preset
 
 
 def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
