@@ -179,6 +179,14 @@ def _kivi() -> Iterator[KVConfig]:
 KITTY = RungConfig("kitty", "kitty-12.5", "int2-token-128")
 KITTY_PRO = RungConfig("kitty-pro", "kitty-25", "int2-token-128")
 
+
+def _pm_kvq(floor: int) -> KVConfig:
+    """PM-KVQ (arXiv 2505.18610) without a profile: K and V per token, all layers down to ``floor`` bits."""
+    widths = [bits for bits in (8, 4, 2) if bits >= floor]
+    rungs = tuple(RungConfig(f"pm-kvq-{bits}", f"int{bits}-token-128", f"int{bits}-token-128") for bits in widths)
+    return KVConfig(name=f"pm-kvq-{floor}", rungs=(DENSE16, *rungs), sink=1, recent=128)
+
+
 PRESETS: dict[str, KVConfig] = {
     preset.name: preset
     for preset in (
@@ -189,6 +197,8 @@ PRESETS: dict[str, KVConfig] = {
         *_kivi(),
         KVConfig(name="kitty", rungs=(DENSE16, KITTY), sink=32, recent=128, eager=True),
         KVConfig(name="kitty-pro", rungs=(DENSE16, KITTY_PRO), sink=32, recent=128, eager=True),
+        _pm_kvq(4),
+        _pm_kvq(2),
         KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
         KVConfig(name="auto-2", rungs=(DENSE16, uniform_rung(8), uniform_rung(4), KITTY_PRO), sink=32),
     )

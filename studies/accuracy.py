@@ -3,6 +3,7 @@
 One row a preset: right answers of each demo task, and the mean over tasks. ``--boost 0,12.5,25,50,100`` adds ladders
 with that percentage of K's channels at four bits, chosen by each of ``--rankings``; ``--plot`` draws these (Kitty's
 Figure 4). ``--plans FILE ...`` adds plan files as one row: the mean of several draws, such as KVmix's random control.
+``--eager`` measures the floors of ladders that step down under pressure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,6 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", default="bf16,int4,kitty-pro,kitty,kivi-2-sink,kivi-2", help="presets and plan files")
     parser.add_argument("--plans", nargs="*", default=[], help="plan files whose mean is one row")
+    parser.add_argument(
+        "--eager", action="store_true", help="go to the floor of every cache as soon as blocks are full"
+    )
     parser.add_argument("--boost", default="", help="percentages of boosted channels")
     parser.add_argument("--rankings", default="magnitude", help="magnitude, variance, random")
     parser.add_argument("--tasks", default=TASKS)
@@ -127,6 +132,8 @@ def main() -> None:
     plans = {name: resolve_kv(name) for name in args.plans}
     percents, rankings = ([part for part in text.split(",") if part] for text in (args.boost, args.rankings))
     points = {f"{percent} % by {ranking}": (percent, ranking) for ranking in rankings for percent in percents}
+    if args.eager:
+        presets, plans = ({name: replace(kv, eager=True) for name, kv in some.items()} for some in (presets, plans))
     rows = run(presets | plans | {name: boosted(*point) for name, point in points.items()}, args)
     results = [result(name, rows[name]) for name in presets]
     if plans:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
 from qkv_engine.calibrate.kvmix import KVmix
+from qkv_engine.calibrate.mixed import Mixed
 from qkv_engine.calibrate.plan import KVPlan, Settings, load_plan, plan_bytes, read_plan
+from qkv_engine.calibrate.pm_kvq import PMKVQ
 from qkv_engine.config import resolve_kv
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.models.checkpoint import weights_digest
@@ -193,9 +195,20 @@ def test_a_file_name_that_cannot_be_shown_is_refused(file: Path):
         load_plan(file.rename(file.with_name("a\nb.json")))
 
 
-def test_a_method_without_a_plan_names_the_command():
-    with pytest.raises(ConfigError, match=r"kv='kvmix'.*plan.*qkv-engine plan MODEL --method kvmix -o plan.json"):
-        resolve_kv("kvmix")
+@pytest.mark.parametrize("method", ["kvmix", "pm-kvq", "mixed"])
+def test_a_method_without_a_plan_names_the_command(method: str):
+    with pytest.raises(ConfigError, match=rf"kv='{method}'.*qkv-engine plan MODEL --method {method} -o plan.json"):
+        resolve_kv(method)
+
+
+@pytest.mark.parametrize("method", [Mixed, PMKVQ])
+def test_solved_plans_are_read_as_they_were_written(method: type[Settings], model: Path, tmp_path: Path):
+    settings = method(budget="6bits", context=8192)
+    plan = plan_for(model, settings)
+    path = tmp_path / "solved.json"
+    path.write_bytes(plan_bytes(plan))
+    assert read_plan(path) == plan and read_plan(path).settings == settings
+    assert load_plan(path).rungs == plan.config("solved").rungs
 
 
 def test_unknown_names_mention_plans():

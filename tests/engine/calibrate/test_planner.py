@@ -138,6 +138,14 @@ def test_pm_kvqs_rungs_halve_all_layers_down_to_their_floors():
     assert [rung.name for rung in progressive("dense", [16]).rungs] == ["dense16"]
 
 
+@pytest.mark.parametrize("floor", [4, 2])
+def test_pm_kvqs_presets_have_one_floor_for_all_layers(floor: int):
+    ladder, same = (ladder_of(kv, MODEL) for kv in (PRESETS[f"pm-kvq-{floor}"], progressive("x", [floor] * 3)))
+    assert [rung.layout for rung in ladder.rungs] == [rung.layout for rung in same.rungs]
+    assert [rung.name for rung in ladder.rungs] == [rung.name for rung in same.rungs]
+    assert (ladder.sink, ladder.window, ladder.eager) == (same.sink, same.window, same.eager)
+
+
 @pytest.mark.parametrize("settings", [Mixed, PMKVQ])
 def test_one_bit_has_to_be_asked_for(settings: type[Mixed] | type[PMKVQ]):
     with pytest.raises(CapacityError, match=r"Give at least 2\.[2-5]"):
