@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,26 +79,30 @@ class Budget:
         dense, narrow = self._split(ladder)
         return 8 * (self._dense_nbytes(ladder, dense) + narrow * floor_nbytes) / self._num_elements(ladder)
 
-    def holds(self, ladder: Ladder) -> bool:
-        """Whether requests at the floor of ``ladder`` keep to it; of bytes the books of a cache decide."""
+    def holds(self, ladder: Ladder, num_rungs: int) -> bool:
+        """Whether requests at the floor of ``ladder`` keep to it; of bytes the books of a cache decide.
+
+        ``num_rungs`` that the ladder will have decide how much of the cache is its reserve.
+        """
         if self.nbytes is None:
             return self.bits_at(ladder, ladder.narrowest.block_nbytes) <= (self.bits or 0)
+        ladder = replace(ladder, rungs=(ladder.widest,) * (num_rungs - 1) + (ladder.narrowest,), admit_at=0)
         try:
             tables = KVCache(ladder, self.nbytes, torch.device("meta")).tables
         except CapacityError:
             return False
-        return tables.max_requests(self.context, len(ladder.rungs) - 1) >= self.requests
+        return tables.max_requests(self.context, num_rungs - 1) >= self.requests
 
-    def least(self, ladder: Ladder) -> str:
-        """The smallest budget that ``ladder`` keeps, in the words of this one."""
+    def least(self, ladder: Ladder, num_rungs: int) -> str:
+        """The smallest budget that ``ladder`` keeps, in the words of this one; ``num_rungs`` as above."""
         if self.nbytes is None:
             return f"{math.ceil(100 * self.bits_at(ladder, ladder.narrowest.block_nbytes)) / 100:g}bits"
         low, high = 0, self.nbytes
-        while not Budget(self.context, self.requests, nbytes=high).holds(ladder):
+        while not Budget(self.context, self.requests, nbytes=high).holds(ladder, num_rungs):
             low, high = high, 2 * high
         while high - low > high // 1000 + 1:
             middle = (low + high) // 2
-            fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder)
+            fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder, num_rungs)
             low, high = (low, middle) if fits else (middle, high)
         return format_least(high).replace(" ", "")
 
@@ -136,23 +140,28 @@ def solve(
     budget: Budget,
     text: str,
     items: Sequence[Sequence[Choice]],
-    make: Callable[[Sequence[Choice]], KVConfig],
+    make: Callable[[Sequence[Choice], int], KVConfig],
+    num_rungs: int,
     model: ModelFingerprint,
 ) -> KVConfig:
-    """The ladder that ``make`` builds on the floor of least cost within ``budget``, called ``text`` by its user.
+    """The ladder of at most ``num_rungs`` that ``make`` builds on the floor of least cost within ``budget``.
 
-    Raises ``CapacityError``, naming the smallest budget that would do, if none is.
+    ``text`` is the budget in its user's words. Raises ``CapacityError``, naming the smallest that would do, if it holds
+    no floor.
     """
+
+    def floor_ladder(floor: Sequence[Choice]) -> Ladder:
+        return ladder_of(make(floor, 2), model)
+
     narrowest = allocate(items, sum(min(choice.nbytes for choice in choices) for choices in items))
     assert narrowest is not None, "every item has a choice of its fewest bytes"
-    least = ladder_of(make(narrowest), model)
+    least = floor_ladder(narrowest)
     room = budget.block_nbytes(least)
-    if not budget.holds(least):
-        remedy = f"Give at least {budget.least(least)}"
+    if not budget.holds(least, num_rungs):
+        remedy = f"Give at least {budget.least(least, num_rungs)}"
         raise CapacityError("no plan is as small", field="budget", value=text, remedy=remedy)
-    while True:
-        floor = allocate(items, room) or narrowest
-        found = make(floor)
-        if floor == narrowest or budget.holds(ladder_of(found, model)):
-            return found
+    floor = allocate(items, room) or narrowest
+    while floor != narrowest and not budget.holds(floor_ladder(floor), num_rungs):
         room = int(room * SHRINK)
+        floor = allocate(items, room) or narrowest
+    return make(floor, num_rungs)

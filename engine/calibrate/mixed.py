@@ -57,10 +57,11 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         v = self._choices(profile.sensitivities.v, candidates.v, model.num_layers)
         items = [choices for pair in zip(k, v, strict=True) for choices in pair]
         sides = [candidates.k, candidates.v] * model.num_layers
-        number = LEAST_RUNGS if self.eager else self.rungs
-        return solve(
-            self.parsed(), self.budget, items, lambda floor: self._ladder(nested(floor, items, sides, number)), model
-        )
+
+        def make(floor: Sequence[Choice], number: int) -> KVConfig:
+            return self._ladder(nested(floor, items, sides, number))
+
+        return solve(self.parsed(), self.budget, items, make, LEAST_RUNGS if self.eager else self.rungs, model)
 
     def _choices(
         self, sensitivities: Mapping[str, Sequence[float]], sides: Mapping[str, Side], num_layers: int

@@ -44,7 +44,7 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The ladder of least predicted loss. Raises ``CapacityError``, naming the smallest budget that has one."""
         candidates = Candidates.of_shape(model)
         items = [self._choices(profile, candidates, layer) for layer in range(model.num_layers)]
-        return solve(self.parsed(), self.budget, items, _ladder, model)
+        return solve(self.parsed(), self.budget, items, _ladder, len(WIDTHS), model)
 
     def _choices(self, profile: Profile, candidates: Candidates, layer: int) -> list[Choice]:
         """The widths that K and V of a layer may have, both the same."""
@@ -64,7 +64,8 @@ def _formats() -> Mapping[int, str]:
     return {width: DENSE if width == WIDTHS[0] else f"int{width}-token-128" for width in WIDTHS}
 
 
-def _ladder(floors: Sequence[Choice]) -> KVConfig:
+def _ladder(floors: Sequence[Choice], num_rungs: int) -> KVConfig:
+    """All rungs there are, whatever their number."""
     return progressive("plan", [int(floor.name) for floor in floors])
 
 
