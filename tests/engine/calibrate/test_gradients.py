@@ -136,15 +136,19 @@ def test_what_cannot_be_scored_is_an_error(pair, monkeypatch: pytest.MonkeyPatch
 def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
     """In bfloat16, so roughly; the bytes are those of docs/plans.md."""
     text = Text(torch.randint(5, 1024, (1025,), generator=torch.Generator().manual_seed(0)).tolist())
+    candidates = Candidates.of(2, 128, torch.bfloat16)
     on_cpu, on_gpu = (
         cast(LlamaForCausalLM, load(EngineConfig(dtype=dtype), torch.device(device), pack=False)[0].model)
         for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
     )
-    score_text(on_gpu, text)  # libraries allocate their workspaces
+    profile_text(on_gpu, text, candidates)  # libraries allocate their workspaces
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found, expected = score_text(on_gpu, text), score_text(on_cpu, text)
-    assert found.k == pytest.approx(expected.k, rel=0.1) and found.v == pytest.approx(expected.v, rel=0.1)
+    found, expected = profile_text(on_gpu, text, candidates), profile_text(on_cpu, text, candidates)
+    assert found.scores.k == pytest.approx(expected.scores.k, rel=0.1)
+    assert found.scores.v == pytest.approx(expected.scores.v, rel=0.1)
+    for ours, theirs in zip((*found.k[1:], *found.v[1:]), (*expected.k[1:], *expected.v[1:]), strict=True):
+        assert ours == pytest.approx(theirs, rel=0.1)
     config, n = on_gpu.config, 1024
     hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
     layer = 14 * hidden + 12 * config.intermediate_size + 28 * config.num_heads * config.head_dim + 33 * keys

@@ -228,6 +228,20 @@ def test_an_engine_serves_a_plan(tmp_path: Path):
         assert output.kv.blocks.get("kvmix", 0) >= 2 and output.kv.lowest_bits == 2
 
 
+def test_blocks_pass_through_the_rungs_of_a_plan_under_pressure(tmp_path: Path):
+    """Layers of which some are dense and some have codes, side by side in one block."""
+    path = tmp_path / "mixed.json"
+    path.write_bytes(plan_bytes(plan_for(demo_folder(), Mixed(budget="3.5bits", context=8192, rungs=12))))
+    rungs = load_plan(path).rungs
+    assert any("dense16" in rung.k and len(set(rung.k)) > 1 for rung in rungs)
+    prompts = [[5 + (n * step) % 900 for n in range(700)] for step in (1, 3, 7, 11, 13, 17)]
+    with Engine(kv=path, kv_memory="24MiB", max_model_len=1024) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+        demotions = engine.stats().demotions
+    assert all(len(output.outputs[0].token_ids) == 6 for output in outputs)
+    assert len(demotions) >= 4 and {step.split("->")[1] for step in demotions} <= {rung.name for rung in rungs[1:]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
