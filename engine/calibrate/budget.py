@@ -147,12 +147,15 @@ def solve(
     """The ladder of at most ``num_rungs`` that ``make`` builds on the floor of least cost within ``budget``.
 
     ``text`` is the budget in its user's words. Raises ``CapacityError``, naming the smallest that would do, if it holds
-    no floor.
+    no floor, and ``ConfigError`` if an item has no choice.
     """
 
     def floor_ladder(floor: Sequence[Choice]) -> Ladder:
         return ladder_of(make(floor, 2), model)
 
+    if not all(items):
+        remedy = "Profile the model again with qkv-engine plan"
+        raise ConfigError("no format in it fits the model's heads and least_bits", field="profile", remedy=remedy)
     narrowest = allocate(items, sum(min(choice.nbytes for choice in choices) for choices in items))
     assert narrowest is not None, "every item has a choice of its fewest bytes"
     least = floor_ladder(narrowest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from qkv_engine.calibrate.mixed import Mixed
 from qkv_engine.calibrate.plan import KVPlan
 from qkv_engine.calibrate.pm_kvq import PMKVQ, progressive
 from qkv_engine.calibrate.predict import as_good, outlier_layers, predicted_loss
+from qkv_engine.calibrate.profile import Sensitivities
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import check_step
@@ -179,6 +181,13 @@ def test_a_context_that_never_leaves_the_window_is_refused():
         Mixed(budget="3bits", context=200).solve(PROFILE, MODEL)
 
 
+@pytest.mark.parametrize("method", [Mixed, PMKVQ])
+def test_a_profile_without_formats_is_refused(method: type[Mixed] | type[PMKVQ]):
+    bare = msgspec.structs.replace(PROFILE, sensitivities=Sensitivities({}, {}))
+    with pytest.raises(ConfigError, match=r"no format in it fits.*Profile the model again"):
+        method(budget="3bits", context=8192).solve(bare, MODEL)
+
+
 def test_presets_that_do_as_well_are_named():
     plan = KVPlan.make(PMKVQ(budget="4.7bits", context=40_000), PROFILE, MODEL)
     assert dict(as_good(plan))["int4"] == pytest.approx(floor_cost(PRESETS["int4"]))
@@ -186,8 +195,6 @@ def test_presets_that_do_as_well_are_named():
 
 
 def test_keys_with_outliers_are_found_where_no_norm_tames_them():
-    import msgspec
-
     wild = msgspec.structs.replace(PROFILE, key_outliers=[3.0, 9.0, 40.0])
     assert outlier_layers(wild) == [1, 2] and outlier_layers(PROFILE) == []
     assert outlier_layers(msgspec.structs.replace(wild, has_qk_norm=True)) == []
