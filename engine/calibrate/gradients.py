@@ -9,6 +9,7 @@ Source: KVmix (arXiv 2506.08018), with one backward pass a text and unshifted la
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -88,20 +89,22 @@ def profile_texts(
     text.
     """
     for text in texts:
-        check_tokens(model, text)
-        try:
+        with checked(model, text):
             yield profile_text(model, text, candidates, position_scale)
-        except torch.OutOfMemoryError as error:
-            message, remedy = f"no memory for the gradients of {len(text.token_ids):,} tokens", "Lower max_tokens"
-            raise CapacityError(message, field="max_tokens", remedy=remedy) from error
 
 
-def check_tokens(model: LlamaForCausalLM, text: Text) -> None:
-    """Raises ``ModelError`` for a token that the model does not have."""
+@contextmanager
+def checked(model: LlamaForCausalLM, text: Text) -> Iterator[None]:
+    """A pass over ``text``. Raises ``ModelError`` for a token that ``model`` lacks, ``CapacityError`` for no memory."""
     vocab_size = model.config.vocab_size
     if max(text.token_ids) >= vocab_size:
         message = f"its tokenizer has tokens beyond the {vocab_size:,} of its embedding"
         raise ModelError(message, field="model", remedy="Use the tokenizer that belongs to the weights")
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message, remedy = f"no memory for a pass over {len(text.token_ids):,} tokens", "Lower max_tokens"
+        raise CapacityError(message, field="max_tokens", remedy=remedy) from error
 
 
 def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, position_scale: int = 1) -> TextProfile:

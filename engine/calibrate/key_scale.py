@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.formats import PageShape, Side, make_format
+from qkv_engine.models.attention import Attention
 from qkv_engine.models.llama import LlamaForCausalLM
 
 from ..config import BLOCK_TOKENS
-from .forward import attend, decoder_layers, embed, run_layer
-from .gradients import Text, check_tokens
+from .forward import Heads, attend, decoder_layers, embed, run_layer
+from .gradients import Text, checked
 from .profile import LEAST_SCALE, MOST_SCALE, KeyScale
 from .sensitivity import pages, round_trip
 
@@ -25,15 +26,15 @@ SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # in the search, which takes twenty passes
 
 @torch.no_grad()
 def key_peaks(model: LlamaForCausalLM, text: Text, position_scale: int = 1) -> Tensor:
-    """The largest magnitude of each rotary pair of K in one text: [layers, H, D / 2] float32."""
-    check_tokens(model, text)
-    x, rotation = embed(model, _ids(model, text.token_ids), position_scale)
+    """The largest magnitude of each rotary pair of K in one text: [layers, H, D / 2] float32. Raises as ``checked``."""
     found = []
-    for layer in decoder_layers(model):
-        passed = run_layer(layer, x, rotation)
-        x = passed.output
-        first, second = passed.heads.k.abs().amax(0).float().chunk(2, -1)
-        found.append(first.maximum(second))
+    with checked(model, text):
+        x, rotation = embed(model, _ids(model, text.token_ids), position_scale)
+        for layer in decoder_layers(model):
+            passed = run_layer(layer, x, rotation)
+            x = passed.output
+            first, second = passed.heads.k.abs().amax(0).float().chunk(2, -1)
+            found.append(first.maximum(second))
     return torch.stack(found)
 
 
@@ -41,21 +42,27 @@ def key_peaks(model: LlamaForCausalLM, text: Text, position_scale: int = 1) -> T
 def output_errors(model: LlamaForCausalLM, text: Text, peaks: Tensor, position_scale: int = 1) -> Tensor:
     """Mean squared errors of each attention block's output for each of ``ALPHAS``, in one text: [layers, alphas].
 
-    The input of each block is exact. Shapes:  peaks [layers, H, D / 2]
+    The input of each block is exact. Shapes:  peaks [layers, H, D / 2]. Raises as ``checked``.
     """
-    side = _side(model)
-    x, rotation = embed(model, _ids(model, text.token_ids[:SEARCH_TOKENS]), position_scale)
-    found = []
-    for layer, pairs in zip(decoder_layers(model), peaks, strict=True):
-        passed = run_layer(layer, x, rotation)
-        x, heads, o_proj = passed.output, passed.heads, layer.self_attn.o_proj
-        exact = o_proj(attend(heads)).float()
-        rough = heads._replace(v=_rounded(heads.v, side))
-        for alpha in ALPHAS:
-            channels = divisors(pairs, alpha).repeat(1, 2)
-            k = (_rounded(heads.k / channels, side) * channels).to(heads.k.dtype)
-            found.append((o_proj(attend(rough._replace(k=k))).float() - exact).square().mean())
-    return torch.stack(found).view(len(peaks), len(ALPHAS))
+    side, found = _side(model), []
+    with checked(model, text):
+        x, rotation = embed(model, _ids(model, text.token_ids[:SEARCH_TOKENS]), position_scale)
+        for layer, pairs in zip(decoder_layers(model), peaks, strict=True):
+            passed = run_layer(layer, x, rotation)
+            x = passed.output
+            found.append(_block_errors(layer.self_attn, passed.heads, pairs, side))
+    return torch.stack(found)
+
+
+def _block_errors(attention: Attention, heads: Heads, pairs: Tensor, side: Side) -> Tensor:
+    """Mean squared errors [alphas] of one attention block's output, K divided by powers of ``pairs`` [H, D / 2]."""
+    exact = attention.o_proj(attend(heads)).float()
+    rough, errors = heads._replace(v=_rounded(heads.v, side)), []
+    for alpha in ALPHAS:
+        channels = divisors(pairs, alpha).repeat(1, 2)
+        k = (_rounded(heads.k / channels, side) * channels).to(heads.k.dtype)
+        errors.append((attention.o_proj(attend(rough._replace(k=k))).float() - exact).square().mean())
+    return torch.stack(errors)
 
 
 def best_key_scale(peaks: Tensor, errors: Tensor) -> KeyScale:

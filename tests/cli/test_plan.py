@@ -326,6 +326,7 @@ def test_lines_of_a_file(tokenizer: Tokenizer) -> None:
         (['{"text": "a", "prompt": "b", "answer": "c"}'], "line 1"),
         (['{"text": "a"}'], "text 1 of 1 has no token to predict"),
         (['{"text": "one two three four"}'], r"only \d+ tokens to predict in 1 texts"),
+        (['{"text": "one two three four five six"}'] * 24, "no text goes beyond the sink of 32 tokens"),
     ],
 )
 def test_a_bad_set_is_refused_by_line(lines: list[str], message: str, tokenizer: Tokenizer) -> None:

@@ -120,3 +120,17 @@ def test_an_engine_folds_the_scale_of_its_plan(tmp_path: Path):
     rows = [loaded.model.model.layers[1].self_attn.qkv_proj.weight[32:40] for loaded in (plain, scaled)]
     divisors = torch.tensor([0.25 + p / 4 for p in range(8)])
     torch.testing.assert_close(rows[1] * divisors[:, None], rows[0])
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_cpus_peaks_and_errors():
+    text = Text(torch.randint(5, 1024, (300,), generator=torch.Generator().manual_seed(0)).tolist())
+    found = []
+    for device in ("cpu", "cuda"):
+        model = load(EngineConfig(dtype="float32"), torch.device(device), pack=False)[0].model
+        peaks = search.key_peaks(model, text)
+        errors = search.output_errors(model, text, peaks)
+        fold_key_scale(model, search.best_key_scale(peaks, errors))
+        found.append((peaks.cpu(), errors.cpu()))
+    torch.testing.assert_close(*(peaks for peaks, _ in found), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(*(errors for _, errors in found), rtol=0.1, atol=1e-4)
