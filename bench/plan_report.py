@@ -1,4 +1,4 @@
-"""A plan layer by layer, for people: scores and bits of K and V."""
+"""A plan layer by layer, for people: scores, sensitivities and bits of K and V; and rung by rung."""
 
 from __future__ import annotations
 
@@ -8,59 +8,175 @@ from statistics import fmean
 
 import torch
 
+from qkv_engine.calibrate.budget import ladder_of
+from qkv_engine.calibrate.kvmix import KVmix
 from qkv_engine.calibrate.plan import KVPlan
+from qkv_engine.calibrate.pm_kvq import PMKVQ
+from qkv_engine.calibrate.predict import as_good, outlier_layers, predicted_loss
+from qkv_engine.config import format_size
+from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import make_format
-from qkv_engine.kv.ladder import Ladder
+from qkv_engine.kv.ladder import SIDES
 
+from .sizing import planned_cache
 from .table import Table, from_columns
+
+REFERENCE_K, REFERENCE_V = "int2-channel-128", "int2-token-128"  # whose sensitivities stand for a layer's
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer of a plan: mean gradient norms of W_k and W_v, and format and code bits of K and V at the floor."""
+    """A layer of a plan, K and V.
+
+    ``score``: mean gradient norms of W_k and W_v. ``nats``: sensitivity at 2 bits. ``k``, ``v``, ``bits``: format and
+    code bits at the floor. ``rungs``: code bits on every rung, widest first.
+    """
 
     layer: int
     k_score: float
     v_score: float
+    k_nats: float | None
+    v_nats: float | None
     k: str
     v: str
     k_bits: float
     v_bits: float
+    k_rungs: list[float]
+    v_rungs: list[float]
+
+
+@dataclass(frozen=True)
+class RungRow:
+    """A rung of a plan: effective bits of a block, predicted loss in nats, tokens and requests that a cache holds.
+
+    None where it cannot be told: formats that were not profiled, no cache or context given.
+    """
+
+    rung: str
+    bits: float
+    loss: float | None
+    tokens: int | None
+    requests: int | None
 
 
 def layer_rows(plan: KVPlan) -> list[LayerRow]:
     """The layers of ``plan`` in order."""
-    floor, number = plan.ladder.rungs[-1], plan.model.num_layers
-    k, v = ([side] * number if isinstance(side, str) else side for side in (floor.k, floor.v))
-    scored = zip(plan.scores.k, plan.scores.v, k, v, strict=True)
-    return [LayerRow(layer, *entry, _bits(entry[2]), _bits(entry[3])) for layer, entry in enumerate(scored)]
+    number, profile = plan.model.num_layers, plan.profile
+    rungs = [rung.config() for rung in plan.ladder.rungs]
+    k, v = ([rung.formats(side, number) for rung in rungs] for side in SIDES)
+    reference = REFERENCE_V if isinstance(plan.settings, PMKVQ) else REFERENCE_K
+    k_nats = profile.sensitivities.k.get(reference, [None] * number)
+    v_nats = profile.sensitivities.v.get(REFERENCE_V, [None] * number)
+    return [
+        LayerRow(
+            layer,
+            profile.scores.k[layer],
+            profile.scores.v[layer],
+            k_nats[layer],
+            v_nats[layer],
+            k[-1][layer],
+            v[-1][layer],
+            _bits(k[-1][layer]),
+            _bits(v[-1][layer]),
+            [_bits(rung[layer]) for rung in k],
+            [_bits(rung[layer]) for rung in v],
+        )
+        for layer in range(number)
+    ]
+
+
+def rung_rows(plan: KVPlan, memory: int | None = None) -> list[RungRow]:
+    """The rungs of ``plan``, widest first; ``memory`` is the cache in bytes whose capacity is told."""
+    kv = plan.config("plan")
+    ladder, context = ladder_of(kv, plan.model), None if isinstance(plan.settings, KVmix) else plan.settings.context
+    tables = None if memory is None else planned_cache(ladder, memory).tables
+    return [
+        RungRow(
+            config.name,
+            rung.effective_bits,
+            predicted_loss(config, plan.profile),
+            None if tables is None else tables.max_tokens(number),
+            None if tables is None or context is None else tables.max_requests(context, number),
+        )
+        for number, (config, rung) in enumerate(zip(kv.rungs, ladder.rungs, strict=True))
+    ]
 
 
 def plan_title(plan: KVPlan) -> str:
     """Model, method and texts."""
-    choice = "layers at random" if plan.settings.random_seed is not None else "layers by gradient norm"
-    texts = f"{plan.prompts.count} texts of {plan.prompts.source}"
-    return f"{plan.model.name} · {plan.method}, {choice} · {texts}, {plan.prompts.tokens:,} tokens"
+    prompts = plan.profile.prompts
+    texts = f"{prompts.count} texts of {prompts.source}"
+    return f"{plan.model.name} · {plan.method}, {_choice(plan)} · {texts}, {prompts.tokens:,} tokens"
 
 
-def plan_table(plan: KVPlan, rows: Sequence[LayerRow], ladder: Ladder) -> Table:
-    """The table of a plan and what its ``ladder`` takes."""
+def plan_table(plan: KVPlan, rows: Sequence[LayerRow], memory: int | None = None) -> Table:
+    """The table of a plan, with what its rungs take and lose, and what else there is to know."""
+    is_ranked = isinstance(plan.settings, KVmix)
     columns = {
         "layer": [str(row.layer) for row in rows],
-        "K score": [f"{row.k_score:.3g}" for row in rows],
-        "K bits": [f"{row.k_bits:g}" for row in rows],
-        "V score": [f"{row.v_score:.3g}" for row in rows],
-        "V bits": [f"{row.v_bits:g}" for row in rows],
+        "K score": [f"{row.k_score:.3g}" if is_ranked else "" for row in rows],
+        "K nats": ["" if is_ranked or row.k_nats is None else f"{row.k_nats:.2g}" for row in rows],
+        "K bits": [_steps(row.k_rungs) for row in rows],
+        "V score": [f"{row.v_score:.3g}" if is_ranked else "" for row in rows],
+        "V nats": ["" if is_ranked or row.v_nats is None else f"{row.v_nats:.2g}" for row in rows],
+        "V bits": [_steps(row.v_rungs) for row in rows],
         "K": [row.k for row in rows],
         "V": [row.v for row in rows],
     }
-    return from_columns(plan_title(plan), columns, [_summary(rows, ladder)], spare=["V", "K"])
+    notes = [_summary(rows), *_rung_notes(plan, memory), *_advice(plan)]
+    return from_columns(plan_title(plan), columns, notes, spare=["V", "K"])
 
 
-def _summary(rows: Sequence[LayerRow], ladder: Ladder) -> str:
+def _choice(plan: KVPlan) -> str:
+    settings = plan.settings
+    if isinstance(settings, KVmix):
+        return "layers at random" if settings.random_seed is not None else "layers by gradient norm"
+    held = "" if settings.parsed().nbytes is None else f"{settings.requests:,} of "
+    return f"{settings.budget} for {held}{settings.context:,} tokens"
+
+
+def _summary(rows: Sequence[LayerRow]) -> str:
     k, v = fmean(row.k_bits for row in rows), fmean(row.v_bits for row in rows)
-    bits = ladder.narrowest.effective_bits
-    return f"K {k:.5g} bits and V {v:.5g} on average, {bits:.2f} an element with metadata"
+    return f"Codes at the floor: K {k:.5g} bits and V {v:.5g} on average"
+
+
+def _rung_notes(plan: KVPlan, memory: int | None) -> list[str]:
+    """A line a rung: metadata counted, windows not."""
+    nbytes = memory if isinstance(plan.settings, KVmix) else memory or plan.settings.parsed().nbytes
+    try:
+        rungs = rung_rows(plan, nbytes)
+    except CapacityError as error:
+        return [*_rung_notes_of(rung_rows(plan), None), f"{format_size(nbytes or 0)}: {error.message}"]
+    return _rung_notes_of(rungs, nbytes)
+
+
+def _rung_notes_of(rungs: Sequence[RungRow], nbytes: int | None) -> list[str]:
+    lines = []
+    for rung in rungs:
+        loss = "" if rung.loss is None else f", predicted loss {rung.loss:.2g} nats"
+        tokens = "" if rung.tokens is None else f", {rung.tokens:,} tokens in {format_size(nbytes or 0)}"
+        requests = "" if rung.requests is None else f", {rung.requests:,} requests"
+        lines.append(f"{rung.rung}: {rung.bits:.2f} bits an element with metadata{loss}{tokens}{requests}")
+    return lines
+
+
+def _advice(plan: KVPlan) -> list[str]:
+    """Presets that do as well, and keys that few bits a token do not suit."""
+    lines = [f"Preset {name} is predicted as good: {loss:.2g} nats at no more bytes" for name, loss in as_good(plan)]
+    layers = outlier_layers(plan.profile)
+    if layers:
+        most = max(plan.profile.key_outliers)
+        where = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+        lines.append(
+            f"Keys have channels up to {most:.0f} times the median (layers {where}) and no q/k norm tames them: "
+            "prefer K per channel, or --key-scale"
+        )
+    return lines
+
+
+def _steps(bits: Sequence[float]) -> str:
+    """Bits rung by rung, each once."""
+    return " ".join(dict.fromkeys(f"{width:g}" for width in bits))
 
 
 def _bits(name: str) -> float:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from qkv_engine.calibrate.gradients import Text
-from qkv_engine.calibrate.plan import Prompts
+from qkv_engine.calibrate.profile import Prompts
+from qkv_engine.calibrate.sensitivity import SINK
 from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.text.tokenizer import Tokenizer
 
@@ -112,4 +113,7 @@ def _checked(found: TextSet, field: str, value: str) -> TextSet:
     if sum(labels) < MIN_LABELS:
         message = f"only {sum(labels)} tokens to predict in {len(labels)} texts"
         raise ConfigError(message, field=field, value=value, remedy=f"Give texts with {MIN_LABELS} or more in all")
+    if max(len(text.token_ids) for text in found.texts) <= SINK + 1:
+        remedy = f"Give texts of more than {SINK + 1} tokens"
+        raise ConfigError(f"no text goes beyond the sink of {SINK} tokens", field=field, value=value, remedy=remedy)
     return found

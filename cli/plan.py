@@ -7,12 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from qkv_engine.calibrate.kvmix import KVmix, LayerScores
-from qkv_engine.config import PLAN_SUFFIX, EngineConfig, KVConfig
+from msgspec.structs import replace
+
+from qkv_engine.config import MAX_SIZE, PLAN_SUFFIX, PRESETS, EngineConfig, parse_size
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 
-from . import common, results, tasks
+from . import common, plan_settings, results, tasks
 from .eval import DEFAULT_TASKS
 from .model import ModelFiles, check_shape, read_model, weight_dtype
 from .progress import progress_bar
@@ -20,20 +21,24 @@ from .progress import progress_bar
 if TYPE_CHECKING:
     from qkv_engine.bench.texts import TextSet
     from qkv_engine.calibrate.plan import KVPlan
-    from qkv_engine.kv.ladder import Ladder
+    from qkv_engine.calibrate.profile import KeyScale, Profile
     from qkv_engine.models.config import ModelConfig
+    from qkv_engine.models.llama import LlamaForCausalLM
 
-METHODS = ("kvmix",)
-DEFAULT_SAMPLES = 24
+DEFAULT_SAMPLES, DEFAULT_TOKENS = 24, 1024
 MAX_SAMPLES, MAX_TOKENS = 10_000, 2**20  # texts are held in memory; a slip of the pen ends before they are made
+MAX_POSITION_SCALE = 64  # four times what made PM-KVQ's results worse
 DEFAULT_PLAN, DEFAULT_PLOT = Path("plan.json"), Path("scores.png")
+PROFILED = ("data", "shape", "samples", "max_tokens", "position_scale", "key_scale")  # options of a new profile
 
 EPILOG = """\
-kvmix: a layer's score is the norm of the loss gradient with respect to W_k or
-W_v, the mean over texts. The layers with the highest scores get more bits, K and
-V apart. Of a question with a known reply only the reply counts. The plan, with
-scores and settings, goes to --output; take it with --kv plan.json. Ctrl-C
-writes nothing.
+mixed: of each layer's K and V the format, of any family, so that the errors
+matter least to the loss within --budget; a ladder of up to 12 nested rungs.
+pm-kvq: K and V per token, halved in bits together, each layer down to a floor.
+kvmix: more bits for the layers whose W_k or W_v has the largest loss gradients.
+Of a question with a known reply only the reply counts. The plan, with its
+profile and settings, goes to --output; take it with --kv plan.json. Another
+budget or method needs no new profile: --from plan.json. Ctrl-C writes nothing.
 """
 
 
@@ -43,12 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     common.add_loading_arguments(parser)
     add = parser.add_argument_group("plan").add_argument
-    add("--method", choices=METHODS, default=METHODS[0], help="how formats are chosen (default: %(default)s)")
+    methods = plan_settings.METHODS
+    add("--method", choices=methods, default=methods[0], help="how formats are chosen (default: %(default)s)")
+    add("--from", type=Path, dest="source", metavar="FILE", help="the profile of another plan: no model is loaded")
+    add("--kv-memory", metavar="SIZE", help="say how much of such a KV cache each rung holds")
     add("-o", "--output", type=Path, default=DEFAULT_PLAN, metavar="FILE", help="the plan (default: %(default)s)")
-    results.add_plot(add, "the scores", DEFAULT_PLOT)
+    results.add_plot(add, "the layers", DEFAULT_PLOT)
     results.add_format(add)
-    _add_texts(parser.add_argument_group("texts").add_argument)
-    _add_kvmix(parser.add_argument_group("kvmix").add_argument)
+    _add_texts(parser.add_argument_group("profile").add_argument)
+    plan_settings.add_arguments(parser)
 
 
 def _add_texts(add: Any) -> None:
@@ -57,72 +65,75 @@ def _add_texts(add: Any) -> None:
     )
     add("--data", type=Path, metavar="FILE.jsonl", help='{"text": "..."} or {"prompt": "...", "answer": "..."} a line')
     add("--shape", metavar="NAME", help="random weights of a known shape instead of MODEL, and random tokens")
-    add("--samples", type=int, default=DEFAULT_SAMPLES, metavar="N", help="texts in all (default: %(default)s)")
-    add("--max-tokens", type=int, default=1024, metavar="N", help="tokens of each that count (default: %(default)s)")
+    add("--samples", type=int, metavar="N", help=f"texts in all (default: {DEFAULT_SAMPLES})")
+    add("--max-tokens", type=int, metavar="N", help=f"tokens of each that count (default: {DEFAULT_TOKENS})")
     add("--seed", type=int, default=0, metavar="N", help="seed of tasks and of --random (default: %(default)s)")
-
-
-def _add_kvmix(add: Any) -> None:
-    usual = KVmix()
-    add("--share", type=float, default=usual.share, help="share of layers with more bits (default: %(default)s)")
-    add("--k-bits", type=int, default=usual.k_bits, metavar="N", help="bits of their K (default: %(default)s)")
-    add("--v-bits", type=int, default=usual.v_bits, metavar="N", help="bits of their V (default: %(default)s)")
-    add("--low-bits", type=int, default=usual.low_bits, metavar="N", help="bits of the others (default: %(default)s)")
-    add("--group", type=int, default=usual.group, metavar="N", help="elements of a group (default: %(default)s)")
+    add("--position-scale", type=int, metavar="N", help="positions count N times, as in longer texts (default: 1)")
     add(
-        "--recent-ratio",
-        type=float,
-        default=usual.recent_ratio,
-        metavar="RATIO",
-        help="share of the context, the newest, that stays dense (default: %(default)s)",
+        "--key-scale",
+        action=argparse.BooleanOptionalAction,
+        help="divide K by scales that are folded into the weights (default: with pm-kvq)",
     )
-    add("--random", action="store_true", help="draw the layers at random, whatever their scores: the control")
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan that ``args`` ask for and return the exit code."""
-    settings = _settings(args)
     check_shape(args)
     results.check_targets_and_plot(args, output=(PLAN_SUFFIX,))
+    memory = None if args.kv_memory is None else parse_size(args.kv_memory, field="kv_memory", free=MAX_SIZE)
     common.load_torch()
-    options = common.engine_options(args)
-    files = read_model(args, args.shape)
-    config = _engine_config(args, options, files.config)
-    _check_formats(settings, files.config)
-    texts = _texts(args, files)
-    scores, weights = _profile(config, texts)
-    model = ModelFingerprint.of(args.shape or args.model or common.DEMO, files.config, weights)
-    _deliver(args, _plan(args, settings, model, texts, scores), files.config)
+    _deliver(args, _profiled(args) if args.source is None else _solved_again(args), memory)
     return common.EXIT_OK
 
 
-def _settings(args: argparse.Namespace) -> KVmix:
-    for field, least, most in (("samples", 1, MAX_SAMPLES), ("max_tokens", 2, MAX_TOKENS)):
-        value = getattr(args, field)
-        if not least <= value <= most:
-            remedy = f"Give an integer from {least} to {most:,}"
-            raise ConfigError("out of range", field=field, value=value, remedy=remedy)
-    return KVmix(
-        share=args.share,
-        k_bits=args.k_bits,
-        v_bits=args.v_bits,
-        low_bits=args.low_bits,
-        group=args.group,
-        recent_ratio=args.recent_ratio,
-        random_seed=args.seed if args.random else None,
-    )
+def _profiled(args: argparse.Namespace) -> KVPlan:
+    """A plan of a new profile. What can be wrong with it is found before the model is loaded."""
+    from qkv_engine.calibrate.budget import ladder_of
+    from qkv_engine.calibrate.plan import KVPlan
+
+    options = common.engine_options(args) | {"kv": PRESETS["bf16"]}
+    options.pop("kv_memory", None)
+    files = read_model(args, args.shape)
+    config = _engine_config(args, options, files.config)
+    settings = plan_settings.settings(args, files.config.max_position_embeddings)
+    shape = ModelFingerprint.of(args.shape or args.model or common.DEMO, files.config, None)
+    texts = _texts(args, files)
+    ladder_of(settings.solve(_empty_profile(args, files.config, texts), shape), shape)
+    profile, weights = _profile(args, config, texts)
+    return KVPlan.make(settings, profile, replace(shape, weights=weights))
 
 
-def _check_formats(settings: KVmix, config: ModelConfig) -> None:
-    """Refuse formats that do not fit the model, before the work is done."""
-    nothing = [0.0] * config.num_layers
-    _ladder(settings.ladder("plan", LayerScores(nothing, nothing)), config)
+def _solved_again(args: argparse.Namespace) -> KVPlan:
+    """A plan of the profile in another plan's file, for the same model."""
+    from qkv_engine.calibrate.budget import ladder_of
+    from qkv_engine.calibrate.plan import KVPlan, read_plan
+
+    source = str(args.source)
+    given = tasks.given(args)
+    for field in (*PROFILED, *(() if given is None else (given.field,))):
+        if getattr(args, field) is not None:
+            message = "belongs to a new profile"
+            raise ConfigError(message, field=field, value=getattr(args, field), remedy="Leave --from out")
+    found = read_plan(args.source, "source")
+    if args.model is not None:
+        _check_model(args, found.model, source)
+    if args.dtype not in (None, "auto", found.profile.dtype):
+        message = f"the profile of a model in {found.profile.dtype}"
+        raise ConfigError(message, field="source", value=source, remedy="Profile the model in that dtype")
+    settings = plan_settings.settings(args, found.profile.context)
+    plan = KVPlan.make(settings, found.profile, found.model)
+    ladder_of(plan.config("plan"), plan.model)
+    return plan
 
 
-def _ladder(kv: KVConfig, config: ModelConfig) -> Ladder:
-    from qkv_engine.bench.sizing import make_ladder
+def _check_model(args: argparse.Namespace, model: ModelFingerprint, source: str) -> None:
+    """Raises ``ConfigError`` unless MODEL is the one that a profile was taken of."""
+    from qkv_engine.models.checkpoint import weights_digest
 
-    return make_ladder(kv, config, config.dtype)
+    files = read_model(args)
+    model.check_shape(files.config, source, "source")
+    if files.folder is not None and Path(args.model).is_dir():  # of one on the Hub only the small files are here
+        model.check_weights(weights_digest(files.folder), source, "source")
 
 
 def _engine_config(args: argparse.Namespace, options: dict[str, Any], model: ModelConfig) -> EngineConfig:
@@ -139,10 +150,17 @@ def _engine_config(args: argparse.Namespace, options: dict[str, Any], model: Mod
 def _texts(args: argparse.Namespace, files: ModelFiles) -> TextSet:
     from qkv_engine.bench.texts import file_texts, random_texts, task_texts
 
+    samples, max_tokens = (
+        _number(args, field, usual, least, most)
+        for field, usual, least, most in (
+            ("samples", DEFAULT_SAMPLES, 1, MAX_SAMPLES),
+            ("max_tokens", DEFAULT_TOKENS, 2, MAX_TOKENS),
+        )
+    )
     given = tasks.given(args)
     if given is not None and args.data is not None:
         raise ConfigError(f"cannot be combined with --{given.field}", field="data", value=str(args.data))
-    limits = {"samples": args.samples, "max_tokens": min(args.max_tokens, files.config.max_context)}
+    limits = {"samples": samples, "max_tokens": min(max_tokens, files.config.max_context)}
     if given is None and args.data is None and files.folder is None:
         return random_texts(files.config.vocab_size, **limits, seed=args.seed)
     text, field = (DEFAULT_TASKS, "task") if given is None else (given.text, given.field)
@@ -152,43 +170,73 @@ def _texts(args: argparse.Namespace, files: ModelFiles) -> TextSet:
         return task_texts(tokenizer, text, **limits, seed=args.seed, field=field)
 
 
-def _profile(config: EngineConfig, texts: TextSet) -> tuple[LayerScores, str | None]:
-    """The scores of the model that ``config`` names, and the digest of its weights; None for random ones."""
-    from qkv_engine.calibrate.gradients import mean_scores, score_texts
+def _number(args: argparse.Namespace, field: str, usual: int, least: int, most: int) -> int:
+    value = usual if getattr(args, field) is None else int(getattr(args, field))
+    if not least <= value <= most:
+        remedy = f"Give an integer from {least:,} to {most:,}"
+        raise ConfigError("out of range", field=field, value=value, remedy=remedy)
+    return value
+
+
+def _position_scale(args: argparse.Namespace) -> int:
+    return _number(args, "position_scale", 1, 1, MAX_POSITION_SCALE)
+
+
+def _empty_profile(args: argparse.Namespace, config: ModelConfig, texts: TextSet) -> Profile:
+    from qkv_engine.calibrate.gradients import empty_profile
+
+    return empty_profile(config, texts.prompts, _position_scale(args))
+
+
+def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> tuple[Profile, str | None]:
+    """The profile of the model that ``config`` names, and the digest of its weights; None for random ones."""
+    from qkv_engine.calibrate.gradients import mean_profile, profile_texts
+    from qkv_engine.calibrate.sensitivity import Candidates
     from qkv_engine.device.threads import computing_with
-    from qkv_engine.models import LlamaForCausalLM
     from qkv_engine.models.checkpoint import weights_digest
+    from qkv_engine.models.key_scale import fold_key_scale
     from qkv_engine.startup import load, resolve_device
 
-    loaded, _ = load(config, resolve_device(config.device), pack=False)
-    found: list[LayerScores] = []
-    with progress_bar(len(texts.texts)) as bar, computing_with(config.num_threads):
-        bar.begin(f"profiling {len(texts.texts)} texts")
-        for scores in score_texts(cast(LlamaForCausalLM, loaded.model), texts.texts):
-            found.append(scores)
-            bar.reach(len(found))
+    loaded, dtype = load(config, resolve_device(config.device), pack=False)
+    model, scale, key_scale = cast("LlamaForCausalLM", loaded.model), _position_scale(args), None
+    with computing_with(config.num_threads):
+        if args.method == "pm-kvq" if args.key_scale is None else args.key_scale:
+            key_scale = _key_scale(model, texts, scale)
+            fold_key_scale(model, key_scale)
+        candidates, found = Candidates.of(model.config.num_kv_heads, model.config.head_dim, dtype), []
+        with progress_bar(len(texts.texts)) as bar:
+            bar.begin(f"profiling {len(texts.texts)} texts")
+            for profile in profile_texts(model, texts.texts, candidates, scale):
+                found.append(profile)
+                bar.reach(len(found))
+    mean = mean_profile(found, model.config, dtype, candidates, texts.prompts, scale, key_scale)
     if config.load_format == "random":
-        return mean_scores(found), None
+        return mean, None
     assert loaded.folder is not None, "only random weights have no folder"
-    return mean_scores(found), weights_digest(loaded.folder)
+    return mean, weights_digest(loaded.folder)
 
 
-def _plan(
-    args: argparse.Namespace, settings: KVmix, model: ModelFingerprint, texts: TextSet, scores: LayerScores
-) -> KVPlan:
-    from qkv_engine.calibrate.plan import KVPlan, PlannedLadder
+def _key_scale(model: LlamaForCausalLM, texts: TextSet, position_scale: int) -> KeyScale:
+    """The key scale of ``model``: one pass for its keys' largest magnitudes, one for each layer's power of them."""
+    from qkv_engine.calibrate.key_scale import SEARCH_TEXTS, best_key_scale, key_peaks, output_errors
 
-    return KVPlan(
-        method=args.method,
-        model=model,
-        settings=settings,
-        prompts=texts.prompts,
-        scores=scores,
-        ladder=PlannedLadder.of(settings.ladder("plan", scores)),
-    )
+    searched = texts.texts[:SEARCH_TEXTS]
+    with progress_bar(len(texts.texts) + len(searched)) as bar:
+        bar.begin(f"scaling the keys of {len(texts.texts)} texts")
+        peaks = None
+        for number, text in enumerate(texts.texts, 1):
+            mine = key_peaks(model, text, position_scale)
+            peaks = mine if peaks is None else peaks.maximum(mine)
+            bar.reach(number)
+        assert peaks is not None, "there is a text"
+        errors = []
+        for number, text in enumerate(searched, 1):
+            errors.append(output_errors(model, text, peaks, position_scale))
+            bar.reach(len(texts.texts) + number)
+    return best_key_scale(peaks, sum(errors[1:], errors[0]))
 
 
-def _deliver(args: argparse.Namespace, plan: KVPlan, config: ModelConfig) -> None:
+def _deliver(args: argparse.Namespace, plan: KVPlan, memory: int | None) -> None:
     """The layers to stdout, the plan to its file, and the plot to its own."""
     from qkv_engine.bench.plan_report import layer_rows, plan_table
     from qkv_engine.bench.plot_plan import plot_plan
@@ -196,7 +244,7 @@ def _deliver(args: argparse.Namespace, plan: KVPlan, config: ModelConfig) -> Non
     from qkv_engine.calibrate.plan import plan_bytes
 
     rows = layer_rows(plan)
-    table = plan_table(plan, rows, _ladder(plan.config("plan"), config))
+    table = plan_table(plan, rows, memory)
     files = [results.Extra(args.output, lambda: plan_bytes(plan), "the plan")]
     if args.plot is not None:
         kind = args.plot.suffix.lower().removeprefix(".")

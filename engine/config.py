@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .errors import ConfigError
 from .kv.window import RecentWindow
@@ -89,6 +89,19 @@ class RungConfig:
                 remedy = 'Give the name of a format such as "int4-channel-128", or a tuple of one name a layer'
                 raise ConfigError("not a format", field=field, value=value, remedy=remedy)
 
+    def formats(self, side: Literal["k", "v"], num_layers: int) -> tuple[str, ...]:
+        """The formats of K or of V, layer by layer. Raises ``ConfigError`` if they are given for other layers."""
+        names = self.k if side == "k" else self.v
+        if isinstance(names, LayerSchedule):
+            return names.formats(num_layers)
+        if isinstance(names, str):
+            return (names,) * num_layers
+        if len(names) != num_layers:
+            remedy = "Give one format for all layers, or one a layer"
+            message = f"{len(names)} formats for {num_layers} layers"
+            raise ConfigError(message, field="rung", value=self.name, remedy=remedy)
+        return names
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
@@ -106,6 +119,8 @@ class KVConfig:
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
         model: fingerprint of the only model that the ladder was made for, as a plan file has it; None for any.
+        key_scale: divisors of K by layer, KV head and rotary pair, which the weights take in when they are loaded;
+            None for keys as the model has them.
     """
 
     name: str
@@ -116,6 +131,7 @@ class KVConfig:
     eager: bool = False
     admit_at: str | None = None
     model: ModelFingerprint | None = None
+    key_scale: tuple[tuple[tuple[float, ...], ...], ...] | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -219,6 +235,14 @@ def _patternkv() -> Iterator[KVConfig]:
 KITTY = RungConfig("kitty", "kitty-12.5", "int2-token-128")
 KITTY_PRO = RungConfig("kitty-pro", "kitty-25", "int2-token-128")
 
+
+def _pm_kvq(floor: int) -> KVConfig:
+    """PM-KVQ (arXiv 2505.18610) without a profile: K and V per token, all layers down to ``floor`` bits."""
+    widths = [bits for bits in (8, 4, 2) if bits >= floor]
+    rungs = tuple(RungConfig(f"pm-kvq-{bits}", f"int{bits}-token-128", f"int{bits}-token-128") for bits in widths)
+    return KVConfig(name=f"pm-kvq-{floor}", rungs=(DENSE16, *rungs), sink=1, recent=128)
+
+
 PRESETS: dict[str, KVConfig] = {
     preset.name: preset
     for preset in (
@@ -231,20 +255,22 @@ PRESETS: dict[str, KVConfig] = {
         KVConfig(name="kitty", rungs=(DENSE16, KITTY), sink=32, recent=128, eager=True),
         KVConfig(name="kitty-pro", rungs=(DENSE16, KITTY_PRO), sink=32, recent=128, eager=True),
         *_patternkv(),
+        _pm_kvq(4),
+        _pm_kvq(2),
         KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
         KVConfig(name="auto-2", rungs=(DENSE16, uniform_rung(8), uniform_rung(4), KITTY_PRO), sink=32),
     )
 }
 DEFAULT_KV = "auto"
 PLAN_SUFFIX = ".json"  # of a kv that names a plan file
-PLANNED = ("kvmix",)  # methods that have a plan for each model in place of a preset
+PLANNED = ("kvmix", "pm-kvq", "mixed")  # methods that have a plan for each model in place of a preset
 
 
 def preset_families() -> Iterator[str]:
     """The names of the presets, those that differ in groups and sink as one: "kivi-2[-g32][-sink]"."""
     for name in PRESETS:
         if not name.endswith(("-g32", "-sink")):
-            yield f"{name}[-g32][-sink]" if f"{name}-g32-sink" in PRESETS else name
+            yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)
 
 
 def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:

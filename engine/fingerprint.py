@@ -34,19 +34,19 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, name: str, config: ModelConfig, weights: str | None) -> ModelFingerprint:
         return cls(name=name, weights=weights, **{field: getattr(config, field) for field in _SHAPE})
 
-    def check_shape(self, config: ModelConfig, kv: str) -> None:
-        """Raises ``ConfigError`` unless ``config`` has this shape; ``kv`` names the ladder."""
+    def check_shape(self, config: ModelConfig, kv: str, option: str = "kv") -> None:
+        """Raises ``ConfigError`` unless ``config`` has this shape; ``kv`` is what was given as ``option``."""
         for field in _SHAPE:
             mine, found = getattr(self, field), getattr(config, field)
             if mine != found:
-                raise self._refusal(kv, f"{field} is {str(mine)[:MAX_SHOWN_CHARS]} there and {found} here")
+                raise self._refusal(kv, option, f"{field} is {str(mine)[:MAX_SHOWN_CHARS]} there and {found} here")
 
-    def check_weights(self, weights: str, kv: str) -> None:
-        """Raises ``ConfigError`` unless the checkpoint's digest is this one; ``kv`` names the ladder."""
+    def check_weights(self, weights: str, kv: str, option: str = "kv") -> None:
+        """Raises ``ConfigError`` unless the checkpoint's digest is this one; ``kv`` is what was given as ``option``."""
         if self.weights != weights:
-            raise self._refusal(kv, "the shapes agree, the weights differ")
+            raise self._refusal(kv, option, "the shapes agree, the weights differ")
 
-    def _refusal(self, kv: str, why: str) -> ConfigError:
+    def _refusal(self, kv: str, option: str, why: str) -> ConfigError:
         remedy = "Make one for this model with qkv-engine plan MODEL -o plan.json"
         message = f"a plan for another model ({self.name[:MAX_SHOWN_CHARS]}): {why}"
-        return ConfigError(message, field="kv", value=kv, remedy=remedy)
+        return ConfigError(message, field=option, value=kv, remedy=remedy)

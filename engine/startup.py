@@ -18,6 +18,7 @@ import torch
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.files import file_names, read_json_object
+from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
 from qkv_engine.scheduler import Scheduler
 
@@ -163,6 +164,7 @@ def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tu
             load_format=config.load_format,
             seed=config.seed,
             stopped=stopped,
+            prepare=lambda net: None if config.kv.key_scale is None else fold_key_scale(net, config.kv.key_scale),
             pack=pack,
         )
     )

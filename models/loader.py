@@ -114,11 +114,13 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     stopped: Callable[[], bool] = lambda: False,
+    prepare: Callable[[nn.Module], object] = lambda net: None,
     pack: bool = True,
 ) -> LoadedModel:
     """The model of ``source`` on ``device``: filled from its checkpoint, or with seeded random weights; then packed.
 
-    Without ``pack`` the weights stay plain matrices, which gradients need. ``stopped`` is asked a few times a second.
+    ``prepare`` may change the weights before they are packed. Without ``pack`` they stay plain matrices, which
+    gradients need. ``stopped`` is asked a few times a second.
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` says so.
     """
@@ -129,6 +131,7 @@ def load_weights(
     else:
         assert source.folder is not None, "only random weights have no folder"
         net = _load_checkpoint(source.folder, source.config, dtype, device, stopped)
+    prepare(net)
     for module in net.modules():
         if pack and isinstance(module, Layer):
             _go_on_unless(stopped)

@@ -3,6 +3,7 @@
 One row a preset: right answers of each demo task, and the mean over tasks. ``--boost 0,12.5,25,50,100`` adds ladders
 with that percentage of K's channels at four bits, chosen by each of ``--rankings``; ``--plot`` draws these (Kitty's
 Figure 4). ``--plans FILE ...`` adds plan files as one row: the mean of several draws, such as KVmix's random control.
+``--eager`` measures the floors of ladders that step down under pressure.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from qkv_engine import Engine
 from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, evaluate
@@ -19,20 +23,30 @@ from qkv_engine.bench.files import write_file
 from qkv_engine.bench.grading import wilson_interval
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import number, render
+from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Table, as_markdown, from_columns
-from qkv_engine.config import DENSE16, KVConfig, RungConfig, resolve_kv
+from qkv_engine.calibrate.plan import read_plan
+from qkv_engine.config import DENSE16, PLAN_SUFFIX, KVConfig, RungConfig, resolve_kv
+from qkv_engine.models.loader import read_config
+from qkv_engine.startup import demo_folder
+
+from .accuracy_plot import Point, draw_bits
 
 TASKS = "ledger:40,lookup:100,addition:10,sorting:40"
 STYLES = ("o-", "s--", "D:")  # of the lines of a plot
 
 
 class Result(NamedTuple):
-    """Answers with one cache, over all tasks; of several plans their sum. ``bits`` are effective."""
+    """Answers with one cache, over all tasks; of several plans their sum.
+
+    ``bits`` are effective when the most was held; ``floor`` of a block on the last rung, None of several plans.
+    """
 
     name: str
     right: dict[str, int]
     asked: dict[str, int]
     bits: float
+    floor: float | None
 
     @property
     def mean(self) -> float:
@@ -68,14 +82,26 @@ def run(ladders: Mapping[str, KVConfig], args: argparse.Namespace) -> dict[str, 
     return rows
 
 
-def result(name: str, rows: Sequence[AccuracyRow]) -> Result:
+def floor_bits(kv: KVConfig) -> float:
+    """Effective bits of a block of the demo model on the last rung of ``kv``."""
+    return make_ladder(kv, read_config(demo_folder()), torch.float32).narrowest.effective_bits
+
+
+def point(name: str, found: Result) -> Point:
+    """A row of the table as a point of the plot; ``name`` is as given on the command line."""
+    method = read_plan(name).method if name.endswith(PLAN_SUFFIX) else None
+    assert found.floor is not None, "of one ladder"
+    return Point(found.name, method, found.floor, found.mean, found.interval)
+
+
+def result(name: str, rows: Sequence[AccuracyRow], floor: float | None = None) -> Result:
     """The sum of a cache's rows, task by task."""
     right, asked = dict[str, int](), dict[str, int]()
     for row in rows:
         right[row.task] = right.get(row.task, 0) + (row.right or 0)
         asked[row.task] = asked.get(row.task, 0) + row.samples
     bits = [row.effective_bits for row in rows if row.effective_bits is not None]
-    return Result(name, right, asked, sum(bits) / max(1, len(bits)))
+    return Result(name, right, asked, sum(bits) / max(1, len(bits)), floor)
 
 
 def as_table(results: Sequence[Result], title: str) -> Table:
@@ -85,6 +111,7 @@ def as_table(results: Sequence[Result], title: str) -> Table:
     columns["mean"] = [f"{100 * r.mean:.1f}" for r in results]
     columns["95 % interval"] = [f"{100 * r.interval[0]:.1f} - {100 * r.interval[1]:.1f}" for r in results]
     columns["bits"] = [number(r.bits, 2) for r in results]
+    columns["floor bits"] = [number(r.floor, 2) for r in results]
     return from_columns(title, columns, [])
 
 
@@ -122,21 +149,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", default="bf16,int4,kitty-pro,kitty,kivi-2-sink,kivi-2", help="presets and plan files")
     parser.add_argument("--plans", nargs="*", default=[], help="plan files whose mean is one row")
+    parser.add_argument(
+        "--eager", action="store_true", help="go to the floor of every cache as soon as blocks are full"
+    )
     parser.add_argument("--boost", default="", help="percentages of boosted channels")
     parser.add_argument("--rankings", default="magnitude", help="magnitude, variance, random")
     add_options(parser)
     parser.add_argument("--output", type=Path, help="rows, .json")
     parser.add_argument("--plot", type=Path, help="accuracy against --boost, .png")
+    parser.add_argument("--plot-bits", type=Path, help="accuracy of --kv against the bits of floors, .png")
     args = parser.parse_args()
     presets = {name: resolve_kv(name) for name in args.kv.split(",") if name}
     plans = {name: resolve_kv(name) for name in args.plans}
     percents, rankings = ([part for part in text.split(",") if part] for text in (args.boost, args.rankings))
     points = {f"{percent} % by {ranking}": (percent, ranking) for ranking in rankings for percent in percents}
-    rows = run(presets | plans | {name: boosted(*point) for name, point in points.items()}, args)
-    results = [result(name, rows[name]) for name in presets]
+    if args.eager:
+        presets, plans = ({name: replace(kv, eager=True) for name, kv in some.items()} for some in (presets, plans))
+    rows = run(presets | plans | {name: boosted(*share) for name, share in points.items()}, args)
+    results = [result(name, rows[name], floor_bits(kv)) for name, kv in presets.items()]
     if plans:
         results.append(result(f"mean of {len(plans)} plans", [row for name in plans for row in rows[name]]))
-    boosts = [(*point, result(name, rows[name])) for name, point in points.items()]
+    boosts = [(*share, result(name, rows[name])) for name, share in points.items()]
     table = as_table([*results, *(found for *_, found in boosts)], f"demo, {args.samples} samples a task, greedy")
     print(as_markdown(table))
     if args.output is not None:
@@ -144,6 +177,8 @@ def main() -> None:
         write_file(args.output, render("json", every, table).encode())
     if args.plot is not None and boosts:
         draw(boosts, args.plot)
+    if args.plot_bits is not None:
+        draw_bits([point(name, found) for name, found in zip(presets, results, strict=False)], args.plot_bits)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,14 @@ from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
 from qkv_engine.models.rope import Rotation
 
 
+class Heads(NamedTuple):
+    """Queries [N, HQ, D], keys and values [N, H, D] of one sequence as attention takes them: normed and rotated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class LayerPass(NamedTuple):
     """One decoder layer's pass over N tokens.
 
@@ -29,11 +37,21 @@ class LayerPass(NamedTuple):
     output: Tensor
     normed: Tensor
     qkv: Tensor
+    heads: Heads
 
 
-def embed(model: LlamaForCausalLM, input_ids: Tensor) -> tuple[Tensor, Rotation]:
-    """The residual stream [N, E] before the first layer, and the rotation of positions 0 to N - 1."""
-    positions = torch.arange(len(input_ids), device=input_ids.device)
+def decoder_layers(model: LlamaForCausalLM) -> list[DecoderLayer]:
+    """The layers in order."""
+    return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+
+
+def embed(model: LlamaForCausalLM, input_ids: Tensor, position_scale: int = 1) -> tuple[Tensor, Rotation]:
+    """The residual stream [N, E] before the first layer, and the rotation of positions 0, s, ... (N - 1) s.
+
+    With a ``position_scale`` s above 1 short texts show keys as rotated as long ones do.
+    Source: PM-KVQ (arXiv 2505.18610), positional interpolation
+    """
+    positions = torch.arange(len(input_ids), device=input_ids.device) * position_scale
     return model.model.embed_tokens(input_ids), model.model.rotary_emb(positions)
 
 
@@ -41,9 +59,10 @@ def run_layer(layer: DecoderLayer, x: Tensor, rotation: Rotation) -> LayerPass:
     """``layer`` over the residual stream x [N, E] of one sequence."""
     normed = norm(layer.input_layernorm, x)
     qkv = layer.self_attn.qkv_proj(normed)
-    x = x + layer.self_attn.o_proj(_attend(layer.self_attn, qkv, rotation))
+    heads = split_heads(layer.self_attn, qkv, rotation)
+    x = x + layer.self_attn.o_proj(attend(heads))
     gate, up = layer.mlp.gate_up_proj(norm(layer.post_attention_layernorm, x)).chunk(2, dim=-1)
-    return LayerPass(x + layer.mlp.down_proj(F.silu(gate) * up), normed, qkv)
+    return LayerPass(x + layer.mlp.down_proj(F.silu(gate) * up), normed, qkv, heads)
 
 
 def compute_logits(model: LlamaForCausalLM, x: Tensor) -> Tensor:
@@ -56,8 +75,8 @@ def norm(module: RMSNorm, x: Tensor) -> Tensor:
     return rms_norm(x, module.weight, module.eps)
 
 
-def _attend(attention: Attention, qkv: Tensor, rotation: Rotation) -> Tensor:
-    """Causal attention of one sequence: qkv [N, (HQ + 2 H) D] -> [N, HQ D]."""
+def split_heads(attention: Attention, qkv: Tensor, rotation: Rotation) -> Heads:
+    """Heads of the qkv projection's output [N, (HQ + 2 H) D], after the q/k norm and the rotation."""
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     each = qkv.view(len(qkv), heads + 2 * kv_heads, attention.head_dim)
     qk, v = each[:, : heads + kv_heads], each[:, heads + kv_heads :]
@@ -66,9 +85,14 @@ def _attend(attention: Attention, qkv: Tensor, rotation: Rotation) -> Tensor:
     wide = qk.float()
     first, second = wide.chunk(2, dim=-1)
     qk = (wide * rotation.cos + torch.cat((second, first), -1) * rotation.signed_sin).to(qkv.dtype)
-    q, k = qk[:, :heads], qk[:, heads:]
+    return Heads(qk[:, :heads], qk[:, heads:], v)
+
+
+def attend(heads: Heads) -> Tensor:
+    """Causal attention of one sequence, [N, HQ D]."""
+    q, k, v = heads
     # As many KV heads as query heads: every back end of torch then has a flash kernel, without N x N scores.
-    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out[0].transpose(0, 1).reshape(len(qkv), -1)
+    return out[0].transpose(0, 1).reshape(out.shape[2], -1)

@@ -1,16 +1,15 @@
-"""Gradient norms of the key and value projections, layer by layer: KVmix's measure of what each layer can bear.
+"""A profile from gradients: norms of those of W_k and W_v, and the sensitivity of K and V to each format.
 
-A layer's score is the Frobenius norm of dLoss/dW_k, or of dLoss/dW_v, averaged over texts; the loss is the mean
-cross-entropy of the next token. One forward pass keeps the residual stream before each layer; the backward pass runs
-the layers again from the last to the first, so the activations and weight gradients of one layer at a time exist.
-Source: KVmix (arXiv 2506.08018), with one backward pass a text and unshifted labels.
+A layer's score is the Frobenius norm of dLoss/dW_k, or of dLoss/dW_v; the loss is the mean cross-entropy of the next
+token. One forward pass keeps the residual stream before each layer; the backward pass runs the layers again from the
+last to the first, so the activations and weight gradients of one layer at a time exist.
+Source: KVmix (arXiv 2506.08018), with one backward pass a text and unshifted labels; PM-KVQ (arXiv 2505.18610).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.errors import CapacityError, ModelError
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
 
-from .forward import compute_logits, embed, run_layer
-from .kvmix import LayerScores
+from .forward import Heads, compute_logits, decoder_layers, embed, run_layer
+from .profile import KeyScale, LayerScores, Profile, Prompts, Sensitivities, mean
+from .sensitivity import Candidates, side_sensitivities
 
 LOSS_ROWS = 256  # rows whose logits and their gradients exist at once: 0.6 GiB for a vocabulary of 150,000
+LEAST_MEDIAN = 1e-6  # of the channels' largest keys: a model whose keys are mostly 0 has a finite ratio
 
 
 class Text(NamedTuple):
@@ -33,61 +35,104 @@ class Text(NamedTuple):
     first_label: int = 1
 
 
-def mean_scores(scores: Sequence[LayerScores]) -> LayerScores:
-    """The mean over texts, to six digits. Raises ``ModelError`` if any is not finite."""
+class TextProfile(NamedTuple):
+    """One text's gradient norms of W_k and W_v, sensitivities to each candidate, and outliers of K, one a layer."""
+
+    scores: LayerScores
+    k: list[list[float]]  # a list a candidate
+    v: list[list[float]]
+    key_outliers: list[float]
+
+
+def mean_profile(
+    found: Sequence[TextProfile],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    candidates: Candidates,
+    prompts: Prompts,
+    position_scale: int = 1,
+    key_scale: KeyScale | None = None,
+) -> Profile:
+    """The profile that those of texts make. Raises ``ModelError`` if anything is not finite."""
     k, v = (
-        [float(f"{fmean(layer):.6g}") for layer in zip(*side, strict=True)]
-        for side in ((found.k for found in scores), (found.v for found in scores))
+        {name: mean([getattr(text, side)[index] for text in found]) for index, name in enumerate(names)}
+        for side, names in (("k", candidates.k), ("v", candidates.v))
     )
-    if not all(map(math.isfinite, (*k, *v))):
-        raise ModelError("its loss or its gradients are not finite", field="model", remedy="Check its weights")
-    return LayerScores(k, v)
+    return Profile(
+        dtype=str(dtype).removeprefix("torch."),
+        context=config.max_position_embeddings,
+        position_scale=position_scale,
+        prompts=prompts,
+        key_scale=key_scale,
+        scores=LayerScores(mean([text.scores.k for text in found]), mean([text.scores.v for text in found])),
+        sensitivities=Sensitivities(k, v),
+        key_outliers=mean([text.key_outliers for text in found]),
+        has_qk_norm=config.qk_norm,
+    )
 
 
-def score_texts(model: LlamaForCausalLM, texts: Sequence[Text]) -> Iterator[LayerScores]:
-    """Yields the scores of each of ``texts``.
+def empty_profile(config: ModelConfig, prompts: Prompts, position_scale: int = 1) -> Profile:
+    """A profile in which nothing matters: settings can be checked with it before the work is done."""
+    candidates = Candidates.of(config.num_kv_heads, config.head_dim, config.dtype)
+    nothing = [0.0] * config.num_layers
+    k, v = ([nothing] * len(names) for names in candidates)
+    text = TextProfile(LayerScores(nothing, nothing), k, v, nothing)
+    return mean_profile([text], config, config.dtype, candidates, prompts, position_scale)
+
+
+def profile_texts(
+    model: LlamaForCausalLM, texts: Sequence[Text], candidates: Candidates, position_scale: int = 1
+) -> Iterator[TextProfile]:
+    """Yields the profile of each of ``texts``.
 
     Raises ``ModelError`` for a token that the model does not have, ``CapacityError`` if the device has no memory for a
     text.
     """
-    vocab_size = model.config.vocab_size
     for text in texts:
-        if max(text.token_ids) >= vocab_size:
-            message = f"its tokenizer has tokens beyond the {vocab_size:,} of its embedding"
-            raise ModelError(message, field="model", remedy="Use the tokenizer that belongs to the weights")
-        try:
-            yield score_text(model, text)
-        except torch.OutOfMemoryError as error:
-            message, remedy = f"no memory for the gradients of {len(text.token_ids):,} tokens", "Lower max_tokens"
-            raise CapacityError(message, field="max_tokens", remedy=remedy) from error
+        with checked(model, text):
+            yield profile_text(model, text, candidates, position_scale)
 
 
-def score_text(model: LlamaForCausalLM, text: Text) -> LayerScores:
-    """The gradient norms of one text of at least two tokens."""
-    device = model.model.norm.weight.device
+@contextmanager
+def checked(model: LlamaForCausalLM, text: Text) -> Iterator[None]:
+    """A pass over ``text``. Raises ``ModelError`` for a token that ``model`` lacks, ``CapacityError`` for no memory."""
+    vocab_size = model.config.vocab_size
+    if max(text.token_ids) >= vocab_size:
+        message = f"its tokenizer has tokens beyond the {vocab_size:,} of its embedding"
+        raise ModelError(message, field="model", remedy="Use the tokenizer that belongs to the weights")
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message, remedy = f"no memory for a pass over {len(text.token_ids):,} tokens", "Lower max_tokens"
+        raise CapacityError(message, field="max_tokens", remedy=remedy) from error
+
+
+def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, position_scale: int = 1) -> TextProfile:
+    """The profile of one text of at least two tokens."""
+    device, layers = model.model.norm.weight.device, decoder_layers(model)
     ids = torch.tensor(text.token_ids, device=device)
     labels = ids[1:].clone()
     labels[: text.first_label - 1] = -100  # what cross_entropy ignores
     inputs = list[Tensor]()
     with torch.no_grad():
-        x, rotation = embed(model, ids[:-1])
-        for layer in _layers(model):
+        x, rotation = embed(model, ids[:-1], position_scale)
+        for layer in layers:
             inputs.append(x)
             x = run_layer(layer, x, rotation).output
     gradient = _loss_gradient(model, x, labels)
-    norms = list[Tensor]()
-    for layer in reversed(_layers(model)):
+    found = list[Tensor]()
+    for layer in reversed(layers):
         x = inputs.pop().requires_grad_()
         passed = run_layer(layer, x, rotation)
-        gradient, qkv_gradient = torch.autograd.grad(passed.output, (x, passed.qkv), gradient)
-        norms.append(_weight_norms(layer, passed.normed.detach(), qkv_gradient))
-        del passed, x
-    k, v = torch.stack(norms[::-1]).T.tolist()
-    return LayerScores(k, v)
-
-
-def _layers(model: LlamaForCausalLM) -> list[DecoderLayer]:
-    return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+        wanted = (x, passed.qkv, passed.heads.k, passed.heads.v)
+        gradient, *inner = torch.autograd.grad(passed.output, wanted, gradient)
+        with torch.no_grad():
+            norms = _weight_norms(layer, passed.normed, inner[0])
+            found.append(torch.cat((norms, _head_numbers(passed.heads, inner[1], inner[2], candidates))))
+        del passed, x, wanted, inner
+    k, v, outliers, *rest = torch.stack(found[::-1]).T.tolist()
+    number = len(candidates.k)
+    return TextProfile(LayerScores(k, v), rest[:number], rest[number:], outliers)
 
 
 def _loss_gradient(model: LlamaForCausalLM, x: Tensor, labels: Tensor) -> Tensor:
@@ -105,3 +150,12 @@ def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> 
     shards = list(layer.self_attn.qkv_proj.shards.values())
     _, k, v = ((part.T @ normed).float().norm() for part in torch.split(qkv_gradient, shards, dim=1))
     return torch.stack((k, v))
+
+
+def _head_numbers(heads: Heads, k_gradient: Tensor, v_gradient: Tensor, candidates: Candidates) -> Tensor:
+    """K's outliers, then the sensitivities to the candidates of K and of V: [1 + candidates] float32."""
+    peaks = heads.k.abs().amax(0).float()
+    ratio = peaks.max() / peaks.median().clamp(min=LEAST_MEDIAN)
+    k = side_sensitivities(heads.k, k_gradient, candidates.k)
+    v = side_sensitivities(heads.v, v_gradient, candidates.v)
+    return torch.cat((ratio[None], k, v))

@@ -9,28 +9,19 @@ import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated
 
 import msgspec
 
 from ..config import DENSE16, KVConfig, RungConfig
 from ..errors import ConfigError
+from ..fingerprint import ModelFingerprint
+from .profile import LayerScores, Profile
 
 WIDTHS = (1, 2, 3, 4, 8)  # code bits that uniform sides have
 GROUPS = (32, 64, 128)  # elements that share a minimum and a range
 
 
-Norm = Annotated[float, msgspec.Meta(ge=0)]
-
-
-class LayerScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Gradient norms of W_k and of W_v, one a layer."""
-
-    k: list[Norm]
-    v: list[Norm]
-
-
-class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="kvmix"):
     """How KVmix turns scores into formats. Raises ``ConfigError`` for a value out of range.
 
     ``share`` of the layers, chosen for K and for V apart, have ``k_bits`` and ``v_bits``, the others ``low_bits``.
@@ -65,6 +56,10 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def num_chosen(self, num_layers: int) -> int:
         """Layers with more bits: the share rounded down, at least one of any share above 0."""
         return max(math.floor(Fraction(str(self.share)) * num_layers), int(self.share > 0))
+
+    def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
+        """The ladder that the scores of ``profile`` lead to."""
+        return self.ladder("plan", profile.scores)
 
     def ladder(self, name: str, scores: LayerScores) -> KVConfig:
         """The eager ladder called ``name`` that ``scores`` lead to: K in groups of tokens, V in groups of channels."""

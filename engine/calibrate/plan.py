@@ -1,4 +1,4 @@
-"""Plan files: a ladder made for one model, with the scores and settings that led to it, as JSON."""
+"""Plan files: a ladder made for one model, with the profile and settings that led to it, as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sized
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -15,16 +15,19 @@ from ..errors import ConfigError
 from ..fingerprint import ModelFingerprint
 from ..input_files import read_input
 from ..layer_schedule import LayerSchedule
-from .kvmix import KVmix, LayerScores
+from .kvmix import KVmix
+from .mixed import Mixed
+from .pm_kvq import PMKVQ
+from .profile import KeyScale, Profile
 
-VERSION: Final = 1  # of the file's form; any other is refused
+VERSION: Final = 2  # of the file's form; any other is refused
 MAX_NBYTES = 4 * 2**20  # of a plan file: 16 rungs of 512 layers take a tenth of it
 MAX_REASON_CHARS = 400  # of an error about a file: a name in it may have millions
 _REMEDY = "Make it anew with qkv-engine plan"
 _LEAF_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Settings = KVmix | PMKVQ | Mixed
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,36 +71,40 @@ class PlannedLadder(_Strict, frozen=True):
         return cls(rungs, kv.sink, kv.recent, kv.recent_ratio, kv.eager)
 
 
-class Prompts(_Strict, frozen=True):
-    """Texts that were profiled: their source, their number, their tokens in all, and the most of any that counted."""
-
-    source: str
-    count: Count
-    tokens: Count
-    max_tokens: Count
-
-
 class KVPlan(_Strict, frozen=True, kw_only=True):
-    """The contents of a plan file."""
+    """The contents of a plan file: a model's profile, the settings that were solved for, and the ladder they led to."""
 
-    version: Literal[1] = VERSION
-    method: Literal["kvmix"]
+    version: Literal[2] = VERSION
     model: ModelFingerprint
-    settings: KVmix
-    prompts: Prompts
-    scores: LayerScores
+    settings: Settings
     ladder: PlannedLadder
+    profile: Profile
+
+    @classmethod
+    def make(cls, settings: Settings, profile: Profile, model: ModelFingerprint) -> KVPlan:
+        """The plan that ``settings`` make of a profile. Raises ``CapacityError`` for a budget that none keeps."""
+        ladder = PlannedLadder.of(settings.solve(profile, model))
+        return cls(model=model, settings=settings, ladder=ladder, profile=profile)
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
-        lists: dict[str, Sized] = {"scores.k": self.scores.k, "scores.v": self.scores.v}
+        lists: dict[str, Sized] = {f"profile.{field}": values for field, values in self.profile.lists().items()}
         for rung in self.ladder.rungs:
             sides = {f"rung {rung.name}.k": rung.k, f"rung {rung.name}.v": rung.v}
             lists |= {field: side for field, side in sides.items() if not isinstance(side, str)}
         for field, values in lists.items():
             if len(values) != layers:
                 raise ValueError(f"{field} has {len(values)} entries for {layers} layers")
+        scale = self.profile.key_scale
+        shape = (layers, self.model.num_kv_heads, self.model.head_dim // 2)
+        if scale is not None and not _has_shape(scale, shape):
+            raise ValueError(f"profile.key_scale is not of {shape[0]} layers, {shape[1]} heads and {shape[2]} pairs")
         self.config("plan")  # which checks the rest
+
+    @property
+    def method(self) -> str:
+        """The name of the method that made the ladder."""
+        return str(type(self.settings).__struct_config__.tag)
 
     def config(self, name: str) -> KVConfig:
         """The ladder, called ``name``, bound to the plan's model."""
@@ -109,6 +116,7 @@ class KVPlan(_Strict, frozen=True, kw_only=True):
             recent_ratio=self.ladder.recent_ratio,
             eager=self.ladder.eager,
             model=self.model,
+            key_scale=self.profile.key_scale,
         )
 
 
@@ -116,9 +124,9 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def read_plan(path: str | Path) -> KVPlan:
-    """The plan in the file at ``path``. Raises ``ConfigError``, saying where, for anything but a whole plan."""
-    data = read_input(path, field="kv", max_nbytes=MAX_NBYTES)
+def read_plan(path: str | Path, field: str = "kv") -> KVPlan:
+    """The plan in the file at ``path``, given as ``field``. Raises ``ConfigError`` for anything but a whole plan."""
+    data = read_input(path, field=field, max_nbytes=MAX_NBYTES)
     try:
         version = msgspec.json.decode(data, type=_Versioned).version
         if version != VERSION:
@@ -126,7 +134,8 @@ def read_plan(path: str | Path) -> KVPlan:
         plan = msgspec.json.decode(data, type=KVPlan)
         json.loads(data, object_pairs_hook=_refuse_repeats)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _refusal(path, f"no plan: {str(error)[:MAX_REASON_CHARS]}") from error
+        why = f"no plan: {str(error)[:MAX_REASON_CHARS]}"
+        raise ConfigError(why, field=field, value=str(path), remedy=_REMEDY) from error
     return plan
 
 
@@ -144,13 +153,14 @@ def plan_bytes(plan: KVPlan) -> bytes:
     return (_LEAF_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n").encode()
 
 
+def _has_shape(scale: KeyScale, shape: tuple[int, int, int]) -> bool:
+    layers, heads, pairs = shape
+    return len(scale) == layers and all(len(of) == heads and all(len(row) == pairs for row in of) for of in scale)
+
+
 def _refuse_repeats(pairs: list[tuple[str, object]]) -> None:
     """Raises ``ValueError`` if a JSON object has a key twice, of which readers take the last."""
     keys = [key for key, _ in pairs]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ValueError(f"an object has the key {twice!r} twice")
-
-
-def _refusal(path: str | Path, why: str) -> ConfigError:
-    return ConfigError(why, field="kv", value=str(path), remedy=_REMEDY)

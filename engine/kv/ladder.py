@@ -21,7 +21,6 @@ from qkv_engine.kernels.formats.family import SideName
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
-from ..layer_schedule import LayerSchedule
 from .window import RecentWindow
 
 if TYPE_CHECKING:
@@ -220,15 +219,7 @@ def _patterns(rung: Rung) -> list[int]:
 
 
 def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:
-    sides = []
-    for names in (config.k, config.v):
-        scheduled = names.formats(num_layers) if isinstance(names, LayerSchedule) else names
-        each = (scheduled,) * num_layers if isinstance(scheduled, str) else scheduled
-        if len(each) != num_layers:
-            remedy = "Give one format for all layers, or one a layer"
-            message = f"{len(each)} formats for {num_layers} layers"
-            raise ConfigError(message, field="rung", value=config.name, remedy=remedy)
-        sides.append([make_format(name, dtype) for name in each])
+    sides = [[make_format(name, dtype) for name in config.formats(side, num_layers)] for side in SIDES]
     rung = Rung(config.name, tuple(zip(*sides, strict=True)), shape)
     for name, formats in zip(SIDES, zip(*rung.layers, strict=True), strict=True):
         below: Side | None = None

@@ -1,1 +1,1 @@
-"""KIVI, Kitty, KVmix, XQuant and PatternKV by their papers' own rules, token by token: ``python -m studies.papers``."""
+"""KIVI, Kitty, KVmix, XQuant, PatternKV and PM-KVQ by their papers' rules: ``python -m studies.papers``."""

@@ -32,13 +32,14 @@ from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.loader import load_model
 from qkv_engine.text.tokenizer import Tokenizer
 
-from . import kitty, kivi, kvmix, patternkv, xquant
+from . import kitty, kivi, kvmix, patternkv, pm_kvq, xquant
 from .cache import LayerCache, Scheme, Side
 from .decode import generate
 
 DEMO = Path(str(files("qkv_engine") / "assets" / "demo"))
 HEAD_DIM = 128  # of the demo model
 PROFILE_TEXTS = 10  # right conversations a task that KVmix's scores are taken of, as released
+PM_KVQ_TOKENS = 1024  # of PM-KVQ's budget a layer: about a question with its reply, so that all end at the floor
 PROFILE_SEED = 1_000_003  # other than any seed of questions that is likely to be asked for
 
 
@@ -78,6 +79,10 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "kvmix-2.19": lambda task, n: _kvmix(task, n, faithful=True),
     "kvmix-2.19-own-step": lambda task, n: _kvmix(task, n, faithful=False),
     "patternkv": lambda task, n: patternkv.scheme(HEAD_DIM),
+    "pm-kvq-4": lambda task, n: pm_kvq.scheme(4, n, max_len=PM_KVQ_TOKENS),
+    "pm-kvq-2": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS),
+    "pm-kvq-2-modified": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS, variant=pm_kvq.MODIFIED),
+    "pm-kvq-2-direct": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS, variant=pm_kvq.DIRECT),
 }
 
 

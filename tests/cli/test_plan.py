@@ -16,16 +16,22 @@ from qkv_engine import ConfigError
 from qkv_engine.bench.plan_report import layer_rows
 from qkv_engine.bench.plot_plan import plot_plan
 from qkv_engine.bench.texts import file_texts, random_texts, task_texts
-from qkv_engine.calibrate.kvmix import KVmix, LayerScores
-from qkv_engine.calibrate.plan import KVPlan, PlannedLadder, Prompts, plan_bytes, read_plan
+from qkv_engine.calibrate.gradients import TextProfile
+from qkv_engine.calibrate.kvmix import KVmix
+from qkv_engine.calibrate.mixed import Mixed
+from qkv_engine.calibrate.plan import KVPlan, Settings, plan_bytes, read_plan
+from qkv_engine.calibrate.pm_kvq import PMKVQ
+from qkv_engine.calibrate.profile import LayerScores
 from qkv_engine.cli.main import main
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.models.loader import read_config
 from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
+from ..engine.calibrate.profiles import made_up_profile
 from ..models.tiny import write_tiny
 
+KVMIX = ["--method", "kvmix"]
 QUICK = ["--task", "addition:6,sorting:20", "--samples", "4"]
 
 
@@ -39,16 +45,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(demo_folder())
 
 
-def make_plan(num_layers: int, settings: KVmix) -> KVPlan:
-    scores = LayerScores([1.0 + layer for layer in range(num_layers)], [0.0] * num_layers)
-    return KVPlan(
-        method="kvmix",
-        model=ModelFingerprint("weird $name_ [x]", "LlamaForCausalLM", num_layers, 8, 128, 4096, 32000, None),
-        settings=settings,
-        prompts=Prompts(source="ledger 40", count=24, tokens=20000, max_tokens=1024),
-        scores=scores,
-        ladder=PlannedLadder.of(settings.ladder("plan", scores)),
-    )
+def make_plan(num_layers: int, settings: Settings) -> KVPlan:
+    model = ModelFingerprint("weird $name_ [x]", "LlamaForCausalLM", num_layers, 8, 128, 4096, 32000, None)
+    return KVPlan.make(settings, made_up_profile(model), model)
 
 
 def test_a_plan_is_made_shown_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,11 +56,12 @@ def test_a_plan_is_made_shown_and_drawn(capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     rows, plan = json.loads(out), read_plan(Path("mine.json"))
     assert [row["layer"] for row in rows] == list(range(8))
-    assert [row["k_score"] for row in rows] == plan.scores.k and min(plan.scores.k + plan.scores.v) > 0
+    scores, prompts = plan.profile.scores, plan.profile.prompts
+    assert [row["k_score"] for row in rows] == scores.k and min(scores.k + scores.v) > 0
     assert sorted(row["k_bits"] for row in rows) == [*[2] * 7, 3] and sorted(row["v_bits"] for row in rows)[-1] == 4
     assert max(rows, key=lambda row: row["k_score"])["k_bits"] == 3
     assert max(rows, key=lambda row: row["v_score"])["v_bits"] == 4
-    assert plan.prompts.source == "addition 6, sorting 20" and plan.prompts.count == 4 and plan.prompts.tokens > 50
+    assert prompts.source == "addition 6, sorting 20" and prompts.count == 4 and prompts.tokens > 50
     assert err.splitlines() == [
         "qkv-engine: profiling 4 texts",
         "qkv-engine: wrote the plan to mine.json, a plot to scores.png",
@@ -70,7 +70,7 @@ def test_a_plan_is_made_shown_and_drawn(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_plan_is_served_under_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "-o", "mine.json", *QUICK, "--random", "--seed", "3", "--share", "0.5"]) == 0
+    assert main(["plan", *KVMIX, "-o", "mine.json", *QUICK, "--random", "--seed", "3", "--share", "0.5"]) == 0
     assert "layers at random" in capsys.readouterr().out
     assert read_plan(Path("mine.json")).settings.random_seed == 3
     words = ["--kv", "bf16,mine.json", "--tasks", "ledger:6", "--samples", "1", "--kv-memory", "96MiB", "-o", "json"]
@@ -88,10 +88,11 @@ def test_a_plan_is_served_under_its_name(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_shape_has_random_weights_and_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "-o", "mine.json"]) == 0
+    words = ["--method", "kvmix", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "-o", "mine.json"]
+    assert main(["plan", *words]) == 0
     plan = read_plan(Path("mine.json"))
     assert plan.model.weights is None and plan.model.name == "demo"
-    assert (plan.prompts.source, plan.prompts.tokens) == ("random tokens", 140)
+    assert (plan.profile.prompts.source, plan.profile.prompts.tokens) == ("random tokens", 140)
     assert "2.125 bits" in capsys.readouterr().out
     assert main(["eval", "--kv", "mine.json", "--tasks", "ledger:6", "--samples", "1"]) == 2
     assert "the weights differ" in capsys.readouterr().err
@@ -100,12 +101,23 @@ def test_a_shape_has_random_weights_and_texts(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--share", "1.5"], "--share"),
-        (["--share", "nan"], "--share"),
-        (["--recent-ratio", "1"], "--recent-ratio"),
-        (["--k-bits", "5"], "--k-bits"),
-        (["--low-bits", "4"], "--low-bits"),
-        (["--group", "11"], "--group"),
+        ([*KVMIX, "--share", "1.5"], "--share"),
+        ([*KVMIX, "--share", "nan"], "--share"),
+        ([*KVMIX, "--recent-ratio", "1"], "--recent-ratio"),
+        ([*KVMIX, "--k-bits", "5"], "--k-bits"),
+        ([*KVMIX, "--low-bits", "4"], "--low-bits"),
+        ([*KVMIX, "--group", "11"], "--group"),
+        (["--share", "0.5"], "--share=0.5: no option of --method mixed. Use --method kvmix"),
+        ([*KVMIX, "--budget", "3bits"], "--budget='3bits': no option of --method kvmix"),
+        (["--method", "pm-kvq", "--rungs", "4"], "--rungs=4: no option of --method pm-kvq"),
+        (["--rungs", "13"], "--rungs=13"),
+        (["--least-bits", "0"], "--least-bits=0"),
+        (["--budget", "3"], "--budget='3': neither bits nor a size"),
+        (["--context", "0"], "--context=0"),
+        (["--context", "250"], "--context=250: no block leaves the window"),
+        (["--position-scale", "0"], "--position-scale=0"),
+        (["--kv-memory", "much"], "--kv-memory"),
+        (["--from", "none.json"], "--from='none.json': cannot be read"),
         (["--samples", "0"], "--samples"),
         (["--samples", "100000000000"], "--samples=100000000000: out of range. Give an integer from 1 to 10,000"),
         (["--max-tokens", "1" + "0" * 30], "--max-tokens"),
@@ -137,11 +149,11 @@ def test_mistakes_are_found_before_anything_runs(
 
 
 def test_an_interrupt_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> Iterator[LayerScores]:
-        yield LayerScores([1.0], [1.0])
+    def interrupted(*_: object) -> Iterator[TextProfile]:
         raise KeyboardInterrupt
+        yield
 
-    monkeypatch.setattr("qkv_engine.calibrate.gradients.score_texts", interrupted)
+    monkeypatch.setattr("qkv_engine.calibrate.gradients.profile_texts", interrupted)
     assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "--plot"]) == 130
     assert capsys.readouterr().out == "" and list(Path().iterdir()) == []
 
@@ -164,6 +176,82 @@ def test_a_plan_that_does_not_fit_is_found_before_others_are_measured(
         assert out == "" and len(err.splitlines()) == 1 and f"--kv='{name}': {message}" in err
 
 
+@pytest.mark.parametrize("method", ["mixed", "pm-kvq"])
+def test_a_budget_that_nothing_keeps_is_found_before_anything_runs(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--method", method, "--budget", "1MiB", "--requests", "4"]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and "--budget='1MiB': no plan is as small. Give at least " in err and "profiling" not in err
+    least = err.split("at least ")[1].strip()
+    assert main(["plan", "--method", method, "--budget", least, "--requests", "4", "--samples", "0"]) == 2
+
+
+def test_a_budget_becomes_a_ladder_that_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--budget", "3.5bits", "--kv-memory", "64MiB", "-o", "mine.json", "--plot", "mine.svg"]
+    assert main(["plan", *words, *QUICK]) == 0
+    out, err = capsys.readouterr()
+    assert "demo · mixed, 3.5bits for 8,192 tokens · 4 texts" in out
+    assert re.search(
+        r"mixed-7: \d\.\d\d bits an element with metadata, predicted loss .* nats, [\d,]+ tokens in 64", out
+    )
+    assert "profiling 4 texts" in err and "scaling" not in err and b"<svg" in Path("mine.svg").read_bytes()
+    plan = read_plan(Path("mine.json"))
+    assert plan.profile.position_scale == 1 and plan.profile.key_scale is None and plan.profile.has_qk_norm
+    assert len(plan.ladder.rungs) == 8
+    assert main(["eval", "--kv", "mine.json", "--tasks", "sorting:9", "--samples", "4", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["kv"] == "mine"
+    assert main(["env", "--kv", "mine.json", "-o", "json"]) == 0
+    assert [rung["rung"] for rung in json.loads(capsys.readouterr().out)["kv"]["rungs"]][-1] == "mixed-7"
+
+
+def test_another_budget_or_method_takes_the_profile_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--position-scale", "2", "--method", "pm-kvq", *QUICK]
+    assert main(["plan", *words, "--budget", "4bits", "-o", "one.json"]) == 0
+    assert "scaling the keys of 4 texts" in capsys.readouterr().err
+    one = read_plan(Path("one.json"))
+    assert one.profile.key_scale is not None and one.profile.position_scale == 2 and one.method == "pm-kvq"
+    assert one.config("one").key_scale == one.profile.key_scale
+    assert main(["plan", "--from", "one.json", "--budget", "3bits", "--eager", "-o", "two.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "mixed, 3bits" in out and "profiling" not in err
+    two = read_plan(Path("two.json"))
+    assert two.profile == one.profile and two.model == one.model and two.ladder.eager
+    assert main(["plan", "--from", "one.json", *KVMIX, "-o", "three.json"]) == 0
+    assert read_plan(Path("three.json")).ladder.rungs[-1].name == "kvmix"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--samples", "3"], "--samples=3: belongs to a new profile. Leave --from out"),
+        (["--task", "sorting"], "--task='sorting': belongs to a new profile"),
+        (["--no-key-scale"], "--key-scale=False: belongs to a new profile"),
+        (["--dtype", "bfloat16"], "--from='plan.json': the profile of a model in float32"),
+        (["tiny"], "--from='plan.json': a plan for another model"),
+        (["--budget", "1bits"], "--budget='1bits': no plan is as small. Give at least"),
+    ],
+)
+def test_a_profile_for_something_else_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("plan.json").write_bytes(plan_bytes(make_plan(2, Mixed(budget="4bits", context=8192))))
+    write_tiny(Path("tiny"))
+    assert main(["plan", *words, "--from", "plan.json", "-o", "other.json"]) in (2, 3)
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and not Path("other.json").exists()
+
+
+def test_a_plan_says_what_else_would_do_and_what_is_amiss(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(8, Mixed(budget="4bits", context=8192))
+    profile = replace(plan.profile, key_outliers=[1.0, 30.0, *[1.0] * 6])
+    Path("plan.json").write_bytes(plan_bytes(replace(plan, profile=profile)))
+    assert main(["plan", "--from", "plan.json", "--method", "pm-kvq", "--budget", "5bits", "-o", "other.json"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Preset int4 is predicted as good: [\d.e-]+ nats at no more bytes", out)
+    assert "Keys have channels up to 30 times the median (layers 1) and no q/k norm tames them" in out
+
+
 def test_kv_errors_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.json").write_text('{"version": 1')
     Path("int4.json").write_text("{}")
@@ -178,7 +266,7 @@ def test_kv_errors_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "-o", "int4.json"]) == 0
+    assert main(["plan", *KVMIX, "--shape", "demo", "--samples", "2", "--max-tokens", "70", "-o", "int4.json"]) == 0
     assert main(["eval", "--kv", "int4,int4.json"]) == 2
     assert "there is another int4. Rename" in capsys.readouterr().err
 
@@ -238,6 +326,7 @@ def test_lines_of_a_file(tokenizer: Tokenizer) -> None:
         (['{"text": "a", "prompt": "b", "answer": "c"}'], "line 1"),
         (['{"text": "a"}'], "text 1 of 1 has no token to predict"),
         (['{"text": "one two three four"}'], r"only \d+ tokens to predict in 1 texts"),
+        (['{"text": "one two three four five six"}'] * 24, "no text goes beyond the sink of 32 tokens"),
     ],
 )
 def test_a_bad_set_is_refused_by_line(lines: list[str], message: str, tokenizer: Tokenizer) -> None:
@@ -263,13 +352,26 @@ def test_random_texts_repeat_by_seed() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 8, 80])
-@pytest.mark.parametrize("settings", [KVmix(), KVmix(share=0), KVmix(share=1, random_seed=1)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(KVmix(), KVmix(share=0), KVmix(share=1, random_seed=1)),
+        *(
+            Mixed(budget="4bits", context=8192),
+            Mixed(budget="16bits", context=8192),
+            PMKVQ(budget="9bits", context=999),
+        ),
+    ],
+    ids=str,
+)
 def test_any_plan_can_be_drawn(num_layers: int, settings: KVmix) -> None:
     assert plot_plan(make_plan(num_layers, settings), dpi=40).startswith(b"\x89PNG")
 
 
 def test_the_picture_has_every_layers_bits() -> None:
-    plan = make_plan(4, KVmix(share=0.5))
+    made = make_plan(4, KVmix(share=0.5))
+    profile = replace(made.profile, scores=LayerScores([1.0, 2.0, 3.0, 4.0], [0.0] * 4))
+    plan = KVPlan.make(made.settings, profile, made.model)
     texts = re.findall(r"<!-- (.*?) -->", plot_plan(plan, kind="svg").decode())
     assert texts.count("3") >= 2 and texts.count("4") >= 2
     assert [(row.k_bits, row.v_bits) for row in layer_rows(plan)] == [(2, 4), (2, 4), (3, 2), (3, 2)]

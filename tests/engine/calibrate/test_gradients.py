@@ -13,7 +13,9 @@ import transformers
 from qkv_engine import CapacityError, ModelError
 from qkv_engine.calibrate import gradients
 from qkv_engine.calibrate.forward import compute_logits, embed, run_layer
-from qkv_engine.calibrate.gradients import LayerScores, Text, mean_scores, score_text, score_texts
+from qkv_engine.calibrate.gradients import Text, TextProfile, mean_profile, profile_text, profile_texts
+from qkv_engine.calibrate.profile import LayerScores, Prompts
+from qkv_engine.calibrate.sensitivity import Candidates
 from qkv_engine.config import EngineConfig
 from qkv_engine.models import LlamaForCausalLM, load_model
 from qkv_engine.models.loader import ModelSource, load_weights
@@ -22,6 +24,7 @@ from qkv_engine.startup import load
 from ...models.conftest import DenseBatch, make_reference  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
+NOTHING = Candidates({}, {})
 FAMILIES = [
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
     ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
@@ -44,6 +47,10 @@ def pair(family: str, changes: dict, make_reference: Callable, tmp_path: Path): 
     reference = make_reference(family, **changes)
     reference.save_pretrained(tmp_path)
     return reference, plain_model(tmp_path)
+
+
+def score_text(model: LlamaForCausalLM, text: Text) -> LayerScores:
+    return profile_text(model, text, NOTHING).scores
 
 
 def random_ids(length: int, seed: int = 1) -> list[int]:
@@ -97,43 +104,51 @@ def test_logits_equal_the_engines_forward(pair):
     torch.testing.assert_close(plain, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_are_means_over_texts():
-    assert mean_scores([LayerScores([1.0, 2.0], [0.0, 4.0]), LayerScores([3.0, 2.0], [1.0, 0.0])]) == LayerScores(
-        [2.0, 2.0], [0.5, 2.0]
-    )
-
-
-def test_what_is_not_finite_is_an_error():
+@pytest.mark.parametrize(("family", "changes"), FAMILIES[:1], ids=str)
+def test_a_profile_is_the_mean_over_texts(pair):
+    config, candidates = pair[1].config, Candidates({}, {"int2-token-128": None})
+    prompts = Prompts(source="two", count=2, tokens=9, max_tokens=5)
+    texts = [
+        TextProfile(LayerScores([1.0, 2.0], [0.0, 4.0]), [], [[1.0, 2.0]], [2.0, 2.0]),
+        TextProfile(LayerScores([3.0, 2.0], [1.0, 0.0]), [], [[3.0, 0.0]], [4.0, 2.0]),
+    ]
+    found = mean_profile(texts, config, torch.bfloat16, candidates, prompts)
+    assert found.scores == LayerScores([2.0, 2.0], [0.5, 2.0]) and found.key_outliers == [3.0, 2.0]
+    assert found.sensitivities.v == {"int2-token-128": [2.0, 1.0]} and found.dtype == "bfloat16"
     with pytest.raises(ModelError, match="not finite"):
-        mean_scores([LayerScores([float("nan")], [1.0])])
+        mean_profile([texts[0]._replace(key_outliers=[float("nan"), 1])], config, CPU, candidates, prompts)
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES[:1], ids=str)
 def test_what_cannot_be_scored_is_an_error(pair, monkeypatch: pytest.MonkeyPatch):
-    def exhausted(model: object, text: Text) -> LayerScores:
+    def exhausted(*_: object) -> TextProfile:
         raise torch.OutOfMemoryError
 
     _, model = pair
     with pytest.raises(ModelError, match=r"beyond the 97"):
-        list(score_texts(model, [Text([1, 97])]))
-    monkeypatch.setattr(gradients, "score_text", exhausted)
+        list(profile_texts(model, [Text([1, 97])], NOTHING))
+    monkeypatch.setattr(gradients, "profile_text", exhausted)
     with pytest.raises(CapacityError, match=r"3 tokens.*max_tokens"):
-        list(score_texts(model, [Text([1, 2, 3])]))
+        list(profile_texts(model, [Text([1, 2, 3])], NOTHING))
 
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
     """In bfloat16, so roughly; the bytes are those of docs/plans.md."""
     text = Text(torch.randint(5, 1024, (1025,), generator=torch.Generator().manual_seed(0)).tolist())
+    candidates = Candidates.of(2, 128, torch.bfloat16)
     on_cpu, on_gpu = (
         cast(LlamaForCausalLM, load(EngineConfig(dtype=dtype), torch.device(device), pack=False)[0].model)
         for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
     )
-    score_text(on_gpu, text)  # libraries allocate their workspaces
+    profile_text(on_gpu, text, candidates)  # libraries allocate their workspaces
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found, expected = score_text(on_gpu, text), score_text(on_cpu, text)
-    assert found.k == pytest.approx(expected.k, rel=0.1) and found.v == pytest.approx(expected.v, rel=0.1)
+    found, expected = profile_text(on_gpu, text, candidates), profile_text(on_cpu, text, candidates)
+    assert found.scores.k == pytest.approx(expected.scores.k, rel=0.1)
+    assert found.scores.v == pytest.approx(expected.scores.v, rel=0.1)
+    for ours, theirs in zip((*found.k[1:], *found.v[1:]), (*expected.k[1:], *expected.v[1:]), strict=True):
+        assert ours == pytest.approx(theirs, rel=0.1)
     config, n = on_gpu.config, 1024
     hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
     layer = 14 * hidden + 12 * config.intermediate_size + 28 * config.num_heads * config.head_dim + 33 * keys

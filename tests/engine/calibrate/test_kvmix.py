@@ -7,7 +7,8 @@ from statistics import fmean
 import pytest
 
 from qkv_engine import ConfigError
-from qkv_engine.calibrate.kvmix import KVmix, LayerScores
+from qkv_engine.calibrate.kvmix import KVmix
+from qkv_engine.calibrate.profile import LayerScores
 from qkv_engine.config import KVConfig
 
 

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
-from qkv_engine.calibrate.kvmix import KVmix, LayerScores
-from qkv_engine.calibrate.plan import KVPlan, PlannedLadder, Prompts, load_plan, plan_bytes, read_plan
+from qkv_engine.calibrate.kvmix import KVmix
+from qkv_engine.calibrate.mixed import Mixed
+from qkv_engine.calibrate.plan import KVPlan, Settings, load_plan, plan_bytes, read_plan
+from qkv_engine.calibrate.pm_kvq import PMKVQ
 from qkv_engine.config import resolve_kv
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.models.checkpoint import weights_digest
@@ -23,20 +25,14 @@ from qkv_engine.models.loader import read_config
 from qkv_engine.startup import demo_folder
 
 from ...models.tiny import WEIGHTS, write_tiny
+from .profiles import made_up_profile
 
 
-def plan_for(folder: Path, settings: KVmix | None = None) -> KVPlan:
-    """A plan for the model in ``folder``, its scores made up."""
-    config, settings = read_config(folder), settings or KVmix(share=0.5, recent_ratio=0.2)
-    scores = LayerScores(*([float(f"{(layer + 1) / 3:.6g}") for layer in range(config.num_layers)] for _ in "kv"))
-    return KVPlan(
-        method="kvmix",
-        model=ModelFingerprint.of(folder.name, config, weights_digest(folder)),
-        settings=settings,
-        prompts=Prompts(source="ledger 40", count=2, tokens=300, max_tokens=1024),
-        scores=scores,
-        ladder=PlannedLadder.of(settings.ladder("plan", scores)),
-    )
+def plan_for(folder: Path, settings: Settings | None = None) -> KVPlan:
+    """A plan for the model in ``folder``, its profile made up."""
+    config = read_config(folder)
+    model = ModelFingerprint.of(folder.name, config, weights_digest(folder))
+    return KVPlan.make(settings or KVmix(share=0.5, recent_ratio=0.2), made_up_profile(config), model)
 
 
 @pytest.fixture
@@ -68,7 +64,7 @@ def edit(file: Path) -> Callable[[Callable[[Any], object]], Path]:
 def test_a_plan_is_read_as_it_was_written(model: Path, file: Path):
     assert read_plan(file) == plan_for(model)
     lines = file.read_text().splitlines()
-    assert '    "k": [0.333333, 0.666667],' in lines  # a list is one line
+    assert '      "k": [0.333333, 0.666667],' in lines  # a list is one line
     kv = resolve_kv(str(file))
     assert kv == resolve_kv(file) == load_plan(file) and isinstance(kv, KVConfig)
     assert (kv.name, kv.eager, kv.sink, kv.recent_ratio) == ("mine", True, 0, 0.2)
@@ -84,16 +80,17 @@ def test_the_home_folder_is_found(file: Path, monkeypatch: pytest.MonkeyPatch):
     ("how", "message"),
     [
         (lambda plan: plan.pop("version"), "version"),
-        (lambda plan: plan.update(version=2), r"version is 2.*reads 1"),
+        (lambda plan: plan.update(version=1), r"version is 1.*reads 2"),
         (lambda plan: plan.update(version="1"), "version"),
-        (lambda plan: plan.update(method="pm-kvq"), "method"),
+        (lambda plan: plan["settings"].update(method="kvmax"), "settings.method"),
+        (lambda plan: plan["settings"].update(method="pm-kvq"), "settings"),
         (lambda plan: plan.update(extra=1), "extra"),
         (lambda plan: plan.pop("ladder"), "ladder"),
         (lambda plan: plan["model"].pop("head_dim"), r"head_dim.*model"),
         (lambda plan: plan["model"].update(num_layers="2"), "num_layers"),
-        (lambda plan: plan["model"].update(num_layers=3), r"scores.k has 2 entries for 3 layers"),
-        (lambda plan: plan["scores"]["v"].pop(), r"scores.v has 1 entries"),
-        (lambda plan: plan["scores"]["v"].__setitem__(0, None), "scores.v"),
+        (lambda plan: plan["model"].update(num_layers=3), r"profile.scores.k has 2 entries for 3 layers"),
+        (lambda plan: plan["profile"]["scores"]["v"].pop(), r"scores.v has 1 entries"),
+        (lambda plan: plan["profile"]["scores"]["v"].__setitem__(0, None), "scores.v"),
         (lambda plan: plan["settings"].update(share=2), "share"),
         (lambda plan: plan["settings"].update(shares=0.2), "shares"),
         (lambda plan: plan["ladder"].update(sink=3), "sink"),
@@ -105,8 +102,13 @@ def test_the_home_folder_is_found(file: Path, monkeypatch: pytest.MonkeyPatch):
         (lambda plan: plan["ladder"]["rungs"][1].update(k=["int2-channel-32"]), r"kvmix.k has 1 entries"),
         (lambda plan: plan["ladder"]["rungs"][1].update(v=[1, 2]), "rungs"),
         (lambda plan: plan["ladder"]["rungs"][1].update(name="\n"), "rung"),
-        (lambda plan: plan["prompts"].update(count=-1), "count"),
-        (lambda plan: plan["scores"].update(k=[1, -1]), r"scores.k\[1\]"),
+        (lambda plan: plan["profile"]["prompts"].update(count=-1), "count"),
+        (lambda plan: plan["profile"]["sensitivities"]["k"].update(dense16=[0]), r"sensitivities.k.dense16 has 1 entr"),
+        (lambda plan: plan["profile"]["sensitivities"]["v"].update(dense16=[0, -1]), r"dense16|sensitivities.v"),
+        (lambda plan: plan["profile"].update(key_scale=[[[1.0] * 8]] * 3), "key_scale is not of 2 layers, 1 heads"),
+        (lambda plan: plan["profile"].update(key_scale=[[[0.0] * 8]] * 2), "key_scale"),
+        (lambda plan: plan["profile"].update(position_scale=0), "position_scale"),
+        (lambda plan: plan["profile"]["scores"].update(k=[1, -1]), r"scores.k\[1\]"),
     ],
 )
 def test_a_changed_field_is_named(how: Callable, message: str, edit: Callable):
@@ -166,7 +168,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path):
             load_plan(path)
 
 
-@pytest.mark.parametrize("repeat", ['"sink": 32, "sink"', '"version": 1, "version"'])
+@pytest.mark.parametrize("repeat", ['"sink": 32, "sink"', '"version": 2, "version"'])
 def test_a_key_that_is_there_twice_is_refused(repeat: str, file: Path):
     key = repeat.rsplit(maxsplit=1)[1]
     file.write_text(file.read_text().replace(key, repeat))
@@ -193,9 +195,20 @@ def test_a_file_name_that_cannot_be_shown_is_refused(file: Path):
         load_plan(file.rename(file.with_name("a\nb.json")))
 
 
-def test_a_method_without_a_plan_names_the_command():
-    with pytest.raises(ConfigError, match=r"kv='kvmix'.*plan.*qkv-engine plan MODEL --method kvmix -o plan.json"):
-        resolve_kv("kvmix")
+@pytest.mark.parametrize("method", ["kvmix", "pm-kvq", "mixed"])
+def test_a_method_without_a_plan_names_the_command(method: str):
+    with pytest.raises(ConfigError, match=rf"kv='{method}'.*qkv-engine plan MODEL --method {method} -o plan.json"):
+        resolve_kv(method)
+
+
+@pytest.mark.parametrize("method", [Mixed, PMKVQ])
+def test_solved_plans_are_read_as_they_were_written(method: type[Settings], model: Path, tmp_path: Path):
+    settings = method(budget="6bits", context=8192)
+    plan = plan_for(model, settings)
+    path = tmp_path / "solved.json"
+    path.write_bytes(plan_bytes(plan))
+    assert read_plan(path) == plan and read_plan(path).settings == settings
+    assert load_plan(path).rungs == plan.config("solved").rungs
 
 
 def test_unknown_names_mention_plans():
@@ -213,6 +226,20 @@ def test_an_engine_serves_a_plan(tmp_path: Path):
         (output,) = engine.generate([list(range(5, 400))], SamplingParams(max_tokens=4, temperature=0))
         assert engine.stats().kv == "demo plan"
         assert output.kv.blocks.get("kvmix", 0) >= 2 and output.kv.lowest_bits == 2
+
+
+def test_blocks_pass_through_the_rungs_of_a_plan_under_pressure(tmp_path: Path):
+    """Layers of which some are dense and some have codes, side by side in one block."""
+    path = tmp_path / "mixed.json"
+    path.write_bytes(plan_bytes(plan_for(demo_folder(), Mixed(budget="3.5bits", context=8192, rungs=12))))
+    rungs = load_plan(path).rungs
+    assert any("dense16" in rung.k and len(set(rung.k)) > 1 for rung in rungs)
+    prompts = [[5 + (n * step) % 900 for n in range(700)] for step in (1, 3, 7, 11, 13, 17)]
+    with Engine(kv=path, kv_memory="24MiB", max_model_len=1024) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+        demotions = engine.stats().demotions
+    assert all(len(output.outputs[0].token_ids) == 6 for output in outputs)
+    assert len(demotions) >= 4 and {step.split("->")[1] for step in demotions} <= {rung.name for rung in rungs[1:]}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""PM-KVQ: K and V per token, halved in bits as memory runs short, each layer down to a floor of its own.
+
+Source: PM-KVQ (arXiv 2505.18610). Floors follow from a memory budget: the least sum of sensitivities, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from ..config import DENSE16, KVConfig, RungConfig
+from ..fingerprint import ModelFingerprint
+from .allocate import Choice
+from .budget import Budget, check_least_bits, solve
+from .profile import Profile
+from .sensitivity import DENSE, LEAST_BITS, Candidates
+
+WIDTHS = (16, 8, 4, 2, 1)  # bits of a layer's K and V: floors, and the rungs that lead there
+SINK, RECENT = 1, 128  # tokens at 16 bits: the first, and the newest
+
+
+class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="pm-kvq"):
+    """How PM-KVQ turns a profile into a ladder. Raises ``ConfigError`` for a value out of range.
+
+    ``budget``: memory at the floor, such as "2.5bits" or "6GiB"; see ``Budget`` for ``context`` and ``requests``.
+    ``least_bits``: of codes, 1 to 8.
+    """
+
+    budget: str
+    context: int
+    requests: int = 1
+    least_bits: int = LEAST_BITS
+
+    def __post_init__(self) -> None:
+        self.parsed()
+        check_least_bits(self.least_bits)
+
+    def parsed(self) -> Budget:
+        return Budget.parse(self.budget, self.context, self.requests)
+
+    def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
+        """The ladder of least predicted loss. Raises ``CapacityError``, naming the smallest budget that has one."""
+        candidates = Candidates.of_shape(model)
+        items = [self._choices(profile, candidates, layer) for layer in range(model.num_layers)]
+        return solve(self.parsed(), self.budget, items, _ladder, len(WIDTHS), model)
+
+    def _choices(self, profile: Profile, candidates: Candidates, layer: int) -> list[Choice]:
+        """The widths that K and V of a layer may have, both the same."""
+        k, v = profile.sensitivities.k, profile.sensitivities.v
+        return [
+            Choice(
+                str(width),
+                candidates.k[name].nbytes + candidates.v[name].nbytes,
+                k[name][layer] + v[name][layer],
+            )
+            for width, name in _formats().items()
+            if width >= self.least_bits and name in candidates.k and name in k and name in v
+        ]
+
+
+def _formats() -> Mapping[int, str]:
+    return {width: DENSE if width == WIDTHS[0] else f"int{width}-token-128" for width in WIDTHS}
+
+
+def _ladder(floors: Sequence[Choice], num_rungs: int) -> KVConfig:
+    """All rungs there are, whatever their number."""
+    return progressive("plan", [int(floor.name) for floor in floors])
+
+
+def progressive(name: str, floors: Sequence[int]) -> KVConfig:
+    """The ladder called ``name`` in which all layers are halved together, each down to its floor in bits."""
+    formats = _formats()
+    steps = [tuple(max(width, floor) for floor in floors) for width in WIDTHS]
+    rungs = [DENSE16]
+    for width, (before, after) in zip(WIDTHS[1:], pairwise(steps), strict=True):
+        if after != before:
+            sides = tuple(formats[bits] for bits in after)
+            rungs.append(RungConfig(f"pm-kvq-{width}", sides, sides))
+    return KVConfig(name=name, rungs=tuple(rungs), sink=SINK, recent=RECENT)
