@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from qkv_engine.config import MAX_SIZE, PLAN_SUFFIX, PRESETS, EngineConfig, parse_size
+from qkv_engine.config import MAX_SIZE, PLAN_SUFFIX, EngineConfig, parse_size
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 
@@ -91,8 +91,8 @@ def _profiled(args: argparse.Namespace) -> KVPlan:
     from qkv_engine.calibrate.budget import ladder_of
     from qkv_engine.calibrate.plan import KVPlan
 
-    options = common.engine_options(args) | {"kv": PRESETS["bf16"]}
-    options.pop("kv_memory", None)
+    options = common.engine_options(args)
+    options.pop("kv_memory", None)  # whose capacity is told; nothing is cached here
     files = read_model(args, args.shape)
     config = _engine_config(args, options, files.config)
     settings = plan_settings.settings(args, files.config.max_position_embeddings)
@@ -200,7 +200,7 @@ def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> 
     loaded, dtype = load(config, resolve_device(config.device), pack=False)
     model, scale, key_scale = cast("LlamaForCausalLM", loaded.model), _position_scale(args), None
     with computing_with(config.num_threads):
-        if args.method == "pm-kvq" if args.key_scale is None else args.key_scale:
+        if plan_settings.wants_key_scale(args):
             key_scale = _key_scale(model, texts, scale)
             fold_key_scale(model, key_scale)
         candidates, found = Candidates.of(model.config.num_kv_heads, model.config.head_dim, dtype), []

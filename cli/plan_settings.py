@@ -16,6 +16,7 @@ BUDGETED = ("budget", "context", "requests", "least_bits")
 RANKED = ("share", "k_bits", "v_bits", "low_bits", "group", "recent_ratio", "random")
 OPTIONS = {"mixed": (*BUDGETED, "rungs", "eager"), "pm-kvq": BUDGETED, "kvmix": RANKED}  # by method
 METHODS = tuple(OPTIONS)
+SCALED = {"pm-kvq"}  # methods that divide K by scales unless told not to
 DEFAULT_BUDGET = "3bits"
 
 
@@ -59,6 +60,11 @@ def settings(args: argparse.Namespace, context: int) -> Settings:
 
     budgeted: dict[str, Callable[..., Settings]] = {"mixed": Mixed, "pm-kvq": PMKVQ}
     return budgeted[args.method](**{"budget": DEFAULT_BUDGET, "context": context} | given)
+
+
+def wants_key_scale(args: argparse.Namespace) -> bool:
+    """Whether a new profile is taken with K divided by scales."""
+    return args.method in SCALED if args.key_scale is None else bool(args.key_scale)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

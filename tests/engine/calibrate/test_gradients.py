@@ -148,7 +148,7 @@ def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
     assert found.scores.k == pytest.approx(expected.scores.k, rel=0.1)
     assert found.scores.v == pytest.approx(expected.scores.v, rel=0.1)
     for ours, theirs in zip((*found.k[1:], *found.v[1:]), (*expected.k[1:], *expected.v[1:]), strict=True):
-        assert ours == pytest.approx(theirs, rel=0.1)
+        assert ours == pytest.approx(theirs, rel=0.15)
     config, n = on_gpu.config, 1024
     hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
     layer = 14 * hidden + 12 * config.intermediate_size + 28 * config.num_heads * config.head_dim + 33 * keys
