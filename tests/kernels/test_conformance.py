@@ -62,7 +62,7 @@ def side_views(blocks: Blocks) -> list[tuple[Side, SideBytes]]:
     first, second = sorted(blocks.dst.tolist())
     found = []
     for page in blocks.target.pages:
-        banks = None if blocks.banks is None else blocks.banks.address
+        banks = blocks.banks
         k, v = page_rows(blocks.memory, range(first, second + 1, second - first), page, banks)
         found += [(page.k, k), (page.v, v)]
     return found
@@ -110,7 +110,7 @@ def test_cpu_seal_equals_the_reference(family: Family, head_dim: int) -> None:
     for address in blocks.dst:
         slot(mask, address, blocks.target)[:] = written(blocks.target)
     if blocks.banks is not None:
-        mask[int(blocks.banks.address[0]) :][: blocks.target.bank_nbytes] = True
+        mask[int(blocks.banks[0]) :][: blocks.target.bank_nbytes] = True
     flags = seal(blocks.memory, *where, banks=blocks.banks)
     assert torch.equal(flags, seal_reference(expected, *where, blocks.banks))
     assert torch.equal(blocks.memory, expected) and (blocks.memory[~mask] == 255).all()
