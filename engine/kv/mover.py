@@ -48,8 +48,8 @@ class Mover:
 
     def __init__(self, memory: Tensor, cuda_graphs: bool):
         self.memory = memory
-        # Of up to MOST blocks one after the other: where they are, where they go, whether they are finite; and the bank of
-        # those sealed under one.
+        # Of up to MOST blocks one after the other: where they are, where they go, whether they are finite; and the
+        # banks of those sealed under one.
         self._words = torch.zeros(4 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
         self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None

@@ -1,7 +1,8 @@
 """Block tables: which blocks hold the KV of which request, on which rung, and what would still fit. No torch.
 
 Books only: what has to be done to the bytes is noted as waves of moves, which the cache carries out before the next
-step. Within a wave no slot is both read and written, but for banks, which are mined before anything is moved; a slot that a wave frees may be written by the next.
+step. Within a wave no slot is both read and written, but for banks, which are mined before anything is moved; a slot
+that a wave frees may be written by the next.
 """
 
 from __future__ import annotations

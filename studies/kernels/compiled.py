@@ -47,9 +47,7 @@ POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
 FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
-POINTERS |= {"memory_ptr": "*u8"} | {
-    f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps")
-}
+POINTERS |= {"memory_ptr": "*u8"} | {f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps")}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 
 

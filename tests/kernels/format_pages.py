@@ -112,7 +112,9 @@ def make_blocks(
     src, dst, following = torch.tensor(addresses).view(3, num_blocks)
     if bank_nbytes:
         _fill_bank(memory[bank : bank + bank_nbytes], target, generator)
-    return Blocks(memory, x, src, dst, following, source, target, torch.full((num_blocks,), bank) if bank_nbytes else None)
+    return Blocks(
+        memory, x, src, dst, following, source, target, torch.full((num_blocks,), bank) if bank_nbytes else None
+    )
 
 
 def _fill_bank(bank: Tensor, layout: BlockLayout, generator: torch.Generator) -> None:

@@ -310,7 +310,9 @@ def test_mining_fills_the_bank(number: int, num_tokens: int) -> None:
         mined = min(number, num_tokens)
         apart = torch.cdist(found[:, :mined], found[:, :mined]) + torch.eye(mined)
         assert (apart > 0).all() and (found[:, mined:] == 0).all()
-        assert (torch.cdist(tokens, found[:, :mined]).amin(-1) <= torch.cdist(tokens, kmeans(tokens, 1)).amin(-1) + 0.1).all()
+        assert (
+            torch.cdist(tokens, found[:, :mined]).amin(-1) <= torch.cdist(tokens, kmeans(tokens, 1)).amin(-1) + 0.1
+        ).all()
 
 
 def test_many_tokens_are_thinned_and_little_scratch_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

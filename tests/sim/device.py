@@ -2,9 +2,9 @@
 
 A token's KV is a number that stands for all tokens up to it, as the KV of a real model depends on all that came before.
 A record is what lies in one slot: how many tokens were written, the number of the last one, the rungs it went through,
-whose salt it carries and whether it is spoilt. A bank's record has the tokens that it was mined from; that of a block sealed
-under a bank has these, too. A request's next token is a hash of the
-records its table names, so any lost, stale or exchanged block changes the output.
+whose salt it carries and whether it is spoilt. A bank's record has the tokens that it was mined from; that of a block
+sealed under a bank has these, too. A request's next token is a hash of the records its table names, so any lost, stale
+or exchanged block changes the output.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class SpySpace:
         return int(done)
 
     def _check_sealing(self, move: Any) -> None:
-        """A block is sealed under the bank of its request, which is mined before the first one from what is computed."""
+        """A block is sealed under the bank of its request, mined before the first one from what is computed."""
         options = self.options
         if not options.has_bank or move.old or not move.new:
             require(move.bank is None and move.mining is None, "a block that is not sealed needs no bank")

@@ -30,7 +30,12 @@ BUGS = (
         601,
     ),
     (
-        Patch("a short prompt is mined alone", "bank", "max(self.num_prompt_tokens, BLOCK_TOKENS)", "self.num_prompt_tokens"),
+        Patch(
+            "a short prompt is mined alone",
+            "bank",
+            "max(self.num_prompt_tokens, BLOCK_TOKENS)",
+            "self.num_prompt_tokens",
+        ),
         600,
     ),
     (

@@ -153,7 +153,9 @@ def test_a_ladder_with_patterns_has_a_slot_for_them(sink: int):
     assert ladder.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
     bank = ladder.slots[-1]
     assert bank.num_tokens == bank.num_elements == 0
-    assert bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4  # layers, sides, patterns, heads, channels, fp16
+    assert (
+        bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4
+    )  # layers, sides, patterns, heads, channels, fp16
     assert not build(uniform_rung(4), sink=sink).has_bank
 
 
