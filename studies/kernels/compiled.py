@@ -126,10 +126,14 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
 
 def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Seals of pages with patterns."""
-    dense, page = dense_page(torch.bfloat16, 8, 128), pattern_page(2, 32, 8, 128)
-    for old, new in ((dense.k, page.k), (dense.v, page.v)):
-        constexprs, num_warps = seal_variant(old, new)
-        yield f"seal {new.name} patterns D128", seal_kernel, constexprs, Tuning(num_warps, 3)
+    for number, heads, _, d in PATTERN_SHAPES:
+        dense = dense_page(torch.bfloat16, heads, d)
+        for bits, tokens in product((4, 2, 1), (128, 32)):
+            page = pattern_page(bits, number, heads, d, tokens)
+            for old, new in ((dense.k, page.k), (dense.v, page.v)):
+                constexprs, num_warps = seal_variant(old, new)
+                name = f"seal {new.name} int{bits}/{tokens} patterns{number} D{d}"
+                yield name, seal_kernel, constexprs, Tuning(num_warps, 3)
 
 
 def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

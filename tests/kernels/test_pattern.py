@@ -417,7 +417,9 @@ def test_seals_compile_and_do_not_spill() -> None:
     pytest.importorskip("triton")
     from studies.kernels.compiled import compile_kernel, describe, seal_kernels
 
-    for name, kernel, constexprs, tuning in seal_kernels():
+    kernels = [case for case in seal_kernels() if "int2/128 patterns32" in case[0]]
+    assert len(kernels) == 2
+    for name, kernel, constexprs, tuning in kernels:
         found = describe(compile_kernel(kernel, constexprs, tuning, enable_fp_fusion=False))
         assert found["spilled"] == 0 and found["shared"] <= 115_712, name  # two programs a multiprocessor
 
