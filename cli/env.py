@@ -116,6 +116,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "recent_ratio": float(ladder.window.ratio),
         "admission": _admission(ladder),
         "memory_bytes": nbytes,
+        **{f"request_{slot.name}_bytes": slot.nbytes for slot in ladder.slots},
         "rungs": _rungs(ladder, capacities),
     }
     return {"device": facts, "model": model, "kv": kv}

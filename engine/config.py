@@ -219,7 +219,7 @@ def _xquant() -> Iterator[KVConfig]:
         yield KVConfig(name=f"{name}-sink" if sink else name, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
-def pattern_rung(bits: int, num_patterns: int = 64) -> RungConfig:
+def pattern_rung(bits: int, num_patterns: int = 32) -> RungConfig:
     """The axes of ``uniform_rung``, of what is left of each token without one of its request's patterns."""
     k, v = (f"int{bits}-{axis}-{BLOCK_TOKENS}-patterns{num_patterns}" for axis in ("channel", "token"))
     return RungConfig(f"int{bits}-patterns", k, v)

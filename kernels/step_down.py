@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .demote import demote
-from .formats import Banks, BlockLayout
+from .formats import BlockLayout
 from .seal import seal
 
 
@@ -16,13 +16,13 @@ def transfer(
     source: BlockLayout,
     target: BlockLayout,
     finite: Tensor,
-    banks: Banks | None = None,
+    banks: Tensor | None = None,
 ) -> None:
     """Writes the blocks at ``src``, laid out as ``target``, at ``dst``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
              finite [n] int64, ones: 0 is written for a block with dense values that are not all finite;
-             banks, of the blocks, where ``source`` has dense sides and ``target`` patterns
+             banks [n] int64, byte addresses of the blocks' banks, where dense sides get patterns
     """
     if source.has_dense:
         seal(memory, src, dst, source, target, finite, banks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .arena import Slot
-from .bank import Bank, Sealing
+from .bank import Bank, Mining
 
 
 def slot_rung(index: int) -> int:
@@ -67,7 +67,8 @@ class Journal:
 class Move:
     """Bytes to be rewritten: ``block`` goes from address ``src`` on rung ``old`` to ``dst`` on rung ``new``.
 
-    ``sealing`` says what a block that is sealed has of its request's bank, if there is one.
+    ``bank`` is the address of the request's bank, if the block is sealed under one, and ``mining`` what to mine it from
+    before.
     """
 
     block: Block
@@ -75,4 +76,5 @@ class Move:
     dst: int
     old: int
     new: int
-    sealing: Sealing | None = None
+    bank: int | None = None
+    mining: Mining | None = None

@@ -40,7 +40,7 @@ class DeviceTables:
     def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int, device: torch.device):
         ladder = tables.ladder
         # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
-        has_bank = ladder.num_patterns > 0
+        has_bank = ladder.has_bank
         width = bool(ladder.sink) + 1 + max(tables.blocks_for(max_tokens), len(ladder.rungs) + 2) + has_bank
         num_words = tables.max_blocks + (num_rows + 1) * width
         self.ladder, self.device = ladder, device

@@ -139,9 +139,9 @@ class Ladder:
         return sum(slot.num_tokens for slot in self.slots)
 
     @cached_property
-    def num_patterns(self) -> int:
-        """The most patterns that a request's bank holds; 0 if there is none."""
-        return max(side.num_patterns for side in self.narrowest.layout.sides)
+    def has_bank(self) -> bool:
+        """Whether each request has a bank of patterns, its last slot."""
+        return self.narrowest.layout.bank_nbytes > 0
 
     def index(self, name: str) -> int:
         """Number of the rung called ``name``. Raises ``ConfigError`` for an unknown one."""
@@ -195,20 +195,16 @@ def _bank_slots(rungs: tuple[Rung, ...]) -> Iterator[RequestSlot]:
             remedy = "Give patterns to the same sides on all rungs but the first"
             problem = f"its patterns are not those of rung {rungs[1].name}"
             raise ConfigError(problem, field="rung", value=rung.name, remedy=remedy)
-    numbers = sorted({*_patterns(rungs[-1])} - {0})
-    if len(numbers) > 1:
-        remedy = "Give all sides that have patterns as many"
-        raise ConfigError("sides have different numbers", field="patterns", value=numbers, remedy=remedy)
-    if not numbers:
-        return
     layout, block = rungs[-1].layout, rungs[0].block_nbytes
+    if not layout.bank_nbytes:
+        return
     nbytes = -(-layout.bank_nbytes // SLOT_ALIGN) * SLOT_ALIGN
     if nbytes > block:
         most = block // sum(side.pattern_nbytes for side in layout.sides if side.num_patterns)
         raise ConfigError(
             f"those of a request take {nbytes:,} bytes, a dense block {block:,}",
             field="patterns",
-            value=numbers[0],
+            value=max(_patterns(rungs[-1])),
             remedy=f"Use at most {1 << most.bit_length() - 1}",
         )
     yield RequestSlot("bank", num_tokens=0, nbytes=nbytes, num_elements=0)

@@ -21,7 +21,7 @@ class KVManager:
         self.tables, self.quota = tables, quota
         self.ladder = tables.ladder
         # Codes under patterns mean nothing without their request's bank, so nothing is shared.
-        self.prefix = None if self.ladder.num_patterns else prefix
+        self.prefix = None if self.ladder.has_bank else prefix
         self.demand = RunningDemand(tables)
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
         self._floor_epoch = 0  # of the tables, when ``next_demotable_at`` of all requests was last true

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, RowsCopy
-from qkv_engine.kernels.formats import Banks, BlockLayout
+from qkv_engine.kernels.formats import BlockLayout
 from qkv_engine.kernels.mine import mine
 from qkv_engine.kernels.step_down import copy, transfer
 
@@ -48,18 +48,17 @@ class Mover:
 
     def __init__(self, memory: Tensor, cuda_graphs: bool):
         self.memory = memory
-        # Of up to MOST blocks one after the other: where they are, where they go, whether they are finite; and of those
-        # sealed under a bank where it is, how many patterns they may use and which one they add.
-        self._words = torch.zeros(6 * MOST, dtype=torch.int64, device=memory.device)
+        # Of up to MOST blocks one after the other: where they are, where they go, whether they are finite; and the
+        # banks of those sealed under one.
+        self._words = torch.zeros(4 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
         self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
 
     def mine(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> None:
         """Fills the banks of the requests whose first block is among ``moves``, from blocks laid out as ``source``."""
         for move in moves:
-            if move.sealing is not None and move.sealing.mining is not None:
-                addresses, num_tokens = move.sealing.mining
-                mine(self.memory, addresses, num_tokens, move.sealing.address, source, target)
+            if move.bank is not None and move.mining is not None:
+                mine(self.memory, *move.mining, move.bank, source, target)
 
     def copy(self, moves: list[Move], nbytes: int) -> None:
         """Moves blocks as they are."""
@@ -77,12 +76,13 @@ class Mover:
     def _launch(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> None:
         number = len(moves)
         rows = [[move.src for move in moves], [move.dst for move in moves], [1] * number]
-        rows += map(list, zip(*(move.sealing[:3] for move in moves if move.sealing is not None), strict=True))
+        banks = [move.bank for move in moves if move.bank is not None]
+        rows += [banks] if banks else []
         self._ring.send(array("q", chain.from_iterable(rows)))
 
         def work() -> None:
-            src, dst, finite, *banks = self._words[: len(rows) * number].view(len(rows), number).unbind()
-            transfer(self.memory, src, dst, source, target, finite, Banks(*banks) if banks else None)
+            src, dst, finite, *rest = self._words[: len(rows) * number].view(len(rows), number).unbind()
+            transfer(self.memory, src, dst, source, target, finite, *rest)
 
         if self._graphs is None or number > FEW:
             work()

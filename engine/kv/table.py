@@ -1,8 +1,8 @@
 """Block tables: which blocks hold the KV of which request, on which rung, and what would still fit. No torch.
 
 Books only: what has to be done to the bytes is noted as waves of moves, which the cache carries out before the next
-step. Within a wave no slot is both read and written, but for banks, which are mined before anything is moved, and get
-centres before anything is sealed; a slot that a wave frees may be written by the next.
+step. Within a wave no slot is both read and written, but for banks, which are mined before anything is moved; a slot
+that a wave frees may be written by the next.
 """
 
 from __future__ import annotations
@@ -160,9 +160,8 @@ class BlockTables:
             return False
         for index in range(len(table.slots), len(self.ladder.slots)):
             table.slots.append(self._new_block(slot_rung(index), table.floor))
-        if self.ladder.num_patterns and table.bank is None:
-            num_prompt_tokens = max(0, table.num_prompt_tokens - self.ladder.sink)
-            table.bank = Bank(table.slots[-1], table.blocks, self.ladder.num_patterns, num_prompt_tokens)
+        if self.ladder.has_bank and table.bank is None:
+            table.bank = Bank(table.slots[-1], table.blocks, table.num_prompt_tokens - self.ladder.sink)
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor, table.bank))
         if self.journal is not None:
@@ -280,24 +279,17 @@ class BlockTables:
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, as one wave; returns how many did.
 
-        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is. So
-        does one that is dense while an earlier block of the same bank is.
+        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is.
         """
-        wave, deepest, done = list[Move](), 0, 0
+        wave, done = list[Move](), 0
         for block, wanted in steps:
-            bank = None if block.rung else block.bank
-            if bank is not None and not bank.seals_next(block):
-                continue
             for rung in range(wanted, block.floor + 1):
                 slot = self._urgent_slot(self.sizes[rung], wave)
                 if slot is not None:
                     break
             else:
                 continue
-            if bank is not None and rung < deepest:
-                self._end_wave(wave)  # which is carried out rung by rung, and earlier blocks add their centres first
-            sealing, deepest = None if bank is None else bank.seal(), max(rung, deepest)
-            wave.append(Move(block, block.slot.address, slot.address, block.rung, rung, sealing))
+            wave.append(_step(block, slot, rung))
             rungs = self.ladder.rungs
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
             self.num_blocks[block.rung] -= 1
@@ -406,6 +398,14 @@ class BlockTables:
         del self._owner[slot]
         self._fresh.pop(slot, None)
         self.arena.release(slot)
+
+
+def _step(block: Block, slot: Slot, rung: int) -> Move:
+    """The move of a block down to ``slot``; the first that is sealed of a request has its bank mined."""
+    where = block, block.slot.address, slot.address, block.rung, rung
+    if block.rung or block.bank is None:
+        return Move(*where)
+    return Move(*where, block.bank.block.slot.address, block.bank.mine())
 
 
 def _is_settled(block: Block) -> bool:

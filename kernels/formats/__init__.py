@@ -7,7 +7,7 @@ import torch
 from qkv_engine.errors import ConfigError
 
 from .dense import DENSE
-from .family import Banks, Family, Format, PageShape, Side, SideBytes
+from .family import Family, Format, PageShape, Side, SideBytes
 from .kitty import KITTY
 from .page import BlockLayout, PageLayout, Place
 from .pattern import PATTERN
@@ -49,7 +49,6 @@ def check_step(old: Side, new: Side) -> None:
 
 __all__ = [
     "FAMILIES",
-    "Banks",
     "BlockLayout",
     "Family",
     "Format",

@@ -32,25 +32,13 @@ class PageShape:
 class SideBytes(NamedTuple):
     """The bytes of n page sides, or views of them in the arena.
 
-    Shapes:  codes [n, codes_nbytes] uint8;  meta [n, meta_nbytes] uint8;  bank [n, at most bank_nbytes] uint8, the
-             first patterns of the request that each side belongs to, ``None`` for sides without a bank
+    Shapes:  codes [n, codes_nbytes] uint8;  meta [n, meta_nbytes] uint8;  bank [n, bank_nbytes] uint8, the
+             patterns of the request that each side belongs to, ``None`` for sides without a bank
     """
 
     codes: Tensor
     meta: Tensor
     bank: Tensor | None = None
-
-
-class Banks(NamedTuple):
-    """The banks of n blocks that are sealed, views of one tensor.
-
-    Shapes:  address [n] int64, bytes, of the bank of the block's request;  limit [n] int64, leading patterns that the
-             block may use;  centre [n] int64, index of the pattern that the block adds, -1 for none
-    """
-
-    address: Tensor
-    limit: Tensor
-    centre: Tensor
 
 
 @dataclass(frozen=True)
@@ -179,8 +167,8 @@ class TritonOps(NamedTuple):
     ``load_tile(p_codes, p_meta, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, DTYPE)``: tokens
     ``o_t`` [TILE] of a head as [TILE, BLOCK_D] ``DTYPE``, zero where ``b_t`` is false. Dense pages of sinks have fewer
     tokens than T.
-    ``seal_head(p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's
-    elements [T, TILE_D], as stored before (``b_raw``) and finite in float32 (``b_x``); it may use ``num_patterns``.
+    ``seal_head(p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's elements
+    [T, TILE_D], as stored before (``b_raw``) and finite in float32 (``b_x``).
     ``demote_head(p_codes, p_meta, p_to_codes, p_to_meta, i_h, OLD, NEW, H, T, D, TILE_D)``: writes a head of ``OLD`` as
     ``NEW``; called for the family of ``NEW``.
     ``integer(side)``: ``KeyFunctions`` of a K side or ``ValueFunctions`` of a V side, for the integer decode kernel;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .family import Banks, Side, SideBytes
+from .family import Side, SideBytes
 from .page import PageLayout, Place, Step
 
 
@@ -81,12 +81,9 @@ def run_bank(memory: Tensor, address: int, run: list[Step], new: Side) -> Tensor
     return memory.as_strided((len(run), new.bank_nbytes), (growth, 1), address + run[0].bank)
 
 
-def block_bank(memory: Tensor, banks: Banks | None, index: int, run: list[Step], new: Side) -> Tensor | None:
-    """The patterns that block ``index`` may use in the sides of a run, a view; ``None`` for sides without."""
-    if banks is None or not new.bank_nbytes:
-        return None
-    number = min(int(banks.limit[index]), new.num_patterns)
-    return run_bank(memory, int(banks.address[index]), run, new)[:, : number * new.pattern_nbytes]
+def block_bank(memory: Tensor, banks: Tensor | None, index: int, run: list[Step], new: Side) -> Tensor | None:
+    """The patterns of block ``index`` for the sides of a run, a view; ``None`` for sides without."""
+    return run_bank(memory, int(banks[index]), run, new) if banks is not None and new.bank_nbytes else None
 
 
 def _views(memory: Tensor, address: int, place: Place, growth: tuple[int, ...], number: int, side: Side) -> SideBytes:

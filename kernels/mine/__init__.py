@@ -1,64 +1,80 @@
-"""Mining: the first patterns of a request's bank, by k-means over tokens of its prompt."""
+"""Mining: the patterns of a request's bank, by k-means over its first tokens."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import torch
 from torch import Tensor
 
-from ..formats import BlockLayout, Side
+from ..formats import BlockLayout, PageShape, Side
 from ..formats.page import Step
 from ..formats.rows import even_runs, run_bank
 from ..formats.uniform.reference import LIMIT
-from .kmeans import kmeans
+from .kmeans import MAX_CANDIDATES, evenly, kmeans
 
 MAX_TOKENS = 1024  # tokens looked at; more are thinned evenly
-MAX_MINED = 32  # patterns found, at most one a token
-PIECE_NBYTES = 64 << 20  # of tokens in float32 that are clustered at a time
+SCRATCH_NBYTES = 512 << 20  # of sides clustered at a time
 
-
-def num_mined(num_patterns: int, num_tokens: int) -> int:
-    """How many patterns of a bank of ``num_patterns`` are mined from a prompt of ``num_tokens`` tokens in blocks."""
-    return min(MAX_MINED, num_patterns, num_tokens)
+Runs = list[tuple[list[Step], Side]]
 
 
 def mine(
     memory: Tensor, blocks: list[int], num_tokens: int, bank: int, source: BlockLayout, target: BlockLayout
 ) -> None:
-    """Writes the whole bank at address ``bank``: the centres of k-means over a request's tokens, then zeros.
+    """Writes the whole bank at address ``bank``: the means of k-means over a request's tokens, then zeros.
 
     Each layer, side and head by itself, every dense side of ``source`` that has patterns in ``target``. Nothing here
     waits for the device, and the result depends on the tokens alone.
 
     Shapes:  memory [M] uint8;  blocks: byte addresses of the request's first dense blocks, laid out as ``source``, in
-             the order of tokens, of which the first ``num_tokens`` are used
+             the order of tokens, of which the first ``num_tokens`` are used, at least one
     """
     memory[bank : bank + target.bank_nbytes].zero_()
+    alike: dict[tuple[PageShape, torch.dtype, int], Runs] = defaultdict(list)
     for (old, new), steps in source.steps(target).items():
-        if old.dense_dtype is None or not new.bank_nbytes or not num_tokens:
-            continue
-        for run in even_runs(steps):
-            _mine_run(memory, blocks, num_tokens, bank, run, old, new)
+        if old.dense_dtype is not None and new.bank_nbytes:
+            alike[old.shape, old.dense_dtype, new.num_patterns] += [(run, new) for run in even_runs(steps)]
+    tokens = evenly(num_tokens, MAX_TOKENS)
+    for (shape, dtype, number), runs in alike.items():
+        number = min(number, len(tokens))
+        offsets = [step.source.codes for run, _ in runs for step in run]
+        patterns = _patterns(memory, blocks, tokens, offsets, shape, dtype, number)
+        for (run, new), found in zip(runs, patterns.split([len(run) for run, _ in runs]), strict=True):
+            out = run_bank(memory, bank, run, new)[:, : number * new.pattern_nbytes].view(torch.float16)
+            out.view(found.shape).copy_(found)
 
 
-def _mine_run(
-    memory: Tensor, blocks: list[int], num_tokens: int, bank: int, run: list[Step], old: Side, new: Side
-) -> None:
-    """The patterns of the sides of a run, some of them at a time."""
-    shape, tokens = old.shape, _thinned(num_tokens)
-    number = num_mined(new.num_patterns, num_tokens)
-    out = run_bank(memory, bank, run, new)[:, : number * new.pattern_nbytes]
-    rows = _rows(memory, old)
-    first = torch.tensor(blocks)[tokens // shape.num_tokens] // _row_nbytes(old) + tokens % shape.num_tokens
-    first = _send(first, memory.device)
-    heads = torch.arange(shape.num_kv_heads, device=memory.device)[:, None] * shape.num_tokens
-    step = max(1, PIECE_NBYTES // (4 * shape.num_kv_heads * len(tokens) * shape.head_dim))
-    for start in range(0, len(run), step):
-        offsets = torch.tensor([member.source.codes // _row_nbytes(old) for member in run[start : start + step]])
-        at = _send(offsets, memory.device)[:, None, None] + heads + first
-        x = rows.index_select(0, at.flatten()).view(-1, len(tokens), shape.head_dim).float()
-        x = x.nan_to_num_(0.0, 0.0, 0.0).clamp_(-LIMIT, LIMIT)
-        patterns = kmeans(x, number).view(-1, shape.num_kv_heads, number, shape.head_dim).transpose(1, 2)
-        out[start : start + step].view(torch.float16).view(patterns.shape).copy_(patterns)
+def _patterns(
+    memory: Tensor, blocks: list[int], tokens: Tensor, offsets: list[int], shape: PageShape, dtype: torch.dtype,
+    number: int,
+) -> Tensor:  # fmt: skip
+    """The patterns [n, number, H, D] of dense sides at n offsets in the blocks, as many at a time as scratch allows."""
+    row_nbytes = shape.head_dim * dtype.itemsize
+    rows = memory[: memory.numel() - memory.numel() % row_nbytes].view(dtype).view(-1, shape.head_dim)
+    first = torch.tensor(blocks)[tokens // shape.num_tokens] // row_nbytes + tokens % shape.num_tokens
+    at = _send(torch.tensor(offsets) // row_nbytes, memory.device)[:, None, None] + _send(first, memory.device)
+    at = at + torch.arange(shape.num_kv_heads, device=memory.device)[:, None] * shape.num_tokens
+    found = []
+    for some in at.split(max(1, SCRATCH_NBYTES // _side_nbytes(len(tokens), number, shape, dtype))):
+        x = rows.index_select(0, some.flatten()).view(-1, len(tokens), shape.head_dim)
+        means = _means(x.nan_to_num_(0.0, 0.0, 0.0).clamp_(-LIMIT, LIMIT), number)
+        found.append(means.clamp_(-LIMIT, LIMIT).view(len(some), -1, number, shape.head_dim).transpose(1, 2))
+    return torch.cat(found)
+
+
+def _means(x: Tensor, number: int) -> Tensor:
+    """The means of clusters of 16-bit or float32 tokens, around their middle, so that 16 bits tell them apart."""
+    middle = x.mean(1, keepdim=True)
+    x = x.sub_(middle)
+    return kmeans(x if x.dtype == torch.float32 else x.bfloat16(), number).add_(middle)
+
+
+def _side_nbytes(num_tokens: int, number: int, shape: PageShape, dtype: torch.dtype) -> int:
+    """Scratch of a side: its tokens, and what either the start or an iteration of k-means makes of them."""
+    start = 4 * MAX_CANDIDATES * (shape.head_dim + MAX_CANDIDATES)
+    iteration = num_tokens * (2 * number * dtype.itemsize + 8)
+    return shape.num_kv_heads * (num_tokens * shape.head_dim * dtype.itemsize + max(start, iteration))
 
 
 def _send(x: Tensor, device: torch.device) -> Tensor:
@@ -66,22 +82,4 @@ def _send(x: Tensor, device: torch.device) -> Tensor:
     return x if device == x.device else x.pin_memory().to(device, non_blocking=True)
 
 
-def _rows(memory: Tensor, side: Side) -> Tensor:
-    """The arena as rows of one token and head [R, D] of a dense side, which dense slots begin at."""
-    assert side.dense_dtype is not None
-    nbytes = memory.numel() - memory.numel() % _row_nbytes(side)
-    return memory[:nbytes].view(side.dense_dtype).view(-1, side.shape.head_dim)
-
-
-def _row_nbytes(side: Side) -> int:
-    assert side.dense_dtype is not None
-    return side.shape.head_dim * side.dense_dtype.itemsize
-
-
-def _thinned(num_tokens: int) -> Tensor:
-    """Up to ``MAX_TOKENS`` of the first ``num_tokens`` tokens, evenly spaced."""
-    number = min(num_tokens, MAX_TOKENS)
-    return torch.arange(number) * num_tokens // number
-
-
-__all__ = ["MAX_MINED", "MAX_TOKENS", "mine", "num_mined"]
+__all__ = ["MAX_TOKENS", "mine"]

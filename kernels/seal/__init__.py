@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..centre import write_centres
-from ..formats import Banks, BlockLayout
+from ..formats import BlockLayout
 from .reference import seal_reference
 
 
@@ -17,24 +16,22 @@ def seal(
     source: BlockLayout,
     target: BlockLayout,
     finite: Tensor | None = None,
-    banks: Banks | None = None,
+    banks: Tensor | None = None,
 ) -> Tensor:
     """Writes the blocks at ``src``, sealed, at ``dst``: every dense side, in all layers, a launch a format.
 
     A side that is dense in both layouts is copied. Other sides of ``source`` are left to ``demote``. Padding
-    bytes are not written. A block's bytes do not depend on the other blocks of the call, but for the patterns that
-    those of its request add to its bank: all are written first.
+    bytes are not written. A block's bytes do not depend on the other blocks of the call.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
-             finite [n] int64, ones, made if not given;  banks, of the blocks: without them no token takes a pattern
+             finite [n] int64, ones, made if not given;  banks [n] int64, byte addresses of the banks of the
+             blocks' requests, for a target with patterns
     Returns: ``finite``, 0 for a block that holds a NaN or an infinity (stored as 0: codes and metadata stay finite)
     Errors:  ValueError if a dense side changes its dtype
     """
     for old, new in source.steps(target):
         if old.dense_dtype is not None and new.dense_dtype not in (None, old.dense_dtype):
             raise ValueError(f"a dense side keeps its dtype: {old} -> {new}")
-    if banks is not None:
-        write_centres(memory, src, source, target, banks)
     if finite is None:
         finite = torch.ones(len(src), dtype=torch.int64, device=memory.device)
     if memory.is_cuda:

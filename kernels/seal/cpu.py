@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..formats import Banks, BlockLayout
+from ..formats import BlockLayout
 from ..formats.dense import elements
 from ..formats.rows import block_bank, even_runs, run_rows
 
@@ -16,7 +16,7 @@ def seal_cpu(
     source: BlockLayout,
     target: BlockLayout,
     finite: Tensor,
-    banks: Banks | None = None,
+    banks: Tensor | None = None,
 ) -> None:
     """See ``seal``."""
     steps = source.steps(target).items()

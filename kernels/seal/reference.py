@@ -5,18 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..centre import centre_reference
-from ..formats import Banks, BlockLayout
+from ..formats import BlockLayout
 from ..formats.dense import elements
 from ..formats.rows import block_bank, run_rows
 
 
 def seal_reference(
-    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, banks: Banks | None = None
+    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, banks: Tensor | None = None
 ) -> Tensor:
     """The same as ``seal``."""
-    if banks is not None:
-        centre_reference(memory, src, source, target, banks)
     finite = torch.ones(len(src), dtype=torch.int64)
     for block, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for (old, new), steps in source.steps(target).items():

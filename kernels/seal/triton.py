@@ -8,25 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import Banks, BlockLayout, Side
+from ..formats import BlockLayout, Side
 from ..formats.dense.triton import TL_DTYPE
 from ..formats.steps import bank_table, step_table
-
-NO_BANKS = (None, None, None, None)
 
 
 @triton.jit
 def seal_kernel(
-    memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H, banks_ptr, limits_ptr, bank_steps_ptr,
-    most, SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H, banks_ptr, bank_steps_ptr,
+    SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of one dense side as ``SIDE``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64;  steps [NUM_STEPS, 4] int64, offsets of codes and metadata in the
              source and in the target;  finite [n] int64, set to 0 for a block with a NaN or an infinity;
-             banks, limits [n] int64 as in ``Banks``, bank_steps [NUM_STEPS] int64, offsets of the patterns in a bank:
-             ``None`` without patterns, of which a side has ``most``
+             banks [n] int64, bank_steps [NUM_STEPS] int64, offsets of the patterns in a bank: ``None`` without
     Grid:    (n * NUM_STEPS * H,)
     """
     i_h = tl.program_id(0) % H
@@ -37,11 +34,10 @@ def seal_kernel(
     target = tl.load(dst_ptr + i_n)
     p_codes = memory_ptr + tl.multiple_of(target + tl.load(p_step + 2), 16)
     p_meta = memory_ptr + tl.multiple_of(target + tl.load(p_step + 3), 16)
-    p_bank, num_patterns = memory_ptr, 0
+    p_bank = memory_ptr
     if banks_ptr is not None:
         bank = tl.load(banks_ptr + i_n) + tl.load(bank_steps_ptr + tl.program_id(0) // H % NUM_STEPS)
         p_bank = memory_ptr + tl.multiple_of(bank, 16)
-        num_patterns = tl.minimum(tl.load(limits_ptr + i_n), most).to(tl.int32)
     o_d = tl.arange(0, TILE_D)[None, :]
     b_raw = tl.load(p_source + tl.arange(0, T)[:, None] * D + o_d, mask=o_d < D, other=0.0)
     b_x = b_raw.to(tl.float32)
@@ -53,7 +49,7 @@ def seal_kernel(
         if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
             tl.store(finite_ptr + i_n, 0)
         b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -32752.0), 32752.0), 0.0)
-    SEAL(p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
+    SEAL(p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
 
 
 def seal_triton(
@@ -63,20 +59,17 @@ def seal_triton(
     source: BlockLayout,
     target: BlockLayout,
     finite: Tensor,
-    banks: Banks | None = None,
+    banks: Tensor | None = None,
 ) -> None:
     """See ``seal``."""
     for old, new in source.steps(target):
         if old.dense_dtype is None or len(src) == 0:
             continue
         steps, heads = step_table(source, target, old, new, memory.device), old.shape.num_kv_heads
-        bank_arguments: tuple[Tensor | int | None, ...] = NO_BANKS
-        if banks is not None and new.bank_nbytes:
-            bank_steps = bank_table(source, target, old, new, memory.device)
-            bank_arguments = banks.address, banks.limit, bank_steps, new.num_patterns
+        where = (banks, bank_table(source, target, old, new, memory.device)) if new.bank_nbytes else (None, None)
         constexprs, num_warps = seal_variant(old, new)
         seal_kernel[(len(src) * len(steps) * heads,)](
-            memory, src, dst, steps, finite, len(steps), heads, *bank_arguments,
+            memory, src, dst, steps, finite, len(steps), heads, *where,
             **constexprs, num_warps=num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 

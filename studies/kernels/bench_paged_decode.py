@@ -26,11 +26,13 @@ from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 from ..roofline import BANDWIDTH
 from .inputs import (
     ALIGN,
+    PATTERN_SHAPES,
     Case,
     T,
     dense_page,
     make_case,
     named_page,
+    pattern_page,
     reference,
     shared_page,
     uniform_page,
@@ -68,12 +70,6 @@ def named_pages() -> dict[str, PageLayout]:
 def calibrated_page(bits: int, heads: int, group: int = T) -> PageLayout:
     """K per channel and V per token, a tenth of the range between its ends and the levels."""
     return named_page(f"int{bits}-channel-{group}-eta0.1", f"int{bits}-token-{group}-eta0.1", heads, HEAD_DIM)
-
-
-def pattern_page(bits: int, number: int, heads: int, head_dim: int) -> PageLayout:
-    """K per channel and V per token beside ``number`` patterns a request."""
-    k, v = (f"int{bits}-{axis}-128-patterns{number}" for axis in ("channel", "token"))
-    return named_page(k, v, heads, head_dim)
 
 
 @dataclass(frozen=True)
@@ -146,13 +142,7 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
         yield f"kitty H{heads} G{group} D{dim}", make_case(pages, lengths, group=group, sink_tokens=20, device=device)
     pages = [dense_page(BF16, 2, 128), *(named_page("kitty-25", v, 2, 128) for v in ("int4-token-32", "dense16"))]
     yield "kitty beside other V", make_case(pages, lengths, group=4, device=device)
-    for heads, group, dim, number in (
-        (8, 4, 128, 32),
-        (2, 8, 128, 64),
-        (3, 7, 80, 33),
-        (2, 1, 64, 255),
-        (1, 4, 256, 3),
-    ):
+    for number, heads, group, dim in PATTERN_SHAPES:
         pages = [dense_page(BF16, heads, dim), *(pattern_page(bits, number, heads, dim) for bits in (4, 2, 1))]
         name = f"patterns{number} H{heads} G{group} D{dim}"
         yield name, make_case(pages, lengths, group=group, sink_tokens=20, device=device)

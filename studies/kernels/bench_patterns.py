@@ -1,10 +1,10 @@
-"""Checks and times PatternKV's work outside attention on a GPU: mining of a prompt, centres and seals of blocks.
+"""Checks and times PatternKV's work outside attention on a GPU: mining of a prompt, and seals of blocks.
 
 python -m studies.kernels.bench_patterns [--patterns 32,64] [--tokens 128,1024,8192] [--json FILE]
 
 All layers of qwen3-8b's shape. Sealed bytes are compared with the references', at a smaller shape: tokens whose two
 nearest patterns are equally far may differ. Mining has launches of its own a prompt, which no graph holds: its time is
-that of a whole call, host included. Seals without patterns stand beside those with.
+that of a whole call, beside that of the host until the call returns. Seals without patterns stand beside those with.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.centre import write_centres
-from qkv_engine.kernels.formats import Banks, BlockLayout, PageShape, make_format
+from qkv_engine.kernels.formats import BlockLayout, PageShape, make_format
 from qkv_engine.kernels.formats.dense import Dense
-from qkv_engine.kernels.mine import mine, num_mined
+from qkv_engine.kernels.mine import mine
 from qkv_engine.kernels.seal import seal, seal_reference
 
 from .inputs import SIDES, T
@@ -54,12 +54,8 @@ class Blocks:
         self.dst = torch.arange(num_blocks, device=device) * self.target.nbytes + sizes[0]
         self.bank = sizes[0] + sizes[1]
 
-    def banks(self, limit: int) -> Banks | None:
-        """Every block may use ``limit`` patterns and adds one of the last of them."""
-        if not self.target.bank_nbytes:
-            return None
-        number = torch.arange(len(self.src), device=self.src.device)
-        return Banks(torch.full_like(number, self.bank), torch.full_like(number, limit), limit - 1 - number)
+    def banks(self) -> Tensor | None:
+        return torch.full_like(self.src, self.bank) if self.target.bank_nbytes else None
 
     def mine(self, num_tokens: int) -> None:
         blocks = self.src[: -(-num_tokens // T)].tolist()
@@ -67,51 +63,44 @@ class Blocks:
 
 
 def check(number: int, device: str = "cuda") -> dict[str, float]:
-    """Shares of bytes that differ from the references', of the bank's first centre and of sealed blocks."""
+    """Shares of bytes that differ from the references', of the bank and of sealed blocks."""
     k, v = _names(2, number)
     blocks = Blocks(k, v, 3, 2, 2, device)
     blocks.mine(256)
-    expected, banks = blocks.memory.cpu(), blocks.banks(min(number, 33))
+    expected, banks = blocks.memory.cpu(), blocks.banks()
     assert banks is not None
     where = blocks.src.cpu(), blocks.dst.cpu(), blocks.source, blocks.target
-    seal_reference(expected, *where, Banks(*(part.cpu() for part in banks)))
+    seal_reference(expected, *where, banks.cpu())
     seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, banks=banks)
     wrong = (blocks.memory.cpu() != expected).float()
     return {"bank": float(wrong[blocks.bank :].mean()), "blocks": float(wrong[int(where[1][0]) : blocks.bank].mean())}
 
 
 def measure(patterns: list[int], tokens: list[int]) -> Iterator[dict[str, Any]]:
-    """Milliseconds of mining, microseconds a block of centres and seals."""
+    """Microseconds of a mining, and of seals a block."""
     for bits in (4, 2):
         plain = Blocks(f"int{bits}-channel-128", f"int{bits}-token-128", 8, LAYERS, HEADS, "cuda")
-        yield {"what": f"seal to {bits} bits", "patterns": 0, "us": _seal_us(plain, 0)}
+        yield {"what": f"seal to {bits} bits", "patterns": 0, "us": _seal_us(plain)}
     for number in patterns:
         for num_tokens in tokens:
             blocks = Blocks(*_names(2, number), -(-num_tokens // T), LAYERS, HEADS, "cuda")
-            ms = 1e3 * _seconds(lambda blocks=blocks, n=num_tokens: blocks.mine(n))  # type: ignore[misc]
-            mined = num_mined(number, num_tokens)
-            yield {"what": f"mine {mined} of {num_tokens} tokens", "patterns": number, "us": 1e3 * ms}
+            seconds, host = _seconds(lambda blocks=blocks, n=num_tokens: blocks.mine(n))  # type: ignore[misc]
+            yield {"what": f"mine {num_tokens} tokens", "patterns": number, "us": 1e6 * seconds}
+            yield {"what": f"mine {num_tokens} tokens, host", "patterns": number, "us": 1e6 * host}
             del blocks
         for bits in (4, 2):
             blocks = Blocks(*_names(bits, number), 8, LAYERS, HEADS, "cuda")
             blocks.mine(8 * T)
-            banks = blocks.banks(number)
-            assert banks is not None
-
-            def centres(blocks: Blocks = blocks, banks: Banks = banks) -> None:
-                write_centres(blocks.memory, blocks.src, blocks.source, blocks.target, banks)
-
-            yield {"what": "centre", "patterns": number, "us": 1e6 * time_calls([centres]) / len(blocks.src)}
-            yield {"what": f"centre, seal to {bits} bits", "patterns": number, "us": _seal_us(blocks, number)}
+            yield {"what": f"seal to {bits} bits", "patterns": number, "us": _seal_us(blocks)}
 
 
 def _names(bits: int, number: int) -> tuple[str, str]:
     return f"int{bits}-channel-128-patterns{number}", f"int{bits}-token-128-patterns{number}"
 
 
-def _seal_us(blocks: Blocks, limit: int) -> float:
+def _seal_us(blocks: Blocks) -> float:
     """Microseconds a block."""
-    finite, banks = torch.ones_like(blocks.src), blocks.banks(limit)
+    finite, banks = torch.ones_like(blocks.src), blocks.banks()
 
     def call() -> Tensor:
         return seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, finite, banks)
@@ -119,18 +108,21 @@ def _seal_us(blocks: Blocks, limit: int) -> float:
     return 1e6 * time_calls([call]) / len(blocks.src)
 
 
-def _seconds(call: Callable[[], Any], repeats: int = 9) -> float:
-    """Median time of a call that no graph holds, on the device or the host, whichever is later."""
+def _seconds(call: Callable[[], Any], repeats: int = 9) -> tuple[float, float]:
+    """Median times of a call that no graph holds: until the device is done, and until the host is."""
     events: Any = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
     found = []
     for start, end in events:
         torch.cuda.synchronize()
         start.record()
+        began = time.perf_counter()
         call()
+        host = time.perf_counter() - began
         end.record()
         torch.cuda.synchronize()
-        found.append(float(start.elapsed_time(end)) / 1e3)
-    return statistics.median(found[2:])
+        found.append((float(start.elapsed_time(end)) / 1e3, host))
+    device_seconds, host_seconds = zip(*found[2:], strict=True)
+    return statistics.median(device_seconds), statistics.median(host_seconds)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
-from .inputs import dense_page, named_page, uniform_page
+from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page, uniform_page
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
 POINTERS |= {
@@ -46,8 +47,7 @@ POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
 FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
-INT64 = ("src", "dst", "steps", "finite", "limits", "bank_steps")
-POINTERS |= {"memory_ptr": "*u8"} | {f"{name}_ptr": "*i64" for name in INT64}
+POINTERS |= {"memory_ptr": "*u8"} | {f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps")}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 
 
@@ -100,9 +100,11 @@ def variants() -> dict[str, tuple[PageLayout, int, int, int]]:
         found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 8, 4, 128)
     for name in ("kitty-12.5", "kitty-25"):
         found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), 8, g, 128) for g in (4, 1, 8)}
-    for number in (32, 64):
-        k, v = (f"int2-{axis}-128-patterns{number}" for axis in ("channel", "token"))
-        found |= {f"int2 patterns{number} D128 G{g}": (named_page(k, v, 8, 128), 8, g, 128) for g in (4, 8)}
+    found |= {f"int2 patterns{m} D128 G8": (pattern_page(2, m, 8, 128), 8, 8, 128) for m in (32, 64)}
+    for number, heads, group, d in PATTERN_SHAPES:
+        for bits, tokens in product((4, 2, 1), (128, 32)):
+            page = pattern_page(bits, number, heads, d, tokens)
+            found[f"int{bits}/{tokens} patterns{number} D{d} G{group}"] = page, heads, group, d
     found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 8, 4, 128)
     return found
 
@@ -124,11 +126,14 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
 
 def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Seals of pages with patterns."""
-    k, v = (f"int2-{axis}-128-patterns32" for axis in ("channel", "token"))
-    dense, page = dense_page(torch.bfloat16, 8, 128), named_page(k, v, 8, 128)
-    for old, new in ((dense.k, page.k), (dense.v, page.v)):
-        constexprs, num_warps = seal_variant(old, new)
-        yield f"seal {new.name} patterns D128", seal_kernel, constexprs, Tuning(num_warps, 3)
+    for number, heads, _, d in PATTERN_SHAPES:
+        dense = dense_page(torch.bfloat16, heads, d)
+        for bits, tokens in product((4, 2, 1), (128, 32)):
+            page = pattern_page(bits, number, heads, d, tokens)
+            for old, new in ((dense.k, page.k), (dense.v, page.v)):
+                constexprs, num_warps = seal_variant(old, new)
+                name = f"seal {new.name} int{bits}/{tokens} patterns{number} D{d}"
+                yield name, seal_kernel, constexprs, Tuning(num_warps, 3)
 
 
 def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

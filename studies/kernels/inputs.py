@@ -19,6 +19,8 @@ T = 128
 SIDES: tuple[SideName, SideName] = ("k", "v")
 POISON = 0xFF  # as bf16, fp16 and fp32 a NaN; as codes the largest
 ALIGN = 128
+# Patterns, KV heads, query heads a KV head and head dim of pages that are compiled and checked.
+PATTERN_SHAPES = ((32, 8, 4, 128), (64, 2, 8, 128), (33, 3, 7, 80), (255, 2, 1, 64), (3, 1, 4, 256))
 
 
 class Address(NamedTuple):
@@ -169,6 +171,12 @@ def _in_layer(page: PageLayout, layer: int) -> PageLayout:
     k, v = (Place(start + place.codes, start + place.meta) for place in (page.k_place, page.v_place))
     bank = layer * (page.k.bank_nbytes + page.v.bank_nbytes)
     return PageLayout(page.k, page.v, k, v, bank, bank + page.k.bank_nbytes)
+
+
+def pattern_page(bits: int, number: int, heads: int, head_dim: int, group: int = T) -> PageLayout:
+    """K per channel and V per token beside ``number`` patterns a request."""
+    k, v = (f"int{bits}-{axis}-{group}-patterns{number}" for axis in ("channel", "token"))
+    return named_page(k, v, heads, head_dim)
 
 
 def write_patterns(arena: Tensor, at: int, side: Side, x: Tensor, generator: torch.Generator) -> Tensor:

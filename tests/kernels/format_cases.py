@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from qkv_engine.kernels.centre.triton import centre_triton
 from qkv_engine.kernels.demote import demote_reference
 from qkv_engine.kernels.demote.triton import demote_triton
 from qkv_engine.kernels.formats import FAMILIES, BlockLayout, Family, PageShape, Side
@@ -52,8 +51,6 @@ def seal_case(sides: list[Side], dtype: torch.dtype) -> float:
     expected = blocks.memory.clone()
     flags = seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     finite = torch.ones_like(flags)
-    if blocks.banks is not None:
-        centre_triton(blocks.memory, blocks.src, blocks.source, blocks.target, blocks.banks)
     seal_triton(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, finite, blocks.banks)
     return float((blocks.memory != expected).sum() + (finite != flags).sum())
 
@@ -77,7 +74,7 @@ def tile_case(sides: list[Side]) -> float:
     seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
     tokens = torch.randperm(shape.num_tokens, generator=torch.Generator().manual_seed(0)).int()
     for i, (side, place) in enumerate(zip(blocks.target.sides, blocks.target.places, strict=True)):
-        bank = None if blocks.banks is None else int(blocks.banks.address[0])
+        bank = None if blocks.banks is None else int(blocks.banks[0])
         x = side.family.dequantize(side_rows(blocks.memory, blocks.dst, blocks.target, i, bank), side)[0]
         out = torch.full((shape.num_kv_heads, shape.num_tokens, shape.head_dim), float("nan"))
         tile_kernel[shape.num_tokens // TILE, shape.num_kv_heads](

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.formats import (
-    Banks,
     BlockLayout,
     Family,
     Format,
@@ -40,7 +39,7 @@ class Blocks:
     next: Tensor
     source: BlockLayout
     target: BlockLayout
-    banks: Banks | None
+    banks: Tensor | None
 
 
 def all_sides(bits: int, shape: PageShape) -> list[Side]:
@@ -113,7 +112,9 @@ def make_blocks(
     src, dst, following = torch.tensor(addresses).view(3, num_blocks)
     if bank_nbytes:
         _fill_bank(memory[bank : bank + bank_nbytes], target, generator)
-    return Blocks(memory, x, src, dst, following, source, target, _banks(bank, target, num_blocks))
+    return Blocks(
+        memory, x, src, dst, following, source, target, torch.full((num_blocks,), bank) if bank_nbytes else None
+    )
 
 
 def _fill_bank(bank: Tensor, layout: BlockLayout, generator: torch.Generator) -> None:
@@ -123,17 +124,6 @@ def _fill_bank(bank: Tensor, layout: BlockLayout, generator: torch.Generator) ->
         patterns = torch.randn(side.num_patterns, side.pattern_nbytes // 2, generator=generator).half()
         patterns[1::7] = patterns[:1]
         bank[offset : offset + patterns.nbytes] = patterns.view(torch.uint8).flatten()
-
-
-def _banks(address: int, layout: BlockLayout, num_blocks: int) -> Banks | None:
-    """One bank for all blocks: the first may use half of the patterns, the last all but two and adds one of them."""
-    if not layout.bank_nbytes:
-        return None
-    most = max(side.num_patterns for side in layout.sides)
-    limit, centre = torch.full((num_blocks,), most - 2), torch.full((num_blocks,), -1)
-    limit[0] = most // 2
-    centre[-1] = most // 2
-    return Banks(torch.full((num_blocks,), address), limit, centre)
 
 
 def sow_odd(blocks: Blocks) -> Blocks:

@@ -57,12 +57,18 @@ def sealed(family: Family, head_dim: int) -> Blocks:
     return blocks
 
 
+def quantized(x: Tensor, side: Side) -> SideBytes:
+    """The bytes of ``x``, under patterns of zeros."""
+    bank = torch.zeros(len(x), side.bank_nbytes, dtype=torch.uint8)
+    return side.family.quantize(x, side, bank)._replace(bank=bank)
+
+
 def side_views(blocks: Blocks) -> list[tuple[Side, SideBytes]]:
     """All sides of the two blocks at ``dst``, read in place."""
     first, second = sorted(blocks.dst.tolist())
     found = []
     for page in blocks.target.pages:
-        banks = None if blocks.banks is None else blocks.banks.address
+        banks = blocks.banks
         k, v = page_rows(blocks.memory, range(first, second + 1, second - first), page, banks)
         found += [(page.k, k), (page.v, v)]
     return found
@@ -96,7 +102,7 @@ def test_round_trip_within_a_step(family: Family, head_dim: int) -> None:
     x = torch.randn(1, 2, 128, head_dim, generator=torch.Generator().manual_seed(head_dim))
     for fmt in family.formats(torch.float32).values():
         for side in format_sides(fmt, shape):
-            error = (family.dequantize(family.quantize(x, side, None), side) - x).abs().max()
+            error = (family.dequantize(quantized(x, side), side) - x).abs().max()
             bits = 8 if side.dense_dtype == torch.bfloat16 else fmt.bits  # of its mantissa
             assert error <= (x.max() - x.min()) / (2**bits - 1)
 
@@ -110,7 +116,7 @@ def test_cpu_seal_equals_the_reference(family: Family, head_dim: int) -> None:
     for address in blocks.dst:
         slot(mask, address, blocks.target)[:] = written(blocks.target)
     if blocks.banks is not None:
-        mask[int(blocks.banks.address[0]) :][: blocks.target.bank_nbytes] = True
+        mask[int(blocks.banks[0]) :][: blocks.target.bank_nbytes] = True
     flags = seal(blocks.memory, *where, banks=blocks.banks)
     assert torch.equal(flags, seal_reference(expected, *where, blocks.banks))
     assert torch.equal(blocks.memory, expected) and (blocks.memory[~mask] == 255).all()
@@ -135,7 +141,7 @@ def test_the_order_of_steps_does_not_matter(family: Family) -> None:
     x = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(1))
     steps = family_steps(sides_of(family, 64))
     for old, middle in steps:
-        wide = old.family.quantize(x, old, None)
+        wide = quantized(x, old)
         for new in [new for side, new in steps if side == middle]:
             if old == middle or middle == new:
                 continue

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qkv_engine.kernels.demote import demote, demote_reference
-from qkv_engine.kernels.formats import FAMILIES, Banks, PageShape, Side
+from qkv_engine.kernels.formats import FAMILIES, PageShape, Side
 from qkv_engine.kernels.seal import seal, seal_reference
 
 from .calibrated_sides import calibrated_steps
@@ -40,7 +40,7 @@ def _seal(sides: list[Side], dtype: torch.dtype) -> None:
     memory = blocks.memory.cuda()
     where = blocks.source, blocks.target
     flags = seal_reference(blocks.memory, blocks.src, blocks.dst, *where, blocks.banks)
-    banks = None if blocks.banks is None else Banks(*(part.cuda() for part in blocks.banks))
+    banks = None if blocks.banks is None else blocks.banks.cuda()
     finite = seal(memory, blocks.src.cuda(), blocks.dst.cuda(), *where, banks=banks)
     assert finite.tolist() == flags.tolist()
     assert torch.equal(memory.cpu(), blocks.memory)

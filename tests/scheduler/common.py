@@ -38,7 +38,7 @@ class TinyLadder:
     sink_nbytes: int = 0
     others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens; the last one the bank, if there are patterns
     recent_ratio: Fraction = Fraction(0)
-    num_patterns: int = 0
+    has_bank: bool = False
 
     @property
     def widest(self) -> TinyRung:

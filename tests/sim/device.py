@@ -2,9 +2,9 @@
 
 A token's KV is a number that stands for all tokens up to it, as the KV of a real model depends on all that came before.
 A record is what lies in one slot: how many tokens were written, the number of the last one, the rungs it went through,
-whose salt it carries and whether it is spoilt. A bank's record has how many patterns are in it, and the tokens that
-they were mined from; that of a block sealed under a bank has these, too. A request's next token is a hash of the
-records its table names, so any lost, stale or exchanged block changes the output.
+whose salt it carries and whether it is spoilt. A bank's record has the tokens that it was mined from; that of a block
+sealed under a bank has these, too. A request's next token is a hash of the records its table names, so any lost, stale
+or exchanged block changes the output.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Device:
 
     def _move(self, wave: list[Any], tables: Any) -> None:
         spans, sources, bank = list[tuple[int, int]](), {move.src for move in wave}, tables.ladder.slots[-1:]
-        sealings = [move.sealing for move in wave if move.sealing is not None]
-        spans += [(address, address + bank[0].nbytes) for address in {sealing.address for sealing in sealings}]
-        mined = [address for sealing in sealings if sealing.mining for address in sealing.mining.addresses]
+        banks = {move.bank for move in wave if move.bank is not None}
+        spans += [(address, address + bank[0].nbytes) for address in banks]
+        mined = [address for move in wave if move.mining for address in move.mining.addresses]
         spans += [(address, address + tables.sizes[0]) for address in mined if address not in sources]
         for move in wave:
             spans.append((move.src, move.src + tables.sizes[move.old]))
@@ -72,32 +72,29 @@ class Device:
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise DeviceError("a wave both reads and writes a byte, or does one of them twice")
-        for sealing in sealings:
-            if sealing.mining is not None:
-                self._mine(sealing, tables)
+        for move in wave:
+            if move.mining is not None:
+                self._mine(move, tables)
         for _, moves in groupby(sorted(wave, key=_rungs), key=_rungs):
             self._launch(list(moves), tables)
 
     def _launch(self, moves: list[Any], tables: Any) -> None:
         found = [self._at(move.src, tables.sizes[move.old]) for move in moves]
-        for move in moves:
-            if move.sealing is not None:
-                self._add_centre(move.sealing, tables)
         for move, record in zip(moves, found, strict=True):
-            if move.sealing is not None:
-                bank = self._bank(move.sealing.address, tables)
-                if move.sealing.limit > bank.count:
-                    raise DeviceError(f"{move.sealing.limit} patterns are used of {bank.count}")
+            if move.bank is not None:
+                bank = self._bank(move.bank, tables)
+                if not bank.path:
+                    raise DeviceError("a block is sealed before its bank is mined")
                 record = replace(record, mined=bank.mined)
-            elif tables.ladder.num_patterns and move.old == 0 < move.new:
+            elif tables.ladder.has_bank and move.old == 0 < move.new:
                 raise DeviceError("a block is sealed under no bank")
             if record.path and record.path[-1] != move.old:
                 raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
             path = record.path if move.old == move.new else (*record.path, move.new)
             self._put(move.dst, replace(record, nbytes=tables.sizes[move.new], path=path))
 
-    def _mine(self, sealing: Any, tables: Any) -> None:
-        bank, (addresses, num_tokens) = self._bank(sealing.address, tables), sealing.mining
+    def _mine(self, move: Any, tables: Any) -> None:
+        bank, (addresses, num_tokens) = self._bank(move.bank, tables), move.mining
         records = [self._at(address, tables.sizes[0]) for address in addresses]
         if bank.path:
             raise DeviceError("a bank is mined again")
@@ -106,15 +103,6 @@ class Device:
         if sum(record.count for record in records) < num_tokens:
             raise DeviceError("a bank is mined from tokens that are not computed")
         bank.path, bank.mined = (-len(tables.ladder.slots),), tuple((record.count, record.value) for record in records)
-        bank.count = min(32, tables.ladder.num_patterns, num_tokens)
-
-    def _add_centre(self, sealing: Any, tables: Any) -> None:
-        bank = self._bank(sealing.address, tables)
-        if not bank.path:
-            raise DeviceError("a block is sealed before its bank is mined")
-        if sealing.centre not in (-1, bank.count):
-            raise DeviceError(f"pattern {sealing.centre} is added behind {bank.count}")
-        bank.count += sealing.centre >= 0
 
     def _bank(self, address: int, tables: Any) -> Record:
         return self._at(address, tables.ladder.slots[-1].nbytes)

@@ -33,7 +33,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
             require(block.rung == -1 - index, "a slot changed its rung")
             require(slot.num_tokens or block.refs == 1, "a slot without tokens is shared")
             owners.setdefault(block, []).append(table.floor)
-        check_bank(table, options.num_patterns)
+        check_bank(table, options.has_bank)
         for index, block in enumerate(table.blocks):
             require(block.rung >= 0, "a slot stands among the blocks")
             settled = index < table.num_settled and table.floor_epoch == tables.floor_epoch
@@ -86,16 +86,14 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     return now
 
 
-def check_bank(table: Any, num_patterns: int) -> None:
-    """A request that has slots has a bank if anybody has; the blocks that it counts as sealed are, and no others."""
+def check_bank(table: Any, has_bank: bool) -> None:
+    """A request that has slots has a bank if anybody has, mined if blocks are sealed."""
     bank = table.bank
-    require((bank is not None) == bool(num_patterns and table.slots), "a request has no bank, or one too many")
+    require((bank is not None) == bool(has_bank and table.slots), "a request has no bank, or one too many")
     require(all(block.bank is bank for block in table.blocks), "a block is of another bank")
     if bank is not None:
         require(bank.block is table.slots[-1] and bank.blocks is table.blocks, "a bank is of another request")
-        sealed = [block.rung > 0 for block in table.blocks]
-        require(sealed == sorted(sealed, reverse=True), "blocks are not sealed in order")
-        require(bank.num_sealed == sum(sealed), "sealed blocks are miscounted")
+        require(bank.is_mined == any(block.rung for block in table.blocks), "a bank is not mined with the first seal")
 
 
 def check_room(space: SpySpace) -> None:

@@ -134,8 +134,8 @@ BOOKS = (
     Patch(
         "a move starts from the new address",
         "table",
-        "wave.append(Move(block, block.slot.address, slot.address, block.rung, rung, sealing))",
-        "wave.append(Move(block, slot.address, slot.address, block.rung, rung, sealing))",
+        "where = block, block.slot.address, slot.address, block.rung, rung",
+        "where = block, slot.address, slot.address, block.rung, rung",
     ),
     Patch("a copy does not change the table", "table", "            block.slot = new\n", "            pass\n"),
     Patch("a fresh slot is not noted", "table", "        self._fresh[slot] = None\n", ""),

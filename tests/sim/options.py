@@ -53,7 +53,7 @@ class Options:
     ahead: bool  # whether the core runs a step ahead
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
     recent_ratio: Fraction = Fraction(0)
-    num_patterns: int = 0  # of a bank, which is the last of the other slots
+    has_bank: bool = False  # the last of the other slots
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0
@@ -66,7 +66,7 @@ class Options:
             admit_at=self.admit_at,
             sink_nbytes=max(1, self.sizes[0] * sink_tokens // self.block) if self.sink else 0,
             others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
-            num_patterns=self.num_patterns,
+            has_bank=self.has_bank,
         )
 
     def window(self, num_computed: int) -> int:

@@ -270,7 +270,7 @@ class Simulation:
         moves = self.device.apply(self.space.tables)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
-        self.counts["mined"] += sum(move.sealing is not None and move.sealing.mining is not None for move in moves)
+        self.counts["mined"] += sum(move.mining is not None for move in moves)
         self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
         bad = set()
         if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
@@ -347,7 +347,7 @@ class Simulation:
 
     def _check_bank(self, request: Request, record: Record) -> None:
         """A sealed block was sealed under its request's bank, which was mined from the request's own tokens."""
-        if not self.options.num_patterns or record.path[-1] <= 0:
+        if not self.options.has_bank or record.path[-1] <= 0:
             return
         bank, truth = self._record(self.space.tables[request.request_id].slots[-1]), self.truths[request]
         require(record.mined == bank.mined, "a block was sealed under another bank")

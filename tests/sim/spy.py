@@ -43,7 +43,7 @@ class SpySpace:
         self._admission = Admission(space.tables, options, code.demand.OPEN_END_TOKENS)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
-        self.mined: dict[Any, int] = {}  # patterns mined, by bank
+        self.mined: set[Any] = set()  # banks
         self.begin_schedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -235,28 +235,21 @@ class SpySpace:
         return int(done)
 
     def _check_sealing(self, move: Any) -> None:
-        """Blocks of a request are sealed in order, the first one after the bank is mined from all that is computed."""
-        options, sealing = self.options, move.sealing
-        if not options.num_patterns or move.old or not move.new:
-            require(sealing is None, "a block that is not sealed needs no bank")
+        """A block is sealed under the bank of its request, mined before the first one from what is computed."""
+        options = self.options
+        if not options.has_bank or move.old or not move.new:
+            require(move.bank is None and move.mining is None, "a block that is not sealed needs no bank")
             return
         owners = [r for r in self.scheduler.running if move.block in self.tables[r.request_id].blocks]
-        require(len(owners) == 1 and sealing is not None, "a block under no bank, or under several")
-        request, table = owners[0], self.tables[owners[0].request_id]
-        index = table.blocks.index(move.block)
-        require(all(block.rung > 0 for block in table.blocks[:index]), "blocks are not sealed in order")
-        require((index == 0) == (sealing.mining is not None), "a bank is not mined with its first block")
-        prompt = max(0, request.num_prompt_tokens - options.sink)
-        if index == 0:
-            number = max(0, min(prompt, request.num_computed_tokens - options.sink))
-            require(sealing.mining.num_tokens == number, "a bank is mined from other than the prompt so far")
-            require(len(sealing.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
-            self.mined[table.slots[-1]] = min(32, options.num_patterns, number)
-        mined, later = self.mined[table.slots[-1]], index - prompt // options.block
-        adds = later >= 0 and mined + later < options.num_patterns
-        limit = mined if later < 0 else min(options.num_patterns, mined + later + 1)
-        require(sealing.centre == (mined + later if adds else -1), "a block adds another pattern")
-        require(sealing.limit == limit, f"a block may use {sealing.limit} patterns, not {limit}")
+        require(len(owners) == 1 and move.bank is not None, "a block under no bank, or under several")
+        request, bank = owners[0], self.tables[owners[0].request_id].slots[-1]
+        require((move.mining is not None) == (bank not in self.mined), "a bank is not mined with the first seal")
+        if move.mining is not None:
+            self.mined.add(bank)
+            prompt = max(options.block, request.num_prompt_tokens - options.sink)
+            number = min(prompt, request.num_computed_tokens - options.sink)
+            require(move.mining.num_tokens == number >= options.block, "a bank is mined from other tokens")
+            require(len(move.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
 
     def check_preemption(self) -> None:
         """Nobody gives way while cached blocks are idle, or one that may step down finds a slot for it."""

@@ -17,41 +17,24 @@ from .test_simulator import describe, swarm
 
 # A bug, and a seed that shows it.
 BUGS = (
-    (
-        Patch(
-            "a block may use a centre that is to come",
-            "bank",
-            "return Sealing(address, centre + 1, centre, mining)",
-            "return Sealing(address, centre + 2, centre, mining)",
-        ),
-        601,
-    ),
-    (
-        Patch(
-            "a block of the prompt may use all patterns",
-            "bank",
-            "return Sealing(address, self.num_mined, -1, mining)",
-            "return Sealing(address, self.num_patterns, -1, mining)",
-        ),
-        601,
-    ),
-    (Patch("a bank has no end", "bank", "if centre < self.num_patterns:", "if True:"), 600),
-    (Patch("a bank is mined again", "bank", "None if self.num_sealed else self._mine()", "self._mine()"), 601),
-    (
-        Patch(
-            "a bank is mined from what is not computed",
-            "bank",
-            "min(self.num_prompt_tokens, self.num_computed_tokens)",
-            "self.num_prompt_tokens",
-        ),
-        602,
-    ),
+    (Patch("a bank is mined again", "bank", "if self.is_mined:", "if False:"), 601),
+    (Patch("a bank is not mined", "bank", "if self.is_mined:", "if True:"), 601),
+    (Patch("a bank is mined from what is not computed", "bank", ", self.num_computed_tokens)", ", 10**6)"), 602),
     (
         Patch(
             "a bank is mined from the output, too",
             "bank",
-            "min(self.num_prompt_tokens, self.num_computed_tokens)",
+            "min(max(self.num_prompt_tokens, BLOCK_TOKENS), self.num_computed_tokens)",
             "self.num_computed_tokens",
+        ),
+        601,
+    ),
+    (
+        Patch(
+            "a short prompt is mined alone",
+            "bank",
+            "max(self.num_prompt_tokens, BLOCK_TOKENS)",
+            "self.num_prompt_tokens",
         ),
         600,
     ),
@@ -68,16 +51,16 @@ BUGS = (
         Patch(
             "a prompt begins in the sink",
             "table",
-            "max(0, table.num_prompt_tokens - self.ladder.sink)",
-            "table.num_prompt_tokens",
+            "table.num_prompt_tokens - self.ladder.sink)",
+            "table.num_prompt_tokens)",
         ),
-        603,
+        605,
     ),
     (
         Patch(
             "blocks under patterns are shared",
             "manager",
-            "None if self.ladder.num_patterns else prefix",
+            "None if self.ladder.has_bank else prefix",
             "prefix",
         ),
         601,
@@ -94,8 +77,7 @@ def with_bank(options: Options) -> Options:
     least = 2 + len(sizes) + (options.sink > 0)
     return replace(
         options, sizes=sizes, reserve=reserve, slabs=max(options.slabs, least) + len(slots), other_slots=slots,
-        num_patterns=rng.choice((1, 3, 40, 255)), admit_at=rng.choice((len(sizes) - 1, rng.randrange(len(sizes)))),
-        eager=rng.random() < 0.5,
+        has_bank=True, admit_at=rng.choice((len(sizes) - 1, rng.randrange(len(sizes)))), eager=rng.random() < 0.5,
     )  # fmt: skip
 
 

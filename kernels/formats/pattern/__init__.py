@@ -13,7 +13,7 @@ from .cpu import PATTERN_CPU
 from .layout import NO_PATTERN, Pattern, PatternSide, parse
 from .reference import check_step, demote, dequantize, quantize
 
-ORDINARY = tuple(Pattern(Uniform(bits, axis, 128), 64) for bits in (4, 2, 1) for axis in ("channel", "token"))
+ORDINARY = tuple(Pattern(Uniform(bits, axis, 128), 32) for bits in (4, 2, 1) for axis in ("channel", "token"))
 
 
 def _check_step(old: Side, new: PatternSide) -> None:

@@ -24,7 +24,7 @@ def seal(dense: Tensor, out: SideBytes, side: PatternSide) -> bool:
     if not finite:
         x = x.nan_to_num(0.0, 0.0, 0.0)
     x = x.clamp(-LIMIT, LIMIT)
-    index, residual = split(x, out.bank, side)
+    index, residual = split(x, read_patterns(out.bank, side), side)
     index_tile(out, side).copy_(index.unflatten(2, (TILES, -1)))
     uniform.seal(residual, residual_rows(out, side), side.residual)
     return finite
@@ -39,36 +39,31 @@ def demote(rows: SideBytes, out: SideBytes, old: PatternSide, new: PatternSide) 
 def dequantize(rows: SideBytes, side: PatternSide, dtype: torch.dtype) -> Tensor:
     """Elements [n, H, T, D]."""
     x = uniform.dequantize(residual_rows(rows, side), side.residual, torch.float32)
-    if rows.bank is not None:
-        x += chosen(read_patterns(rows.bank, side), read_index(rows, side))
-    return x.to(dtype)
+    return x.add_(chosen(read_patterns(rows.bank, side), read_index(rows, side))).to(dtype)
 
 
 def scores(q: Tensor, rows: SideBytes, side: PatternSide) -> Tensor:
     """logits_t = q . residual_t + (q . pattern) of the token's index."""
     out = uniform.scores(q, residual_rows(rows, side), side.residual)
-    if rows.bank is not None:
-        patterns = read_patterns(_distinct(rows.bank), side)
-        table = _distinct(q) @ patterns.mT if len(patterns) == 1 else q @ patterns.mT
-        table = torch.cat((table, table.new_zeros(*table.shape[:3], 1)), 3).expand(len(q), -1, -1, -1)
-        out += table.gather(3, _columns(rows, side, table.shape[3] - 1, q.shape[2]))
-    return out
+    patterns = read_patterns(_distinct(rows.bank), side)
+    table = _distinct(q) @ patterns.mT if len(patterns) == 1 else q @ patterns.mT
+    table = torch.cat((table, table.new_zeros(*table.shape[:3], 1)), 3).expand(len(q), -1, -1, -1)
+    return out.add_(table.gather(3, _columns(rows, side, table.shape[3] - 1, q.shape[2])))
 
 
 def values(p: Tensor, rows: SideBytes, side: PatternSide) -> Tensor:
     """out = sum_t p_t residual_t + sum_m (weights of the tokens with pattern m) pattern_m."""
     out = uniform.values(p, residual_rows(rows, side), side.residual)
-    if rows.bank is not None:
-        patterns = read_patterns(_distinct(rows.bank), side)
-        number = patterns.shape[2]
-        masses = p.new_zeros(*p.shape[:3], number + 1)
-        masses.scatter_add_(3, _columns(rows, side, number, p.shape[2]), p)
-        out += masses[..., :number] @ patterns
-    return out
+    patterns = read_patterns(_distinct(rows.bank), side)
+    number = patterns.shape[2]
+    masses = p.new_zeros(*p.shape[:3], number + 1)
+    masses.scatter_add_(3, _columns(rows, side, number, p.shape[2]), p)
+    return out.add_(masses[..., :number] @ patterns)
 
 
-def _distinct(x: Tensor) -> Tensor:
+def _distinct(x: Tensor | None) -> Tensor:
     """The first of equal rows that lie in one place, so that they are converted and multiplied once."""
+    assert x is not None
     return x if x.stride(0) else x[:1]
 
 

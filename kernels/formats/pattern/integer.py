@@ -177,19 +177,32 @@ def add_masses(
 
 
 @triton.jit
+def pattern_rows(
+    masses, p_bank, i_h, FIRST: tl.constexpr, COUNT: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Channels FIRST .. FIRST + COUNT - 1 of all patterns, weighed by ``masses``: [channels, BLOCK_G] float32."""
+    CHANNELS: tl.constexpr = block_of(COUNT)
+    b_o = tl.zeros([CHANNELS, 2 * BLOCK_G], tl.float32)
+    for r in tl.static_range(V.ROWS // SOME):
+        b_m = load_part(p_bank, tl.arange(0, SOME) + r * SOME, i_h, FIRST, COUNT, V.STRIDE, D)
+        b_o = tl.dot(tl.trans(b_m), masses[r], b_o)
+    return add_high_low(b_o, CHANNELS, BLOCK_G)
+
+
+@triton.jit
 def finish_masses(sums, b_total, p_o, p_bank, i_h, b_heads, V: tl.constexpr, D: tl.constexpr):
     """Adds the patterns times their weights, then as the residual's."""
     BLOCKS: tl.constexpr = row_blocks(V, D)
     FIRST: tl.constexpr = count(row_blocks(V, D)) + V.GROUPS
     BLOCK_G: tl.constexpr = b_total.shape[0]
     found: tl.tuple = ()
+    masses: tl.tuple = ()
+    for r in tl.static_range(V.ROWS // SOME):
+        masses += (high_low(sums[FIRST + r] / b_total[None, :]),)
     for b in tl.static_range(count(BLOCKS)):
-        CHANNELS: tl.constexpr = block_of(BLOCKS[b][2])
-        b_o = tl.zeros([CHANNELS, 2 * BLOCK_G], tl.float32)
-        for r in tl.static_range(V.ROWS // SOME):
-            b_m = load_part(p_bank, tl.arange(0, SOME) + r * SOME, i_h, BLOCKS[b][1], BLOCKS[b][2], V.STRIDE, D)
-            b_o = tl.dot(tl.trans(b_m), high_low(sums[FIRST + r] / b_total[None, :]), b_o)
-        found += (sums[b] + add_high_low(b_o, CHANNELS, BLOCK_G) * b_total[None, :],)
+        b_o = pattern_rows(masses, p_bank, i_h, BLOCKS[b][1], BLOCKS[b][2], V, D, BLOCK_G)
+        found += (sums[b] + b_o * b_total[None, :],)
     GROUPS: tl.constexpr = V.GROUPS
     for g in tl.static_range(GROUPS):
         found += (sums[count(BLOCKS) + g],)

@@ -28,8 +28,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 class PatternSpec(NamedTuple):
     """Compile-time layout of a pattern side, for device functions: the fields of ``UniformSpec`` are its residual's.
 
-    ``INDEX``: bytes from the start of the metadata to that of the residual. ``ROWS``: patterns that the bank has room
-    for. ``STRIDE``: elements from one of a head's patterns to the next. ``RHO``: see ``gate``.
+    ``INDEX``: bytes from the start of the metadata to that of the residual. ``ROWS``: patterns of the bank, zeros
+    included. ``STRIDE``: elements from one of a head's patterns to the next. ``RHO``: see ``gate``.
     """
 
     IS_K: bool
@@ -54,7 +54,7 @@ class PatternSide(Side):
     Codes: those of the residual.
     Metadata: indices uint8, ``NO_PATTERN`` for a token stored as it is, K ``[H][T / 4 lanes][4 tiles]``, V ``[H][T]``;
     then the residual's metadata.
-    Bank: ``[num_rows][H][D]`` fp16, of which the first ``capacity`` may be used.
+    Bank: ``[num_rows][H][D]`` fp16, zeros behind the first ``capacity``.
     """
 
     residual: UniformSide

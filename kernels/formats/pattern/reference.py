@@ -14,12 +14,12 @@ from .layout import NO_PATTERN, PatternSide, gate
 
 
 def quantize(x: Tensor, side: PatternSide, bank: Tensor | None = None) -> SideBytes:
-    """The bytes of ``x`` as sides, with the patterns in ``bank``; without one, no token takes a pattern.
+    """The bytes of ``x`` as sides, with the patterns in ``bank``.
 
     Shapes:  x [n, H, T, D], any float type;  bank as ``SideBytes.bank``
     """
     x = torch.where(x.isfinite(), x, 0).float().clamp(-LIMIT, LIMIT)
-    index, residual = split(x, bank, side)
+    index, residual = split(x, read_patterns(bank, side), side)
     rows = uniform.quantize(residual, side.residual)
     bytes_ = index.unflatten(2, (TILES, -1))
     bytes_ = (bytes_.mT if side.name == "k" else bytes_).flatten(1)
@@ -29,7 +29,7 @@ def quantize(x: Tensor, side: PatternSide, bank: Tensor | None = None) -> SideBy
 def dequantize(rows: SideBytes, side: PatternSide) -> Tensor:
     """x = residual + pattern: [n, H, T, D] float32."""
     x = uniform.dequantize(residual_rows(rows, side), side.residual)
-    return x if rows.bank is None else x + chosen(read_patterns(rows.bank, side), read_index(rows, side))
+    return x + chosen(read_patterns(rows.bank, side), read_index(rows, side))
 
 
 def demote(rows: SideBytes, old: PatternSide, new: PatternSide) -> SideBytes:
@@ -48,29 +48,25 @@ def check_step(old: PatternSide, new: PatternSide) -> None:
 # ---- assignment
 
 
-def split(x: Tensor, bank: Tensor | None, side: PatternSide) -> tuple[Tensor, Tensor]:
+def split(x: Tensor, patterns: Tensor, side: PatternSide) -> tuple[Tensor, Tensor]:
     """The index of each token's pattern, ``NO_PATTERN`` for none, [n, H, T] uint8, and what it leaves of ``x``.
 
-    Shapes:  x [n, H, T, D] float32, finite;  bank as ``SideBytes.bank``
+    Each token tries the nearest pattern. K takes patterns where they shrink the ranges of a page's head, V where they
+    shrink the token's own to the share that ``gate`` allows.
+
+    Shapes:  x [n, H, T, D] float32, finite;  patterns [n, H, M, D] float32
     """
-    patterns = None if bank is None else read_patterns(bank, side)
-    if patterns is None or not patterns.shape[2]:
-        return torch.full(x.shape[:3], NO_PATTERN, dtype=torch.uint8, device=x.device), x
-    index = assign(x, patterns, side)
-    return index, x - chosen(patterns, index)
-
-
-def assign(x: Tensor, patterns: Tensor, side: PatternSide) -> Tensor:
-    """The index of each token's pattern [n, H, T] uint8; patterns [n, H, M, D] float32, at least one."""
-    if side.name == "v":
-        return _assign_values(x, patterns, gate(side.shape.head_dim))
     index = _nearest(x, patterns)
-    pays = _spread(x - chosen(patterns, index), side.residual) < _spread(x, side.residual)
-    return torch.where(pays[..., None], index, NO_PATTERN)
+    rest = x - chosen(patterns, index)
+    if side.name == "k":
+        pays = (_spread(rest, side.residual) < _spread(x, side.residual)).unsqueeze(2)
+    else:
+        pays = _range(rest) <= _range(x) * torch.tensor(gate(side.shape.head_dim), dtype=torch.float32)
+    return torch.where(pays, index, NO_PATTERN), torch.where(pays.unsqueeze(3), rest, x)
 
 
 def _nearest(x: Tensor, patterns: Tensor) -> Tensor:
-    """The nearest pattern by Euclidean distance, the first of several."""
+    """The nearest pattern of each token by Euclidean distance, the first of several: [n, H, T] uint8."""
     wide = patterns.double()
     distance = wide.square().sum(-1).unsqueeze(2) - 2 * x.double() @ wide.mT
     return distance.argmin(-1).to(torch.uint8)
@@ -82,17 +78,9 @@ def _spread(x: Tensor, side: UniformSide) -> Tensor:
     return (groups.amax(3) - groups.amin(3)).double().sum((2, 3))
 
 
-def _assign_values(x: Tensor, patterns: Tensor, rho: float) -> Tensor:
-    """The pattern that leaves the smallest range, the first of several, if that is at most ``rho`` of x's own."""
-    best = torch.full(x.shape[:3], float("inf"), device=x.device)
-    index = torch.zeros(x.shape[:3], dtype=torch.uint8, device=x.device)
-    for m, pattern in enumerate(patterns.unbind(2)):
-        rest = x - pattern.unsqueeze(2)
-        distance = rest.amax(-1) - rest.amin(-1)
-        index.masked_fill_(distance < best, m)
-        best = torch.minimum(best, distance)
-    limit = (x.amax(-1) - x.amin(-1)) * torch.tensor(rho, dtype=torch.float32)
-    return torch.where(best <= limit, index, NO_PATTERN)
+def _range(x: Tensor) -> Tensor:
+    """The range of each token's channels."""
+    return x.amax(-1) - x.amin(-1)
 
 
 def chosen(patterns: Tensor, index: Tensor) -> Tensor:
@@ -108,13 +96,12 @@ def chosen(patterns: Tensor, index: Tensor) -> Tensor:
 # ---- views of bytes
 
 
-def read_patterns(bank: Tensor, side: PatternSide) -> Tensor:
-    """The patterns in a bank's first bytes, as many as there are, [n, H, M, D] float32."""
+def read_patterns(bank: Tensor | None, side: PatternSide) -> Tensor:
+    """The patterns of ``SideBytes.bank`` and the zeros behind them, [n, H, rows, D] float32."""
+    assert bank is not None, "sides with patterns go with their banks"
     shape = side.shape
-    number = min(bank.shape[1] // side.pattern_nbytes, side.num_patterns)
-    used = bank[:, : number * side.pattern_nbytes]
-    patterns = used.view(torch.float16).view(len(bank), -1, shape.num_kv_heads, shape.head_dim)
-    return patterns.transpose(1, 2).float()
+    rows = bank[:, : side.num_rows * side.pattern_nbytes].view(torch.float16)
+    return rows.view(len(bank), -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2).float()
 
 
 def index_tile(rows: SideBytes, side: PatternSide) -> Tensor:

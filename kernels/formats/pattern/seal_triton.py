@@ -11,43 +11,42 @@ from .layout import NO_PATTERN
 from .tile import index_byte, load_patterns
 
 NONE = tl.constexpr(NO_PATTERN)
-FEW = tl.constexpr(32)  # patterns compared with K at a time
+FEW = tl.constexpr(32)  # patterns compared with tokens at a time
 
 
 @triton.jit
 def seal_head(
-    p_codes, p_meta, p_bank, num_patterns, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, TILE_D: tl.constexpr,
+    p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    TILE_D: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps`` for the arguments, ``reference.quantize`` for the arithmetic."""
-    IS_K: tl.constexpr = SIDE.IS_K
-    if IS_K:
-        b_index = _nearest(p_bank, num_patterns, b_x, i_h, SIDE, b_raw.dtype, T, D, TILE_D)
+    b_index = _nearest(p_bank, b_x, i_h, SIDE, b_raw.dtype, T, D, TILE_D)
+    b_rest = b_x - load_patterns(p_bank, b_index, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
+    if SIDE.IS_K:
+        m_pays = tl.broadcast_to(_spread(b_rest, SIDE, TILE_D) < _spread(b_x, SIDE, TILE_D), (T,))
     else:
-        b_index = _narrowest(p_bank, num_patterns, b_x, i_h, SIDE, T, D, TILE_D)
-    b_rest = b_x - load_patterns(p_bank, b_index, b_index != NONE, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
-    if IS_K and _spread(b_rest, SIDE, TILE_D) >= _spread(b_x, SIDE, TILE_D):
-        b_index = tl.full([T], NONE, tl.int32)
-        b_rest = b_x
-    tl.store(p_meta + i_h * T + index_byte(tl.arange(0, T), IS_K, T), b_index.to(tl.uint8))
+        m_d = (tl.arange(0, TILE_D) < D)[None, :]
+        m_pays = _range(b_rest, m_d) <= _range(b_x, m_d) * SIDE.RHO
+    b_index = tl.where(m_pays, b_index, NONE)
+    tl.store(p_meta + i_h * T + index_byte(tl.arange(0, T), SIDE.IS_K, T), b_index.to(tl.uint8))
+    b_rest = tl.where(m_pays[:, None], b_rest, b_x)
     b_rest = tl.minimum(tl.maximum(b_rest, -32752.0), 32752.0)  # as elements are: ranges must be finite in fp16
-    seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, num_patterns, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
+    seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
 
 
 @triton.jit
 def _nearest(
-    p_bank, num_patterns, b_x, i_h, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    TILE_D: tl.constexpr,
-):  # fmt: skip
-    """The nearest pattern of each token by Euclidean distance, the first of several; ``NONE`` if there are none."""
+    p_bank, b_x, i_h, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
+    """The nearest pattern of each token by Euclidean distance, the first of several."""
+    COUNT: tl.constexpr = min(SIDE.ROWS, FEW)
     b_best = tl.full([T], float("inf"), tl.float32)
-    b_index = tl.full([T], NONE, tl.int32)
-    for first in range(0, num_patterns, FEW):
-        o_m = first + tl.arange(0, FEW)
-        b_m = load_patterns(p_bank, o_m, o_m < num_patterns, i_h, SIDE.STRIDE, D, TILE_D)
+    b_index = tl.zeros([T], tl.int32)
+    for first in range(0, SIDE.ROWS, COUNT):
+        o_m = first + tl.arange(0, COUNT)
+        b_m = load_patterns(p_bank, o_m, i_h, SIDE.STRIDE, D, TILE_D)
         b_wide = b_m.to(tl.float32)
         b_distance = tl.sum(b_wide * b_wide, 1)[None, :] - 2 * _products(b_x, b_m, DTYPE)
-        b_distance = tl.where((o_m < num_patterns)[None, :], b_distance, float("inf"))
         b_least, b_at = tl.min(b_distance, 1, return_indices=True)
         b_index = tl.where(b_least < b_best, (first + b_at).to(tl.int32), b_index)
         b_best = tl.minimum(b_best, b_least)
@@ -56,7 +55,7 @@ def _nearest(
 
 @triton.jit
 def _products(b_x, b_m, DTYPE: tl.constexpr):
-    """Tokens [T, TILE_D], float32 that once were ``DTYPE``, times patterns [FEW, TILE_D] fp16: exact, but for sums."""
+    """Tokens [T, TILE_D], float32 that once were ``DTYPE``, times patterns [n, TILE_D] fp16: exact, but for sums."""
     if tl.float16 == DTYPE:
         b_dot = tl.dot(b_x.to(tl.float16), tl.trans(b_m))
     elif tl.bfloat16 == DTYPE:  # of which two hold an fp16
@@ -74,24 +73,6 @@ def _spread(b_x, SIDE: tl.constexpr, TILE_D: tl.constexpr):
     """The sum of the ranges of all groups of tokens, in float64, where order does not matter."""
     b_x = tl.reshape(b_x, (SIDE.GROUPS, SIDE.GROUP, TILE_D))
     return tl.sum(tl.sum((tl.max(b_x, 1) - tl.min(b_x, 1)).to(tl.float64), 1), 0)
-
-
-@triton.jit
-def _narrowest(
-    p_bank, num_patterns, b_x, i_h, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
-    """The pattern that leaves a token the smallest range, the first of several; ``NONE`` unless the gate opens."""
-    o_d = tl.arange(0, TILE_D)
-    m_d = (o_d < D)[None, :]
-    b_best = tl.full([T], float("inf"), tl.float32)
-    b_index = tl.full([T], NONE, tl.int32)
-    p_rows = p_bank.to(tl.pointer_type(tl.float16)) + i_h * D + o_d
-    for m in range(0, num_patterns):
-        b_rest = b_x - tl.load(p_rows + m * SIDE.STRIDE, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
-        b_range = _range(b_rest, m_d)
-        b_index = tl.where(b_range < b_best, m, b_index)
-        b_best = tl.minimum(b_best, b_range)
-    return tl.where(b_best <= _range(b_x, m_d) * SIDE.RHO, b_index, NONE)
 
 
 @triton.jit

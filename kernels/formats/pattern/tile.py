@@ -22,7 +22,7 @@ def load_tile(
         tl.float32,
     )  # fmt: skip
     b_index = tl.load(p_meta + i_h * T + index_byte(o_t, SIDE.IS_K, T), mask=b_t, other=NONE).to(tl.int32)
-    b_pattern = load_patterns(p_bank, b_index, b_index != NONE, i_h, SIDE.STRIDE, D, BLOCK_D)
+    b_pattern = load_patterns(p_bank, b_index, i_h, SIDE.STRIDE, D, BLOCK_D)
     return (b_x + b_pattern.to(tl.float32)).to(DTYPE)
 
 
@@ -33,8 +33,8 @@ def index_byte(o_t, IS_K: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def load_patterns(p_bank, o_m, m_m, i_h, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The patterns ``o_m`` [n] of a head where ``m_m``, else zeros: [n, BLOCK_D] fp16."""
+def load_patterns(p_bank, o_m, i_h, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The patterns ``o_m`` [n] of a head, zeros for ``NONE``: [n, BLOCK_D] fp16."""
     o_d = tl.arange(0, BLOCK_D)
     p_rows = p_bank.to(tl.pointer_type(tl.float16)) + (o_m * STRIDE + i_h * D)[:, None] + o_d[None, :]
-    return tl.load(p_rows, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+    return tl.load(p_rows, mask=(o_m != NONE)[:, None] & (o_d < D)[None, :], other=0.0)

@@ -1,4 +1,4 @@
-"""The books of banks of patterns: what is mined, which pattern a block adds, and how many it may use."""
+"""The books of banks of patterns: what is mined and when, where a bank lies, and which ladders have one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from qkv_engine.config import DENSE16, KVConfig, RungConfig, pattern_rung, uniform_rung
 from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.block_tables import RUNG_BITS
-from qkv_engine.kv.bank import Sealing
+from qkv_engine.kv.bank import Mining
 from qkv_engine.kv.block import Move
 from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import Ladder, build_ladder
@@ -18,8 +18,8 @@ from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space
 
-ALONE = replace(LADDER, others=(BANK,), num_patterns=40)
-BESIDE = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, others=(BANK,), num_patterns=40)
+ALONE = replace(LADDER, others=(BANK,), has_bank=True)
+BESIDE = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, others=(BANK,), has_bank=True)
 each_ladder = pytest.mark.parametrize("ladder", (ALONE, BESIDE), ids=("alone", "beside a sink"))
 
 
@@ -33,54 +33,31 @@ def opened(ladder: TinyLadder, num_prompt_tokens: int, num_blocks: int, num_comp
     return tables
 
 
-def sealings(tables: BlockTables) -> list[Sealing]:
-    found = [move.sealing for move in moves(tables)]
-    return [sealing for sealing in found if sealing is not None]
-
-
 def moves(tables: BlockTables) -> list[Move]:
     return [move for wave in tables.waves for move in wave]
 
 
 @each_ladder
-@pytest.mark.parametrize(
-    ("prompt", "mined", "centres"),  # tokens behind a sink; of each of ten blocks, -1 for none
-    [
-        (0, 0, range(10)),
-        (1, 1, range(1, 11)),
-        (31, 31, [*range(31, 40), -1]),
-        (32, 32, [*range(32, 40), -1, -1]),
-        (127, 32, [*range(32, 40), -1, -1]),
-        (128, 32, [-1, *range(32, 40), -1]),
-        (129, 32, [-1, *range(32, 40), -1]),
-        (300, 32, [-1, -1, *range(32, 40)]),
-        (1280, 32, [-1] * 10),
-        (5000, 32, [-1] * 10),
-    ],
-)
-def test_blocks_of_the_prompt_use_what_is_mined_and_later_ones_add_a_centre(
-    ladder: TinyLadder, prompt: int, mined: int, centres: list[int]
-):
+@pytest.mark.parametrize("prompt", [0, 1, 127, 128, 129, 300, 1280, 5000])  # tokens behind a sink
+def test_the_prompt_is_mined_with_the_first_seal(ladder: TinyLadder, prompt: int):
     tables = opened(ladder, ladder.sink + prompt, 10)
     blocks, bank = tables["a"].blocks, tables["a"].slots[-1].slot.address
     addresses = [block.slot.address for block in blocks]
-    for first, last in ((0, 3), (3, 10)):  # in two waves as in one
+    for first, last in ((2, 5), (0, 2), (5, 10)):  # in any order
         assert tables.demote([(block, 1) for block in blocks[first:last]]) == last - first
-    found = sealings(tables)
-    assert [sealing.centre for sealing in found] == list(centres)
-    limits = [mined if i < prompt // BLOCK else min(40, mined + i - prompt // BLOCK + 1) for i in range(10)]
-    assert [sealing.limit for sealing in found] == limits
-    assert {sealing.address for sealing in found} == {bank}
-    number = min(prompt, 10 * BLOCK)
-    assert found[0].mining == (addresses[: -(-number // BLOCK)], number)
-    assert not any(sealing.mining for sealing in found[1:])
+    number = min(max(prompt, BLOCK), 10 * BLOCK)
+    assert [move.bank for move in moves(tables)] == [bank] * 10
+    mined = [move.mining for move in moves(tables)]
+    assert mined == [Mining(addresses[: -(-number // BLOCK)], number)] + [None] * 9
+    tables.check_integrity()
 
 
-def test_a_prompt_in_the_sink_alone_leaves_nothing_to_mine():
+def test_a_prompt_in_the_sink_alone_is_mined_from_the_first_block():
     tables = opened(BESIDE, 20, 2)
-    assert tables.demote([(tables["a"].blocks[0], 2)]) == 1
-    [sealing] = sealings(tables)
-    assert sealing.mining == ([], 0) and (sealing.limit, sealing.centre) == (1, 0)
+    first = tables["a"].blocks[0]
+    address = first.slot.address
+    assert tables.demote([(first, 2)]) == 1
+    assert [move.mining for move in moves(tables)] == [Mining([address], BLOCK)]
 
 
 @each_ladder
@@ -91,31 +68,7 @@ def test_under_pressure_the_prompt_is_mined_as_far_as_it_is_computed(ladder: Tin
     tables.demote([(blocks[0], 1), (blocks[1], 1)])
     tables.coldest("a", ladder.sink + 9 * BLOCK)
     tables.demote([(block, 1) for block in blocks[2:]])
-    found = sealings(tables)
-    assert found[0].mining == (addresses[:3], 2 * BLOCK + 50)
-    assert [(sealing.limit, sealing.centre, sealing.mining) for sealing in found[1:]] == [(32, -1, None)] * 8
-
-
-def test_blocks_are_sealed_in_order():
-    tables = opened(ALONE, 1, 4)
-    first, second, third, _ = tables["a"].blocks
-    assert tables.demote([(second, 1), (third, 1)]) == 0 and not tables.waves
-    assert tables.demote([(second, 1), (first, 2), (third, 1), (second, 1)]) == 2
-    assert [block.rung for block in (first, second, third)] == [2, 1, 0]
-    tables.check_integrity()
-
-
-def test_a_wave_has_no_block_on_a_wider_rung_than_one_before():
-    """A wave is carried out rung by rung, and the earlier block adds its centre first."""
-    tables = opened(ALONE, 1, 6)
-    blocks = tables["a"].blocks
-    tables.demote([(blocks[0], 1), (blocks[1], 2), (blocks[2], 2), (blocks[3], 1), (blocks[4], 2)])
-    assert [[move.new for move in wave] for wave in tables.waves] == [[1, 2, 2], [1, 2]]
-    plain = make_space(40, LADDER).tables
-    plain.open("a", 2)
-    plain.reserve("a", 3 * BLOCK)
-    plain.demote(zip(plain["a"].blocks, (2, 1, 2), strict=True))
-    assert len(plain.waves) == 1
+    assert [move.mining for move in moves(tables)] == [Mining(addresses[:3], 2 * BLOCK + 50)] + [None] * 8
 
 
 def test_a_step_down_of_codes_needs_no_bank():
@@ -123,7 +76,8 @@ def test_a_step_down_of_codes_needs_no_bank():
     blocks = tables["a"].blocks
     tables.demote([(block, 1) for block in blocks])
     tables.waves.clear()
-    assert tables.demote([(blocks[2], 2), (blocks[0], 2)]) == 2 and not sealings(tables)
+    assert tables.demote([(blocks[2], 2), (blocks[0], 2)]) == 2
+    assert all(move.bank is None and move.mining is None for move in moves(tables))
 
 
 def test_a_bank_is_read_where_it_lies_when_the_wave_runs():
@@ -141,9 +95,9 @@ def test_a_bank_is_read_where_it_lies_when_the_wave_runs():
         pass
     assert bank.slot.address != before
     tables.demote([(blocks[1], 1)])
-    assert [sealing.address for sealing in sealings(tables)] == [before, bank.slot.address]
+    assert [move.bank for move in moves(tables) if move.bank is not None] == [before, bank.slot.address]
     copies = [move for move in moves(tables) if move.block is bank]
-    assert [(move.src, move.dst, move.sealing) for move in copies] == [(before, bank.slot.address, None)]
+    assert [(move.src, move.dst, move.bank) for move in copies] == [(before, bank.slot.address, None)]
 
 
 @each_ladder
@@ -196,11 +150,13 @@ def build(*rungs: RungConfig, sink: int = 0, dtype: torch.dtype = torch.bfloat16
 @pytest.mark.parametrize("sink", [0, 32])
 def test_a_ladder_with_patterns_has_a_slot_for_them(sink: int):
     ladder = build(pattern_rung(4), pattern_rung(2), sink=sink)
-    assert ladder.num_patterns == 64 and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
+    assert ladder.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
     bank = ladder.slots[-1]
     assert bank.num_tokens == bank.num_elements == 0
-    assert bank.nbytes == 2 * 2 * 64 * 3 * 64 * 2  # layers, sides, patterns, heads, channels, fp16
-    assert build(uniform_rung(4), sink=sink).num_patterns == 0
+    assert (
+        bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4
+    )  # layers, sides, patterns, heads, channels, fp16
+    assert not build(uniform_rung(4), sink=sink).has_bank
 
 
 def test_banks_that_cannot_be():
@@ -210,11 +166,10 @@ def test_banks_that_cannot_be():
     for number in (0, 256, 1000):
         with pytest.raises(ConfigError, match=rf"patterns={number}.*from 1 to 255"):
             build(pattern_rung(2, number))
-    with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 64"):
-        build(pattern_rung(4), pattern_rung(2, 32))
+    with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 32"):
+        build(pattern_rung(4), pattern_rung(2, 16))
     mixed = RungConfig("mixed", "int2-channel-128-patterns32", "int2-token-128-patterns16")
-    with pytest.raises(ConfigError, match=r"patterns=\[16, 32\].*as many"):
-        build(mixed)
+    assert build(mixed).slots[0].nbytes == 2 * (32 + 16) * 3 * 64 * 2
     late = RungConfig("late", ("dense16", "int4-channel-128"), "int4-token-128")
     with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*from uniform"):
         build(late, pattern_rung(2))

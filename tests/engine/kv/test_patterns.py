@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, pattern_rung, uniform_rung
-from qkv_engine.kernels.mine import num_mined
+from qkv_engine.kernels.mine.kmeans import kmeans
 from qkv_engine.request import FinishReason
 
 from .pattern_loop import HEAD_DIM, KV_HEADS, LAYERS, VOCAB_SIZE, PatternLoop, Snapshot, kv_of
@@ -42,38 +42,26 @@ def patterns_of(snapshot: Snapshot) -> torch.Tensor:
 @pytest.mark.parametrize("sink", [0, 32])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_bank_and_codes_are_what_the_request_says(length: int, sink: int):
-    """Patterns are mined from the prompt alone, centres are those of the blocks, codes those of the reference."""
+    """Patterns are those of the prompt, or of the first block, and codes those of the reference."""
     kv = replace(EAGER, sink=sink)
     found = alone(kv, length, 700 - length)
     ladder = PatternLoop(kv).cache.ladder
-    number, behind = (max(0, length - sink), (699 - 128 - sink) // BLOCK_TOKENS)
-    mined, first = num_mined(NUM_PATTERNS, number), number // BLOCK_TOKENS
+    number, behind = max(BLOCK_TOKENS, length - sink), (699 - 128 - sink) // BLOCK_TOKENS
     bank = patterns_of(found)
     assert [rung for rung, _ in found.blocks] == [1] * behind
     tokens = torch.stack([kv_of(found.token_ids, p) for p in range(sink, 699)])  # [n, layers, 2, H, D]
-    used = min(NUM_PATTERNS, mined + behind - first)
-    assert bank[:, :, :used].abs().amax((0, 1, 3, 4)).gt(0).all() and not bank[:, :, used:].any()
+    heads = tokens[:number].permute(1, 2, 3, 0, 4).flatten(0, 2)
+    expected = kmeans(heads, NUM_PATTERNS).view(LAYERS, 2, KV_HEADS, NUM_PATTERNS, HEAD_DIM).transpose(2, 3)
+    torch.testing.assert_close(bank[:, :, :NUM_PATTERNS], expected, rtol=2e-3, atol=2e-3)
+    assert not bank[:, :, NUM_PATTERNS:].any()
     for index in range(behind):
         mine = tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-        centre, limit = mined + index - first, mined
-        if index >= first:
-            limit = min(NUM_PATTERNS, centre + 1)
-            if centre < NUM_PATTERNS:
-                middle = (mine.amin(0) + mine.amax(0)) / 2
-                assert torch.equal(bank[:, :, centre], middle.half().float())
         for i, side in enumerate(ladder.narrowest.layout.sides):
-            leading = bank[i // 2, i % 2, :limit].half().reshape(1, -1).view(torch.uint8)
+            patterns = bank[i // 2, i % 2].half().reshape(1, -1).view(torch.uint8)
             x = mine[:, i // 2, i % 2].transpose(0, 1)[None]
-            expected = side.family.quantize(x, side, leading)
+            expected_rows = side.family.quantize(x, side, patterns)
             codes, meta = found.blocks[index][1][2 * i : 2 * i + 2]
-            assert codes == expected.codes.numpy().tobytes() and meta == expected.meta.numpy().tobytes()
-
-
-def test_mined_patterns_are_means_of_the_prompts_tokens():
-    """With no more tokens than patterns each is one of them."""
-    bank = patterns_of(alone(EAGER, 20, 300))
-    tokens = torch.stack([kv_of(prompt(20), p) for p in range(20)]).half().float()
-    assert torch.equal(bank[:, :, :20], tokens.permute(1, 2, 0, 3, 4))
+            assert codes == expected_rows.codes.numpy().tobytes() and meta == expected_rows.meta.numpy().tobytes()
 
 
 @pytest.mark.parametrize("sink", [0, 32])
@@ -102,7 +90,7 @@ def test_a_request_computed_again_has_the_same_bytes():
     assert loop.cache.arena.used_nbytes == 0
     found = loop.run()
     assert [found["300"], found["129"]] == expected and [r.num_preemptions for r in requests] == [1, 1]
-    assert all(bank is not None and bank.num_mined == 32 for bank in banks)
+    assert all(bank is not None and bank.is_mined for bank in banks)
 
 
 def test_recovery_mines_banks_anew():
@@ -146,15 +134,14 @@ def test_a_prompt_sealed_before_it_is_computed_is_mined_as_far_as_it_is():
     loop.add("old", prompt(1, 1), 900)
     loop.add("long", prompt(1500), 1)
     bank = None
-    while bank is None or not bank.num_sealed:
+    while bank is None or not bank.is_mined:
         loop.step()
         bank = loop.cache.tables["long"].bank if "long" in loop.cache.tables else None
     number = bank.num_computed_tokens
     assert BLOCK_TOKENS <= number < 1400
     part = PatternLoop(EAGER)
     part.add("part", prompt(1500)[:number], 300)
-    expected = patterns_of(part.run()["part"])
-    assert torch.equal(patterns_of(loop.run()["long"])[:, :, :32], expected[:, :, :32])
+    assert loop.run()["long"].bank == part.run()["part"].bank
 
 
 def test_abort_frees_the_bank():
