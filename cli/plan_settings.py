@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar="BITS|SIZE", help=f'memory at the floor: "2.5bits", "6GiB" (default: {DEFAULT_BUDGET})')
     add("--context", type=int, metavar="N", help="tokens of a request in the budget (default: the model's context)")
     add("--requests", type=int, metavar="N", help="requests that a budget of bytes holds at once (default: 1)")
-    add("--least-bits", type=int, metavar="N", help="fewest bits of any layer's codes (default: 2)")
+    add("--least-bits", type=int, metavar="N", help="fewest bits of any layer's codes (default: 1, with pm-kvq 2)")
     add = parser.add_argument_group("mixed").add_argument
     add("--rungs", type=int, metavar="N", help="rungs of the ladder, 2 to 12 (default: 8)")
     add("--eager", action="store_const", const=True, help="go to the floor as soon as a block is full")

@@ -91,7 +91,7 @@ def point(name: str, found: Result) -> Point:
     """A row of the table as a point of the plot; ``name`` is as given on the command line."""
     method = read_plan(name).method if name.endswith(PLAN_SUFFIX) else None
     assert found.floor is not None, "of one ladder"
-    return Point(found.name, method, found.floor, found.mean, found.interval)
+    return Point(found.name, method, found.floor, found.mean)
 
 
 def result(name: str, rows: Sequence[AccuracyRow], floor: float | None = None) -> Result:

@@ -17,7 +17,6 @@ class Point(NamedTuple):
     method: str | None
     bits: float
     mean: float
-    interval: tuple[float, float]
 
 
 def draw_bits(points: Sequence[Point], path: Path) -> None:
@@ -28,19 +27,13 @@ def draw_bits(points: Sequence[Point], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for point in points:
-        if point.method is None:
-            axes.plot(point.bits, 100 * point.mean, "x", color="black")
-            axes.annotate(
-                point.name, (point.bits, 100 * point.mean), (4, 3), textcoords="offset points", fontsize="small"
-            )
+    for (bits, mean), names in _places(points).items():
+        axes.plot(bits, mean, "x", color="black")
+        axes.annotate(", ".join(names), (bits, mean), (4, -12), textcoords="offset points", fontsize="small")
     methods = dict.fromkeys(point.method for point in points if point.method is not None)
     for style, method in zip(STYLES, methods, strict=False):
         line = sorted((point for point in points if point.method == method), key=lambda point: point.bits)
-        bits, means = [point.bits for point in line], [100 * point.mean for point in line]
-        lows, highs = ([100 * point.interval[end] for point in line] for end in (0, 1))
-        axes.plot(bits, means, style, label=method)
-        axes.fill_between(bits, lows, highs, color=axes.lines[-1].get_color(), alpha=0.12, linewidth=0)
+        axes.plot([point.bits for point in line], [100 * point.mean for point in line], style, label=method)
     axes.set_xscale("log", base=2)
     axes.set_xticks(TICKS, [f"{bits:g}" for bits in TICKS])
     axes.set_xlabel("bits an element of a block on the floor, metadata counted")
@@ -49,3 +42,12 @@ def draw_bits(points: Sequence[Point], path: Path) -> None:
     if methods:
         axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _places(points: Sequence[Point]) -> dict[tuple[float, float], list[str]]:
+    """The presets' names by place: those of the same bits and the same percentage share one."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for point in points:
+        if point.method is None:
+            found.setdefault((round(point.bits, 1), round(100 * point.mean)), []).append(point.name)
+    return found

@@ -19,7 +19,7 @@ from ..fingerprint import ModelFingerprint
 from .allocate import Choice, allocate
 from .budget import Budget, check_least_bits, solve
 from .profile import Profile
-from .sensitivity import DENSE, LEAST_BITS, Candidates
+from .sensitivity import DENSE, Candidates
 
 SINK, RECENT = 32, 128  # tokens at 16 bits: the first, and the newest
 LEAST_RUNGS, MOST_RUNGS = 2, 12  # the dense one counted
@@ -36,7 +36,7 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     budget: str
     context: int
     requests: int = 1
-    least_bits: int = LEAST_BITS
+    least_bits: int = 1
     rungs: int = 8
     eager: bool = False
 

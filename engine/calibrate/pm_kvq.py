@@ -15,7 +15,7 @@ from ..fingerprint import ModelFingerprint
 from .allocate import Choice
 from .budget import Budget, check_least_bits, solve
 from .profile import Profile
-from .sensitivity import DENSE, LEAST_BITS, Candidates
+from .sensitivity import DENSE, Candidates
 
 WIDTHS = (16, 8, 4, 2, 1)  # bits of a layer's K and V: floors, and the rungs that lead there
 SINK, RECENT = 1, 128  # tokens at 16 bits: the first, and the newest
@@ -31,7 +31,7 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     budget: str
     context: int
     requests: int = 1
-    least_bits: int = LEAST_BITS
+    least_bits: int = 2  # one bit without calibration loses most answers
 
     def __post_init__(self) -> None:
         self.parsed()

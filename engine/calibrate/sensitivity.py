@@ -32,7 +32,6 @@ K_FORMATS = (
     *_PER_TOKEN,
 )
 V_FORMATS = (DENSE, *_PER_TOKEN, "int3-token-128", "int1-token-128-eta0.2")
-LEAST_BITS = 2  # of a plan unless asked for: errors of one bit are too large for a first order to tell
 
 
 class Candidates(NamedTuple):

@@ -149,11 +149,16 @@ def test_pm_kvqs_presets_have_one_floor_for_all_layers(floor: int):
 
 
 @pytest.mark.parametrize("settings", [Mixed, PMKVQ])
-def test_one_bit_has_to_be_asked_for(settings: type[Mixed] | type[PMKVQ]):
+def test_one_bit_is_for_floors_that_allow_it(settings: type[Mixed] | type[PMKVQ]):
     with pytest.raises(CapacityError, match=r"Give at least 2\.[2-5]"):
-        settings(budget="1.8bits", context=40_000).solve(PROFILE, MODEL)
+        settings(budget="1.8bits", context=40_000, least_bits=2).solve(PROFILE, MODEL)
     kv = settings(budget="1.8bits", context=40_000, least_bits=1).solve(PROFILE, MODEL)
     assert any("int1" in name for name in kv.rungs[-1].v)
+
+
+def test_one_bit_is_usual_where_it_is_calibrated():
+    assert Mixed(budget="3bits", context=40_000).least_bits == 1
+    assert PMKVQ(budget="3bits", context=40_000).least_bits == 2
 
 
 def test_where_all_fits_at_16_bits_there_is_no_other_rung():
