@@ -13,10 +13,10 @@ from qkv_engine.calibrate.kvmix import KVmix
 from qkv_engine.calibrate.plan import KVPlan
 from qkv_engine.calibrate.pm_kvq import PMKVQ
 from qkv_engine.calibrate.predict import as_good, outlier_layers, predicted_loss
-from qkv_engine.config import format_size
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import make_format
 from qkv_engine.kv.ladder import SIDES
+from qkv_engine.sizes import format_size
 
 from .sizing import planned_cache
 from .table import Table, from_columns

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qkv_engine.config import format_size
+from qkv_engine.sizes import format_size
 
 from .sweep import QUEUED, Row
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig, format_size
+from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig
+from qkv_engine.sizes import format_size
 
 from .sweep import FAILED, NO_FIT, OK, QUEUED, Row
 from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns

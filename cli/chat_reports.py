@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.text import Text
 
-from qkv_engine.config import format_size
 from qkv_engine.request import SamplingParams
+from qkv_engine.sizes import format_size
 
 from .chat_params import SETTABLE
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from qkv_engine.config import format_size
 from qkv_engine.errors import CapacityError, QKVError, RequestError
+from qkv_engine.sizes import format_size
 
 from .text import sanitize
 

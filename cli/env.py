@@ -11,8 +11,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
-from qkv_engine.config import DEFAULT_KV, EngineConfig, format_size, parse_size, resolve_kv
+from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
 from qkv_engine.errors import CapacityError
+from qkv_engine.sizes import format_size, parse_size
 
 from . import common, results
 from .model import read_model, weight_dtype

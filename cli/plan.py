@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from qkv_engine.config import MAX_SIZE, PLAN_SUFFIX, EngineConfig, parse_size
+from qkv_engine.config import PLAN_SUFFIX, EngineConfig
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.sizes import MAX_SIZE, parse_size
 
 from . import common, plan_settings, results, tasks
 from .eval import DEFAULT_TASKS

@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from .config import format_size
 from .errors import ConfigError
+from .sizes import format_size
 
 
 def read_input(path: str | Path, *, field: str, max_nbytes: int) -> bytes:

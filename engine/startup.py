@@ -22,7 +22,7 @@ from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
 from qkv_engine.scheduler import Scheduler
 
-from .config import BLOCK_TOKENS, EngineConfig, format_size, parse_size
+from .config import BLOCK_TOKENS, EngineConfig
 from .device.memory import default_kv_memory, free_memory
 from .device.runner import CausalLM, Runner
 from .device.threads import choose_num_threads
@@ -35,6 +35,7 @@ from .kv.prefix import PrefixCache
 from .kv.table import num_reserve_slabs
 from .request import SamplingParams
 from .serving.core import EngineCore
+from .sizes import format_size, parse_size
 from .text.tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
 

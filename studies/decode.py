@@ -23,11 +23,11 @@ from qkv_engine.bench.plots import PLOT_SUFFIXES, plot_sweep, require_matplotlib
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sweep import FAILED, OK, parse_batches
 from qkv_engine.bench.table import PLAIN_WIDTH, Table, from_columns
-from qkv_engine.config import format_size, parse_size
 from qkv_engine.device.memory import free_memory
 from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.models.config import DTYPES
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.sizes import format_size, parse_size
 from qkv_engine.startup import resolve_device
 
 from .decode_run import MAX_BATCH, WARMUP_STEPS, WINDOWS, DecodeRow, Plan, kv_names, run

@@ -29,12 +29,13 @@ from qkv_engine.bench.forms import FORMATS, format_of
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sweep import parse_batches
 from qkv_engine.bench.table import PLAIN_WIDTH, Table
-from qkv_engine.config import BLOCK_TOKENS, parse_size
+from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.sizes import parse_size
 from qkv_engine.startup import resolve_device, start
 
 from .decode_run import WINDOWS, Plan, engine_config, free, kv_names, size, weight_dtype

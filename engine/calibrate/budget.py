@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import BLOCK_TOKENS, MAX_SIZE, KVConfig, format_least, parse_size
+from ..config import BLOCK_TOKENS, KVConfig
 from ..errors import CapacityError, ConfigError
 from ..fingerprint import ModelFingerprint
 from ..kv.cache import KVCache
 from ..kv.ladder import Ladder, build_ladder
+from ..sizes import MAX_SIZE, format_least, parse_size
 from .allocate import Choice, allocate
 
 MAX_BITS = 64  # an element: a short request at 16 bits takes more, as its last block is not full

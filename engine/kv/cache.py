@@ -11,8 +11,9 @@ import torch
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.scheduler import ScheduledBatch
 
-from ..config import BLOCK_TOKENS, format_least, format_size
+from ..config import BLOCK_TOKENS
 from ..errors import CapacityError
+from ..sizes import format_least, format_size
 from .arena import Arena
 from .attention_cpu import CpuAttentionPlanner
 from .block import Block, Move, slot_rung

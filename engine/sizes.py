@@ -1,0 +1,69 @@
+"""Sizes of memory in words: "20GiB", "50%", a share of what is free. No torch here."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import ConfigError
+
+MAX_SIZE = 2**62  # bytes; anything above is a slip of the pen and would not fit the kernels' int64 addresses
+
+# Docker's and Java's habit: G, Gi and GiB are 2^30 bytes, only GB is 10^9. In upper case; what was given may be in any.
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    name: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for name, base in ((letter, 1024), (f"{letter}I", 1024), (f"{letter}IB", 1024), (f"{letter}B", 1000))
+}
+_SIZE_REMEDY = 'Give bytes, a size such as "20GiB", or a share of free memory such as 0.5 or "50%"'
+_SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{0,19})?|\.[0-9]{1,19})\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(size: int | str | float, *, field: str, free: int) -> int:
+    """Bytes named by ``size``: an int (bytes), a text such as "20GiB", or a share of ``free`` bytes.
+
+    A share is a float in (0, 1], the same as a text with a decimal point ("0.5"), or "50%". Units in any case: K, M,
+    G, T, also written Ki or KiB, are powers of 1,024; KB, MB, GB, TB powers of 1,000. Raises ``ConfigError`` for
+    anything else, and for sizes that are not positive or above 4 EiB.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | float | str):
+        raise ConfigError("not a size", field=field, value=size, remedy=_SIZE_REMEDY)
+    number = _parse_words(size, field) if isinstance(size, str) else size
+    if isinstance(number, float):
+        if not 0.0 < number <= 1.0:
+            raise ConfigError("a share lies in (0, 1]", field=field, value=size, remedy=_SIZE_REMEDY)
+        return max(1, int(number * free))
+    if number <= 0:
+        raise ConfigError("must be positive", field=field, value=size, remedy=_SIZE_REMEDY)
+    if number > MAX_SIZE:
+        raise ConfigError("more than any machine has", field=field, value=size, remedy=_SIZE_REMEDY)
+    return number
+
+
+def _parse_words(text: str, field: str) -> int | float:
+    """Bytes as an int, or a share as a float."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError("not a size", field=field, value=text, remedy=_SIZE_REMEDY)
+    digits, unit = match[1], match[2].upper()
+    if unit == "%":
+        return float(digits) / 100
+    if unit not in _UNITS:
+        raise ConfigError("unknown unit", field=field, value=text, remedy=_SIZE_REMEDY)
+    if "." not in digits:
+        return int(digits) * _UNITS[unit]
+    return int(float(digits) * _UNITS[unit]) if unit else float(digits)
+
+
+def format_size(nbytes: float) -> str:
+    """``nbytes`` in words with one decimal: 20.0 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def format_least(nbytes: int) -> str:
+    """A size in words that, given as an option, is at least ``nbytes``: rounded up, never down."""
+    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if nbytes >= unit), 1)
+    return format_size(-(-nbytes * 10 // unit) * unit / 10)
