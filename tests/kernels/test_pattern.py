@@ -389,7 +389,7 @@ def test_device_functions() -> None:
     figures = run_cases(pattern_cases.__file__)
     limits = {"seal": 0.0, "tile": 1e-5, "decode": 5e-4, "prefill": 5e-4}
     wrong = {name: figure for name, figure in figures.items() if not figure <= limits[name.split()[0]]}
-    assert len(figures) > 25 and not wrong
+    assert len(figures) > 20 and not wrong
 
 
 @pytest.mark.gpu
