@@ -1,4 +1,4 @@
-"""Two hundred mixed requests at once, on memory for a fraction of them: each is answered as it is alone."""
+"""A hundred and twenty mixed requests at once, on memory for a fraction of them: each is answered as it is alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 
 
 @dataclass(frozen=True)
