@@ -154,7 +154,7 @@ def _stage(arena: Tensor, work: PrefillWork, page: PageLayout | None, launch: La
         work.addresses,
         launch.memory.view(_dense_dtype(launch.page.k)),
         launch.addresses,
-        len(work.addresses) // max(1, 1 if work.banks is None else len(work.banks)),
+        len(work.addresses) // (1 if work.banks is None else len(work.banks)),
         **bank_arguments(page, work.banks),
         **stage_constexprs(page),
         num_warps=4,

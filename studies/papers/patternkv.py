@@ -131,7 +131,10 @@ def layer(head_dim: int, bits: int = 2) -> LayerCache:
     Prompts are assigned by Euclidean distance, windows by range. Every token of K has a pattern, one of V only where
     the gate passes. The release never quantizes V again after a prompt of exactly 128 tokens; here that is a window.
     """
-    quantize = lambda groups: quantizers.kivi(groups, bits).values()  # noqa: E731
+
+    def quantize(groups: Tensor) -> Tensor:
+        return quantizers.kivi(groups, bits).values()
+
     gate = partial(gated, limit=gate_limit(head_dim))
     k = PatternSide(mine, nearest, flattest, by_channel(quantize, WINDOW))
     v = PatternSide(mine, gate(nearest), gate(flattest), by_token(quantize, WINDOW))

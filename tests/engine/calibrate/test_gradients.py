@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -17,11 +15,10 @@ from qkv_engine.calibrate.gradients import Text, TextProfile, mean_profile, prof
 from qkv_engine.calibrate.profile import LayerScores, Prompts
 from qkv_engine.calibrate.sensitivity import Candidates
 from qkv_engine.config import EngineConfig
-from qkv_engine.models import LlamaForCausalLM, load_model
-from qkv_engine.models.loader import ModelSource, load_weights
+from qkv_engine.models import LlamaForCausalLM
 from qkv_engine.startup import load
 
-from ...models.conftest import DenseBatch, make_reference  # noqa: F401 (a fixture)
+from ...models.conftest import DenseBatch
 
 CPU = torch.device("cpu")
 NOTHING = Candidates({}, {})
@@ -32,21 +29,6 @@ FAMILIES = [
     ("Qwen3", {"head_dim": 32, "num_key_value_heads": 1}),
 ]
 each_family = pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
-
-
-def plain_model(folder: Path) -> LlamaForCausalLM:
-    """The model of a folder with weights that are not packed."""
-    config = load_model(str(folder), device=CPU).config
-    source = ModelSource("tiny", config, folder)
-    return cast(LlamaForCausalLM, load_weights(source, dtype=torch.float32, device=CPU, pack=False).model)
-
-
-@pytest.fixture
-def pair(family: str, changes: dict, make_reference: Callable, tmp_path: Path):  # noqa: F811
-    """A random model of a family: transformers' and ours."""
-    reference = make_reference(family, **changes)
-    reference.save_pretrained(tmp_path)
-    return reference, plain_model(tmp_path)
 
 
 def score_text(model: LlamaForCausalLM, text: Text) -> LayerScores:

@@ -21,9 +21,8 @@ from qkv_engine.models import LlamaForCausalLM
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.startup import load
 
-from ...models.conftest import make_reference  # noqa: F401 (a fixture)
 from ...models.tiny import write_tiny
-from .test_gradients import CPU, FAMILIES, pair, random_ids  # noqa: F401 (a fixture)
+from .test_gradients import CPU, FAMILIES, random_ids
 from .test_plan import plan_for
 
 
@@ -47,7 +46,7 @@ def random_scale(model: LlamaForCausalLM) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
-def test_full_precision_attention_is_unchanged(pair):  # noqa: F811
+def test_full_precision_attention_is_unchanged(pair):
     """Golden check 21: biases, grouped queries, and the q/k norm of Qwen3."""
     _, model = pair
     ids, scale = torch.tensor(random_ids(40)), random_scale(model)
@@ -69,14 +68,14 @@ def test_full_precision_attention_is_unchanged(pair):  # noqa: F811
         lambda scale: [[["1"] * 8] * 2] * 2,
     ],
 )
-def test_other_shapes_and_values_are_refused(pair, change: Callable):  # noqa: F811
+def test_other_shapes_and_values_are_refused(pair, change: Callable):
     _, model = pair
     with pytest.raises(ConfigError, match=r"key_scale.*Give 2 layers of 2 KV heads of 8 pairs"):
         fold_key_scale(model, change(random_scale(model).tolist()))
 
 
 @pytest.mark.parametrize(("family", "changes"), [FAMILIES[0], FAMILIES[3]], ids=str)
-def test_the_search_tames_channels_that_stand_out(pair):  # noqa: F811
+def test_the_search_tames_channels_that_stand_out(pair):
     """A model whose keys were made uneven by a scale of ours: the search undoes most of it."""
     _, model = pair
     text = Text(random_ids(60))

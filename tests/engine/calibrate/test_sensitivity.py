@@ -11,8 +11,7 @@ from qkv_engine.calibrate.forward import attend, compute_logits, decoder_layers,
 from qkv_engine.calibrate.gradients import Text, profile_text
 from qkv_engine.calibrate.sensitivity import SINK, Candidates, pages, round_trip, side_sensitivities
 
-from ...models.conftest import make_reference  # noqa: F401 (a fixture)
-from .test_gradients import FAMILIES, pair, random_ids  # noqa: F401 (a fixture)
+from .test_gradients import FAMILIES, random_ids
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_formats_that_do_not_fit_are_left_out():
 
 @pytest.mark.parametrize(("family", "changes"), [FAMILIES[0], FAMILIES[3]], ids=str)
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_a_small_error_in_a_layer_changes_the_loss_by_no_more(pair, side: str):  # noqa: F811
+def test_a_small_error_in_a_layer_changes_the_loss_by_no_more(pair, side: str):
     """First order: with the layer's own gradients, and after q/k norm and rotation."""
     _, model = pair
     text = Text(random_ids(100))
