@@ -1,4 +1,4 @@
-"""What an engine is asked for: its options with their bounds, ladders of rungs, KV presets. No torch here."""
+"""Engine options with their bounds, ladders of rungs, KV presets. No torch here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .fingerprint import ModelFingerprint
 
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
-MAX_RUNGS = 16  # of a ladder; each that blocks stand on has a slab that is not full
-MAX_NAME_CHARS = 64  # of a ladder or a rung: they stand in tables and in every output
+MAX_RUNGS = 16  # of a ladder; each rung in use has one slab that is not full
+MAX_NAME_CHARS = 64  # of a ladder's or a rung's name, shown in tables and every output
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
@@ -104,7 +104,7 @@ class KVConfig:
         rungs: 1 to 16 ``RungConfig``, most bits first.
         sink: first tokens of a request, which stay on the first rung for life: 0 or a power of two up to 128.
         recent: newest tokens of a request, which stay on the first rung until they are older; 0 to 1,048,576.
-        recent_ratio: share of a request's computed tokens that do so where it is more than ``recent``; 0 to below 1.
+        recent_ratio: share of a request's computed tokens kept as with ``recent``, where it is more; 0 to below 1.
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
@@ -141,7 +141,7 @@ class KVConfig:
 
     @property
     def window(self) -> RecentWindow:
-        """``recent`` and ``recent_ratio`` as they count; the ratio is the fraction that its decimals say."""
+        """``recent`` and ``recent_ratio`` as one window; the ratio is exact, so 0.1 is a tenth."""
         return RecentWindow.of(self.recent, Fraction(str(float(self.recent_ratio))))
 
     def _check_rungs(self) -> None:
@@ -182,13 +182,13 @@ def _kivi() -> Iterator[KVConfig]:
         yield KVConfig(name=name + suffix, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
-# XQuant's extents: K's wide layers, V's wide layers, V's layers with codes of their own. Its tables never share K.
+# XQuant's numbers of layers: K wide, V wide, V with codes of its own. The paper's tables never share K's codes.
 XQUANT: dict[str, tuple[Extent, Extent, Extent]] = {
     "xquant": (-2, 2, Fraction(1, 2)),  # 1.375 code bits
     "xquant-1.28": (ALL, 0, Fraction(1, 8)),
     "xquant-1.16": (Fraction(3, 4), 0, Fraction(1, 8)),
 }
-# Calibration at 1 and at 2 bits by group: the paper's static pair at 32, the most right answers measured at 128.
+# Calibration at 1 and at 2 bits by group: the paper's static pair at 32; measured to answer best at 128.
 XQUANT_ETAS = {32: ("1/6", "0.045"), BLOCK_TOKENS: ("0.2", "0.045")}
 
 
@@ -210,7 +210,7 @@ def _xquant() -> Iterator[KVConfig]:
 
 
 def pattern_rung(bits: int, num_patterns: int = 32) -> RungConfig:
-    """The axes of ``uniform_rung``, of what is left of each token without one of its request's patterns."""
+    """PatternKV's formats: the axes of ``uniform_rung``, over tokens minus one of their request's patterns."""
     k, v = (f"int{bits}-{axis}-{BLOCK_TOKENS}-patterns{num_patterns}" for axis in ("channel", "token"))
     return RungConfig(f"int{bits}-patterns", k, v)
 
@@ -264,8 +264,8 @@ def preset_families() -> Iterator[str]:
 
 
 def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
-    """The KV configuration of a preset's name, a plan file's path (a ``Path``, or a string that ends in .json), or a
-    ``KVConfig``, which it is itself. Raises ``ConfigError`` for anything else.
+    """The KV configuration named by ``kv``: a preset, a plan file's path (a ``Path``, or a string that ends in .json),
+    or a ``KVConfig``, returned as it is. Raises ``ConfigError`` for anything else.
     """
     if isinstance(kv, KVConfig):
         return kv

@@ -106,7 +106,7 @@ class Engine(Closable):
         on_cpu = self._started.device.type == "cpu"
         self._loop = EngineLoop(self._started.core, self._started.num_threads if on_cpu else None)
         self._finalizer = weakref.finalize(self, self._loop.close)
-        self._loop.start()  # last, so that an interrupt at any line above leaves no thread, and here one that is closed
+        self._loop.start()  # last: an interrupt above leaves no thread, and one here leaves a thread that is closed
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -120,7 +120,7 @@ class Engine(Closable):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's embedding: token ids lie below."""
+        """Rows of the model's embedding; every token id is smaller."""
         return self._alive.config.vocab_size
 
     @property
@@ -289,7 +289,7 @@ class Engine(Closable):
             raise RequestError("the engine's own thread cannot wait for a request", remedy="Do it outside of __del__")
 
     def _run_all(self, submissions: list[Submission], show_bar: bool) -> list[RequestOutput]:
-        """Submits all, waits for all; whatever interrupts the wait aborts what is left."""
+        """Submits all, waits for all; an interrupt of the wait aborts the requests that are left."""
         try:
             self._loop.submit(submissions)
             return [_final(submission) for submission in _with_bar(submissions, show_bar)]
@@ -331,7 +331,7 @@ class RequestStream(Closable, Iterator[RequestOutput]):
     def __del__(self) -> None:
         try:
             self.close()
-        except KeyboardInterrupt:  # which Python takes no further than here
+        except KeyboardInterrupt:  # Python would drop it here, with the close undone
             self.close()
 
 

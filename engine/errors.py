@@ -45,7 +45,7 @@ class DeviceLostError(EngineDeadError):
 
 
 def as_request_error(error: Exception) -> QKVError:
-    """What the reader of a request is told that failed with ``error``."""
+    """The error that the reader of a request gets when the request failed with ``error``."""
     if isinstance(error, QKVError):
         return error
     return RequestError(f"the request failed while running: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The fingerprint of a model, by which a plan knows the one that it was made for."""
+"""Model fingerprints, by which a plan recognises its model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
 
-MAX_SHOWN_CHARS = 80  # of a value in a message: that of a hostile file may have millions
+MAX_SHOWN_CHARS = 80  # of a value in a message; in a hostile file it may have millions
 _SHAPE = ("architecture", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
 
 

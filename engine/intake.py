@@ -26,7 +26,7 @@ _CHAT_REMEDY = 'Use a list such as [{"role": "user", "content": "Hello"}]'
 
 
 class Intake:
-    """Turns a caller's words into submissions. Thread-safe. Every error is a ``RequestError``."""
+    """Turns callers' arguments into submissions. Thread-safe. Every error is a ``RequestError``."""
 
     def __init__(self, started: Started):
         self._tokenizer = started.tokenizer
@@ -164,7 +164,7 @@ def _is_conversation(prompt: object) -> bool:
 
 
 def _as_conversation(messages: object) -> object:
-    """What ``Engine.chat`` answers: a string is one user message. Raises RequestError if it is no list of messages."""
+    """The conversation in ``messages``; a string is one user message. Raises RequestError for anything else."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if isinstance(messages, Mapping):

@@ -24,7 +24,7 @@ class LayerSchedule:
     Fields
         wide, narrow: formats with codes of their own, such as "int2-token-32-eta0.045".
         num_wide: the first layers, which have the wide format.
-        num_single: the first layers, which have codes of their own; after them odd layers have the layer's below.
+        num_single: the first layers, which have codes of their own; every odd layer after them uses the layer below's.
     """
 
     wide: str

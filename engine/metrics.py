@@ -79,7 +79,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class Counters(msgspec.Struct):
-    """What the engine's thread counts as it goes."""
+    """Running counters of the engine's thread."""
 
     num_requests: int = 0
     num_finished: int = 0

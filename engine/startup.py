@@ -1,4 +1,4 @@
-"""Builds what an engine runs on: device, model, tokenizer, KV memory; and says what is in effect."""
+"""Start-up: finds the device, loads model and tokenizer, allocates KV memory, and describes the result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Started:
-    """A core ready to run and what its callers need to know of it."""
+    """A core ready to run, and the facts about it that its callers need."""
 
     core: EngineCore
     name: str
@@ -56,7 +56,7 @@ class Started:
     device: torch.device
     dtype: torch.dtype
     ladder: Ladder
-    num_threads: int  # the engine's own thread computes with
+    num_threads: int  # CPU threads of the engine's own thread
     summary: list[str]
 
 
@@ -68,7 +68,7 @@ def demo_folder() -> Path:
 def start(config: EngineConfig) -> Started:
     """Loads the model and allocates KV memory. Raises ``ConfigError``, ``ModelError`` or ``CapacityError``.
 
-    What an interrupt leaves behind is freed before it is raised again; a load under way ends within about a second.
+    An interrupt is raised again once all that was allocated is freed; a load under way ends within about a second.
     """
     device = resolve_device(config.device)
     loaded, dtype = load(config, device)
@@ -130,7 +130,7 @@ def start(config: EngineConfig) -> Started:
 
 
 def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tuple[LoadedModel, torch.dtype]:
-    """The model and the dtype of its weights; whatever can be refused is, before weights are downloaded or read.
+    """The loaded model and the dtype of its weights; checks come before weights are downloaded or read.
 
     Without ``pack`` the weights keep the layout that gradients need.
     """
@@ -153,7 +153,7 @@ def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tu
             "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
             source.config.max_context,
         )  # fmt: skip
-    if config.kv.model is not None and config.load_format != "random":  # which no plan harms
+    if config.kv.model is not None and config.load_format != "random":  # random weights suit any plan
         assert source.folder is not None, "only random weights have no folder"
         config.kv.model.check_weights(weights_digest(source.folder), config.kv.name)
     dtype = resolve_dtype(config.dtype, source.config, device)
@@ -173,7 +173,7 @@ def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tu
 
 
 def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:
-    """Raises ``ConfigError`` if ``max_model_len`` tokens are more than the model was made for, unless that is asked."""
+    """Raises ``ConfigError`` if ``max_model_len`` is more than the model was made for, unless ``extend_context``."""
     if max_model_len is not None and max_model_len > model.max_context and not extend_context:
         raise ConfigError(
             f"the model was made for {model.max_context} tokens",
@@ -263,7 +263,7 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
     """KV memory that ``num_requests`` of ``num_tokens`` each could ever use, all on the widest rung."""
     # One block more each: the scheduler admits a request only with one to spare for every running one.
     blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
-    # Slabs that are no use to them: the reserve, and the rest of those that their slots are in.
+    # Slabs beyond those of their blocks: the reserve, and unused rests of slabs with the requests' slots.
     spare = MAX_SLAB_BLOCKS * (num_reserve_slabs(len(ladder.rungs)) + len(ladder.slots))
     slots = num_requests * sum(slot.nbytes for slot in ladder.slots)
     return (blocks + spare) * ladder.widest.block_nbytes + slots
@@ -285,7 +285,7 @@ def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.de
 
 
 def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
-    """The longest request that fits alone on its floor. One asked for by name must fit; the model's is lowered."""
+    """Tokens of the longest request that fits alone on its floor. ``max_model_len`` must fit; the default is cut."""
     capacity = cache.tables.max_tokens(len(cache.ladder.rungs) - 1)
     if limit <= capacity:
         return limit

@@ -1,1 +1,1 @@
-"""From a model's gradients to a plan: a ladder whose formats differ by layer, kept in a file with its reasons."""
+"""Calibration: from a model's gradients to a plan, a ladder of formats by layer, kept in a file with its reasons."""

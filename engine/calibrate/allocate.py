@@ -1,4 +1,4 @@
-"""Exact bit allocation: one choice an item, the least cost in all, under a budget of bytes.
+"""Exact bit allocation: one choice an item, least total cost, under a budget of bytes.
 
 A multiple-choice knapsack, solved by dynamic programming over bytes: sizes are few and share a large divisor, so the
 table is small, and the optimum is exact where the integer program of PM-KVQ (arXiv 2505.18610) calls a solver.
@@ -22,9 +22,9 @@ class Choice(NamedTuple):
 
 
 def allocate(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | None:
-    """The choice of each item with the least sum of costs within ``budget`` bytes; None where none fits.
+    """The choices, one an item, of least total cost within ``budget`` bytes; None where none fit.
 
-    Of equal costs the one with fewer bytes is taken.
+    Of an item's choices of equal cost the smallest is taken.
     """
     items = [efficient(choices) for choices in items]
     least = [choices[0].nbytes for choices in items]
@@ -34,7 +34,7 @@ def allocate(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | N
     extra = [[choice.nbytes - base for choice in choices] for choices, base in zip(items, least, strict=True)]
     unit = math.gcd(*(nbytes for nbytes_of in extra for nbytes in nbytes_of)) or 1
     room = min(room, sum(nbytes_of[-1] for nbytes_of in extra)) // unit
-    # cost[r]: the least of the items so far in r units beyond their least bytes; picks[i][r]: item i's choice for it.
+    # cost[r]: least cost of the items so far in r units above their smallest sizes; picks[i][r]: item i's choice there.
     cost, picks = torch.zeros(room + 1, dtype=torch.float64), list[torch.Tensor]()
     for choices, nbytes_of in zip(items, extra, strict=True):
         ways = torch.full((len(choices), room + 1), math.inf, dtype=torch.float64)
@@ -53,7 +53,7 @@ def allocate(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | N
 
 
 def efficient(choices: Sequence[Choice]) -> list[Choice]:
-    """Those of ``choices`` that cost less than all with as few bytes, fewest bytes first."""
+    """The Pareto front of ``choices``: each costs less than all smaller ones. Fewest bytes first."""
     found = list[Choice]()
     for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.cost)):
         if not found or choice.cost < found[-1].cost:

@@ -1,4 +1,4 @@
-"""Memory budgets of plans: bits an element, or bytes for so many requests, with everything counted that they hold."""
+"""Memory budgets of plans: effective bits an element, or bytes for a number of requests, with all that they hold."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..kv.ladder import Ladder, build_ladder
 from ..sizes import MAX_SIZE, format_least, parse_size
 from .allocate import Choice, allocate
 
-MAX_BITS = 64  # an element: a short request at 16 bits takes more, as its last block is not full
-MAX_CONTEXT, MAX_REQUESTS = 2**24, 2**20  # of a budget; a slip of the pen ends here
-MAX_LEAST_BITS = 8  # of codes
-SHRINK = 0.99  # of a floor whose cache misses the budget by its reserve: each further trial
+MAX_BITS = 64  # an element, in a budget: above 16, as the last block of a short request is mostly empty
+MAX_CONTEXT, MAX_REQUESTS = 2**24, 2**20  # tokens and requests of a budget; more is taken for a typing error
+MAX_LEAST_BITS = 8  # the widest codes of any format
+SHRINK = 0.99  # of the room, at each retry while a floor with its reserve misses the budget; larger: more retries
 _BITS = re.compile(r"\s*([0-9]{1,2}(?:\.[0-9]{0,9})?)\s*bits?\s*", re.IGNORECASE | re.ASCII)
 _SHARE = re.compile(r"\s*[0-9.]+\s*%?\s*", re.ASCII)
 _REMEDY = 'Give effective bits such as "2.5bits", or bytes such as "6GiB"'
@@ -48,7 +48,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str, context: int, requests: int = 1) -> Budget:
-        """The budget that ``text`` names. Raises ``ConfigError`` for anything but bits, up to 16, or a size."""
+        """The budget that ``text`` names. Raises ``ConfigError`` for anything but bits, up to 64, or a size."""
         found = _BITS.fullmatch(text)
         if found is not None:
             bits = float(found[1])
@@ -61,7 +61,7 @@ class Budget:
         return cls(context, requests, nbytes=parse_size(text, field="budget", free=MAX_SIZE))
 
     def block_nbytes(self, ladder: Ladder) -> int:
-        """The most bytes that a block on the floor may take, beside the windows and the sink of ``ladder``.
+        """The most bytes that a block on the floor may take beside the dense blocks and the slots of ``ladder``.
 
         Raises ``ConfigError`` if no block of a request ever leaves the window.
         """
@@ -81,9 +81,9 @@ class Budget:
         return 8 * (self._dense_nbytes(ladder, dense) + narrow * floor_nbytes) / self._num_elements(ladder)
 
     def holds(self, ladder: Ladder, num_rungs: int) -> bool:
-        """Whether requests at the floor of ``ladder`` keep to it; of bytes the books of a cache decide.
+        """Whether requests at the floor of ``ladder`` fit the budget; one in bytes is tried on a cache's tables.
 
-        ``num_rungs`` that the ladder will have decide how much of the cache is its reserve.
+        ``num_rungs``: of the final ladder, which decide the size of the cache's reserve.
         """
         if self.nbytes is None:
             return self.bits_at(ladder, ladder.narrowest.block_nbytes) <= (self.bits or 0)
@@ -95,7 +95,7 @@ class Budget:
         return tables.max_requests(self.context, num_rungs - 1) >= self.requests
 
     def least(self, ladder: Ladder, num_rungs: int) -> str:
-        """The smallest budget that ``ladder`` keeps, in the words of this one; ``num_rungs`` as above."""
+        """The smallest budget that ``ladder`` fits, in the unit of this one; ``num_rungs`` as in ``holds``."""
         if self.nbytes is None:
             return f"{math.ceil(100 * self.bits_at(ladder, ladder.narrowest.block_nbytes)) / 100:g}bits"
         low, high = 0, self.nbytes
@@ -108,7 +108,7 @@ class Budget:
         return format_least(high).replace(" ", "")
 
     def _split(self, ladder: Ladder) -> tuple[int, int]:
-        """Blocks of a request that stay at 16 bits, and those on the floor."""
+        """Numbers of a request's blocks at 16 bits and on the floor."""
         any_cache = KVCache(ladder, 64 * ladder.widest.block_nbytes, torch.device("meta"))
         return any_cache.tables.split(self.context, 1)
 
@@ -120,14 +120,14 @@ class Budget:
 
 
 def check_least_bits(bits: int) -> None:
-    """Raises ``ConfigError`` unless so many code bits may be the fewest of a plan."""
+    """Raises ``ConfigError`` unless ``bits`` is a possible width of a plan's narrowest codes."""
     if not 1 <= bits <= MAX_LEAST_BITS:
         remedy = f"Give an integer from 1 to {MAX_LEAST_BITS}"
         raise ConfigError("out of range", field="least_bits", value=bits, remedy=remedy)
 
 
 def ladder_of(kv: KVConfig, model: ModelFingerprint) -> Ladder:
-    """The ladder of ``kv`` for a model of this shape; its dtype changes no bytes of a plan."""
+    """The ladder of ``kv`` for a model of this shape; the model's dtype changes no bytes of a plan."""
     return build_ladder(
         kv,
         num_layers=model.num_layers,
@@ -145,10 +145,10 @@ def solve(
     num_rungs: int,
     model: ModelFingerprint,
 ) -> KVConfig:
-    """The ladder of at most ``num_rungs`` that ``make`` builds on the floor of least cost within ``budget``.
+    """The ladder of at most ``num_rungs`` rungs that ``make`` builds on the floor of least cost within ``budget``.
 
-    ``text`` is the budget in its user's words. Raises ``CapacityError``, naming the smallest that would do, if it holds
-    no floor, and ``ConfigError`` if an item has no choice.
+    ``text`` is the budget as its user wrote it. Raises ``CapacityError``, naming the smallest budget that has a floor,
+    if this one has none, and ``ConfigError`` if an item has no choice.
     """
 
     def floor_ladder(floor: Sequence[Choice]) -> Ladder:

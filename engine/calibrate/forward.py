@@ -71,7 +71,7 @@ def compute_logits(model: LlamaForCausalLM, x: Tensor) -> Tensor:
 
 
 def norm(module: RMSNorm, x: Tensor) -> Tensor:
-    """``module`` without its kernels, which write in place."""
+    """RMSNorm by plain operators: the kernels of ``module`` write in place."""
     return rms_norm(x, module.weight, module.eps)
 
 

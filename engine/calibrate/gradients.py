@@ -1,4 +1,4 @@
-"""A profile from gradients: norms of those of W_k and W_v, and the sensitivity of K and V to each format.
+"""Profiles from gradients: the gradient norms of W_k and W_v, and the sensitivity of K and V to each format.
 
 A layer's score is the Frobenius norm of dLoss/dW_k, or of dLoss/dW_v; the loss is the mean cross-entropy of the next
 token. One forward pass keeps the residual stream before each layer; the backward pass runs the layers again from the
@@ -25,7 +25,7 @@ from .profile import KeyScale, LayerScores, Profile, Prompts, Sensitivities, mea
 from .sensitivity import Candidates, side_sensitivities
 
 LOSS_ROWS = 256  # rows whose logits and their gradients exist at once: 0.6 GiB for a vocabulary of 150,000
-LEAST_MEDIAN = 1e-6  # of the channels' largest keys: a model whose keys are mostly 0 has a finite ratio
+LEAST_MEDIAN = 1e-6  # least median of the channels' peak keys: keeps the ratio finite where most keys are 0
 
 
 class Text(NamedTuple):
@@ -39,7 +39,7 @@ class TextProfile(NamedTuple):
     """One text's gradient norms of W_k and W_v, sensitivities to each candidate, and outliers of K, one a layer."""
 
     scores: LayerScores
-    k: list[list[float]]  # a list a candidate
+    k: list[list[float]]  # one list for each candidate
     v: list[list[float]]
     key_outliers: list[float]
 
@@ -53,7 +53,7 @@ def mean_profile(
     position_scale: int = 1,
     key_scale: KeyScale | None = None,
 ) -> Profile:
-    """The profile that those of texts make. Raises ``ModelError`` if anything is not finite."""
+    """The mean of the profiles of texts. Raises ``ModelError`` if anything is not finite."""
     k, v = (
         {name: mean([getattr(text, side)[index] for text in found]) for index, name in enumerate(names)}
         for side, names in (("k", candidates.k), ("v", candidates.v))
@@ -72,7 +72,7 @@ def mean_profile(
 
 
 def empty_profile(config: ModelConfig, prompts: Prompts, position_scale: int = 1) -> Profile:
-    """A profile in which nothing matters: settings can be checked with it before the work is done."""
+    """A profile of zeros, with which settings are checked before the passes over the texts."""
     candidates = Candidates.of(config.num_kv_heads, config.head_dim, config.dtype)
     nothing = [0.0] * config.num_layers
     k, v = ([nothing] * len(names) for names in candidates)
@@ -95,7 +95,7 @@ def profile_texts(
 
 @contextmanager
 def checked(model: LlamaForCausalLM, text: Text) -> Iterator[None]:
-    """A pass over ``text``. Raises ``ModelError`` for a token that ``model`` lacks, ``CapacityError`` for no memory."""
+    """Guards a pass over ``text``: ``ModelError`` for a token that ``model`` lacks, ``CapacityError`` for no memory."""
     vocab_size = model.config.vocab_size
     if max(text.token_ids) >= vocab_size:
         message = f"its tokenizer has tokens beyond the {vocab_size:,} of its embedding"
@@ -112,7 +112,7 @@ def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, po
     device, layers = model.model.norm.weight.device, decoder_layers(model)
     ids = torch.tensor(text.token_ids, device=device)
     labels = ids[1:].clone()
-    labels[: text.first_label - 1] = -100  # what cross_entropy ignores
+    labels[: text.first_label - 1] = -100  # the label that cross_entropy ignores
     inputs = list[Tensor]()
     with torch.no_grad():
         x, rotation = embed(model, ids[:-1], position_scale)
@@ -153,7 +153,7 @@ def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> 
 
 
 def _head_numbers(heads: Heads, k_gradient: Tensor, v_gradient: Tensor, candidates: Candidates) -> Tensor:
-    """K's outliers, then the sensitivities to the candidates of K and of V: [1 + candidates] float32."""
+    """The outlier ratio of K, then the sensitivities to the candidates of K and of V: [1 + candidates] float32."""
     peaks = heads.k.abs().amax(0).float()
     ratio = peaks.max() / peaks.median().clamp(min=LEAST_MEDIAN)
     k = side_sensitivities(heads.k, k_gradient, candidates.k)

@@ -19,9 +19,9 @@ from .gradients import Text, checked
 from .profile import LEAST_SCALE, MOST_SCALE, KeyScale
 from .sensitivity import pages, round_trip
 
-ALPHAS = tuple(1 - n / 20 for n in range(20))  # 0 is left out: every layer is scaled somewhat
-FORMAT = "int4-token-128"  # of K and of V in the search
-SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # in the search, which takes twenty passes of attention a layer and text
+ALPHAS = tuple(1 - n / 20 for n in range(20))  # exponents to try; without 0, so every layer is scaled
+FORMAT = "int4-token-128"  # stores K and V during the search
+SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # at most, in the search: each text costs twenty passes of attention a layer
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def _block_errors(attention: Attention, heads: Heads, pairs: Tensor, side: Side)
 
 
 def best_key_scale(peaks: Tensor, errors: Tensor) -> KeyScale:
-    """The divisors of each layer's least error; of equal ones those of the larger alpha.
+    """The divisors of least error for each layer; of two equal errors the larger alpha's.
 
     Shapes:  peaks [layers, H, D / 2];  errors [layers, alphas]
     """

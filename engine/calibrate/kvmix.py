@@ -22,7 +22,7 @@ GROUPS = (32, 64, 128)  # elements that share a minimum and a range
 
 
 class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="kvmix"):
-    """How KVmix turns scores into formats. Raises ``ConfigError`` for a value out of range.
+    """Settings of KVmix, which turns scores into formats. Raises ``ConfigError`` for a value out of range.
 
     ``share`` of the layers, chosen for K and for V apart, have ``k_bits`` and ``v_bits``, the others ``low_bits``.
     ``group`` elements share a minimum and a range. ``recent_ratio`` of a request's context stays dense. ``random_seed``
@@ -58,7 +58,7 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return max(math.floor(Fraction(str(self.share)) * num_layers), int(self.share > 0))
 
     def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
-        """The ladder that the scores of ``profile`` lead to."""
+        """The ladder that follows from the scores of ``profile``."""
         return self.ladder("plan", profile.scores)
 
     def ladder(self, name: str, scores: LayerScores) -> KVConfig:

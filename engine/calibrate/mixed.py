@@ -1,7 +1,7 @@
-"""The planner: for K and V of each layer the format, of whichever family, that the loss bears best in a memory budget.
+"""The planner: a format of any family for K and V of each layer, of least predicted loss within a memory budget.
 
-The floor is solved first, and exactly. The rungs above it are solved from below for budgets that fall evenly in ratio,
-each among the formats from which the rung below can still be reached.
+The floor is solved first, exactly. The rungs above it follow from the lowest up: their budgets fall in equal ratios,
+and each may only have formats from which the rung below can be reached.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .budget import Budget, check_least_bits, solve
 from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
-SINK, RECENT = 32, 128  # tokens at 16 bits: the first, and the newest
-LEAST_RUNGS, MOST_RUNGS = 2, 12  # the dense one counted
-WIDE_BITS = 8  # codes that a plan under pressure passes through on their way down
+SINK, RECENT = 32, 128  # tokens that stay at 16 bits: the first and the newest
+LEAST_RUNGS, MOST_RUNGS = 2, 12  # of a plan, the dense one included
+WIDE_BITS = 8  # code bits of the first step under pressure: formats that it cannot reach are left out
 
 
 class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="mixed"):
-    """How the planner turns a profile into a ladder. Raises ``ConfigError`` for a value out of range.
+    """Settings of the planner, which turns a profile into a ladder. Raises ``ConfigError`` for a value out of range.
 
     ``budget``: memory at the floor, such as "2.5bits" or "6GiB"; see ``Budget`` for ``context`` and ``requests``.
     ``least_bits``: of codes, 1 to 8. ``rungs``: of the ladder, at most. ``eager``: blocks go to the floor at once.
@@ -92,9 +92,9 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def nested(
     floor: Sequence[Choice], items: Sequence[Sequence[Choice]], sides: Sequence[Mapping[str, Side]], number: int
 ) -> list[list[Choice]]:
-    """At most ``number`` - 1 levels, widest first and ``floor`` last, in which no item has more bits than before.
+    """At most ``number`` - 1 levels, widest first and ``floor`` last; no item grows from one level to the next.
 
-    Each step is one that a block can take (``check_step``). ``sides`` has the formats of each item.
+    Every step is possible for a block (``check_step``). ``sides``: the formats of each item by name.
     """
     found = [list(floor)]
     dense = sum(of[DENSE].nbytes for of in sides)

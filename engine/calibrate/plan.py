@@ -20,9 +20,9 @@ from .mixed import Mixed
 from .pm_kvq import PMKVQ
 from .profile import KeyScale, Profile
 
-VERSION: Final = 2  # of the file's form; any other is refused
+VERSION: Final = 2  # of the file format; files of another version are refused
 MAX_NBYTES = 4 * 2**20  # of a plan file: 16 rungs of 512 layers take a tenth of it
-MAX_REASON_CHARS = 400  # of an error about a file: a name in it may have millions
+MAX_REASON_CHARS = 400  # of an error about a file, in which a name may have millions
 _REMEDY = "Make it anew with qkv-engine plan"
 _LEAF_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
 
@@ -82,7 +82,7 @@ class KVPlan(_Strict, frozen=True, kw_only=True):
 
     @classmethod
     def make(cls, settings: Settings, profile: Profile, model: ModelFingerprint) -> KVPlan:
-        """The plan that ``settings`` make of a profile. Raises ``CapacityError`` for a budget that none keeps."""
+        """The plan that ``settings`` make of a profile. Raises ``CapacityError`` for a budget that no plan fits."""
         ladder = PlannedLadder.of(settings.solve(profile, model))
         return cls(model=model, settings=settings, ladder=ladder, profile=profile)
 
@@ -99,7 +99,7 @@ class KVPlan(_Strict, frozen=True, kw_only=True):
         shape = (layers, self.model.num_kv_heads, self.model.head_dim // 2)
         if scale is not None and not _has_shape(scale, shape):
             raise ValueError(f"profile.key_scale is not of {shape[0]} layers, {shape[1]} heads and {shape[2]} pairs")
-        self.config("plan")  # which checks the rest
+        self.config("plan")  # checks the rest
 
     @property
     def method(self) -> str:

@@ -18,11 +18,11 @@ from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
 WIDTHS = (16, 8, 4, 2, 1)  # bits of a layer's K and V: floors, and the rungs that lead there
-SINK, RECENT = 1, 128  # tokens at 16 bits: the first, and the newest
+SINK, RECENT = 1, 128  # tokens that stay at 16 bits: the first and the newest
 
 
 class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="pm-kvq"):
-    """How PM-KVQ turns a profile into a ladder. Raises ``ConfigError`` for a value out of range.
+    """Settings of PM-KVQ, which turns a profile into a ladder. Raises ``ConfigError`` for a value out of range.
 
     ``budget``: memory at the floor, such as "2.5bits" or "6GiB"; see ``Budget`` for ``context`` and ``requests``.
     ``least_bits``: of codes, 1 to 8.
@@ -65,7 +65,7 @@ def _formats() -> Mapping[int, str]:
 
 
 def _ladder(floors: Sequence[Choice], num_rungs: int) -> KVConfig:
-    """All rungs there are, whatever their number."""
+    """The progressive ladder; ``WIDTHS`` fixes its rungs, whatever ``num_rungs`` is."""
     return progressive("plan", [int(floor.name) for floor in floors])
 
 

@@ -11,14 +11,14 @@ from .budget import ladder_of
 from .plan import KVPlan
 from .profile import Profile
 
-AS_GOOD = 1.02  # of a plan's predicted loss: a preset below it is as good, for all that a profile can tell
-OUTLIERS = 8.0  # largest over median channel from which on K per token loses its other channels at few bits
+AS_GOOD = 1.02  # of a plan's predicted loss; below it a preset counts as good: a profile can tell no better
+OUTLIERS = 8.0  # K's largest over its median channel; from here K per token at few bits loses its other channels
 
 
 def predicted_loss(rung: RungConfig, profile: Profile) -> float | None:
-    """The sum of sensitivities in nats to the formats of ``rung``; None if one of them was not profiled.
+    """The predicted loss of ``rung``, the sum of its formats' sensitivities in nats; None if one was not profiled.
 
-    To first order the mean loss of a token changes by no more, on texts like those of the profile.
+    To first order the mean loss of a token changes by no more, on texts like the profile's.
     """
     total, num_layers = 0.0, len(profile.key_outliers)
     for side in SIDES:
@@ -30,7 +30,7 @@ def predicted_loss(rung: RungConfig, profile: Profile) -> float | None:
 
 
 def as_good(plan: KVPlan) -> Iterator[tuple[str, float]]:
-    """Presets of no more bytes a block at the floor and about the predicted loss or less, each with its own."""
+    """Presets that are no larger at the floor and predicted to lose about as little: (name, predicted loss)."""
     kv = plan.config("plan")
     loss = predicted_loss(kv.rungs[-1], plan.profile)
     if loss is None:

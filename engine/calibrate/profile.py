@@ -1,4 +1,4 @@
-"""A model's profile: layer by layer, K and V apart, how much the loss depends on them and on the errors of each format.
+"""Model profiles: how much the loss depends on K and V of each layer, and on the errors of each format there.
 
 Sensitivity of a side to a format: the sum over its elements of |error x gradient|, in nats. To first order the mean
 loss of a text changes by no more. Source: PM-KVQ (arXiv 2505.18610), whose mean over elements ranks layers alike.
@@ -15,7 +15,7 @@ import msgspec
 
 from ..errors import ModelError
 
-LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # of a divisor of K: a channel that is always 0 would have none
+LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # bounds of a divisor of K; a channel that is always 0 gets the lower one
 
 Norm = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -37,14 +37,14 @@ class LayerScores(_Strict, frozen=True):
 
 
 class Sensitivities(_Strict, frozen=True):
-    """Sensitivity in nats of K and of V to each format, by its name, one number a layer."""
+    """Sensitivity in nats of K and of V to each format by name, one number a layer."""
 
     k: dict[str, list[Norm]]
     v: dict[str, list[Norm]]
 
 
 class Prompts(_Strict, frozen=True):
-    """Texts that were profiled: their source, their number, their tokens in all, and the most of any that counted."""
+    """The profiled texts: source, number, tokens in all, and the limit on the tokens of one."""
 
     source: str
     count: Count
@@ -53,7 +53,7 @@ class Prompts(_Strict, frozen=True):
 
 
 class Profile(_Strict, frozen=True, kw_only=True):
-    """Everything that plans for a model are made of, the mean over texts.
+    """A model's profile, the mean over texts: all that a plan is made from.
 
     ``dtype``: of the weights while they were profiled. ``context``: tokens that the model was made for.
     ``position_scale``: positions were multiplied by it.
@@ -73,7 +73,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
     has_qk_norm: bool
 
     def lists(self) -> dict[str, list[float]]:
-        """Every list with one number a layer, by the field that it stands in."""
+        """Every list with one number a layer, by field name."""
         found = {"scores.k": self.scores.k, "scores.v": self.scores.v, "key_outliers": self.key_outliers}
         for side, formats in (("k", self.sensitivities.k), ("v", self.sensitivities.v)):
             found |= {f"sensitivities.{side}.{name}": values for name, values in formats.items()}

@@ -20,11 +20,11 @@ from ..errors import ConfigError
 from ..fingerprint import ModelFingerprint
 
 DENSE = "dense16"
-SINK = 32  # first tokens of a text, which plans keep dense: their errors count for nothing
-PIECE_PAGES = 16  # quantized at a time, so that temporaries are small beside a layer's activations
+SINK = 32  # first tokens of a text, dense in every plan: their errors are not counted
+PIECE_PAGES = 16  # quantized at a time; more of them make larger temporaries
 
 _PER_TOKEN = tuple(f"int{bits}-token-128" for bits in (8, 4, 2, 1))
-# One bit is calibrated: its levels lie a fifth of the range inside, where attention to keys is as it was.
+# One bit is calibrated: eta 0.2 puts the levels a fifth of the range inside.
 K_FORMATS = (
     DENSE,
     *(f"int{bits}-channel-128" for bits in (8, 4, 3, 2)),
@@ -35,7 +35,7 @@ V_FORMATS = (DENSE, *_PER_TOKEN, "int3-token-128", "int1-token-128-eta0.2")
 
 
 class Candidates(NamedTuple):
-    """The formats that K and V may take, as sides by their names."""
+    """Candidate formats of K and of V: sides by format name."""
 
     k: Mapping[str, Side]
     v: Mapping[str, Side]
@@ -48,7 +48,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def of_shape(cls, model: ModelFingerprint) -> Candidates:
-        """The same for a model known by its fingerprint alone: the dtype changes no bytes."""
+        """``of`` for a model known by its fingerprint alone: the dtype changes no bytes."""
         return cls.of(model.num_kv_heads, model.head_dim, torch.bfloat16)
 
 

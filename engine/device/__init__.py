@@ -1,1 +1,1 @@
-"""What computes a step: the runner, its GPU steps and graphs, pinned memory, threads."""
+"""Steps on the device: the runner, GPU steps and graphs, pinned memory, threads."""

@@ -40,7 +40,7 @@ class DecodeShape:
 
 
 class GpuSteps:
-    """Owns what steps on a GPU share: the tables' copy, their input and output, and the graphs."""
+    """Runs steps on a GPU; owns the state they share: device tables, input and output buffers, CUDA graphs."""
 
     def __init__(self, model: CausalLM, cache: KVCache, max_num_seqs: int, max_model_len: int, cuda_graphs: bool):
         device = cache.memory.device
@@ -55,8 +55,8 @@ class GpuSteps:
         self._copies = HostCopies(self._sampled)
         self._logits: Tensor | None = None  # [most, V], made when first asked for
         self._most = most
-        # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these as
-        # they were in the first step that it goes on from, how many steps ago that was, and where it leaves what.
+        # State of the last launch: its table rows; for a decode step the token words of the first step of its run, the
+        # padded batch size, the steps since then, and the view of the output.
         self._step_rows: list[int] = []
         self._tokens, self._batch = pack_tokens((), (), ()), 0
         self._advance = 0
@@ -80,10 +80,10 @@ class GpuSteps:
         return self.model(placed.input_ids, placed.positions, step)
 
     def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Tensor | None:
-        """A step of single tokens alone; returns logits [N, V] if they are asked for.
+        """Runs a step of single tokens alone; returns logits [N, V] if ``keep_logits``.
 
-        The likeliest token of each row becomes its last one. ``goes_on`` says that each item follows one that the step
-        enqueued last sampled for the same request, in this order.
+        The likeliest token of each row becomes its last one. ``goes_on``: the items are those of the last step in the
+        same order, each with the token that was sampled there.
         """
         if goes_on and self.tables.keep_up(self.cache.tables):
             self._advance += 1
@@ -100,16 +100,16 @@ class GpuSteps:
         return self._logits[: len(items)] if keep_logits and self._logits is not None else None
 
     def likeliest(self) -> PendingTokens:
-        """The tokens of the step of single tokens that was enqueued last, those of padding behind."""
+        """The tokens of the last step of single tokens, one a row; rows of padding come last."""
         return PendingTokens(self._likeliest, self._copies.begin(2, self._batch))
 
     def keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
-        """``token_ids`` [N] on the device become the last tokens of some items of the step enqueued last."""
+        """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling`` of the last step."""
         rows = to_device(torch.tensor([self._step_rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
 
     def _begin(self, items: Sequence[ScheduledRequest]) -> None:
-        """The tokens of a step that goes on from no other."""
+        """Makes the token words of a step that does not continue the last one."""
         self._rows(items)
         self._batch, self._advance = padded_batch(len(items)), 0
         self._likeliest = self._sampled[: 2 * self._batch].view(2, self._batch)
@@ -121,7 +121,7 @@ class GpuSteps:
         self._tokens = pack_tokens(ids + [0] * padding, positions + [-1] * padding, rows)
 
     def _decode(self, shape: DecodeShape) -> None:
-        """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""
+        """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: what a graph captures."""
         batch = shape.batch
         placed, step = self._planner.begin(self._input, batch, batch, shape.split)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
@@ -141,7 +141,7 @@ class GpuSteps:
 def padded_batch(num_rows: int) -> int:
     """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 24, ...; sixteen sizes an octave from 128 on.
 
-    Fewer would save graphs and compute up to an eighth more rows for nothing.
+    Fewer sizes would save graphs and compute up to an eighth more rows for nothing.
     """
     octave = 1 << (num_rows - 1).bit_length()
     if octave <= 8:
@@ -151,6 +151,6 @@ def padded_batch(num_rows: int) -> int:
 
 
 def _token_ids(item: ScheduledRequest) -> list[int]:
-    """A request's tokens in a step; one that the host does not know yet is -1, its last token on the device."""
+    """A request's token ids in a step; -1 stands for its last token on the device, which the host does not know yet."""
     ids = item.request.token_ids[item.start : item.end]
     return ids + [-1] * (item.num_tokens - len(ids))

@@ -1,4 +1,4 @@
-"""CUDA graphs: work captured when it is met again, replayed from then on."""
+"""CUDA graphs: work is captured when its key comes a second time, and replayed from then on."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 logger = logging.getLogger("qkv_engine")
 
-MAX_GRAPHS = 128  # a graph of 36 layers takes about 1 MiB of device memory
+MAX_GRAPHS = 128  # kept at once; a graph of 36 layers takes about 1 MiB of device memory
 
 
 class Graphs:
-    """Captured work by key, the least recently used given up first. One thread, one stream.
+    """An LRU cache of CUDA graphs by key. One thread, one stream.
 
-    All graphs share one pool of memory, so that nothing a graph leaves there outlives the next replay: results belong
-    in tensors made outside. Should a capture fail, work is run as it is from then on.
+    All graphs share one memory pool, so nothing that a graph leaves there outlives the next replay: results belong in
+    tensors made outside. After a failed capture all work runs without graphs.
     """
 
     def __init__(self, device: torch.device):
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._met: set[Hashable] = set()  # work that was run once
+        self._met: set[Hashable] = set()  # keys of work that was run once
         self._works = True
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Enqueues ``work``, which depends on ``key`` and the contents of the same tensors alone."""
+        """Enqueues ``work``, which may depend on ``key`` and on the contents of fixed tensors alone."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -38,7 +38,7 @@ class Graphs:
             return
         work()  # compiles its kernels, too
         if self._works and key in self._met:
-            self._capture(key, work)  # takes several times as long as a step, and some work is met but once
+            self._capture(key, work)  # takes several steps' time, which a key that never returns would not repay
         self._met.add(key)
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Copies to the host that it waits for when it needs them."""
+"""Asynchronous device-to-host copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor on its way to the host. On the CPU it is the tensor itself."""
+    """An asynchronous copy of a tensor to the host; on the CPU the tensor itself."""
 
     def __init__(self, source: Tensor):
         self._tensor, self._done = source, None

@@ -1,4 +1,4 @@
-"""How much memory is free, and how much of it the KV cache takes when nobody says."""
+"""Free memory, and the default size of the KV cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
-GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations and libraries take the rest
-GRAPHS_NBYTES = 2**29  # captured steps: about 1 MiB each, and what they compute in
+CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of free memory, and bytes at most: the rest is for other programs
+GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total, and bytes: activations and libraries take the rest
+GRAPHS_NBYTES = 2**29  # for CUDA graphs: about 1 MiB each, and their pool of temporaries
 UNLIMITED = 2**62  # bytes of headroom where nothing limits the process
 
 
@@ -39,10 +39,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> int:
-    """Bytes for the KV cache when the caller gave none; ``most`` is what all requests together could ever use.
+    """Bytes of the KV cache when the caller gave none; ``most`` is what all requests together could ever use.
 
-    The share is of what is free when asked, which an engine does once its weights are loaded. ``graphs``: whether a
-    GPU's steps are captured, which takes memory, too.
+    Counts the memory that is free now, so weights must be loaded first. ``graphs``: leave room for CUDA graphs.
     """
     free = free_memory(device)
     if device.type == "cuda":
@@ -55,7 +54,7 @@ def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> i
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is an allocation that found no memory, on any device."""
+    """Whether ``error`` says that an allocation found no memory, on any device."""
     import torch
 
     # torch has no type of its own for an allocation that fails on the CPU.

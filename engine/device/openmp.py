@@ -1,11 +1,11 @@
-"""How OpenMP's threads wait for each other. Nothing here imports torch, whose import fixes it for the process."""
+"""OpenMP's spinning threads. Nothing here imports torch, whose import fixes the spin count for the process."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-SPIN_COUNT = 1000  # rounds, some microseconds: long enough between a step's operators, short beside a busy program
+SPIN_COUNT = 1000  # rounds, some microseconds: bridges two operators of a step, wastes little beside a busy program
 
 _VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 

@@ -1,4 +1,4 @@
-"""Copies to the device and back, which the host does not wait for before it needs them."""
+"""Asynchronous copies between host and device through pinned memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a host tensor on ``device``; a tensor that is there already, itself.
+    """A copy of a host tensor on ``device``; a tensor that is already there is returned as it is.
 
-    Torch's allocator gives the pinned memory in between to nobody else before the copy has been made.
+    Torch's allocator does not reuse the pinned memory in between before the copy is complete.
     """
     if x.device == device:
         return x
@@ -22,14 +22,14 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class PinnedWords:
-    """Pinned memory for [n] int64, for copies that are made again and again. What each needs is made once.
+    """A pinned buffer of [n] int64 for repeated copies; buffer and event are made once.
 
-    All of it is copied each time: some thousand words more take the device less than views of a part take the host.
-    ``words`` are its elements, read and written without torch, which takes longer for few.
+    Always copies the whole buffer: slicing on the host costs more than a few extra KiB on the device. ``words`` are the
+    elements, read and written without torch, which takes longer for a few.
     """
 
     def __init__(self, partner: Tensor):
-        """For copies from or to ``partner`` [n] int64, on whichever device."""
+        """``partner`` [n] int64: source or target of the copies, on any device."""
         self._partner = partner
         self._memory = torch.zeros(partner.shape, dtype=torch.int64, pin_memory=partner.is_cuda)
         buffer = (ctypes.c_char * self._memory.nbytes).from_address(self._memory.data_ptr())
@@ -61,14 +61,14 @@ class PinnedWords:
 
 
 class PinnedRing:
-    """Sends words to ``target`` [n] int64 again and again, from as many buffers as have to be read at once."""
+    """Repeated copies of words to ``target`` [n] int64, from as many pinned buffers as are in flight at once."""
 
     def __init__(self, target: Tensor):
         self._target = target
-        self._buffers = deque([PinnedWords(target)])  # the one that was sent first at the left
+        self._buffers = deque([PinnedWords(target)])  # the oldest copy at the left
 
     def send(self, words: array[int]) -> None:
-        """Enqueues a copy of ``words`` [m] to the first m of the target. What lies behind them is of no meaning."""
+        """Enqueues a copy of ``words`` [m] to the first m of the target. Later words of the target are undefined."""
         if not self._buffers[0].is_idle:
             self._buffers.appendleft(PinnedWords(self._target))
         buffer = self._buffers[0]
@@ -78,13 +78,13 @@ class PinnedRing:
 
 
 class RowsCopy:
-    """The first words of a tensor on their way to the host, as rows."""
+    """An asynchronous copy of a tensor's first words to the host, as rows."""
 
     def __init__(self, spare: list[PinnedWords], buffer: PinnedWords, num_rows: int, width: int):
         self._spare, self._buffer, self._num_rows, self._width = spare, buffer, num_rows, width
 
     def wait(self) -> list[list[int]]:
-        """Rows of numbers. Blocks until the copy is complete; may be called once."""
+        """The rows of numbers. Blocks until the copy is complete; may be called once."""
         self._buffer.wait()
         words, width = self._buffer.words, self._width
         rows = [words[i * width : (i + 1) * width].tolist() for i in range(self._num_rows)]
@@ -93,14 +93,14 @@ class RowsCopy:
 
 
 class HostCopies:
-    """Copies of ``source`` [n] int64 as it is now and as it will be: quicker to begin than one each from nothing."""
+    """Repeated asynchronous copies of ``source`` [n] int64 to the host, which reuse their pinned buffers."""
 
     def __init__(self, source: Tensor):
         self._source = source
-        self._spare: list[PinnedWords] = []  # a copy that nobody waits for keeps its own
+        self._spare: list[PinnedWords] = []  # a copy that is never waited for keeps its buffer
 
     def begin(self, num_rows: int, width: int) -> RowsCopy:
-        """Enqueues a copy, of which the first ``num_rows * width`` words are wanted."""
+        """Enqueues a copy, whose first ``num_rows * width`` words become the rows."""
         buffer = self._spare.pop() if self._spare else PinnedWords(self._source)
         buffer.fetch()
         return RowsCopy(self._spare, buffer, num_rows, width)

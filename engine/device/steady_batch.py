@@ -1,4 +1,4 @@
-"""The facts about a batch that hold for as long as the same requests decode together."""
+"""Facts about a decode batch that stay valid while the same requests keep decoding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..sampling.sample_row import SampleRow
 
 
 class SteadyBatch:
-    """A step's requests, in order, and how they are sampled: computed once for all decode steps in a row with them.
+    """A step's requests, in order, and how they are sampled: computed once for a run of decode steps.
 
-    ``sampling`` are the indices of the items that sample a token, ``states`` their rows. ``is_plain`` says that greedy
-    tokens are all that is asked for; ``is_decode`` that the step is made of single tokens alone, and that nothing but
-    the next ones is wanted.
+    ``sampling``: indices of the items that sample a token; ``states``: their sampling state. ``is_plain``: nothing but
+    greedy tokens is asked for. ``is_decode``: the step is made of single tokens alone, and no prompt log-probabilities
+    are asked for.
     """
 
     def __init__(self, items: Sequence[ScheduledRequest], rows: Mapping[Request, SampleRow]):
@@ -27,9 +27,9 @@ class SteadyBatch:
         self._ends = [item.end for item in items]
 
     def continues(self, items: Sequence[ScheduledRequest]) -> bool:
-        """Moves on to ``items`` if they are the tokens that the step before sampled, for the same requests in order.
+        """Advances to ``items`` if they are the same requests in order, each with the token that the last step sampled.
 
-        Otherwise returns ``False``, and the batch is of no use any more.
+        Otherwise returns ``False``, and the batch is no longer valid.
         """
         if not self.is_decode or len(self.sampling) < len(self._requests):
             return False
@@ -39,7 +39,7 @@ class SteadyBatch:
         return True
 
     def note_positions(self, items: Sequence[ScheduledRequest]) -> None:
-        """Tells rows whose edits or draws depend on it how many tokens before the next one are in flight."""
+        """Updates ``num_in_flight`` of the rows that are not plain: their edits or draws depend on the position."""
         if self.is_plain:
             return
         for i, state in zip(self.sampling, self.states, strict=True):
@@ -48,12 +48,12 @@ class SteadyBatch:
 
 
 def prompt_targets(item: ScheduledRequest) -> list[int]:
-    """The prompt tokens that follow an item's."""
+    """Prompt tokens that follow an item's tokens, the targets of prompt log-probabilities."""
     return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
 
 
 def _is_decode(items: Sequence[ScheduledRequest]) -> bool:
-    """Whether a step is made of single tokens, which come first, and nothing but the next ones is wanted of it."""
+    """Whether a step is made of single tokens alone (they come first), without prompt log-probabilities to compute."""
     if items[-1].num_tokens > 1:
         return False
     return not any(item.request.params.prompt_logprobs is not None and prompt_targets(item) for item in items)

@@ -12,14 +12,14 @@ import torch
 
 from .openmp import is_decided
 
-SMALL_MODEL_NBYTES = 64 * 2**20  # of weights, below which a step is too short for more than SMALL_MODEL_THREADS
+SMALL_MODEL_NBYTES = 64 * 2**20  # of weights; up to here a step is too short for more than SMALL_MODEL_THREADS
 SMALL_MODEL_THREADS = 4
 _PARALLEL_SIZE = 2**20  # elements that torch adds up with all of its threads
 _STEP_SIZE = 512  # rows and columns of a small model's matrices
 
 
 def choose_num_threads(given: int | None, weights_nbytes: int) -> int:
-    """``given``, or torch's own number. A small model uses a few of them, or one where that is faster."""
+    """The number of threads: ``given``, or torch's own; for a small model a few, or one where one is faster."""
     if given is not None:
         return given
     most = torch.get_num_threads()
@@ -31,7 +31,7 @@ def choose_num_threads(given: int | None, weights_nbytes: int) -> int:
 
 @cache
 def short_step_seconds(number: int) -> float:
-    """Seconds of what a small model does in a step, with ``number`` threads; measured once, in some 40 milliseconds.
+    """Seconds of a stand-in for a small model's step with ``number`` threads; measured once, in some 40 milliseconds.
 
     Waking a thread takes a few microseconds on some machines and as long as an operator computes on others.
     """

@@ -1,4 +1,4 @@
-"""One made-up request through every kernel of a ladder, so that no real one waits for a GPU kernel to be compiled."""
+"""Warm-up: a made-up request through every kernel of a ladder, so that no real one waits for a kernel's compilation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ REQUEST_ID = "warm-up"
 
 
 def warm_up(runner: Runner) -> None:
-    """Writes, seals, demotes, prefills over, decodes over blocks on every rung, samples, then gives all of them back.
+    """Writes, seals and demotes blocks, prefills and decodes over blocks on every rung, samples, frees the blocks.
 
-    Does nothing where KV memory is too small for a block on each rung.
+    Does nothing where KV memory cannot hold a dense block for each rung.
     """
     tables, ladder = runner.cache.tables, runner.cache.ladder
     last = len(ladder.rungs) - 1
@@ -32,7 +32,7 @@ def warm_up(runner: Runner) -> None:
     for rung in range(1, last + 1):
         # The same steps as in earnest: one rung down at a time, and straight to the last one for an eager ladder.
         target = last if ladder.eager else rung
-        tables.coldest(REQUEST_ID, num_tokens - 3)  # asked first in earnest, too: so much can be mined
+        tables.coldest(REQUEST_ID, num_tokens - 3)  # as the scheduler asks first: it notes how much can be mined
         full = tables[REQUEST_ID].blocks[: last + 1 - rung]
         tables.demote([(block, target) for block in full if block.rung < target])
         _run(runner, request, rows, num_tokens - 3, 2)

@@ -36,7 +36,7 @@ class _Slab:
 
 
 class _Pool:
-    """Numbers of slabs that belong to no size, lowest first. Of those never taken only the first is noted."""
+    """Numbers of free slabs, lowest first. Of the slabs never taken only the first number is kept."""
 
     def __init__(self, num_slabs: int):
         self._num_slabs, self._untouched = num_slabs, 0
@@ -70,12 +70,12 @@ class Arena:
         self.num_slabs = nbytes // slab_nbytes
         self.nbytes = self.num_slabs * slab_nbytes
         self.reserve = reserve
-        self._slabs: dict[int, _Slab] = {}  # those that belong to a size, by number
+        self._slabs: dict[int, _Slab] = {}  # slabs in use, by number
         self._pool = _Pool(self.num_slabs)
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
-        self._ranked: dict[int, list[tuple[int, int]]] = {}  # and heaps of (-live slots, slab), some out of date
+        self._ranked: dict[int, list[tuple[int, int]]] = {}  # size -> heap of (-live slots, slab), some out of date
         self.live: Counter[int] = Counter()  # slot size -> live slots
-        self._num_packed = 0  # slabs that all live slots take when they are packed
+        self._num_packed = 0  # slabs that all live slots would take if packed
         self.used_nbytes = 0
         self.peak_nbytes = 0
 
@@ -83,20 +83,20 @@ class Arena:
         return self.slab_nbytes // nbytes
 
     def slabs_for(self, counts: Mapping[int, int]) -> int:
-        """Slabs that ``counts`` slots by size take when they are packed."""
+        """Slabs that ``counts``, slots by size, take when they are packed."""
         return sum(-(-number // self.per_slab(nbytes)) for nbytes, number in counts.items())
 
     def has_room(self, extra: Mapping[int, int]) -> bool:
         """Whether ordinary allocations could still get ``extra`` slots by size if sparse slabs were emptied."""
         slabs = self._num_packed
         for nbytes, number in extra.items():
-            if number:  # none may be of size 0
+            if number:  # a size of 0 comes with no slots
                 per_slab, live = self.per_slab(nbytes), self.live[nbytes]
                 slabs += -(-(live + number) // per_slab) - -(-live // per_slab)
         return slabs <= self.num_slabs - self.reserve
 
     def room(self, nbytes: int) -> int:
-        """Slots of ``nbytes`` ordinary allocations could still get if sparse slabs were emptied."""
+        """Slots of ``nbytes`` that ordinary allocations could still get if sparse slabs were emptied."""
         per_slab, live = self.slab_nbytes // nbytes, self.live[nbytes]
         others = self._num_packed - -(-live // per_slab)
         return max(0, (self.num_slabs - self.reserve - others) * per_slab - live)

@@ -1,4 +1,4 @@
-"""One step's attention on the CPU: where new K and V go, and the plan of reading, made once for all layers."""
+"""One step's attention on the CPU: target rows of new K and V and the plan of reads, made once for all layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Chunk:
 
 
 class Extent(NamedTuple):
-    """The first tokens of a request: of its sink, full blocks, and tokens of the block after them."""
+    """A request's first tokens, counted in the sink, in full blocks, and in the block after them."""
 
     table: BlockTable
     num_sink: int
@@ -45,7 +45,7 @@ class Extent(NamedTuple):
         return self.num_sink + self.num_full * BLOCK_TOKENS + self.num_open
 
     def is_like(self, other: Extent) -> bool:
-        """Whether both end in the same block, and at most there differ."""
+        """Whether both extents end in the same block, and differ there at most."""
         same = self.table is other.table and self.num_full == other.num_full and self.num_sink == other.num_sink
         return same and bool(self.num_open) == bool(other.num_open)
 
@@ -60,11 +60,11 @@ class CpuAttentionPlanner:
         self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step
 
     def forget(self) -> None:
-        """To be called when blocks have moved: what was planned for them is no longer true."""
+        """Drops the last step's plan; to be called when blocks have moved."""
         self._decodes = None
 
     def plan(self, batch: ScheduledBatch, tables: BlockTables) -> AttentionBatch:
-        """Single tokens come first in the batch."""
+        """The plan of ``batch``, in which single tokens come first."""
         rows = torch.tensor(self._token_rows(batch, tables))
         num_decodes = sum(1 for item in batch.items if item.num_tokens == 1)
         plan = self._plan_decodes(batch.items[:num_decodes], tables) if num_decodes else None
@@ -78,7 +78,7 @@ class CpuAttentionPlanner:
         return CpuAttention(self._pages, self._rows, by_layer, num_decodes, plan, chunks)
 
     def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
-        """The plan of the last step with other lengths, unless a request came or went, or a block was filled."""
+        """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
         extents = [self._extent(tables[item.request.request_id], item.end) for item in items]
         if self._decodes is None or not _are_alike(extents, self._decodes[0]):
             plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS, self.memory.device)
@@ -91,7 +91,7 @@ class CpuAttentionPlanner:
         return Extent(table, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
 
     def _locate(self, extent: Extent) -> RequestPages:
-        """Where tokens of a request lie."""
+        """The pages of the tokens of ``extent``."""
         table, dense = extent.table, self.ladder.widest.block_nbytes
         found = RequestPages(extent.num_tokens, bank=table.bank.block.slot.address if table.bank else None)
         if extent.num_sink:
@@ -107,7 +107,7 @@ class CpuAttentionPlanner:
         return found
 
     def _token_rows(self, batch: ScheduledBatch, tables: BlockTables) -> list[tuple[int, int]]:
-        """Where the K and V of the step's tokens go; see ``kernels/rope_kv_write``."""
+        """Rows and strides by which the step's K and V are written, one a token; see ``kernels/rope_kv_write``."""
         shape, sink = self.ladder.widest.shape, self.ladder.sink
         row_nbytes = shape.head_dim * self.ladder.widest.dtype.itemsize
         rows: list[tuple[int, int]] = []

@@ -24,7 +24,7 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-FEW_ITEMS = 256  # work items of a launch: up to so many, bounds grow by octaves and not by parts of them
+FEW_ITEMS = 256  # work items of a launch; up to here bounds are powers of two, above it octaves are divided
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class GpuAttentionPlanner:
     def split(self, num_decodes: int) -> Split:
         """The launch shape of attention for the single tokens of ``num_decodes`` requests, as the tables stand.
 
-        Sizes and bounds are few, so that few graphs serve all steps. Sums of a request's attention thus depend on how
-        much its neighbours hold, as those of its matrix products depend on how many they are.
+        Sizes and bounds are few, so that few graphs serve all steps. The rounding of a request's attention thus depends
+        on how much its neighbours hold, as that of its matrix products depends on the batch size.
         """
         counts = self.tables.num_entries()
         total, heads = sum(counts), self.tables.ladder.widest.shape.num_kv_heads
@@ -70,10 +70,10 @@ class GpuAttentionPlanner:
         size = choose_split(total, num_decodes, heads, self.num_multiprocessors, is_dense, self._item_blocks)
         self._item_blocks = size
         first, *others = (most_items(count, num_decodes, size) for count in counts)
-        # Where items are few, a graph serves however blocks are spread over the rungs.
+        # With few items one bound covers every spread of blocks over the rungs, so one graph serves them all.
         least = min(most_items(total, num_decodes, size), FEW_ITEMS)
         bounds = [_rounded_up(max(bound, least)) if bound else 0 for bound in (first, sum(others))]
-        # Launches are by format: a graph serves whichever rungs have no other formats than those present.
+        # Launches are by format: one graph serves all rungs whose formats are among those present.
         present = frozenset[int]().union(*(f for f, count in zip(self._formats, counts, strict=True) if count))
         rungs = tuple(rung for rung, formats in enumerate(self._formats) if formats <= present)
         return Split(size, (bounds[0], bounds[1]), rungs, counts[0] <= SHORT_ITEM * num_decodes)
@@ -97,7 +97,7 @@ class GpuAttentionPlanner:
     ) -> tuple[Placed, GpuAttention]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
-        ``split`` is that of the single tokens, if there are any. Without chunks a graph can capture it.
+        ``split``: the launch shape of the single tokens, if there are any. Without chunks a graph can capture the work.
         """
         tables = self.tables
         update(tables.block_words, step_input, num_tokens)
@@ -110,7 +110,7 @@ class GpuAttentionPlanner:
 
 
 class GpuAttention:
-    """Attention of a step's tokens, whose K and V are written first: both kernels read them from their pages."""
+    """Attention of a step's tokens: K and V are written first, then both kernels read them from their pages."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class GpuAttention:
         return out
 
     def _prefill_work(self, num_heads: int) -> PrefillWork:
-        """Made by the first layer, which knows how many query heads share a tile."""
+        """The prefill work plan, made by the first layer, which knows how many query heads share a tile."""
         if self._prefill is None:
             chunks = self._chunks
             assert chunks is not None
@@ -167,7 +167,7 @@ def _rounded_up(number: int) -> int:
 
 
 def page_layouts(ladder: Ladder) -> list[list[PageLayout]]:
-    """How each layer's pages are read on each rung."""
+    """Page layouts, layer by layer, on each rung."""
     return [list(pages) for pages in zip(*(rung.layout.pages for rung in ladder.rungs), strict=True)]
 
 

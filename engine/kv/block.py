@@ -19,8 +19,8 @@ class Block:
     """128 tokens of KV, or a request's slot beside them, on one rung, shared by ``refs`` owners.
 
     Owners are requests and the prefix cache. ``floor`` is the narrowest rung that all of these requests allow;
-    ``holders`` has the floor of each, sorted. One object a block: whoever shares it sees it step down. ``number`` is
-    its own while it lives.
+    ``holders`` has the floor of each, sorted. One object a block: all owners see it step down. ``number`` is unique
+    among live blocks.
     """
 
     slot: Slot
@@ -29,25 +29,25 @@ class Block:
     number: int
     refs: int = 1
     holders: list[int] = field(default_factory=list)
-    bank: Bank | None = None  # of its request, which no other shares
+    bank: Bank | None = None  # of its request, if it has one; such a block is never shared
 
     @property
     def is_shared(self) -> bool:
-        """Whether several requests hold it."""
+        """Whether several requests hold the block."""
         return len(self.holders) > 1
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one request in token order, and its slots beside them, in the order of the ladder's."""
+    """The blocks of one request in token order, and the request's slots, in the order of the ladder's."""
 
     floor: int
     num_prompt_tokens: int
     slots: list[Block] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    num_settled: int = 0  # leading blocks that can step down no further, as of so many lifts of floors
+    num_settled: int = 0  # leading blocks on their floors, as of ``floor_epoch``
     floor_epoch: int = 0
-    bank: Bank | None = None  # once it has slots, if the ladder has patterns
+    bank: Bank | None = None  # made with the slots, if the ladder has patterns
 
     def __iter__(self) -> Iterator[Block]:
         yield from self.slots
@@ -56,19 +56,19 @@ class BlockTable:
 
 @dataclass(slots=True)
 class Journal:
-    """What changed in the tables since the one who keeps a copy of them last looked."""
+    """Changes in the tables since the keeper of their copy last looked."""
 
     blocks: list[Block] = field(default_factory=list)  # made or moved
-    grown: list[str] = field(default_factory=list)  # requests whose tables got blocks
-    opened: bool = False  # whether a request may have another table than before
+    grown: list[str] = field(default_factory=list)  # requests whose tables got more blocks
+    opened: bool = False  # whether a table was opened, perhaps for a known request
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """Bytes to be rewritten: ``block`` goes from address ``src`` on rung ``old`` to ``dst`` on rung ``new``.
 
-    ``bank`` is the address of the request's bank, if the block is sealed under one, and ``mining`` what to mine it from
-    before.
+    ``bank``: address of the request's bank if the block is sealed under one. ``mining``: the tokens from which the bank
+    is mined first.
     """
 
     block: Block

@@ -1,4 +1,4 @@
-"""The KV cache: one uint8 tensor, the books of who owns which part of it, and the moves between rungs."""
+"""The KV cache: one uint8 tensor, the books of its slots and their owners, and the moves between rungs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .ladder import Ladder
 from .mover import Mover, Moving, PendingMoves
 from .table import BlockTables, num_reserve_slabs
 
-MAX_SLAB_BLOCKS = 16  # widest blocks a slab holds: enough that narrow slots leave little of a slab unused
+MAX_SLAB_BLOCKS = 16  # most widest blocks of a slab: more would enlarge the reserve, fewer leave unused rests
 
 
 class KVCache:
-    """KV memory of an engine: allocated once at start, never grown. ``tables`` is what the scheduler sees of it."""
+    """KV memory of an engine: allocated once at start, never grown. ``tables`` is the scheduler's view of it."""
 
     def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, *, cuda_graphs: bool = True):
         # The smallest slabs hold a widest block: one for the open block, one for each slot, one for narrower blocks.
@@ -43,7 +43,7 @@ class KVCache:
         self.tables = BlockTables(self.arena, ladder)
         self.memory = torch.empty(self.arena.nbytes, dtype=torch.uint8, device=device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
-        self.fullest: Counter[str] = Counter()  # the same when the most elements were held, the last time if several
+        self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
         self._planner = CpuAttentionPlanner(self.memory, ladder)
         self._mover = Mover(self.memory, cuda_graphs)
 
@@ -74,7 +74,7 @@ class KVCache:
         return found
 
     def note_peak(self) -> None:
-        """Remembers what is in use if it is the most so far, in bytes or in elements, which are not the same."""
+        """Remembers the bytes in use if they, or the KV elements they hold, are the most so far."""
         found = self.bytes_in_use()
         if _nbytes(found) > _nbytes(self.peak):
             self.peak = found
@@ -82,11 +82,11 @@ class KVCache:
             self.fullest = found
 
     def apply_moves(self) -> set[Block]:
-        """Carries out what the tables noted since the last step; returns blocks found to hold non-finite values."""
+        """Carries out the moves in the tables' waves; returns blocks found to hold non-finite values."""
         return self.launch_moves().wait()
 
     def launch_moves(self) -> PendingMoves:
-        """``apply_moves`` without waiting for the device to say which values are not finite."""
+        """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
         moving: list[Moving] = []
         waves, self.tables.waves = self.tables.waves, []
         for wave in waves:
@@ -105,11 +105,11 @@ class KVCache:
         return PendingMoves(moving)
 
     def begin_step(self, batch: ScheduledBatch) -> AttentionBatch:
-        """What the attention layers need of ``batch``, computed once. Single tokens come first in the batch."""
+        """The attention plan of ``batch``, made once for all layers. Single tokens come first in the batch."""
         return self._planner.plan(batch, self.tables)
 
     def _move(self, moves: list[Move], old: int, new: int) -> list[Moving]:
-        """Moves blocks from one rung to another; what will say whether their values are finite, where that is seen."""
+        """Moves blocks from one rung to another; returns the checks under way of whether their values are finite."""
         if old != new:
             return self._mover.step_down(moves, self.ladder.rungs[old].layout, self.ladder.rungs[new].layout)
         self._mover.copy(moves, self.tables.sizes[old])
@@ -123,7 +123,7 @@ def _nbytes(found: Counter[str]) -> int:
 def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
     """The arena whose slabs of whole widest blocks waste least: small ones leave rests, large ones a large reserve.
 
-    That is the one in which the longest requests, one alone on each rung, take the most bytes in sum.
+    Waste is least where the longest requests, one alone on each rung, take the most bytes in sum.
     """
 
     def make(slab_blocks: int) -> Arena:

@@ -11,7 +11,7 @@ from ..config import BLOCK_TOKENS
 from ..request import Request
 from .table import BlockTables
 
-OPEN_END_TOKENS = 1024  # output counted at admission for a request that named no max_tokens
+OPEN_END_TOKENS = 1024  # output expected without max_tokens; more admits fewer requests, less leads to more preemptions
 
 
 class Share(NamedTuple):
@@ -68,8 +68,8 @@ class Demand:
 class RunningDemand:
     """The demand of all running requests, and of each tenant's. A request may still write up to its ``max_tokens``.
 
-    One that named none is expected to write a usual answer from where it stands, so what it demands grows. A request
-    gets at most one token a step, so each is looked at in the first step in which its demand may have grown.
+    A request without ``max_tokens`` is expected to write ``OPEN_END_TOKENS`` from where it stands, so its demand grows.
+    It gets at most one token a step, so it is looked at again in the first step in which its demand may have grown.
     """
 
     def __init__(self, tables: BlockTables):
@@ -78,8 +78,8 @@ class RunningDemand:
         self._tenants: dict[str, Demand] = {}
         self._shares: dict[Request, Share] = {}
         self._step = 0
-        self._due: dict[Request, int] = {}  # the step in which an open-ended request is looked at
-        self._calendar: list[tuple[int, int, Request]] = []  # heap by that step; what is not in ``_due`` is void
+        self._due: dict[Request, int] = {}  # the step in which an open-ended request is looked at again
+        self._calendar: list[tuple[int, int, Request]] = []  # heap by that step; entries that ``_due`` lacks are void
         self._serials = count()
 
     def __len__(self) -> int:
@@ -129,12 +129,12 @@ class RunningDemand:
         return self._tenants.get(name)
 
     def share(self, request: Request, floor: int) -> Share:
-        """What a request demands now."""
+        """The blocks that a request demands now."""
         return Share(floor, *self._tables.split(expected_tokens(request), floor))
 
 
 def expected_tokens(request: Request) -> int:
-    """Tokens a request will hold: up to its ``max_tokens``, or a usual answer if it named none."""
+    """Tokens that a request will hold: up to its ``max_tokens``, or ``OPEN_END_TOKENS`` more if it named none."""
     if request.params.max_tokens is not None:
         return request.max_num_tokens
     return min(request.max_num_tokens, max(request.num_tokens, request.num_prompt_tokens) + OPEN_END_TOKENS)

@@ -1,7 +1,7 @@
-"""The block tables' copy on the device: what changed since the last step goes there with the step's input.
+"""The block tables' copy on the device: changes since the last step travel with the step's input.
 
-Each request has a row of block numbers, and each number a word that says where the block lies and on which rung. So a
-block that moves changes one word, whoever holds it, and one that is begun changes its own word and its row's end.
+Each request has a row of block numbers, and each number a word with the block's address and rung. So a block that moves
+changes one word, however many requests hold it, and a new block changes its own word and one entry of a row.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class DeviceTables:
         self._tables: BlockTables | None = None
         self._rows: dict[str, Row] = {}
         self._free: list[int] = []
-        self._changed: list[int] = []  # indices of words that the device has not got yet
+        self._changed: list[int] = []  # indices of words not yet sent to the device
 
     def follow(self, tables: BlockTables, request_ids: Iterable[str]) -> list[int]:
-        """Takes over what changed in ``tables`` and returns the rows of requests, which have tables there.
+        """Takes over the changes of ``tables`` and returns the rows of ``request_ids``, which have tables there.
 
-        Work is done for what changed alone. Other tables than last time are taken over from nothing.
+        Costs as much as has changed. Another ``BlockTables`` than last time is copied whole.
         """
         self.keep_up(tables)
         rows = []
@@ -86,7 +86,7 @@ class DeviceTables:
     def step_input(self, tokens: array[int], advance: int = 0) -> array[int]:
         """A step's input for ``tokens``, with as many updates as it may carry; see ``pack_input``.
 
-        Where there are more, they go to the device at once, on their own.
+        Updates beyond that number are sent at once, in inputs of their own.
         """
         while len(self._changed) > MAX_UPDATES:
             self._flush()
@@ -97,7 +97,7 @@ class DeviceTables:
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows, on the host.
 
-        What lies behind a row's last entry is of no meaning.
+        Values behind a row's last entry are undefined.
         """
         words = self.block_words
         numbers = self.mirror[words.num_numbers :].view(-1, words.width)[list(rows), :num_entries]
@@ -112,7 +112,7 @@ class DeviceTables:
         return self.mirror[self.mirror[words.num_numbers :].view(-1, words.width)[list(rows), -1]] >> RUNG_BITS
 
     def num_entries(self) -> list[int]:
-        """Entries of all requests together on each rung; slots that hold tokens count on the first."""
+        """Entries of all requests together on each rung; sinks count on the first."""
         assert self._tables is not None
         held = self._tables.num_entries
         counts = [held[rung] for rung in range(len(self.ladder.rungs))]
@@ -120,7 +120,7 @@ class DeviceTables:
         return counts
 
     def forget(self) -> None:
-        """To be called when a step's input may not have reached the device: the next one brings everything."""
+        """Has the next input bring everything; to be called when a step's input may not have reached the device."""
         self._tables = None
 
     def _begin(self, tables: BlockTables) -> None:

@@ -1,4 +1,4 @@
-"""Rungs and ladders: in which format K and V of every layer of a block stand, and the bytes that follow from it."""
+"""Rungs and ladders: the formats of a block's K and V in every layer, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rung:
 
     @cached_property
     def layout(self) -> BlockLayout:
-        """Where the pages lie in a slot: layer after layer, K side then V side."""
+        """The pages of a slot: layer after layer, K side then V side."""
         return BlockLayout.stack(
             side for k, v in self.layers for side in (k.layout(self.shape, "k"), v.layout(self.shape, "v"))
         )
@@ -189,7 +189,7 @@ def _sink_slots(rung: Rung, num_tokens: int) -> Iterator[RequestSlot]:
 
 
 def _bank_slots(rungs: tuple[Rung, ...]) -> Iterator[RequestSlot]:
-    """The bank of patterns, if blocks are sealed under one: the same for all rungs but the first, in all sides."""
+    """The bank's slot, if blocks are sealed under patterns. Raises ``ConfigError`` if rungs need different banks."""
     for rung in rungs[2:]:
         if _patterns(rung) != _patterns(rungs[1]):
             remedy = "Give patterns to the same sides on all rungs but the first"
@@ -225,7 +225,7 @@ def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: to
 
 
 def _check_side(fmt: Format, shape: PageShape, name: SideName, below: Side | None, where: str) -> Side:
-    """The side of a layer, if it fits the model and the side one layer below."""
+    """The side of a layer. Raises ``ConfigError`` unless it fits the model and the side one layer below."""
     try:
         side = fmt.layout(shape, name)
     except ConfigError as error:
@@ -237,7 +237,7 @@ def _check_side(fmt: Format, shape: PageShape, name: SideName, below: Side | Non
 
 
 def _check_step(wide: Rung, narrow: Rung) -> None:
-    """Bytes shrink, no layer grows, and every side can step as the kernels do it."""
+    """Raises ``ConfigError`` unless blocks shrink, no layer grows, and the kernels can step every side down."""
     smaller = "Give each rung fewer bits than the one before"
     if narrow.block_nbytes >= wide.block_nbytes:
         raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name, remedy=smaller)

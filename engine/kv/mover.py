@@ -1,4 +1,4 @@
-"""Carries moves of blocks out on the device: one copy there, few launches, one copy back."""
+"""Carries out moves of blocks on the device: one copy there, few launches, one copy back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qkv_engine.kernels.step_down import copy, transfer
 from ..device.graphs import Graphs
 from .block import Block, Move
 
-MOST = 128  # blocks of one launch
-FEW = 8  # so many, steps move again and again: their launches are captured
+MOST = 128  # blocks of one launch; more take several
+FEW = 8  # blocks; launches of up to so many recur and are captured as graphs
 
 
 class Moving(NamedTuple):
-    """Moves under way; the last row of ``copy`` will say of each whether the block's values are finite."""
+    """Moves under way; the last row of ``copy`` says of each whether the block's values are finite."""
 
     moves: list[Move]
     copy: RowsCopy
@@ -48,8 +48,8 @@ class Mover:
 
     def __init__(self, memory: Tensor, cuda_graphs: bool):
         self.memory = memory
-        # Of up to MOST blocks one after the other: where they are, where they go, whether they are finite; and the
-        # banks of those sealed under one.
+        # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
+        # that are sealed under one.
         self._words = torch.zeros(4 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
         self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
@@ -61,11 +61,11 @@ class Mover:
                 mine(self.memory, *move.mining, move.bank, source, target)
 
     def copy(self, moves: list[Move], nbytes: int) -> None:
-        """Moves blocks as they are."""
+        """Moves blocks of ``nbytes`` without rewriting them."""
         copy(self.memory, [move.src for move in moves], [move.dst for move in moves], nbytes)
 
     def step_down(self, moves: list[Move], source: BlockLayout, target: BlockLayout) -> list[Moving]:
-        """Moves blocks to another layout; returns those whose values are looked at on the way."""
+        """Rewrites blocks in another layout; returns the moves whose values are checked, those out of dense pages."""
         moving = []
         for part in (moves[i : i + MOST] for i in range(0, len(moves), MOST)):
             self._launch(part, source, target)

@@ -1,4 +1,4 @@
-"""The prefix cache: full blocks of prompts and outputs, found again by what they were computed from. No torch.
+"""The prefix cache: full blocks of prompts and outputs, found again by a hash of all tokens so far. No torch.
 
 A block is keyed by SHA-256 over (salt, model, ladder) and all tokens so far; tokens are compared on a hit, so that
 even a collision cannot mix requests. A cached block may step down like any other; a hit then continues on the lower
@@ -21,7 +21,7 @@ from .table import BlockTables
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cached block and the tokens it holds, reached through ``parent``'s key. ``used``: when last."""
+    """One cached block and its tokens, which follow those of ``parent``. ``used``: serial number of the last use."""
 
     key: bytes
     block: Block
@@ -31,7 +31,7 @@ class Entry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request holds its block."""
+        """Whether no request holds the block."""
         return self.block.refs == 1
 
 
@@ -44,7 +44,7 @@ class PrefixCache:
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
-        # Heaps of (used, key) of all idle entries without and with a cached block that follows, some out of date.
+        # Heaps of (used, key) of idle entries, some out of date: without a cached block that follows, and with one.
         self._leaves: list[tuple[int, bytes]] = []
         self._inner: list[tuple[int, bytes]] = []
         self._uses = count()
@@ -59,7 +59,7 @@ class PrefixCache:
     def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> list[Block]:
         """The blocks of the longest cached prefix of ``tokens`` within its first ``limit``, in token order.
 
-        Those that a request of ``tokens`` is counted with as dense have to be so.
+        Blocks that are counted as dense for a request of ``tokens`` must still be dense.
         """
         self.num_queried_tokens += limit
         num_narrow = bool(self._tables.ladder.sink) + self._tables.split(len(tokens), floor)[1]
@@ -95,12 +95,12 @@ class PrefixCache:
             self._published[request_id] = (index + 1, key)
 
     def next_end(self, num_computed: int) -> int:
-        """Computed tokens from which on another block than those of ``num_computed`` is full."""
+        """Token count at which one more block is full than at ``num_computed``."""
         end: int = self._piece(self._num_pieces(num_computed)).stop
         return end
 
     def forget(self, request_id: str) -> None:
-        """The request gave its blocks back; what it filed stays."""
+        """Drops the record of a request that gave its blocks back; the blocks that it filed stay."""
         self._published.pop(request_id, None)
 
     def evict(self) -> bool:
@@ -143,12 +143,12 @@ class PrefixCache:
         self._tables.drop(entry.block)
 
     def _note_lone(self, block: Block) -> None:
-        """``block`` has one owner left, which may be the cache."""
+        """Files ``block`` as idle if its one remaining owner is the cache."""
         if block in self._of_block:
             self._note_idle(self._of_block[block])
 
     def _note_idle(self, entry: Entry) -> None:
-        """Files ``entry`` among the idle ones, if it is."""
+        """Files ``entry`` among the idle ones if no request holds it."""
         if entry.is_idle:
             heap = self._inner if entry.key in self._children else self._leaves
             heappush(heap, (entry.used, entry.key))
@@ -169,12 +169,12 @@ class PrefixCache:
         return hashlib.sha256(repr((salt, self._model, ladder.name, ladder.sink)).encode()).digest()
 
     def _num_pieces(self, num_tokens: int) -> int:
-        """How many of a sink and the blocks after it lie within ``num_tokens``."""
+        """Number of pieces within ``num_tokens``, the sink and full blocks."""
         sink = self._tables.ladder.sink
         return bool(sink) + (num_tokens - sink) // BLOCK_TOKENS if num_tokens >= sink else 0
 
     def _piece(self, index: int) -> slice:
-        """The tokens of the sink or block ``index``."""
+        """The range of tokens of piece ``index``, the sink or a block."""
         sink = self._tables.ladder.sink
         stop = sink + (index + (not sink)) * BLOCK_TOKENS
         return slice(0 if index == 0 else stop - BLOCK_TOKENS, stop)

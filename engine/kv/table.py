@@ -1,8 +1,8 @@
 """Block tables: which blocks hold the KV of which request, on which rung, and what would still fit. No torch.
 
-Books only: what has to be done to the bytes is noted as waves of moves, which the cache carries out before the next
-step. Within a wave no slot is both read and written, but for banks, which are mined before anything is moved; a slot
-that a wave frees may be written by the next.
+Books only: changes of bytes are noted as waves of moves, which the cache carries out before the next step. Within a
+wave no slot is both read and written, except banks, which are mined before anything is moved; a slot that a wave frees
+may be written by the next.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from .ladder import Ladder, RequestSlot
 
 
 def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
-    """Slabs to keep for demotions, so that blocks always reach their floors: ``num_floors`` rungs but the widest.
+    """Slabs to keep for demotions, so that blocks always reach their floors.
 
-    One for each floor, one for the dense slab that demotions leave sparse, and no more than narrower rungs. The proof
-    is in docs/kv_cache.md.
+    ``num_floors``: distinct floors below the first rung. One slab for each of them and one for the dense slab that
+    demotions leave sparse, at most one for each narrower rung. The proof is in docs/kv_cache.md.
     """
     return min(num_rungs - 1, num_floors + 1)
 
 
 class BlockTables:
-    """Gives requests blocks of the arena, lets blocks step down, takes them back. What the scheduler sees of memory."""
+    """Gives requests blocks of the arena, lets blocks step down, takes them back. The scheduler's view of memory."""
 
     def __init__(self, arena: Arena, ladder: Ladder):
         self.arena, self.ladder = arena, ladder
         self.waves: list[list[Move]] = []
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
-        self.num_entries: Counter[int] = Counter()  # the same, each as often as requests hold it
-        self.journal: Journal | None = None  # for one who keeps a copy of the tables
-        self.on_lone: Callable[[Block], None] | None = None  # told of each block that has one owner left
+        self.num_entries: Counter[int] = Counter()  # the same, each block once for every request that holds it
+        self.journal: Journal | None = None  # changes, for the keeper of a copy of the tables
+        self.on_lone: Callable[[Block], None] | None = None  # called with each block left with one owner
         self.num_demotions: Counter[tuple[str, str]] = Counter()
-        self.floor_epoch = 0  # times that settled blocks may have become unsettled
+        self.floor_epoch = 0  # lifts of floors, each of which may unsettle settled blocks
         self._tables: dict[str, BlockTable] = {}
         self._num_tables: Counter[int] = Counter()  # by floor
         self._least_reserve = arena.reserve
@@ -88,7 +88,7 @@ class BlockTables:
     def fits_whatever_stepped_down(self, demand: Mapping[int, int], floors: Iterable[int]) -> bool:
         """``fits``, also while some of the blocks counted dense have stepped down to ``floors`` already.
 
-        These may begin a slab of their own before they have emptied a dense one.
+        Such blocks may begin a slab of their own before they have emptied a dense one.
         """
         slabs, dense = self.arena.slabs_for(demand), demand.get(self.sizes[0], 0)
         early = (dense - 1) % self.arena.per_slab(self.sizes[0]) if dense else 0
@@ -124,7 +124,7 @@ class BlockTables:
 
     @property
     def max_blocks(self) -> int:
-        """Live blocks there can ever be; their numbers lie below."""
+        """The most live blocks there can be; every block number is smaller."""
         return self.arena.num_slabs * self.arena.per_slab(min(self.sizes.values()))
 
     def live_blocks(self) -> list[Block]:
@@ -136,7 +136,7 @@ class BlockTables:
     def open(self, request_id: str, floor: int, shared: Iterable[Block] = (), *, num_prompt_tokens: int = 0) -> None:
         """Begins the table of a request, on ``shared`` blocks in token order.
 
-        Patterns are mined from the first ``num_prompt_tokens`` tokens, whether others follow that are known already.
+        Patterns are mined from the first ``num_prompt_tokens`` tokens, even if later ones are known already.
         """
         table = self._tables[request_id] = BlockTable(floor, num_prompt_tokens)
         self._count_table(floor, 1)
@@ -150,7 +150,7 @@ class BlockTables:
             (table.slots if block.rung < 0 else table.blocks).append(block)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        """Room for the first ``num_tokens`` tokens of a request; all or nothing."""
+        """Gives a request room for its first ``num_tokens`` tokens; ``False``, and no change, if memory lacks it."""
         table = self._tables[request_id]
         missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
         slots = self.ladder.slots[len(table.slots) :]
@@ -174,7 +174,7 @@ class BlockTables:
         return self.ladder.sink * bool(table.slots) + len(table.blocks) * BLOCK_TOKENS
 
     def entries(self, table: BlockTable) -> list[Block]:
-        """The blocks of a request that hold tokens, in token order: a slot that does comes first."""
+        """The blocks of a request that hold tokens, in token order: its sink's slot comes first."""
         return [*table.slots[: bool(self.ladder.sink)], *table.blocks]
 
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
@@ -208,7 +208,7 @@ class BlockTables:
         self.arena.reserve = self._reserve_for(+self._num_tables)
 
     def drop(self, block: Block) -> None:
-        """One owner of ``block`` less; the last one frees it. Raises ``ArenaError`` for a dead block."""
+        """Takes one owner from ``block``; without owners it is freed. Raises ``ArenaError`` for a dead block."""
         if block.refs < 1:
             raise ArenaError("a block was dropped more often than it was shared")
         block.refs -= 1
@@ -220,7 +220,7 @@ class BlockTables:
             self._free(block.slot)
 
     def take_fresh(self) -> list[Slot]:
-        """Slots handed out since the last call and not written yet; they hold somebody else's old bytes."""
+        """Slots handed out since the last call and not written yet; they hold an earlier owner's bytes."""
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
@@ -238,7 +238,7 @@ class BlockTables:
                 yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
 
     def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
-        """The first of the widest blocks of ``unsettled`` that are old enough and that nobody shares, and its age."""
+        """The first of the widest eligible blocks that only this request holds, and its age in tokens."""
         blocks, newest = self._look_at(request_id, num_computed)
         first, found = self._num_settled(request_id), None
         for number, block in enumerate(blocks[first : max(0, newest // BLOCK_TOKENS)], first + 1):
@@ -249,26 +249,26 @@ class BlockTables:
         return found
 
     def _look_at(self, request_id: str, num_computed: int) -> tuple[list[Block], int]:
-        """The blocks of a request, and ``_newest``; its bank learns how much can be mined."""
+        """The blocks of a request, and ``_newest``; tells the request's bank how much can be mined."""
         table = self._tables[request_id]
         if table.bank is not None:
             table.bank.num_computed_tokens = num_computed - self.ladder.sink
         return table.blocks, self._newest(num_computed)
 
     def _newest(self, num_computed: int) -> int:
-        """Tokens of the blocks that are older than the recent window."""
+        """Tokens of blocks, the sink's not counted, that are older than the recent window."""
         return self.ladder.window.older(num_computed) - self.ladder.sink
 
     def next_demotable_at(self, request_id: str) -> int:
-        """Computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
+        """Count of computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
 
-        More once blocks are settled; less only when a floor is lifted, which ``floor_epoch`` counts.
+        Rises as blocks are settled; falls only when a floor is lifted, which ``floor_epoch`` counts.
         """
         end = self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS
         return self.ladder.window.least_computed(end)
 
     def _num_settled(self, request_id: str) -> int:
-        """The blocks of a request before the first unsettled one."""
+        """Number of a request's leading blocks that are settled."""
         table = self._tables[request_id]
         if table.floor_epoch != self.floor_epoch:
             table.num_settled, table.floor_epoch = 0, self.floor_epoch
@@ -277,7 +277,7 @@ class BlockTables:
         return table.num_settled
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
-        """Lets each block step down to its rung, as one wave; returns how many did.
+        """Lets each block step down to its rung, in one wave if there is room; returns how many did.
 
         A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is.
         """
@@ -307,7 +307,7 @@ class BlockTables:
         return done
 
     def _urgent_slot(self, nbytes: int, wave: list[Move]) -> Slot | None:
-        """A slot for a block that steps down, if need be after ending the ``wave`` and emptying sparse slabs."""
+        """A slot for a block that steps down; ends the ``wave`` and empties sparse slabs if need be."""
         slot = self.arena.allocate(nbytes, urgent=True)
         if slot is None:
             self._end_wave(wave)
@@ -358,11 +358,11 @@ class BlockTables:
 
     def _has_room(self, blocks: int, slots: Iterable[RequestSlot]) -> bool:
         extra = Counter({self.sizes[0]: blocks})
-        extra.update(slot.nbytes for slot in slots)  # adds to the blocks where it is the same size
+        extra.update(slot.nbytes for slot in slots)  # adds to ``blocks`` where a slot has the same size
         return self.arena.has_room(extra)
 
     def _lift_floor(self, block: Block) -> None:
-        """A request let go of ``block``, which may go as far down as those that still hold it allow."""
+        """Lets ``block``, released by a request, go as far down as its remaining holders allow."""
         floor = block.holders[0] if block.holders else len(self.ladder.rungs) - 1
         if floor != block.floor:
             block.floor = floor
@@ -386,7 +386,7 @@ class BlockTables:
         return bool(moves)
 
     def _end_wave(self, wave: list[Move]) -> None:
-        """Notes the moves of ``wave``, which is empty then, and frees the slots that they leave."""
+        """Notes the moves of ``wave``, empties it, and frees the slots that the moves leave."""
         if wave:
             self.waves.append(wave[:])
             wave.clear()
@@ -401,7 +401,7 @@ class BlockTables:
 
 
 def _step(block: Block, slot: Slot, rung: int) -> Move:
-    """The move of a block down to ``slot``; the first that is sealed of a request has its bank mined."""
+    """The move of a block down to ``slot``; the first seal of a request also has its bank mined."""
     where = block, block.slot.address, slot.address, block.rung, rung
     if block.rung or block.bank is None:
         return Move(*where)

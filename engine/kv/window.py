@@ -33,6 +33,6 @@ class RecentWindow:
         return num_computed - (share if share > self.num_tokens else self.num_tokens)
 
     def least_computed(self, num_older: int) -> int:
-        """The fewest computed tokens of which ``num_older`` are older than the window, the inverse of ``older``."""
+        """The fewest computed tokens that leave ``num_older`` behind the window, the inverse of ``older``."""
         # Of n tokens the lesser of n - num_tokens and ceil(n * (whole - part) / whole) are older.
         return max(num_older + self.num_tokens, (num_older - 1) * self.whole // (self.whole - self.part) + 1)

@@ -1,4 +1,4 @@
-"""What the sampler knows of one request: its settings, packed once, and the edits that its tokens so far call for."""
+"""Sampling state of one request: its settings, packed once, and the edits of logits that its tokens call for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenCounts:
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """Made once when the request starts, it lives and dies with it.
+    """Sampling state of one request, made when it starts and dropped when it ends.
 
     ``token_ids`` is the request's own list (prompt, then output) and is read, never copied. ``stop_ids``
     (end of sequence and stop_token_ids) are suppressed until ``min_tokens`` are out. ``bad_word_ids`` are
@@ -50,10 +50,10 @@ class SampleRow:
     num_prompt_tokens: int
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
-    num_in_flight: int = 0  # tokens before the next one that ``token_ids`` does not have yet; 0 with ``needs_tokens``
+    num_in_flight: int = 0  # sampled tokens that ``token_ids`` does not have yet; 0 with ``needs_tokens``
     settings: bytes = field(init=False)
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
-    fixed_ids: array[int] = field(init=False)  # tokens edited alike in every step, and their biases
+    fixed_ids: array[int] = field(init=False)  # tokens with the same edit in every step, and their biases
     fixed_biases: array[float] = field(init=False)
     _stops: array[int] = field(init=False)  # ``stop_ids``, each once
     _bad_tokens: array[int] = field(init=False)  # bad words of one token

@@ -35,7 +35,7 @@ class SampledToken(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Results of several rows: a token id each, and all there is of those with log-probabilities or an error."""
+    """Results of several rows: a token id each, and the whole result of rows with log-probabilities or an error."""
 
     token_ids: list[int]
     special: dict[int, SampledToken]

@@ -1,4 +1,4 @@
-"""The engine's inside, for one thread: schedule, run, turn tokens into text, stop, report.
+"""The engine's core, for one thread: schedule, run, turn tokens into text, stop, report.
 
 A request that fails (bad logits, an error in its text, a step that only breaks with it) is ended with its error; the
 others go on. Nothing here knows of threads; ``engine/serving/loop.py`` is the only caller.
@@ -36,9 +36,9 @@ class EngineCore:
     """Runs submissions to their end. ``live`` holds every one that has not ended, by request id.
 
     With ``runs_ahead`` a step is scheduled and launched while the tokens of the one before are still being computed, so
-    that the host's work and the device's overlap. What a request that turns out to have ended was given in the step
-    ahead is dropped. Only a request whose next token the host must prepare from the ones before (``needs_tokens``)
-    waits for them. For devices that compute while the host goes on; elsewhere it would only waste that last step.
+    that the host's work and the device's overlap. If a request turns out to have ended, its token from the step ahead
+    is dropped. Only a request whose next token the host must prepare from the ones before (``needs_tokens``) waits for
+    them. For asynchronous devices; on a synchronous one the last step would be wasted.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class EngineCore:
         self._owners: dict[Request, tuple[Submission, Completion]] = {}
         self._rows: dict[Request, SampleRow] = {}
         self._in_flight: deque[Launched] = deque()
-        self._suspects: set[Request] = set()  # were there when a step broke off
-        self._trials: Trials | None = None  # while a guilty submission is looked for
+        self._suspects: set[Request] = set()  # live when a step broke off
+        self._trials: Trials | None = None  # while the submission at fault is looked for
 
     @property
     def space(self) -> KVManager:
-        """The KV memory of the scheduler, with what only the engine asks of it."""
+        """The scheduler's KV memory as the engine's own type, with methods beyond ``KVSpace``."""
         return cast(KVManager, self.scheduler.space)
 
     @property
@@ -129,13 +129,13 @@ class EngineCore:
         del self.runner, self.scheduler, self.make_space
 
     def step(self) -> None:
-        """Launches the next step, then waits for what is under way: all of it, or if it may run ahead, the step before.
+        """Launches the next step, then waits for the steps under way: all, or all but the new one if it may run ahead.
 
-        Among suspects no step runs ahead: one that breaks off is known to be the last, and is narrowed down.
+        Among suspects no step runs ahead, so a step that breaks off is the last one and can be narrowed down.
         """
         if self._trials is not None:
             self._go_on_with_trials(self._trials)
-        num_followed = len(self._in_flight)  # steps from whose tokens and blocks the scheduler goes on
+        num_followed = len(self._in_flight)  # steps under way that the next one builds on
         launched = self._launch(self.scheduler.schedule())
         may_run_ahead = self.runs_ahead and launched and not self._suspects
         while len(self._in_flight) > may_run_ahead:
@@ -144,7 +144,7 @@ class EngineCore:
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
     def _launch(self, batch: ScheduledBatch) -> bool:
-        """Has the device do what the scheduler decided; ``False`` if that is nothing, or cannot be launched."""
+        """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched."""
         if not batch.items:
             return False
         moves = self.runner.cache.launch_moves()
@@ -162,9 +162,9 @@ class EngineCore:
         return not isinstance(pending, NotLaunched)
 
     def _collect(self, is_followed: bool) -> None:
-        """Waits for the oldest step under way, and accepts what it gave.
+        """Waits for the oldest step under way, and accepts its results.
 
-        One that broke off is run again, unless it ``is_followed``: then the books may say what its bytes do not.
+        A step that broke off is run again, unless it ``is_followed``: then the books are ahead of its bytes.
         """
         step = self._in_flight.popleft()
         self._fail_holders(step.moves.wait())
@@ -183,7 +183,7 @@ class EngineCore:
         self._report(*changed.values())
 
     def _accept(self, result: StepResult, now: float, changed: dict[str, Submission]) -> None:
-        """Takes over what each request was given; notes in ``changed`` what its reader may want to know."""
+        """Accepts the results of a step; notes in ``changed`` the submissions to report."""
         special = result.special
         for index, (item, token_id) in enumerate(zip(result.items, result.token_ids, strict=True)):
             request = item.request
@@ -233,8 +233,8 @@ class EngineCore:
         """After an unforeseen error or interrupt: new books, an empty cache, every live request is recomputed.
 
         Needs nothing but the live requests, their tokens and times, and may itself be interrupted and called again.
-        With ``isolate`` each submission then runs alone for some steps; one with which alone steps break off fails.
-        Returns whether such trials began or came further. The device must be there: the caller has looked.
+        With ``isolate`` each submission then runs alone for some steps, and fails if steps break off with it alone.
+        Returns whether such trials began or came further. The caller has checked that the device still computes.
         """
         for submission in list(self.live.values()):
             for completion in submission.completions:
@@ -278,7 +278,7 @@ class EngineCore:
         self._suspects = set(self.scheduler.requests.values())
 
     def _restore(self, submission: Submission) -> None:
-        """Makes anew what follows from a submission's tokens; one that was about to end does so."""
+        """Rebuilds the state that follows from a submission's tokens; ends it if its last token does."""
         times = submission.metrics.token_times
         for completion in submission.completions:
             self._enter(submission, completion)
@@ -295,7 +295,7 @@ class EngineCore:
             self._report(submission)
 
     def _fail_holders(self, bad: set[Block]) -> None:
-        """Requests that hold blocks with bad values fail. Whose blocks they were may have ended while the step ran."""
+        """Fails running requests that hold blocks with bad values; the blocks' owners may have ended meanwhile."""
         if not bad:
             return
         self.space.distrust(bad)
@@ -312,12 +312,12 @@ class EngineCore:
             return self._narrow_down(batch, error)
 
     def _narrow_down(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
-        """A batch that raises is run in halves, until the request that makes it raise stands alone, and fails.
+        """Runs a batch that raised again in halves, until the request at fault stands alone, and fails.
 
-        A chunk of a prompt for which there was no memory is run in halves, too.
+        A chunk of a prompt for which there was no memory is halved, too.
         """
         if len(batch.live()) < len(batch):
-            return self._run(batch)  # perhaps it was one that has ended meanwhile
+            return self._run(batch)  # a request that has ended meanwhile may have been at fault
         if len(batch) > 1 or (is_out_of_memory(error) and batch.num_tokens > 1):
             first, second = batch.halves()
             return self._run(first) + self._run(second)
@@ -348,7 +348,7 @@ class EngineCore:
             completion.kv = self.space.usage(completion.request)
 
     def _close(self, completion: Completion) -> None:
-        """The request ended: what its last token held back is text now."""
+        """Drops the state of an ended request; text that was held back is output now."""
         self._owners.pop(completion.request, None)
         self._rows.pop(completion.request, None)
         self._suspects.discard(completion.request)
@@ -366,7 +366,7 @@ class EngineCore:
         self._report(submission)
 
     def _report(self, *submissions: Submission) -> None:
-        """Hands the newest states to the readers. Done twice it does no harm; not done, a reader waits for ever."""
+        """Hands the newest states to the readers. Repeating it is harmless; a reader it leaves out waits for ever."""
         told, ended = list[OutputStream](), list[Submission]()
         for submission in submissions:
             if self.live.get(submission.request_id) is not submission:
@@ -384,7 +384,7 @@ class EngineCore:
             self.counters.num_finished += submission.error is None
 
     def _begin(self, submission: Submission) -> None:
-        """Hands the requests of a submission that the scheduler does not have to it."""
+        """Adds to the scheduler the requests of a submission that it does not have."""
         submission.make_completions()
         for completion in submission.completions:
             request = completion.request
@@ -394,7 +394,7 @@ class EngineCore:
                 self.scheduler.add(request)
 
     def _enter(self, submission: Submission, completion: Completion) -> None:
-        """Files a completion, with nothing of its tokens read."""
+        """Files a completion, none of its tokens read yet."""
         request = completion.request
         completion.output_text = submission.output_text(self.tokenizer)
         completion.num_read, completion.cumulative_logprob = 0, None
@@ -406,7 +406,7 @@ class EngineCore:
         request.needs_tokens = row.needs_tokens
 
     def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
-        """Files what a chunk gave; after a preemption the same positions come again and are not filed twice."""
+        """Files a chunk's log-probabilities; positions that come again after a preemption are not filed twice."""
         assert submission.prompt_logprobs is not None
         for position, logprobs in enumerate(found, start + 1):
             if position == len(submission.prompt_logprobs):

@@ -1,4 +1,4 @@
-"""Steps that were launched and whose results nobody has seen yet."""
+"""Launched steps whose results nobody has seen yet."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ from .submission import Submission
 
 logger = logging.getLogger("qkv_engine")
 
-MAX_RECOVERIES = 3  # in a row without a good step; the last one begins trials, and one more ends the engine
-MAX_RESTARTS = 8  # of a request without a token gained, which begin trials, too: good steps of its prompt came between
-MAX_TRIES = 3  # of a command that breaks off; then its caller is told
-MAX_BATCH = 256  # requests taken in by one command: as many as run by default, a hundredth of a second
-COMMAND_SECONDS = 0.01  # of commands between two steps, but one at least: thousands at once hold no request up for long
+MAX_RECOVERIES = 3  # recoveries in a row without a good step; the last begins trials, one more failure ends the engine
+MAX_RESTARTS = 8  # recoveries of a request without a new token that begin trials, whatever good steps came between
+MAX_TRIES = 3  # runs of a command that raises; then its caller gets the error
+MAX_BATCH = 256  # requests of one command, the default of max_num_seqs: taking them in lasts some 10 ms
+COMMAND_SECONDS = 0.01  # of commands between two steps, at least one command; more would delay running requests
 HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose caller was interrupted before the bell
 T = TypeVar("T")
 
 
 class Command(NamedTuple):
-    """Work for the owner thread; ``give_up`` tells whoever waits for it that it will not be done."""
+    """Work for the owner thread; ``give_up`` tells its caller that the work will not be done."""
 
     run: Callable[[], None]
     give_up: Callable[[QKVError], None]
@@ -63,7 +63,7 @@ class EngineLoop:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller is the owner thread, which runs finalizers of anybody's objects, too."""
+        """Whether the caller is the owner thread, which may run any object's finalizer, too."""
         return threading.current_thread() is self._thread
 
     def check_alive(self) -> None:
@@ -174,7 +174,7 @@ class EngineLoop:
             self._core.free()
 
     def _serve(self) -> None:
-        """Steps and commands until the engine is closed; what breaks off is recovered from."""
+        """Runs steps and commands until the engine is closed, and recovers from their errors."""
         failures, is_broken = 0, False
         while self._wait_for_work(is_broken):
             try:
@@ -197,14 +197,14 @@ class EngineLoop:
                 logger.error("a step broke off; its requests are recomputed", exc_info=cause)
 
     def _wait_for_work(self, is_broken: bool) -> bool:
-        """Sleeps while nothing is posted, runs or is to be recovered from; ``False`` when closing."""
+        """Sleeps while there is no command, no work and no step to recover from; ``False`` when closing."""
         while not (is_broken or self._inbox or self._closing or self._core.has_work):
             with suppress(Empty):
                 self._bell.get(timeout=HEARTBEAT)
         return not self._closing
 
     def _run_commands(self) -> None:
-        """Does commands of callers. A command is taken out once done, so that one that breaks off is done again."""
+        """Runs callers' commands. A command leaves the inbox once done, so that one that breaks off is run again."""
         deadline = time.monotonic() + COMMAND_SECONDS
         for _ in range(len(self._inbox)):
             command = self._inbox[0]
@@ -239,7 +239,7 @@ _LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
 
 
 def _mark_forked() -> None:
-    """Threads do not survive a fork: in the child every engine says so instead of hanging."""
+    """Marks every engine dead in a forked child, in which no thread survives and calls would hang."""
     for loop in list(_LOOPS):
         loop._dead = forked_error()
 

@@ -22,10 +22,10 @@ Bell = SimpleQueue[None] | asyncio.Future[None]  # of a reader in a thread, or i
 
 
 class OutputStream:
-    """The newest output of one request, until its reader has it: an output not read in time is replaced, never queued.
+    """The newest output of one request, until its reader takes it. An output not read in time is replaced, not queued.
 
     So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop; ``delta`` and
-    ``reasoning_delta`` are the text that is new to it.
+    ``reasoning_delta`` are the text that the reader has not had yet.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a caller submitted and what became of it so far: a prompt, its completions, and the stream of their outputs."""
+"""Submissions: a caller's prompt, its completions so far, and the stream of their outputs."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Completion:
     request: Request
     logprobs: list[dict[int, Logprob]] | None
     ends: Mapping[int, int | None] = field(default_factory=dict)  # tokens that end it, and the ``stop_reason`` of each
-    # What follows from the request's tokens, and is made anew from them after an interrupt.
-    output_text: OutputText | None = None  # where the tokens are to be text
+    # State that follows from the request's tokens, rebuilt from them after an interrupt.
+    output_text: OutputText | None = None  # None if no text is wanted
     num_read: int = 0  # output tokens that became text and were checked for stops
     cumulative_logprob: float | None = None
     kv: KVUsage = field(default_factory=KVUsage)
 
     def read(self) -> FinishReason | None:
-        """Turns all tokens into text, of which none was read; returns why the request ends at the last, if it does."""
+        """Turns all tokens, none read before, into text; returns the reason to end if the last one ends the request."""
         reason = None
         for token_id in self.request.output_token_ids:
             reason = self.read_token(token_id)
         return reason
 
     def read_token(self, token_id: int) -> FinishReason | None:
-        """Turns the next token into text; returns why the request ends with it, if it does."""
+        """Turns the next token into text; returns the reason to end if it ends the request."""
         request = self.request
         if self.logprobs is not None:
             logprob = self.logprobs[self.num_read][token_id].logprob
@@ -86,7 +86,7 @@ class Completion:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Submission:
-    """What a caller submitted: one prompt, ``n`` completions, and the stream their outputs go to."""
+    """A caller's submission: one prompt, ``n`` completions, and the stream their outputs go to."""
 
     request_id: str
     prompt: str | None
@@ -96,14 +96,14 @@ class Submission:
     seed: int
     bad_word_ids: list[list[int]]
     incremental: bool  # report after every step, not only at the end
-    marks: ReasoningMarks | None = None  # of reasoning that is kept apart from the answer
+    marks: ReasoningMarks | None = None  # set if reasoning is kept apart from the answer
     stream: OutputStream = field(default_factory=OutputStream)
     completions: list[Completion] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: QKVError | None = None
     num_restarts: int = 0  # since it last gained a token
-    restarted_at: int = -1  # tokens at the last of them
+    restarted_at: int = -1  # tokens at the last restart
 
     @property
     def num_known_tokens(self) -> int:
@@ -112,9 +112,9 @@ class Submission:
         return own or self.params.n * len(self.prompt_token_ids)
 
     def note_restart(self) -> int:
-        """Counts one more time that it is recomputed, and returns how often it was since it last gained a token.
+        """Counts one more recomputation; returns their number since the submission last gained a token.
 
-        Nothing is counted while it waits: what does not run breaks no step.
+        Nothing is counted while it waits: a request that does not run breaks no step.
         """
         known = self.num_known_tokens
         if not any(completion.request.status is RequestStatus.RUNNING for completion in self.completions):
@@ -133,7 +133,7 @@ class Submission:
         return bool(self.completions)
 
     def note_time(self, index: int, now: float) -> None:
-        """The next token of completion ``index`` came ``now``."""
+        """Notes that the next token of completion ``index`` came at ``now``."""
         metrics = self.metrics
         if index == 0:
             metrics.token_times.append(now)
@@ -142,7 +142,7 @@ class Submission:
         metrics.last_token_time = now
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText | None:
-        """A new one for a completion, if it is to be text."""
+        """A new ``OutputText`` for a completion; None if no text is wanted."""
         params = self.params
         if tokenizer is None or not params.detokenize:
             return None
@@ -160,7 +160,7 @@ class Submission:
         return OutputText(make, self.marks)
 
     def sample_row(self, request: Request, eos_ids: Collection[int]) -> SampleRow:
-        """How the tokens of a completion are sampled, for a model that ends sequences with ``eos_ids``."""
+        """The sampling state of a completion, for a model that ends sequences with ``eos_ids``."""
         stop_ids = [*eos_ids, *(self.params.stop_token_ids or ())]
         return SampleRow(
             self.params, request.seed, request.token_ids, request.num_prompt_tokens, stop_ids, self.bad_word_ids
@@ -172,7 +172,7 @@ class Submission:
         return {token_id: token_id for token_id in self.params.stop_token_ids or ()} | dict.fromkeys(own)
 
     def make_completions(self) -> None:
-        """Makes those of the ``n`` completions that do not exist yet."""
+        """Makes the missing ones of the ``n`` completions."""
         params, completions = self.params, self.completions
         while len(completions) < params.n:
             index = len(completions)
@@ -183,7 +183,7 @@ class Submission:
             self.prompt_logprobs = [None]
 
     def report(self, finished: bool) -> Report:
-        """What the reader is told; ``finished`` whether it is the last time."""
+        """The state for the reader; ``finished``: it is the last one."""
         requests = [completion.request for completion in self.completions]
         completions = [completion.report() for completion in self.completions]
         self.metrics.num_preemptions = sum([request.num_preemptions for request in requests])
@@ -202,7 +202,7 @@ class Submission:
         return Report(output, completions)
 
     def _usage(self) -> KVUsage:
-        """Where the blocks of all completions stood when they ended."""
+        """The rungs of the blocks of all completions when they ended."""
         kvs = [c.kv for c in self.completions]
         blocks: Counter[str] = Counter()
         for kv in kvs:

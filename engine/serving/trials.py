@@ -1,4 +1,4 @@
-"""Trials: after steps broke off again and again, each submission runs alone for some steps, to find the guilty one."""
+"""Trials: after steps broke off repeatedly, each submission runs alone for some steps, to find the one at fault."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable
 
 from .submission import Submission
 
-TRIAL_STEPS = 8  # of a submission alone, beside those that compute what it has so far
-TRIAL_ATTEMPTS = 3  # in a row that break off without a token gained find a submission guilty: some faults are random
+TRIAL_STEPS = 8  # of a submission alone, beside the steps that recompute its tokens
+TRIAL_ATTEMPTS = 3  # broken steps in a row without a new token that convict a submission: some faults are random
 
 
 class Trials:
-    """Whose turn it is to run alone. A submission that passes waits until all have been tried."""
+    """The turns in which submissions run alone. A submission that passes waits until all have been tried."""
 
     def __init__(self, submissions: Iterable[Submission], step_tokens: int):
         """``step_tokens`` are the most tokens of one step."""
         self._step_tokens = step_tokens
         self._untried = deque(submissions)
-        self._current: Submission | None = None  # runs alone now
+        self._current: Submission | None = None  # the one that runs alone now
         self._steps_left = 0
-        self._num_failures = 0  # of the first one untried, without a token gained between them
-        self._num_tokens = 0  # it had at the last failure
+        self._num_failures = 0  # of the first untried submission, without a new token in between
+        self._num_tokens = 0  # of that submission at its last failure
 
     @property
     def has_suspect(self) -> bool:
@@ -49,7 +49,7 @@ class Trials:
         return None
 
     def fail(self) -> Submission | None:
-        """A step broke off. Returns the submission that ran alone if it is guilty; before that it is tried again."""
+        """Notes a broken step. Returns the submission on trial if it is guilty; before that it is tried again."""
         suspect, self._current = self._current, None
         if suspect is None:
             return None

@@ -1,6 +1,6 @@
 """Checks of a conversation and of template arguments: plain JSON data of bounded depth and size, copied.
 
-The copies are all a chat template sees, so nobody's objects, with methods of their own, reach it.
+A chat template sees these copies alone, never a caller's object with methods of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .special_marks import clean
 
 MAX_DEPTH = 64  # levels of lists and dicts in one value
 MAX_CHARS = 1 << 23  # of all messages, or of all template arguments; copying them takes about a second
-VALUE_CHARS = 32  # each value counts for so many characters beside its own
-RESERVED = ("messages", "self")  # variables that are not the caller's to set
+VALUE_CHARS = 32  # that each value counts for, beside its own characters
+RESERVED = ("messages", "self")  # variables that a caller may not set
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first two
 _REMEDY = 'Use a list such as [{"role": "user", "content": "Hello"}]'
 
@@ -99,7 +99,7 @@ class _Copier:
         return str.__str__(role)
 
     def copy(self, value: object, field: str, is_trusted: bool = False) -> Any:
-        """The copy; the strings of what is not trusted are rewritten. Raises RequestError."""
+        """A plain copy of ``value``, its strings rewritten unless ``is_trusted``. Raises RequestError."""
         rewrite = clean if is_trusted else self._rewrite
         try:
             return self._copy(value, field, rewrite, MAX_DEPTH)

@@ -58,7 +58,7 @@ class ChatTemplate:
                 self._process = None
 
     def _ask(self, request: bytes) -> str:
-        """Asks the process there is, and if that ended a new one; both by one deadline."""
+        """Asks the running process, and a new one if it ends meanwhile; one deadline for both."""
         seconds = RENDER_SECONDS
         try:
             if self._process is not None and self._process.is_idle:
@@ -104,7 +104,7 @@ _TEMPLATES: weakref.WeakSet[ChatTemplate] = weakref.WeakSet()
 
 
 def _forget_processes() -> None:
-    """A worker belongs to the process that started it: after a fork the child starts its own."""
+    """Gives every template a new process after a fork: a worker belongs to the process that started it."""
     for template in list(_TEMPLATES):
         template._forget_after_fork()
 

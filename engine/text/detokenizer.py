@@ -1,6 +1,6 @@
 """Streams a request's text as its tokens arrive, and finds its stop strings.
 
-Token ids that end a sequence are the engine's business.
+End-of-sequence tokens are the engine's business.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """The text this token makes certain; empty once a stop string was found."""
+        """The text that this token makes certain; empty once a stop string was found."""
         if self.stopped is not None:
             return ""
         text = self._stream.push(token_id)
@@ -65,7 +65,7 @@ class Detokenizer:
         return released
 
     def _release(self, text: str, may_stop: bool) -> str:
-        """Feed the matcher; give out all but what may begin a stop string."""
+        """Feeds the matcher; returns all text but a tail that may begin a stop string."""
         assert self._matcher is not None
         known = self._held + text
         self._node, stop, end = self._matcher.advance(self._node, text, may_stop)

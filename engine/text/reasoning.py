@@ -74,7 +74,7 @@ class OutputText:
         self._add(self._detokenizer.finish())
 
     def _turn(self) -> None:
-        """A mark: what follows belongs to the other part."""
+        """Switches to the other part at a mark."""
         self._add(self._detokenizer.finish())
         if self.stopped is None:
             self._is_open = not self._is_open

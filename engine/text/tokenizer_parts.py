@@ -1,8 +1,8 @@
 """Checks of a tokenizer's components, so that no tokenizer.json makes a short text long or decoding slow.
 
 A text runs through the normalizer and the pre-tokenizer, its ids through the post-processor, and each token that a
-model generates through the decoder, in the engine's own thread. Every component is looked up by type; one that is not
-known here is refused, for nobody has asked yet what it can do.
+model generates through the decoder, in the engine's own thread. Every component is looked up by type; an unknown one is
+refused, since nobody has checked how far it can lengthen a text.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _PROCESSING = {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProc
 _DECODING = {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 _KEEPS_LENGTH = {"ByteLevel", "Digits", "FixedLength", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend"}
 _KEEPS_LENGTH |= {"UnicodeScripts"}
-_COMPOSED_CHARS = 4  # that NFC and NFKC make one of, at most
+_COMPOSED_CHARS = 4  # the most that NFC and NFKC join into one
 
 
 @dataclass(frozen=True)
 class TokenizerLimits:
-    """What a tokenizer's components say about the sizes of texts.
+    """Bounds on the sizes of texts that follow from a tokenizer's components.
 
     ``chars_per_token`` is the most characters that can become one token; ``None`` where there is no bound. Where
-    ``drops_spaces`` those beside a special token can vanish, and are not counted.
+    ``drops_spaces``: spaces beside a special token can vanish, and the bound does not count them.
     """
 
     vocab_size: int
@@ -161,7 +161,7 @@ def _extra_ids(part: dict[str, Any]) -> int:
 
 
 def _chars_per_token(backend: tokenizers.Tokenizer, vocab: dict[str, int], parts: list[dict[str, Any]]) -> int | None:
-    """Bounded for BPE over all bytes whose normalizer and pre-tokenizer drop nothing."""
+    """Bound on the characters of a token, for BPE over all bytes whose components drop nothing; else ``None``."""
     shortening = [_shortening(part) for part in parts]
     if None in shortening or not _covers_all_bytes(backend, vocab, parts):
         return None
@@ -179,7 +179,7 @@ def _covers_all_bytes(backend: tokenizers.Tokenizer, vocab: dict[str, int], part
 
 
 def _shortening(part: dict[str, Any]) -> int | None:
-    """How many characters a component can make one of; ``None`` if it can drop any number."""
+    """The most characters that a component joins into one; ``None`` if it can drop any number."""
     kind = part["type"]
     if kind in ("NFC", "NFKC"):
         return _COMPOSED_CHARS
