@@ -35,7 +35,7 @@ def partial_attention(
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
-    """Joins parts along dim 1; a part with lse -inf counts for nothing if its output is finite.
+    """Joins parts along dim 1; a part of lse -inf has no weight, if its output is finite.
 
     Shapes:  out [B, P, ..., D];  lse [B, P, ...] float32;  returns [B, ..., D] in ``out``'s dtype
     """

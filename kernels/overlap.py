@@ -23,22 +23,22 @@ def can_overlap(device: torch.device) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that begins before the one before it in the stream has ended, where that is possible.
+    """Launch options of a kernel that may begin before its predecessor in the stream has ended, where possible.
 
-    What it reads before ``end_overlap`` must not be written by that kernel.
+    The predecessor must not write anything that this kernel reads before ``end_overlap``.
     """
     return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 
 @triton.jit
 def begin_overlap(OVERLAP: tl.constexpr):
-    """The next kernel may start."""
+    """Lets the next kernel start."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def end_overlap(OVERLAP: tl.constexpr):
-    """Every kernel before this one has ended and its writes are visible."""
+    """Waits until every kernel before this one has ended and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""The K and V of one request as plain tensors, whatever its blocks stand on: what the references attend to."""
+"""K and V of one request as plain tensors, on whatever rungs its blocks stand: the input of attention references."""
 
 from __future__ import annotations
 

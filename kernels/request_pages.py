@@ -1,4 +1,4 @@
-"""Pages of one layer in the arena as torch attention reads them, and those of one request."""
+"""Pages of one layer in the arena, and of one request, as attention in torch reads them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .formats import BlockLayout
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer of the arena. Dense blocks and sinks are seen as one strided tensor each, by slot number.
+    """One layer of the arena. Dense blocks and sinks are one strided tensor each, indexed by slot number.
 
     Shapes:  memory [M] uint8;  blocks [S, 2, H, T, D];  sinks [S', 2, H, TS, D], ``None`` without sinks
-    ``layouts`` has the layout of every rung; sealed blocks are found in ``memory`` by their address.
+    ``layouts``: the page layout on every rung; sealed blocks are found in ``memory`` by their address.
     """
 
     layer: int

@@ -1,4 +1,4 @@
-"""Rewrites blocks at other places: down to another layout, or as they are. One call for all layers of many blocks."""
+"""Rewrites blocks in another layout, or moves them as they are. One call for all layers of many blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def transfer(
     finite: Tensor,
     banks: Tensor | None = None,
 ) -> None:
-    """Writes the blocks at ``src``, laid out as ``target``, at ``dst``.
+    """Writes the blocks at ``src``, of layout ``source``, at ``dst`` in layout ``target``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
              finite [n] int64, ones: 0 is written for a block with dense values that are not all finite;
@@ -31,6 +31,6 @@ def transfer(
 
 
 def copy(memory: Tensor, src: list[int], dst: list[int], nbytes: int) -> None:
-    """Copies ``nbytes`` bytes from each address to its partner."""
+    """Copies ``nbytes`` bytes from each address in ``src`` to its partner in ``dst``."""
     for a, b in zip(src, dst, strict=True):
         memory[b : b + nbytes] = memory[a : a + nbytes]

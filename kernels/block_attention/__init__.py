@@ -1,4 +1,4 @@
-"""Attention of one query over one sealed block, for many (query, block) pairs at once: a part of decode attention."""
+"""Attention of one query over one sealed block, for many (query, block) pairs at once: parts of decode attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over sealed blocks in vectorised torch, on the bare codes where the format's family can."""
+"""Attention over sealed blocks in vectorised torch, on the bare codes where the format family allows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..formats import PageLayout
 from ..formats.rows import page_rows
 
-PIECE_ELEMENTS = 2**22  # codes of K attended in one call: what is gathered for it, and its scores, stay some MiB
+PIECE_ELEMENTS = 2**22  # codes of K attended in one call; more make larger copies and scores, some MiB here
 
 
 def block_attention(
@@ -42,7 +42,7 @@ def block_attention(
 def _attend(
     q: Tensor, memory: Tensor, where: Tensor | range, page: PageLayout, banks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for scaled queries."""
+    """``block_attention`` for queries that are scaled already."""
     k, v = page_rows(memory, where, page, banks)
     scores = page.k.family.cpu.scores(q.expand(len(where), -1, -1, -1), k, page.k)
     weights = scores.softmax(-1)

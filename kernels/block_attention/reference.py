@@ -11,7 +11,7 @@ from ..formats import PageLayout
 def block_attention_reference(
     q: Tensor, memory: Tensor, addresses: Tensor, page: PageLayout, scale: float, banks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same as ``block_attention``."""
+    """Same contract as ``block_attention``."""
     k, v = dequant_reference(memory, addresses, page, banks)
     scores = scale * q.float() @ k.mT
     return scores.softmax(-1) @ v, scores.logsumexp(-1)

@@ -1,4 +1,4 @@
-"""Block tables that stay on the device: they take over what changed since the last step, and say where tokens lie.
+"""Block tables on the device: ``update`` applies the changes since the last step, ``place`` locates a step's tokens.
 
 A step's input is one tensor of int64 words, so that it comes to the device in one copy.
 """
@@ -12,7 +12,7 @@ from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed, input_nwo
 
 
 def update(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
-    """Takes the updates of a step's input, which has ``num_tokens`` tokens, over into ``tables.words``."""
+    """Applies the updates in a step's input of ``num_tokens`` tokens to ``tables.words``."""
     if step_input.is_cuda:
         from .triton import update_triton
 
@@ -22,7 +22,7 @@ def update(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
 
 
 def place(tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: Tensor, row_nbytes: int) -> Placed:
-    """Where each token of a step's input lies.
+    """Locates the tokens of a step's input: their ids, positions, requests' rows and rows for K and V.
 
     Shapes:  step_input as ``pack_input`` makes it;  last_tokens [N] int64, of each row of the tables
     ``row_nbytes``: bytes of D elements in the dense pages' dtype.

@@ -1,4 +1,4 @@
-"""How block tables and a step's input lie in memory: tensors of int64 words."""
+"""Layout of block tables and of a step's input in memory: tensors of int64 words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-RUNG_BITS = 8  # low bits of a block's word, which hold its rung; its slot's address is above them
-MAX_UPDATES = 1024  # words of the tables that one step's input may change
-HEADER = 2  # words before a step's tokens: the number of updates, and how much further on all positions are
+RUNG_BITS = 8  # low bits of a block's word, which hold its rung; the address of its slot is in the others
+MAX_UPDATES = 1024  # words of the tables that one step's input may change; more go ahead in inputs of their own
+HEADER = 2  # words before a step's tokens: the number of updates, and the offset of all positions
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class BlockWords:
     Shapes:  words [M + N * P] int64: for each of M block numbers ``address << RUNG_BITS | rung``, then the block
              numbers of each of N rows, P a row, the sink first
     Units:   addresses in bytes; a sink's rung is 0
-    ``has_bank``: a row's last entry is the number of the request's bank, whose rung is of no meaning.
+    ``has_bank``: a row's last entry is the number of the request's bank, in whose word the rung is not used.
     """
 
     words: Tensor
@@ -35,9 +35,9 @@ class BlockWords:
 class Placed:
     """A step's tokens, those of padding included.
 
-    Shapes:  input_ids, positions [N] int64;  rows [N] int64, the row of the tables each belongs to;
-             lengths [N] int32, tokens of its request up to and with it, 0 for padding;
-             token_rows [N, 2] int64, where its K and V go, as ``rope_kv_write`` wants it: row -1 for padding
+    Shapes:  input_ids, positions [N] int64;  rows [N] int64, the table row of each token's request;
+             lengths [N] int32, tokens of the request up to and including this one, 0 for padding;
+             token_rows [N, 2] int64, the place of K and V as in ``rope_kv_write``: row -1 for padding
     """
 
     input_ids: Tensor
@@ -51,13 +51,13 @@ def pack_tokens(ids: Sequence[int], positions: Sequence[int], rows: Sequence[int
     """A step's tokens, [3 N] int64.
 
     An id of -1 stands for the token sampled last for that row, which may be on the device alone. Padding has position
-    -1, wherever the others go on to.
+    -1 in every step.
     """
     return array("q", [*ids, *positions, *rows])
 
 
 def pack_input(tokens: array[int], updates: Sequence[tuple[int, int]], advance: int = 0) -> array[int]:
-    """A step's input on the host, [HEADER + 3 N + 2 U] int64: ``tokens``, each ``advance`` positions further on.
+    """A step's input on the host, [HEADER + 3 N + 2 U] int64: ``tokens``, with ``advance`` added to all positions.
 
     ``updates`` are (index, value) pairs of ``BlockWords.words``, at most ``MAX_UPDATES``.
     """

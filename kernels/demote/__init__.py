@@ -1,4 +1,4 @@
-"""Demotion: sealed blocks step down to formats of fewer bits."""
+"""Demotion: sealed blocks are rewritten in formats of fewer bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .reference import demote_reference
 
 
 def demote(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
-    """Writes the blocks at ``src``, demoted, at ``dst``: every side of codes, in all layers, a launch a format.
+    """Writes the blocks at ``src`` in the narrower ``target`` layout at ``dst``: all sides of codes, a launch a format.
 
     A side whose format is the same in both layouts is copied. Dense sides of ``source`` are left to ``seal``.
 

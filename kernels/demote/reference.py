@@ -9,7 +9,7 @@ from ..formats.rows import run_rows
 
 
 def demote_reference(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout) -> None:
-    """The same as ``demote``."""
+    """Same contract as ``demote``."""
     for a, b in zip(src.tolist(), dst.tolist(), strict=True):
         for (old, new), steps in source.steps(target).items():
             if old.dense_dtype is not None:

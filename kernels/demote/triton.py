@@ -39,7 +39,7 @@ def copy_share(
     p_codes, p_meta, p_to_codes, p_to_meta, i_h, OLD: tl.constexpr, NEW: tl.constexpr, H, T: tl.constexpr,
     D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """A head's share of the words of codes (``OLD``) and metadata (``NEW``) of a side whose format stays."""
+    """Copies a head's share of the words of codes (``OLD``) and metadata (``NEW``) of a side whose format stays."""
     _copy_words(p_codes, p_to_codes, i_h, OLD, H)
     _copy_words(p_meta, p_to_meta, i_h, NEW, H)
 

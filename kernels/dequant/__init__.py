@@ -24,7 +24,7 @@ def dequant(
 def dequant_reference(
     memory: Tensor, addresses: Tensor, page: PageLayout, banks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same in float32 by the plain references of the families."""
+    """``dequant`` in float32 by the plain references of the families."""
     k, v = page_rows(memory, addresses, page, banks)
     return page.k.family.dequantize(k, page.k), page.v.family.dequantize(v, page.v)
 

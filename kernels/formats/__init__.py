@@ -1,4 +1,4 @@
-"""Page formats: how one side (K or V) of a page is stored. One folder a family, one line in ``FAMILIES``."""
+"""Page formats, each the storage of one side (K or V) of a page. One folder a family, one line in ``FAMILIES``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of bytes by one program: a device function."""
+"""A device function that copies bytes by one program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def copy_bytes(p_from, p_to, NBYTES: tl.constexpr):
-    """``NBYTES`` bytes, from and to multiples of 16 where copies are to be wide."""
+    """Copies ``NBYTES`` bytes; addresses that are multiples of 16 allow wide copies."""
     TILE_N: tl.constexpr = 2048
     for start in range(0, NBYTES, TILE_N):
         o_byte = start + tl.arange(0, TILE_N)

@@ -1,4 +1,4 @@
-"""Format families: how one side (K or V) of a page is stored, and all operations on its bytes.
+"""Format families: storage of one side (K or V) of a page, and all operations on its bytes.
 
 A side has codes and metadata, which may lie apart. The rest of the engine knows a side by its sizes and asks
 ``side.family`` for everything else. ``docs/adding_a_format.md`` builds a family step by step.
@@ -43,7 +43,7 @@ class SideBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Side(ABC):
-    """Layout of one side of a page; families subclass it. Hashable, equal if every byte means the same."""
+    """Layout of one side of a page; families subclass it. Hashable; equal sides have bytes of equal meaning."""
 
     name: SideName
     shape: PageShape
@@ -53,7 +53,7 @@ class Side(ABC):
     @property
     @abstractmethod
     def codes_nbytes(self) -> int:
-        """Bytes of the codes of all heads, a multiple of 16; of dense elements, all; 0 of a subordinate side."""
+        """Bytes of the codes of all heads, a multiple of 16; all bytes of a dense side, 0 for a subordinate one."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class Side(ABC):
 
     @property
     def num_patterns(self) -> int:
-        """The most patterns of a request's bank that tokens of this side may take."""
+        """The number of patterns in a request's bank that tokens of this side may choose from."""
         return 0
 
     @property
@@ -82,12 +82,12 @@ class Side(ABC):
 
     @property
     def dense_dtype(self) -> torch.dtype | None:
-        """The dtype of elements stored as they came; ``None`` for codes."""
+        """The dtype of a dense side's elements; ``None`` for codes."""
         return None
 
     @property
     def dominant(self) -> Side | None:
-        """The side one layer below whose codes a subordinate side reads, as it stands there; ``None`` for all others.
+        """The side one layer below whose codes a subordinate side shares; ``None`` for all other sides.
 
         A subordinate side has metadata alone: seals and demotions write no codes of it, and attention reads it as a
         page of ``dominant``.
@@ -115,7 +115,7 @@ class Format(Protocol):
 
 
 class CpuOps(NamedTuple):
-    """Operations in vectorised torch. ``rows`` and ``out`` are ``SideBytes`` of n sides; x is [n, H, T, D].
+    """CPU operations in vectorised torch. ``rows``, ``out``: ``SideBytes`` of n sides; x is [n, H, T, D].
 
     ``seal(x, out, side)`` writes codes and metadata, returns whether all of x is finite.
     ``demote(rows, out, old, new)`` writes the side ``old`` as ``new``.
@@ -132,7 +132,7 @@ class CpuOps(NamedTuple):
 
 
 class KeyFunctions(NamedTuple):
-    """K's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
+    """Device functions of K in the integer decode kernel, and the fewest token tiles of a page.
 
     ``query(p_q, p_bank, i_h, b_heads, scale, SIDE, D, BLOCK_G)``: the heads' queries at ``p_q`` [BLOCK_G], prepared, as
     a tuple.
@@ -145,9 +145,9 @@ class KeyFunctions(NamedTuple):
 
 
 class ValueFunctions(NamedTuple):
-    """V's functions of the integer decode kernel, and the fewest token tiles that a page of it has.
+    """Device functions of V in the integer decode kernel, and the fewest token tiles of a page.
 
-    ``begin(SIDE, TILES, T, D, BLOCK_G)``: accumulators of nothing, a tuple.
+    ``begin(SIDE, TILES, T, D, BLOCK_G)``: zeroed accumulators, a tuple.
     ``add(sums, b_p, b_shrink, p_codes, p_meta, i_h, SIDE, TILES, T, D, BLOCK_G)``: the accumulators times
     ``b_shrink`` [BLOCK_G], plus a page weighed by ``b_p``.
     ``finish(sums, b_total, p_o, p_bank, i_h, b_heads, SIDE, D)``: stores the accumulators over ``b_total`` [BLOCK_G] as
@@ -183,7 +183,7 @@ class TritonOps(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Everything that knows the bytes of a kind of side.
+    """A kind of side and all operations on its bytes.
 
     ``formats(dtype)``: the formats by name, for a model that computes in ``dtype``.
     ``check_step(old, new)`` raises ``ValueError`` if ``old``, of any family, cannot be rewritten as ``new``.
@@ -209,7 +209,7 @@ def plain_cpu_ops(
     dequantize: Callable[[SideBytes, Any], Tensor],
     demote: Callable[[SideBytes, Any, Any], SideBytes],
 ) -> CpuOps:
-    """Operations made of a family's references: right at once, and fast enough where the CPU is not the point."""
+    """Operations made of a family's references: correct from the start, fast enough where the CPU matters little."""
 
     def store(found: SideBytes, out: SideBytes) -> None:
         out.codes.copy_(found.codes)

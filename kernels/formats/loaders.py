@@ -1,4 +1,4 @@
-"""How kernels with floating-point dots read pages: each side's tile loader and record as compile-time arguments."""
+"""Compile-time arguments by which kernels with floating-point dots read pages: tile loaders and layout records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the sides of all layers lie in a block's slot."""
+"""Layout of a block's slot: the places of the sides of all layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Where a side lies before and after its block is rewritten, and its patterns then in the request's bank."""
+    """A side's places before and after its block is rewritten, and the new side's patterns in the request's bank."""
 
     source: Place
     target: Place
@@ -118,7 +118,7 @@ class BlockLayout:
         return hash((self.sides, self.places))
 
     def __hash__(self) -> int:
-        """Worked out once: layouts have two sides a layer, and are looked up in most steps."""
+        """The hash, computed once: layouts have two sides a layer and are looked up in most steps."""
         return self._hash
 
     @lru_cache  # noqa: B019 - an engine has few layouts, for life

@@ -1,4 +1,4 @@
-"""Where the sides of two layouts lie, as tables on the device for kernels that rewrite blocks."""
+"""Tables on the device of the places of sides in two layouts, for kernels that rewrite blocks."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from . import cpu
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Weight ``[O, I]`` in the layout the fastest ``linear`` wants; the same tensor where there is no such
-    layout.
+    """Weight ``[O, I]`` in the layout of the fastest ``linear``; the same tensor where there is none.
 
-    A packed weight is an opaque tensor (``is_mkldnn``): it can be used by ``linear`` and by nothing else.
+    A packed weight is an opaque tensor (``is_mkldnn``) that only ``linear`` can use.
     """
     return cpu.pack_weight(weight) if cpu.can_pack(weight) else weight
 
@@ -31,11 +30,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def padded_rows(num_rows: int, device: torch.device) -> int:
-    """Rows to compute for ``num_rows``: on the CPU one of few sizes, elsewhere the number itself.
+    """Rows to compute for ``num_rows``: one of few sizes on the CPU, elsewhere ``num_rows``.
 
-    oneDNN compiles a kernel for every number of rows it meets and keeps a thousand of them: with batches of every size
-    that is 2 ms and half a megabyte a matrix shape, gigabytes in the end. Two sizes an octave up to 256 rows, where a
-    row more costs little, then multiples of 64 and 128.
+    oneDNN compiles a kernel for every new number of rows and keeps a thousand of them: batches of every size would cost
+    2 ms and half a megabyte a matrix shape each, gigabytes in the end. Two sizes an octave up to 256 rows, where an
+    extra row costs little, then multiples of 64 and 128.
     """
     if device.type != "cpu":
         return num_rows

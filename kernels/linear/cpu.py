@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The row count the layout is tuned for. It decides the blocking only; every row count is correct.
+# Rows that the layout is tuned for. They decide the blocking only; every number of rows is correct.
 _TUNED_ROWS = 256
 
 

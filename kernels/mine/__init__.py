@@ -13,8 +13,8 @@ from ..formats.rows import even_runs, run_bank
 from ..formats.uniform.reference import LIMIT
 from .kmeans import MAX_CANDIDATES, evenly, kmeans
 
-MAX_TOKENS = 1024  # tokens looked at; more are thinned evenly
-SCRATCH_NBYTES = 512 << 20  # of sides clustered at a time
+MAX_TOKENS = 1024  # tokens clustered; more are thinned evenly, since time grows with them
+SCRATCH_NBYTES = 512 << 20  # bytes of scratch for the sides clustered at a time; more saves launches
 
 Runs = list[tuple[list[Step], Side]]
 
@@ -24,8 +24,8 @@ def mine(
 ) -> None:
     """Writes the whole bank at address ``bank``: the means of k-means over a request's tokens, then zeros.
 
-    Each layer, side and head by itself, every dense side of ``source`` that has patterns in ``target``. Nothing here
-    waits for the device, and the result depends on the tokens alone.
+    Layers, sides and heads are clustered apart: every dense side of ``source`` that has patterns in ``target``. Nothing
+    here waits for the device, and the result depends on the tokens alone.
 
     Shapes:  memory [M] uint8;  blocks: byte addresses of the request's first dense blocks, laid out as ``source``, in
              the order of tokens, of which the first ``num_tokens`` are used, at least one
@@ -64,21 +64,21 @@ def _patterns(
 
 
 def _means(x: Tensor, number: int) -> Tensor:
-    """The means of clusters of 16-bit or float32 tokens, around their middle, so that 16 bits tell them apart."""
+    """The means of clusters of 16-bit or float32 tokens, centred first so that 16 bits tell the tokens apart."""
     middle = x.mean(1, keepdim=True)
     x = x.sub_(middle)
     return kmeans(x if x.dtype == torch.float32 else x.bfloat16(), number).add_(middle)
 
 
 def _side_nbytes(num_tokens: int, number: int, shape: PageShape, dtype: torch.dtype) -> int:
-    """Scratch of a side: its tokens, and what either the start or an iteration of k-means makes of them."""
+    """Scratch of a side: its tokens, and the larger of the temporaries of k-means' start and of an iteration."""
     start = 4 * MAX_CANDIDATES * (shape.head_dim + MAX_CANDIDATES)
     iteration = num_tokens * (2 * number * dtype.itemsize + 8)
     return shape.num_kv_heads * (num_tokens * shape.head_dim * dtype.itemsize + max(start, iteration))
 
 
 def _send(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that nobody waits for."""
+    """An asynchronous copy on the device."""
     return x if device == x.device else x.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,18 +1,18 @@
-"""Lloyd's k-means from the points farthest from one another, many problems at once, the same in every run."""
+"""Lloyd's k-means, started from the points farthest from one another; many problems at once, deterministic."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-NUM_ITERATIONS = 5  # 10 or 30 leave the demo model's values .2 % less error
-MAX_CANDIDATES = 256  # points that clusters start from: with all 1,024 the demo model's values have .7 % less error
+NUM_ITERATIONS = 5  # more take longer: 10 or 30 leave the demo model's values .2 % less error
+MAX_CANDIDATES = 256  # points that clusters may start from: all 1,024 leave the demo model's values .7 % less error
 
 
 def kmeans(x: Tensor, number: int, num_iterations: int = NUM_ITERATIONS) -> Tensor:
-    """The means of ``number`` clusters; an empty one keeps its mean.
+    """The means of ``number`` clusters; an empty cluster keeps its mean.
 
-    Shapes:  x [P, N, D], float32 or bfloat16, in which the iterations' distances are then rounded;
+    Shapes:  x [P, N, D], float32 or bfloat16, the dtype to which distances in the iterations are rounded;
              returns [P, number, D] float32
     """
     means, clusters = _farthest(x, number), torch.arange(number, device=x.device)[:, None]
@@ -27,7 +27,7 @@ def kmeans(x: Tensor, number: int, num_iterations: int = NUM_ITERATIONS) -> Tens
 
 
 def _farthest(x: Tensor, number: int) -> Tensor:
-    """The first point, then each time the one farthest from all taken so far, of some evenly spaced: float32."""
+    """Start points [P, number, D] float32, of some evenly spaced ones: the first, then always the farthest from all."""
     y = x[:, evenly(x.shape[1], MAX_CANDIDATES, x.device)].float()
     norms = y.square().sum(-1)
     distances = torch.baddbmm(norms.unsqueeze(1), y, y.mT, alpha=-2).add_(norms.unsqueeze(2))

@@ -19,8 +19,8 @@ from ..attention_parts import merge_parts, partial_attention
 from ..block_attention import block_attention
 from ..request_pages import LayerPages, RequestPages
 
-MIN_DENSITY = 0.7  # share of a range of slots that must be wanted for reading it in place: a gather is two more passes
-FEW_BLOCKS = 8  # full and open blocks attended in one call, since a call costs as much as a block or two
+MIN_DENSITY = 0.7  # least share of needed slots for which a range is read in place: a gather is two more passes
+FEW_BLOCKS = 8  # up to so many full and open blocks share one call, which costs as much as a block or two
 GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
 Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
@@ -34,7 +34,7 @@ class DenseGroup:
     ``slots`` is a slice of slot numbers when they are read in place, else an index tensor. ``queries`` names each
     slot's request, ``None`` where every request has one slot, in order, or the only request has them all; ``mask``
     hides the unwritten tokens of open blocks; ``num_outputs`` counts the slots. ``open_places`` says which outputs
-    belong to blocks (or sinks) that may not be full, ``all_open`` whether no other slot is wanted.
+    belong to blocks (or sinks) that may not be full, ``all_open`` whether the group has no other slots.
     """
 
     slots: slice | Tensor
@@ -47,7 +47,7 @@ class DenseGroup:
     all_open: bool
 
     def with_lengths(self, lengths: Sequence[int], device: torch.device) -> DenseGroup:
-        """The same slots when so many tokens of each open block are written."""
+        """The same slots with new ``lengths``, the tokens written to each open block."""
         num_tokens = max(lengths) if self.all_open else self.num_tokens
         mask = _mask(self.open_places, lengths, num_tokens, self.num_outputs, device)
         return replace(self, num_tokens=num_tokens, mask=mask)
@@ -71,7 +71,7 @@ class DenseGroup:
 
 @dataclass(frozen=True)
 class SealedGroup:
-    """Sealed blocks on one rung, full by nature; ``where`` has their addresses, even steps if read in place.
+    """Sealed blocks on one rung, all full; ``where`` has their addresses, evenly spaced ones as a range.
 
     ``bank`` [1] is the address of their request's bank, and ``queries`` [1] names it; ``None`` without patterns.
     """
@@ -90,7 +90,7 @@ class SealedGroup:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Everything about one step's decode attention that is the same for all layers.
+    """Plan of one step's decode attention, the same for all layers.
 
     ``order`` [B, P] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
     request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already.
@@ -112,7 +112,7 @@ class DecodePlan:
             builder.add_sealed(
                 rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ()) if r.bank is None]
             )
-            for b, request in enumerate(requests):  # apart, since patterns are multiplied once for all of a request
+            for b, request in enumerate(requests):  # a group a request: its patterns are multiplied once
                 if request.bank is not None:
                     builder.add_sealed(rung, [(a, b) for a in request.sealed.get(rung, ())], request.bank)
         if len(full) + len(opened) <= FEW_BLOCKS:
@@ -132,7 +132,7 @@ class DecodePlan:
 
 
 class _Builder:
-    """Collects groups and where each request's parts come out."""
+    """Collects groups and the places of each request's parts in their outputs."""
 
     def __init__(self, num_requests: int, block_tokens: int, device: torch.device):
         self.block_tokens, self.device = block_tokens, device
@@ -157,7 +157,7 @@ class _Builder:
         self._num_outputs += len(owner)
 
     def add_sealed(self, rung: int, members: list[tuple[int, int]], bank: int | None = None) -> None:
-        """Addresses of blocks with their request; if they are all of one, that of its bank."""
+        """Adds sealed blocks as (address, request); with a ``bank`` they are all of its request."""
         if not members:
             return
         members = sorted(members)
@@ -191,7 +191,7 @@ class _Builder:
 
 
 def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tensor, list[int]]:
-    """How to read ``slots``, in place or by index, and at which index of what is read each comes out."""
+    """The slots to read, in place or by index, and the index of each of ``slots`` among them."""
     ordered = sorted(slots)
     run = _even_run(ordered)
     if run is None and len(set(slots)) == len(slots) >= MIN_DENSITY * (ordered[-1] - ordered[0] + 1):

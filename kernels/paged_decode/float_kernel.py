@@ -79,7 +79,7 @@ def decode_float_kernel(
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    # Only the first block of a run can be a sink, and only its last ones can be unwritten: no loads in the loop.
+    # Only a run's first block can be a sink and only its last ones unwritten, so the loop loads no positions.
     PAGE_TILES: tl.constexpr = T // TILE
     first_tokens, first_written = T, T
     if S > 0:

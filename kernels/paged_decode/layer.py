@@ -1,4 +1,4 @@
-"""A layer's page formats as decode attention launches over them: once a format, however many rungs have it."""
+"""A layer's page formats for decode attention, which launches once a format, on however many rungs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .split import Split
 
 
 class FormatRange(NamedTuple):
-    """Consecutive rungs ``first`` to ``end - 1``, on which a layer's pages have the sides of ``page``."""
+    """Consecutive rungs ``first`` to ``end - 1``, on which a layer's pages have the layout of ``page``."""
 
     page: PageLayout
     first: int
@@ -41,7 +41,7 @@ class LayerFormats:
 
     @classmethod
     def of(cls, pages: Sequence[PageLayout], device: torch.device) -> LayerFormats:
-        """``pages[r]`` says how the layer's pages on rung r are read. Equal sides stand on rungs side by side."""
+        """The formats of ``pages``, a layer's page layouts by rung. Equal formats stand on consecutive rungs."""
         ranges = []
         for _, same in groupby(enumerate(pages), lambda rung: (rung[1].k, rung[1].v)):
             (first, page), *others = same

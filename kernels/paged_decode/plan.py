@@ -1,4 +1,4 @@
-"""Work plan of decode attention on the GPU: which program attends to which blocks, the same for all layers.
+"""Work plan of decode attention on the GPU: blocks of each program, the same for all layers.
 
 A request's blocks are sorted by rung (decode does not care about their order), and each run on one rung is split into
 equal items: split alike, a request's result does not depend on its neighbours. ``DecodeWork.build`` is plain tensor
@@ -23,7 +23,7 @@ class DecodeWork:
 
     Shapes:  addresses [B * P] int64, bytes;  positions [B * P] int32, a block's first token;  lengths [B] int32;
              items [W, 5] int32 (request, first block, blocks, part, rung), in the order of their rungs;
-             item_first [R + 1] int32, where each rung's items begin: what lies behind the last is of no meaning;
+             item_first [R + 1] int32, where each rung's items begin; items behind the last one are undefined;
              part_first [B + 1] int32, where each request's parts begin;
              banks [B] int64, the addresses of the requests' banks, ``None`` without patterns
     """
@@ -77,7 +77,7 @@ class DecodeWork:
         run = torch.searchsorted(ends, index, right=True).clamp_(max=len(ends) - 1)
         rung, request = run // batch, run % batch
         share, shares = index - (ends[run] - num_items[request, rung]), num_items[request, rung].clamp(min=1)
-        # Equal shares: a last item of one block would cost nearly what a whole one does.
+        # Equal shares: a last item of one block would cost nearly as much as a whole one.
         skipped = share * counts[request, rung] // shares
         blocks = (share + 1) * counts[request, rung] // shares - skipped
         first = request * width + bounds[request, rung] + skipped

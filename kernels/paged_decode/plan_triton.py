@@ -1,6 +1,6 @@
 """The plan of decode attention made on the device from its block tables, in two launches of fixed shape.
 
-The result is that of ``DecodeWork.build``, but for what lies behind a request's last block and behind the last item.
+The result is that of ``DecodeWork.build`` but for undefined values: behind a request's last block and the last item.
 
 Shapes:  words as in ``BlockWords``;  rows [B] int64 and lengths [B] int32 of the requests;  counts [B, BLOCK_R] int32,
          blocks by rung;  addresses, positions, items, item_first, part_first, banks as in ``DecodeWork``

@@ -1,4 +1,4 @@
-"""Split-KV: how many blocks a work item of decode attention has, by a model of the launch's time fitted to an H200."""
+"""Split-KV: the number of blocks in a work item of decode attention, by a model of launch time fitted to an H200."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from typing import NamedTuple
 
 SPLIT_BLOCKS = (1, 2, 4, 8, 16, 24, 32)  # few sizes, so that few graphs serve all steps
-MIN_ITEMS = 3  # of a request, where it has so many blocks: lengths differ, and fewer items would differ as much
-SHORT_ITEM = 4  # blocks of a request on the first rung, up to which its items there are short
+MIN_ITEMS = 3  # least items of a request with as many blocks: fewer would be as uneven as the requests' lengths
+SHORT_ITEM = 4  # mean blocks a request on the first rung, up to which items there count as short
 DENSE_RESIDENT, CODES_RESIDENT = 5, 8  # programs that a multiprocessor holds: dense pages fetch more ahead
 
 # In units of the time that a block takes in a full launch.
 START = 1.5  # a program's start: item, address and page are loads that wait for each other
-LEAST_SHARE = 0.8  # a last round that fills less of the GPU than this share takes as long as this share of a full one
+LEAST_SHARE = 0.8  # a last round of programs below 80 % occupancy is charged as 80 % of a full one
 MERGE = 0.1  # for each part of a request
-KEEP = 1.05  # the size in use stays up to this multiple of the best launch's time: another size is another graph
+KEEP = 1.05  # hysteresis: the size in use stays up to 1.05 times the best cost, as a new size means a new graph
 
 
 class Split(NamedTuple):
@@ -34,9 +34,9 @@ class Split(NamedTuple):
 def choose_split(
     num_blocks: int, num_requests: int, num_kv_heads: int, num_multiprocessors: int, is_dense: bool, in_use: int
 ) -> int:
-    """Blocks of an item with the shortest launch for ``num_requests`` that hold ``num_blocks`` together, or nearly so.
+    """Blocks of an item with the shortest launch, or nearly, for ``num_requests`` that hold ``num_blocks`` together.
 
-    ``is_dense``: most blocks are. ``in_use``: the size of the step before.
+    ``is_dense``: most blocks are dense. ``in_use``: the size of the last step.
     """
     blocks = max(1.0, num_blocks / num_requests)
     resident = (DENSE_RESIDENT if is_dense else CODES_RESIDENT) * num_multiprocessors

@@ -36,12 +36,12 @@ class Tuning:
     tile: int = 32
 
 
-# Pages are fetched by an address that is itself fetched, so 5 stages hold two pages (3 or 4 only one).
+# A page's address is itself loaded first, so 5 stages hold two pages (3 or 4 only one).
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
 
-SHORT_STAGES = 2  # of short items: more programs on a multiprocessor are worth more than what each fetches ahead
+SHORT_STAGES = 2  # for short items: more programs on a multiprocessor gain more than deeper prefetch
 
-FEW_PROGRAMS = 128  # leave most multiprocessors free: kernels that divide L1 differently do not share one
+FEW_PROGRAMS = 128  # fewer leave most multiprocessors free: kernels that divide L1 differently do not share one
 
 
 def paged_decode(
@@ -67,7 +67,7 @@ def paged_decode(
     lse = torch.empty(num_parts, num_heads, dtype=torch.float32, device=q.device)
     overlap = can_overlap(q.device)
     chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
-    options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for what is before it in the stream
+    options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for its predecessors in the stream
     for formats, num_programs in launches(layer.ranges, work.split, num_kv_heads):
         kernel, constexprs, tuned = decode_variant(
             formats.page,
@@ -118,7 +118,7 @@ def paged_decode(
 
 
 def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
-    """Where a page's patterns lie: ``banks`` of the requests or chunks, and the offsets of its sides."""
+    """Kernel arguments for a page's patterns: ``banks`` of the requests or chunks, and the offsets of its sides."""
     if not page.has_bank:
         return NO_BANKS
     assert banks is not None, "pages with patterns are read with their requests' banks"
@@ -126,7 +126,7 @@ def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
 
 
 def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:
-    """Parts that the merge joins at a time, about as many as a request has, and its warps."""
+    """Parts joined at a time by the merge, about as many as a request has, and the merge's warps."""
     block_p = min(32, max(4, triton.next_power_of_2(-(-num_parts // batch))))
     return block_p, max(1, block_p // 8)
 
@@ -134,9 +134,8 @@ def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:
 def launches(ranges: Sequence[FormatRange], split: Split, num_kv_heads: int) -> list[tuple[FormatRange, int]]:
     """Formats present and the programs of their launches: few programs beside large launches, then by falling size.
 
-    The first rung has a bound of items of its own. All other rungs share one, so that the launch shape stays while
-    blocks step down among them. A program beyond the last item of its format reads two numbers, which the first cache
-    of its multiprocessor holds, and ends.
+    The first rung has its own bound of items. All other rungs share one, so the launch shape stays while blocks step
+    down among them. A program beyond its format's last item reads two numbers, cached in L1, and ends.
     """
     sizes = [(formats, formats.max_items(split) * num_kv_heads) for formats in ranges]
     return sorted(((f, n) for f, n in sizes if n), key=lambda launch: (launch[1] >= FEW_PROGRAMS, -launch[1]))
@@ -191,8 +190,8 @@ def decode_variant(
 def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:
     """Launch parameters of the integer body by the code bits of K and V.
 
-    One page ahead is enough where eight programs a multiprocessor keep the memory busy; at 3 bits and less they do not.
-    Wide score tiles need fewer instructions and more registers, of which eight heads take twice as many.
+    One page ahead is enough where eight programs a multiprocessor keep the memory busy, which they do not at 3 bits and
+    less. Wide score tiles need fewer instructions and more registers, twice as many with eight heads.
     """
     shape = page.k.shape
     elements = shape.num_kv_heads * shape.num_tokens * shape.head_dim

@@ -1,4 +1,4 @@
-"""Prefill attention of query tiles over dense pages; launches for several rungs hand their state on.
+"""Prefill attention of query tiles over dense pages; launches for several rungs pass on their softmax state.
 
 out[n, h] = softmax(scale q[n, h] . K) V over the tokens up to n's position, online over tiles of TILE tokens.
 
@@ -90,7 +90,7 @@ def attend_partly(
 ):
     """The sink and then tiles ``first_tile`` to ``num_tiles`` of the blocks after it, up to each row's position.
 
-    What lies at or behind ``end`` may not be written and is not loaded.
+    Tokens at or behind ``end`` may not be written and are not loaded.
     """
     PAGE_TILES: tl.constexpr = T // TILE
     sink_tiles = num_sinks * ((S + TILE - 1) // TILE)
@@ -101,7 +101,7 @@ def attend_partly(
         o_t = tl.where(is_sink, i, i_tile % PAGE_TILES) * TILE + tl.arange(0, TILE)
         o_position = tl.where(is_sink, 0, position) + i_tile * TILE + tl.arange(0, TILE)
         address = tl.load(p_addresses + tl.where(is_sink, 0, num_sinks + i_tile // PAGE_TILES))
-        # A sink's pages lie at offsets of its own slot that are smaller in proportion to its tokens.
+        # A sink's slot is smaller than a block's in proportion to its tokens, and so are the offsets in it.
         p_k = arena_ptr + tl.multiple_of(address + k_offset // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_offset // T * num_page_tokens, 16)
         b_t = (o_t < num_page_tokens) & (o_position < end)
@@ -167,7 +167,7 @@ def prefill_kernel(
     p_o = o_ptr + (o_state * D)[:, None] + o_d[None, :]
     PAGE_TILES: tl.constexpr = T // TILE
     p_addresses = addresses_ptr + first
-    if IS_STAGED:  # entries from_block to to_block of ``blocks`` are at hand, all of which every row sees
+    if IS_STAGED:  # entries from_block to to_block of ``blocks`` are staged, and every row sees all of them
         b_m = tl.load(lse_ptr + o_state, mask=b_m_mask, other=0.0)
         b_l = tl.full([BLOCK_M], 1.0, tl.float32)
         b_acc = tl.load(p_o, mask=b_mask, other=0.0)

@@ -1,4 +1,4 @@
-"""Work plan of prefill attention on the GPU: query tiles, and the blocks each one sees, the same for all layers."""
+"""Work plan of prefill attention on the GPU: query tiles and the blocks that each one sees, the same for all layers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..paged_decode.plan import ABSENT, block_positions
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Query tiles of several chunks, each of one request, the ones that see most first.
+    """Query tiles of several chunks, each of one request; tiles that see the most come first.
 
     Shapes:  addresses [C * P] int64, bytes;
              tiles [N, 3] int32 (first row of q, tokens, position of the first token);
              runs [R, N, 4] int32 (first block, sinks, other blocks, position of the first other block)
              blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending;
              banks [C] int64, the addresses of the chunks' banks, ``None`` without patterns
-    ``rungs`` lists the rungs that any tile sees; rung 0 has the chunks themselves. A run's position is what it would be
-    if its blocks followed one another up to the first one that a query of the tile does not see entirely.
+    ``rungs`` lists the rungs that any tile sees; rung 0 has the chunks themselves. A run's position counts its blocks
+    as if they followed one another up to the first one that a query of the tile does not see entirely.
     """
 
     addresses: Tensor

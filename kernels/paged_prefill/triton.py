@@ -33,7 +33,7 @@ STAGED_NBYTES = 256 << 20
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:
-    """Tokens of a query tile, which ``PrefillWork.build`` asks for."""
+    """Tokens of a query tile, an argument of ``PrefillWork.build``."""
     return block_m // (num_heads // num_kv_heads)
 
 
@@ -61,8 +61,8 @@ def paged_prefill(
     """Attention of chunks, written to their blocks, over themselves and their requests' earlier tokens.
 
     Shapes:  q [N, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  returns [N, HQ, D] in q's dtype
-    ``pages[r]`` says how this layer's pages on rung r are read. Slots and offsets of rung 0, which is dense, are
-    multiples of the bytes of D elements.
+    ``pages[r]``: this layer's page layout on rung r. Slots and offsets of rung 0, which is dense, are multiples of the
+    bytes of D elements.
     """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -116,7 +116,7 @@ def paged_prefill(
 
 
 def _rows(launch: Launch, tile: list[int]) -> TensorDescriptor:
-    """The whole rows in a launch's memory [R, D], of which a kernel fetches ``tile`` at a time."""
+    """A descriptor of the whole rows [R, D] of a launch's memory, fetched ``tile`` at a time."""
     k, nbytes = launch.page.k, launch.memory.numel()
     dtype, head_dim = _dense_dtype(k), k.shape.head_dim
     whole = launch.memory[: nbytes - nbytes % (head_dim * dtype.itemsize)]
@@ -129,7 +129,7 @@ def _dense_dtype(side: Side) -> torch.dtype:
 
 
 def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageLayout | None) -> list[Launch]:
-    """Launches over a rung that is staged, which share one piece of memory."""
+    """Launches over a staged rung, which share one piece of memory."""
     assert page is not None
     num_blocks = len(work.blocks[rung])
     dtype = page.k.dense_dtype or page.v.dense_dtype or torch.float16
@@ -182,9 +182,9 @@ def prefill_variant(
     """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
     block_d, dtype = max(16, triton.next_power_of_2(head_dim)), _dense_dtype(page.k)
     tuning = tuning or TUNING
-    if block_d > 128 or dtype == torch.float32:  # shared memory and registers hold no more
+    if block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
         tuning = replace(tuning, num_warps=8, tile=32)
-    if dtype == torch.float32:  # computed without matrix instructions, which takes every register
+    if dtype == torch.float32:  # float32 dots have no matrix instructions and take every register
         tuning = replace(tuning, num_stages=1)
     constexprs = {
         "SIDE": page.k.spec,

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension, alone or after the residual add that stands before it in a decoder."""
+"""RMSNorm over the last dimension, alone or fused with the residual add before it in a decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / rms(x) * weight``: float32 inside, cast back before the weight, like Hugging Face.
 
     Shapes:  x [N, E], contiguous on a GPU;  weight [E];  returns [N, E]; one dtype
-    On a GPU ``weight`` is read while the kernel before may still run: that kernel must not be the one that writes it.
+    On a GPU ``weight`` is read while the kernel before may still run: that kernel must not write it.
     """
     if x.is_cuda:
         from .triton import rms_norm_triton

@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x`` [..., E]; ``weight`` broadcasts with it."""
+    """RMSNorm of ``x`` [..., E]; ``weight`` broadcasts with it."""
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
 
 
 def scaled_rms_norm(x: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm`` in float32 with a weight that holds the factor sqrt(E): 4 operators where torch's runs 11.
+    """``rms_norm`` in float32 with the factor sqrt(E) in the weight: 4 operators where torch's runs 11.
 
     rms * sqrt(E) = hypot(|x|, sqrt(E * eps))
     """

@@ -26,7 +26,7 @@ def rms_norm_kernel(
     begin_overlap(OVERLAP)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
-    b_weight = tl.load(weight_ptr + o_e, mask=m_e, other=0.0)  # not of the kernel before
+    b_weight = tl.load(weight_ptr + o_e, mask=m_e, other=0.0)  # not written by the kernel before
     end_overlap(OVERLAP)
     o_n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_x = (o_n < N)[:, None] & m_e[None, :]

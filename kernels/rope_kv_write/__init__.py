@@ -1,4 +1,4 @@
-"""What lies between the qkv projection and attention, in one launch: q/k norm, rotation, K and V into their pages."""
+"""The work between the qkv projection and attention in one launch: q/k norm, rotation, K and V into their pages."""
 
 from __future__ import annotations
 

@@ -51,5 +51,5 @@ def head_rows(rows: Tensor, num_layers: int, num_kv_heads: int) -> Tensor:
 
 @cache
 def _sides(num_layers: int, num_kv_heads: int) -> Tensor:
-    """[L, 1, 2 H]"""
+    """Numbers of K's and V's heads in a dense slot, layer by layer: [L, 1, 2 H]."""
     return torch.arange(num_layers * 2 * num_kv_heads).view(num_layers, 1, 2 * num_kv_heads)

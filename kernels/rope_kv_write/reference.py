@@ -1,4 +1,4 @@
-"""Plain torch: the definition, and the back end of every device but a GPU."""
+"""Plain torch: the definition, used where tensors are not on a GPU; the engine's CPU attention has its own form."""
 
 from __future__ import annotations
 

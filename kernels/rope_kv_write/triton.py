@@ -19,7 +19,7 @@ def rope_kv_write_kernel(
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     TILE_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Heads are read in two halves, which rotate into each other: channel i with channel i + D / 2.
+    """Reads heads in two halves, which rotate into each other: channel i with channel i + D / 2.
 
     Shapes:  qkv [N, HQ + 2 H, D];  cos, signed_sin [N, D] float32;  rows [N, 2] int64;  pages [R, D];
              weight [HQ + H, D];  BLOCK_D >= D / 2

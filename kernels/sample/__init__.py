@@ -10,12 +10,12 @@ from .settings import Settings, pack_settings, uniform
 
 
 def sample(logits: Tensor, settings: Settings | None = None, raw_peak: Tensor | None = None) -> Tensor:
-    """One token a row: the likeliest, or drawn as ``settings`` say.
+    """One token a row, the likeliest or one drawn by ``settings``.
 
-    A token's weight is 2^40 x 2^score, rounded down; of the tokens at or above the row's floor, which min_p, top_k and
-    top_p raise in this order, the first one is drawn whose cumulative weight exceeds a number in [0, 1) of their total.
-    Of equal logits the lowest id is the likeliest, and at a boundary all are kept. A row's result depends on nothing
-    but the row, and is the same on every device.
+    A token's weight is 2^40 x 2^score, rounded down. min_p, top_k and top_p raise the row's floor, in this order. Of
+    the tokens at or above it the first is drawn whose cumulative weight exceeds a number in [0, 1) of their total. Of
+    equal logits the lowest id is the likeliest, and at a boundary all are kept. A row's result depends on the row
+    alone, and is the same on every device.
 
     Shapes:  logits [M, V] bf16, fp16 or fp32, unchanged;  raw_peak [M] float32, maxima before edits, if there were any
     Returns: [2, M] int64: token ids, always below V, and faults: OK, NOT_FINITE (NaN, +inf, or nothing but -inf in

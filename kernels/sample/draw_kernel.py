@@ -13,7 +13,7 @@ C3, C4, C5 = tl.constexpr(EXP2[3] * _ONE), tl.constexpr(EXP2[4] * _ONE), tl.cons
 MAGIC = tl.constexpr(ROUNDER)
 FAULT_OK, FAULT_NOT_FINITE, FAULT_ALL_MASKED = tl.constexpr(OK), tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
 SETTINGS = tl.constexpr(5)  # int64 values a row
-VARYING = ["NUM_TILES", "BLOCKS", "SHARES"]  # change from step to step, and must not mean another compilation
+VARYING = ["NUM_TILES", "BLOCKS", "SHARES"]  # change from step to step and must not be compiled in
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -42,7 +42,7 @@ def edit_kernel(
     m_e = o_e < END
     b_row = tl.load(entry_rows_ptr + o_e, mask=m_e, other=0)
     b_token = tl.load(tokens_ptr + o_e, mask=m_e, other=0)
-    m_e = m_e & (b_token >= 0) & (b_token < V)  # tokens are checked before; here they would reach another row
+    m_e = m_e & (b_token >= 0) & (b_token < V)  # tokens were checked before; a wrong one would reach another row
     b_count = tl.load(counts_ptr + o_e, mask=m_e, other=-1)
     b_x = tl.load(source_ptr + b_row.to(tl.int64) * stride + b_token, mask=m_e, other=0.0).to(tl.float32)
     b_x = b_x + tl.load(biases_ptr + o_e, mask=m_e, other=0.0)

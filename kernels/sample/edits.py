@@ -1,4 +1,4 @@
-"""Masks, bias and penalties: what changes logits before a draw, as one table of (row, token) entries."""
+"""Edits of logits before a draw, masks, bias and penalties, as one table of (row, token) entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Edits(NamedTuple):
     """Entries in the order in which they are applied: fixed ones (allowed tokens and bias), penalties, bans.
 
     penalties [M, 4] float32: repetition, frequency, presence, and 1 for a row that has only its allowed tokens.
-    rows, tokens, counts [E] int32, biases [E] float32; ``counts`` says how often the output has the token, or UNSEEN.
-    The three kinds end at ``ends``. Within a kind no (row, token) stands twice, but for equal bans.
+    rows, tokens, counts [E] int32, biases [E] float32; ``counts``: times the output has the token, or UNSEEN. ``ends``:
+    the three kinds' ends. Within a kind no (row, token) occurs twice, except equal bans.
     """
 
     penalties: Tensor
@@ -29,8 +29,9 @@ class Edits(NamedTuple):
 def edit(logits: Tensor, edits: Edits) -> tuple[Tensor, Tensor]:
     """Logits with the edits applied, and the row maxima of the raw ones.
 
-    Each entry gives x + bias, from the raw logit if it is fixed; then, if seen, x / repetition (x * repetition where
-    x <= 0), minus frequency * count, minus presence if the count is not 0. A ban is a bias of -inf.
+    A fixed entry adds its bias to the raw logit; a later one to the edited logit. If the token was seen, the sum is
+    divided by repetition (multiplied where it is <= 0), then frequency * count is subtracted, and presence if the count
+    is not 0. A ban is a bias of -inf.
 
     Shapes:  logits [M, V] bf16, fp16 or fp32, unchanged;  returns [M, V] float32, [M] float32
     """

@@ -2,7 +2,7 @@
 
 Scores are at most 0, so the bits of their absolute values, read as integers, order them: the best token has the
 smallest key. A floor is the smallest key such that the tokens up to it weigh (top_p) or count (top_k) enough.
-The k-th best tile peak bounds the k-th best token, so usually a handful of tiles has all there is to look at.
+The k-th best tile peak bounds the k-th best token, so usually a handful of tiles holds all tokens of interest.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def _find(
     p_row, p_tiles, p_keys, num_tiles, V, NUM_TILES, peak, scale, last, goal, whole,
     WEIGHTS: tl.constexpr, BLOCK_TILES: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key up to which the live tiles' tokens reach ``goal``; ``last`` if none up to it does.
+    """The smallest key up to which the live tiles' tokens reach ``goal``; ``last`` if no key before it does.
 
-    An interval of keys that holds the answer is divided until its tokens fit into KEYS: first where a sample of the
-    tiles has it, then by eight. ``whole`` is about what all tokens together have of what the goal counts.
+    An interval of keys around the answer is divided until its tokens fit into KEYS: first at an estimate from a sample
+    of the tiles, then by eight. ``whole``: about the sum over all tokens, in the unit of the goal.
     """
     first = tl.full((), -1, tl.int32)  # the answer is above first and at most last
     left = goal
@@ -104,7 +104,7 @@ def _find(
                 b_mass += tl.sum(tl.where(m_up_to, weigh(b_score)[:, None], 0), 0)
         if not WEIGHTS:
             b_mass = b_count.to(tl.int64)
-        i_p = tl.min(tl.where(b_mass >= left, o_p, 7), 0)  # the first pivot that reaches it
+        i_p = tl.min(tl.where(b_mass >= left, o_p, 7), 0)  # the first pivot that reaches the goal
         m_before = o_p == i_p - 1
         left -= tl.sum(tl.where(m_before, b_mass, 0), 0)
         count = tl.sum(tl.where(o_p == i_p, b_count, 0), 0) - tl.sum(tl.where(m_before, b_count, 0), 0)
@@ -135,7 +135,7 @@ def _estimate(
     p_row, p_tiles, num_tiles, V, NUM_TILES, peak, scale, last, goal, whole,
     WEIGHTS: tl.constexpr, BLOCK_TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys between which the goal, of a mass of ``whole``, is probably reached, from evenly spaced live tiles."""
+    """Keys between which the goal is probably reached, by evenly spaced live tiles; ``whole``: the mass of all."""
     o_live = tl.arange(0, BLOCK_TILES) * num_tiles // BLOCK_TILES
     o_v = tl.load(p_tiles + o_live)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     b_score = tl.reshape(load_scores(p_row, o_v, V, peak, scale), (BLOCK_TILES * TILE,))

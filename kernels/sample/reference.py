@@ -1,4 +1,4 @@
-"""Sampling in plain torch: integer weights, radix selection, a draw by a hashed number. Also what runs on the CPU.
+"""Sampling in plain torch, on the CPU and as reference: integer weights, radix selection, a draw by a hashed number.
 
 Each operation on floats is one of IEEE's, rounded once, so any device finds the same integers and the same token.
 """
@@ -15,10 +15,10 @@ from .settings import Settings, draw_number
 LOG2_ONE = 40  # log2 of the likeliest token's weight; 2**40 x 2**20 tokens stay well inside int64
 # 2**x for x in [-1/2, 1/2], the least relative error for p(0) = 1 (Lawson's iteration): 1.9e-7 in float32 arithmetic.
 EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
-ROUNDER = 1.5 * 2.0**23  # float32 sums with it are whole numbers, which stand in their low bits
+ROUNDER = 1.5 * 2.0**23  # added to a float32 it rounds to a whole number, which stands in the low bits
 TILE = 128  # tokens summed per step of the two-level walk
-CHUNK = {"cpu": 1 << 18}  # logits drawn from at once: what a core's cache holds; elsewhere memory's share
-CANDIDATES = 64  # tokens among which top_k and top_p look before they search the vocabulary
+CHUNK = {"cpu": 1 << 18}  # logits drawn from at once: they fit a core's cache; elsewhere a share of memory
+CANDIDATES = 64  # best tokens that top_k and top_p try first; more cost a larger sort, fewer more searches
 OK, NOT_FINITE, ALL_MASKED = 0, 1, 2  # faults of a row
 
 
@@ -26,7 +26,7 @@ def sample_reference(logits: Tensor, settings: Settings | None, raw_peak: Tensor
     """See ``sample``."""
     peak, token_ids = logits.max(dim=-1)
     peak = peak.float()
-    faults = (peak - peak).ne(0)  # of a NaN or an infinity that is NaN
+    faults = (peak - peak).ne(0)  # the difference is NaN for a NaN or an infinity
     if raw_peak is not None:
         faults = torch.where(raw_peak.isfinite(), faults * ALL_MASKED, NOT_FINITE)
     if settings is not None:
@@ -40,7 +40,7 @@ def sample_reference(logits: Tensor, settings: Settings | None, raw_peak: Tensor
 
 
 def draw(logits: Tensor, peak: Tensor, settings: Settings) -> Tensor:
-    """logits [R, V], peak [R] float32 its row maxima -> token ids [R] int64; no row is greedy, and rows never meet."""
+    """Token ids [R] int64 of logits [R, V] by row maxima ``peak`` [R] float32; no row is greedy, each stands alone."""
     chunk = max(1, CHUNK.get(logits.device.type, 1 << 24) // logits.shape[1])
     parts = zip(
         logits.split(chunk), peak.split(chunk), settings.rows.split(chunk), settings.positions.split(chunk), strict=True
@@ -75,7 +75,7 @@ def weigh(scores: Tensor) -> Tensor:
     for coefficient in EXP2[-2:0:-1]:
         power.add_(coefficient * 2.0**LOG2_ONE).mul_(rest)
     power.add_(EXP2[0] * 2.0**LOG2_ONE)
-    power.view(torch.int32).add_(whole.view(torch.int32) << 23)  # into the exponent
+    power.view(torch.int32).add_(whole.view(torch.int32) << 23)  # added to the exponent
     return power.long()
 
 
@@ -91,7 +91,7 @@ def _top_k_floor(scores: Tensor, best: Tensor, top_k: Tensor) -> Tensor:
 def _top_p_floor(scores: Tensor, best: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     """Score of the last token of the nucleus [R, 1]: the fewest best tokens whose weight reaches ``top_p``.
 
-    ``weights`` are those left by min_p and top_k. Most rows find it among the ``best``; the rest search.
+    ``weights`` are those left by min_p and top_k. Most rows end the nucleus among ``best``; the rest search.
     """
     target = (top_p * weights.sum(dim=-1, keepdim=True).double()).ceil().long()
     reached = weigh(best).cumsum(dim=-1) >= target
@@ -121,7 +121,7 @@ def _score_reaching(scores: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 
 
 def pick(weights: Tensor, u: Tensor) -> Tensor:
-    """weights [R, V] int64, u [R, 1] float64 -> first token id whose cumulative weight exceeds u x total."""
+    """The first token id whose cumulative weight exceeds u x total, a row: weights [R, V] int64, u [R, 1] float64."""
     vocab_size = weights.shape[1]
     padding = -vocab_size % TILE
     if padding:
@@ -134,4 +134,4 @@ def pick(weights: Tensor, u: Tensor) -> Tensor:
     before = torch.where(tile > 0, tile_sums.gather(1, (tile - 1).clamp(min=0)), 0)
     inner = tiles[torch.arange(len(tiles), device=tiles.device), tile[:, 0]].cumsum(dim=-1)
     lane = torch.searchsorted(inner, target - before, right=True).clamp_(max=TILE - 1)
-    return (tile * TILE + lane)[:, 0].clamp_(max=vocab_size - 1)  # a row of NaN sums to anything
+    return (tile * TILE + lane)[:, 0].clamp_(max=vocab_size - 1)  # a row of NaN may sum to anything

@@ -1,4 +1,4 @@
-"""How each row is sampled, packed so that one copy brings all rows to the device."""
+"""Sampling settings of rows, packed so that one copy brings all rows to the device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30  # float32 logits are greedy below it, all alike above
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30  # below, float32 logits are greedy; above, all are alike
 ROW = struct.Struct("<dddqQ")
 _U64 = (1 << 64) - 1
 
 
 class Settings(NamedTuple):
-    """One row of settings for each row of logits; ``pack_settings`` makes the bytes of a row.
+    """Sampling settings, one row for each row of logits; ``pack_settings`` makes the bytes of a row.
 
     rows [M, 5] int64: scale, floor and top_p are the bits of float64s, then top_k and the seed's state. Scores are
     scale x (logit - peak), in units of log2, and never above 0; scale 0 is greedy. Tokens whose score is below the
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
 
 
 def pack_settings(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> bytes:
-    """Settings of one row, which last as long as its request. Temperature 0 is greedy, top_k 0 and -1 no limit."""
+    """Settings of one row, valid as long as its request. Temperature 0 is greedy; top_k 0 and -1 are no limit."""
     scale = 1 / (math.log(2) * min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)) if temperature > 0 else 0.0
     floor = math.log2(min_p) if min_p > 0 else -math.inf
     return ROW.pack(scale, floor, top_p, max(top_k, 0), _mix(seed & _U64))
@@ -39,7 +39,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def draw_number(state: int, position: int) -> float:
-    """``uniform`` of a seed whose mixing is done."""
+    """``uniform`` from the mixed state of a seed."""
     return (_mix((state ^ position) & _U64) >> 11) * 2.0**-53
 
 

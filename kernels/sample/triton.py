@@ -15,16 +15,16 @@ from .limit_kernel import limit_kernel
 from .reference import TILE
 from .settings import Settings
 
-BLOCK_TILES = 16  # tiles a program reads at once
+BLOCK_TILES = 16  # tiles a program reads at once; more take more registers
 PROGRAMS = 1024  # about 8 on each multiprocessor
-KEYS = 2048  # tokens among which a floor is searched in registers
-LIMIT_WARPS = 16  # with fewer its registers do not suffice
+KEYS = 2048  # tokens among which a floor is searched in registers; more are narrowed down first
+LIMIT_WARPS = 16  # with fewer the kernel runs out of registers
 ENTRIES = 128  # edits a program applies
 OPTIONS = {"enable_fp_fusion": False}  # each operation rounds, as in the reference
 
 
 class Shares(NamedTuple):
-    """How a row is divided: into ``num_shares`` shares of ``blocks`` blocks, of ``num_tiles`` tiles in all."""
+    """Division of a row into ``num_shares`` shares of ``blocks`` blocks, of ``num_tiles`` tiles in all."""
 
     num_tiles: int
     num_shares: int
@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
 
 def split(num_rows: int, vocab_size: int) -> Shares:
-    """Enough programs to fill the device, however few the rows; results do not depend on it."""
+    """Shares that fill the device, however few the rows; results do not depend on them."""
     num_tiles = triton.cdiv(vocab_size, TILE)
     num_blocks = triton.cdiv(num_tiles, BLOCK_TILES)
     blocks = triton.cdiv(num_blocks, max(1, min(num_blocks, PROGRAMS // num_rows)))
@@ -47,7 +47,7 @@ def padded_sizes(vocab_size: int) -> dict[str, int]:
 
 
 def sample_variants(vocab_size: int) -> list[tuple[Any, dict[str, Any], int]]:
-    """Kernels with their compile-time arguments and warps, those that do the most."""
+    """Kernels with their compile-time arguments and warps, in the variants that do the most."""
     tiles, padded = {"BLOCK_TILES": BLOCK_TILES, "TILE": TILE}, padded_sizes(vocab_size)
     flags = {"HAS_RAW": True, "HAS_DRAWS": True, "HAS_FLOORS": True}
     return [
@@ -71,7 +71,7 @@ def sample_triton(logits: Tensor, settings: Settings | None, raw_peak: Tensor | 
     sampled = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     peaks = torch.empty(grid, dtype=torch.float32, device=device)
     ids = torch.empty(grid, dtype=torch.int32, device=device)
-    sums = floors = tile_peaks = rows = positions = sampled  # stands in for what a launch does not read
+    sums = floors = tile_peaks = rows = positions = sampled  # stands in for arguments that a launch does not read
     if limited:
         tile_peaks = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     peak_kernel[grid](logits, peaks, ids, tile_peaks, *sizes, blocks, HAS_TILE_PEAKS=limited, **tiles, **OPTIONS)

@@ -18,7 +18,7 @@ def seal(
     finite: Tensor | None = None,
     banks: Tensor | None = None,
 ) -> Tensor:
-    """Writes the blocks at ``src``, sealed, at ``dst``: every dense side, in all layers, a launch a format.
+    """Writes the blocks at ``src`` in the ``target`` layout at ``dst``: all dense sides, a launch a format.
 
     A side that is dense in both layouts is copied. Other sides of ``source`` are left to ``demote``. Padding
     bytes are not written. A block's bytes do not depend on the other blocks of the call.

@@ -13,7 +13,7 @@ from ..formats.rows import block_bank, run_rows
 def seal_reference(
     memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, banks: Tensor | None = None
 ) -> Tensor:
-    """The same as ``seal``."""
+    """Same contract as ``seal``."""
     finite = torch.ones(len(src), dtype=torch.int64)
     for block, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for (old, new), steps in source.steps(target).items():

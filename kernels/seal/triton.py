@@ -41,8 +41,8 @@ def seal_kernel(
     o_d = tl.arange(0, TILE_D)[None, :]
     b_raw = tl.load(p_source + tl.arange(0, T)[:, None] * D + o_d, mask=o_d < D, other=0.0)
     b_x = b_raw.to(tl.float32)
-    # 32752: half of fp16's largest value, so that min and range are both finite in fp16. As integers the bits of
-    # absolute values have the same order, and those of infinities and NaNs are above all others.
+    # 32752: half of fp16's largest value, so that min and range are both finite in fp16. As integers, absolute values
+    # keep their order, with infinities and NaNs above all others.
     b_bits = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if tl.max(tl.max(b_bits, 1), 0) > 0x46FFE000:
         m_finite = tl.abs(b_x) < float("inf")

@@ -1,4 +1,4 @@
-"""Plain torch: the definition, and the back end of every device but a GPU."""
+"""Plain torch: the definition, and the back end on the CPU."""
 
 from __future__ import annotations
 

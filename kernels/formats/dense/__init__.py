@@ -1,4 +1,4 @@
-"""Dense sides: every K and V element as it came, in bf16, fp16 or fp32."""
+"""Dense sides: unquantized K and V elements in bf16, fp16 or fp32."""
 
 from __future__ import annotations
 

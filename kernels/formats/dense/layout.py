@@ -1,4 +1,4 @@
-"""Dense sides: every K and V element as it came, in bf16, fp16 or fp32."""
+"""Dense sides: unquantized K and V elements in bf16, fp16 or fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..family import PageShape, Side, SideName
 
 
 class DenseSpec(NamedTuple):
-    """``STORED``: Triton dtype of the elements."""
+    """Compile-time layout of a dense side. ``STORED``: Triton dtype of the elements."""
 
     STORED: Any
 
@@ -32,7 +32,7 @@ class DenseSide(Side):
 
     @property
     def nbytes(self) -> int:
-        """No padding: dense pages scale with their tokens, so that a sink's are found by proportion."""
+        """Bytes without padding: a sink's page, of fewer tokens, is smaller in proportion."""
         return self.codes_nbytes
 
     @property
@@ -48,7 +48,7 @@ class DenseSide(Side):
 
 @dataclass(frozen=True)
 class Dense:
-    """Elements of ``dtype``."""
+    """The format of unquantized elements of ``dtype``."""
 
     name: str
     dtype: torch.dtype
@@ -62,6 +62,6 @@ class Dense:
 
 
 def dense_formats(dtype: torch.dtype) -> dict[str, Dense]:
-    """``dense16`` and ``dense32``. An fp16 model keeps fp16 pages; bf16 would lose three bits of its mantissa."""
+    """``dense16`` and ``dense32``. An fp16 model has fp16 pages; bf16 would lose three bits of the mantissa."""
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     return {"dense16": Dense("dense16", half), "dense32": Dense("dense32", torch.float32)}

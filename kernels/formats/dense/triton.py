@@ -29,7 +29,7 @@ def seal_head(
     p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """A copy, of what is not finite, too. See ``TritonOps``."""
+    """Copies elements, non-finite ones too. See ``TritonOps``."""
     o_d = tl.arange(0, TILE_D)[None, :]
     p_out = p_codes.to(tl.pointer_type(SIDE.STORED)) + i_h * (T * D) + tl.arange(0, T)[:, None] * D + o_d
     tl.store(p_out, b_raw, mask=o_d < D)

@@ -26,7 +26,7 @@ def integer_functions(side: KittySide) -> KeyFunctions | None:
 
 @triton.constexpr_function
 def high_place(place):
-    """The bit at which high codes are left beside low ones at ``place``; they must fit an int8."""
+    """The bit at which high codes stay beside low ones at ``place``; together they must fit an int8."""
     return min(place + 2, 4)
 
 

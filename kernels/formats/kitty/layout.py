@@ -1,7 +1,7 @@
 """Kitty sides of K: 2-bit codes of all channels, 4-bit codes of the boosted ones.
 
-A page has one (min, range) a channel. The codes of a head are a 2-bit plane set of all channels, as uniform sides have
-it, and behind it a second one of the boosted channels alone, in ascending order, with the high bits of their codes.
+A page has one (min, range) a channel. The codes of a head are a 2-bit plane set of all channels, as in uniform sides,
+and behind it a plane set of the boosted channels alone, in ascending order, with the high bits of their codes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Kitty:
         return float(2 + self.percent / 50)
 
     def layout(self, shape: PageShape, side: SideName) -> KittySide:
-        """Where the bytes of K lie. Raises ``ConfigError`` for V and for a head dim above 256."""
+        """The layout of K. Raises ``ConfigError`` for V and for a head dim above 256."""
         if side == "v":
             remedy = 'Choose a format per token for V, such as "int2-token-128"'
             raise ConfigError("a format of K alone", field="format", value=self.name, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Which channels of a page are boosted: device functions. Scores equal the reference's to the last bit."""
+"""Device functions that rank a page's channels and choose those to boost. Scores equal the reference's bit for bit."""
 
 from __future__ import annotations
 

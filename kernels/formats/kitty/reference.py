@@ -1,4 +1,4 @@
-"""Kitty sides, plainly: 4-bit codes, a score per channel, and what is kept of the codes of each channel."""
+"""Kitty sides, plainly: 4-bit codes, a score for each channel, and the bits of codes that each channel keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dequantize(rows: SideBytes, side: KittySide) -> Tensor:
 
 
 def write(codes: Tensor, meta: Tensor, side: KittySide) -> SideBytes:
-    """The bytes of sides: boosted channels keep their codes, those of others shrink to 2 bits.
+    """The bytes of sides: boosted channels keep their codes, all other codes shrink to 2 bits.
 
     Shapes:  codes [n, H, T, D] uint8, of 4 bits;  meta [2, n, H, 1, D] fp16
     """

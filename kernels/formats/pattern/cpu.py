@@ -1,7 +1,7 @@
 """Pattern sides in vectorised torch: sealing, demotion, and attention on the residual's bare codes.
 
-Patterns act on queries and weights: K adds the query's product with a token's pattern to its score, V each pattern
-times the weights of the tokens that have it.
+Patterns act on queries and weights. K adds the query's product with a token's pattern to the token's score; V adds each
+pattern times the sum of the weights of the tokens that have it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def values(p: Tensor, rows: SideBytes, side: PatternSide) -> Tensor:
 
 
 def _distinct(x: Tensor | None) -> Tensor:
-    """The first of equal rows that lie in one place, so that they are converted and multiplied once."""
+    """The first of equal rows that share one place in memory, so that they are converted and multiplied once."""
     assert x is not None
     return x if x.stride(0) else x[:1]
 

@@ -1,7 +1,7 @@
-"""Integer decode functions of pattern sides: the residual's, and patterns folded in.
+"""Integer decode functions of pattern sides: the residual's functions with the patterns' part added.
 
-K: a token's score gets q . pattern from a table made once a program. V: weights are summed by pattern, as a dot of
-zeros and ones with their digits, and the sums meet the patterns once, at the end.
+K: a token's score gets q . pattern from a table made once a program. V: weights are summed by pattern, in a dot of
+their digits with zeros and ones, and the sums are multiplied by the patterns once, at the end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load_part(p_bank, o_m, i_h, FIRST: tl.constexpr, COUNT: tl.constexpr, STRIDE
 
 @triton.jit
 def pattern_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """What the residual's scores want, and q . pattern [K.ROWS, BLOCK_G]."""
+    """The query as the residual's scores take it, and q . pattern [K.ROWS, BLOCK_G]."""
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
     query = channel_query(p_q, p_bank, i_h, b_heads, scale, K, D, BLOCK_G)
     b_top = tl.maximum(query[count(PARTS)], 1e-30)
@@ -92,9 +92,9 @@ def pattern_scores(
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Scores of a page: the residual's, and the entry of the table that each token's index says.
+    """Scores of a page: the residual's, plus q . pattern from the table by each token's index.
 
-    Of two layouts the compiler takes that of the later operation: so the dot comes last, and its layout stays.
+    The compiler takes the layout of the later of two operations, so the dot comes last and keeps its own.
     """
     ROWS: tl.constexpr = T // TILES
     b_table = query[count(channel_parts(K.BITS, D)) + 1]
@@ -132,7 +132,7 @@ def hits(b_index, b_m, ROWS: tl.constexpr):
 
 @triton.jit
 def begin_masses(V: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Sums of nothing: the residual's, and weights by pattern, [SOME, BLOCK_G] each."""
+    """Zeroed sums: the residual's, and weights by pattern, [SOME, BLOCK_G] each."""
     sums = begin_values(V, TILES, T, D, BLOCK_G)
     for _ in tl.static_range(V.ROWS // SOME):
         sums += (tl.zeros([SOME, BLOCK_G], tl.float32),)
@@ -192,7 +192,7 @@ def pattern_rows(
 
 @triton.jit
 def finish_masses(sums, b_total, p_o, p_bank, i_h, b_heads, V: tl.constexpr, D: tl.constexpr):
-    """Adds the patterns times their weights, then as the residual's."""
+    """Adds the patterns times their weights to the sums, then finishes as the residual does."""
     BLOCKS: tl.constexpr = row_blocks(V, D)
     FIRST: tl.constexpr = count(row_blocks(V, D)) + V.GROUPS
     BLOCK_G: tl.constexpr = b_total.shape[0]

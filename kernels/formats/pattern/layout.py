@@ -1,4 +1,4 @@
-"""Pattern sides: codes of what is left of each token once the pattern nearest to it is subtracted.
+"""Pattern sides: codes of each token's residual, the token minus its nearest pattern.
 
 Patterns are per request, layer, side and KV head; they lie in the request's bank, apart from its blocks.
 """
@@ -70,7 +70,7 @@ class PatternSide(Side):
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the indices, which come before the residual's metadata."""
+        """Bytes of the indices, which lie before the residual's metadata."""
         return self.shape.num_kv_heads * self.shape.num_tokens
 
     @property
@@ -118,7 +118,7 @@ class Pattern:
         return self.residual.bits
 
     def layout(self, shape: PageShape, side: SideName) -> PatternSide:
-        """Where the bytes of one side lie. Raises ``ConfigError`` for K per token and V per channel."""
+        """The layout of one side. Raises ``ConfigError`` for K per token and V per channel."""
         if self.residual.axis != ("channel" if side == "k" else "token"):
             remedy = 'Choose "channel" for K and "token" for V'
             raise ConfigError("patterns need the other axis", field="format", value=self.name, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Pattern sides, plainly: which pattern a token takes, and the bytes of what is left."""
+"""Pattern sides, plainly: the choice of each token's pattern, and the bytes of the residual."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_step(old: PatternSide, new: PatternSide) -> None:
 
 
 def split(x: Tensor, patterns: Tensor, side: PatternSide) -> tuple[Tensor, Tensor]:
-    """The index of each token's pattern, ``NO_PATTERN`` for none, [n, H, T] uint8, and what it leaves of ``x``.
+    """The index of each token's pattern, ``NO_PATTERN`` for none, [n, H, T] uint8, and the residual of ``x``.
 
     Each token tries the nearest pattern. K takes patterns where they shrink the ranges of a page's head, V where they
     shrink the token's own to the share that ``gate`` allows.
@@ -73,7 +73,7 @@ def _nearest(x: Tensor, patterns: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, side: UniformSide) -> Tensor:
-    """The sum of the ranges of all groups of tokens of a head, [n, H] float64, in which order does not matter."""
+    """The sum of the ranges of all groups of tokens of a head, [n, H] float64, where order does not matter."""
     groups = x.unflatten(2, (side.num_groups, side.group))
     return (groups.amax(3) - groups.amin(3)).double().sum((2, 3))
 

@@ -1,4 +1,4 @@
-"""Sealing a head of a pattern side in Triton: choose patterns, subtract them, then as a uniform side."""
+"""Sealing a head of a pattern side in Triton: choose patterns, subtract them, seal the residual as a uniform side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .layout import NO_PATTERN
 from .tile import index_byte, load_patterns
 
 NONE = tl.constexpr(NO_PATTERN)
-FEW = tl.constexpr(32)  # patterns compared with tokens at a time
+FEW = tl.constexpr(32)  # patterns compared with tokens at a time; more take more registers
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def seal_head(
     b_index = tl.where(m_pays, b_index, NONE)
     tl.store(p_meta + i_h * T + index_byte(tl.arange(0, T), SIDE.IS_K, T), b_index.to(tl.uint8))
     b_rest = tl.where(m_pays[:, None], b_rest, b_x)
-    b_rest = tl.minimum(tl.maximum(b_rest, -32752.0), 32752.0)  # as elements are: ranges must be finite in fp16
+    b_rest = tl.minimum(tl.maximum(b_rest, -32752.0), 32752.0)  # clamped like elements: ranges must be finite in fp16
     seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
 
 
@@ -55,10 +55,10 @@ def _nearest(
 
 @triton.jit
 def _products(b_x, b_m, DTYPE: tl.constexpr):
-    """Tokens [T, TILE_D], float32 that once were ``DTYPE``, times patterns [n, TILE_D] fp16: exact, but for sums."""
+    """Products of tokens [T, TILE_D], float32 out of ``DTYPE``, and patterns [n, TILE_D] fp16; only sums round."""
     if tl.float16 == DTYPE:
         b_dot = tl.dot(b_x.to(tl.float16), tl.trans(b_m))
-    elif tl.bfloat16 == DTYPE:  # of which two hold an fp16
+    elif tl.bfloat16 == DTYPE:  # two bf16 numbers hold an fp16 one
         b_high = b_m.to(tl.bfloat16)
         b_low = (b_m.to(tl.float32) - b_high.to(tl.float32)).to(tl.bfloat16)
         b_dot = tl.dot(b_x.to(tl.bfloat16), tl.trans(b_high))
@@ -70,7 +70,7 @@ def _products(b_x, b_m, DTYPE: tl.constexpr):
 
 @triton.jit
 def _spread(b_x, SIDE: tl.constexpr, TILE_D: tl.constexpr):
-    """The sum of the ranges of all groups of tokens, in float64, where order does not matter."""
+    """The sum of the ranges of all groups of tokens in float64, where order does not matter."""
     b_x = tl.reshape(b_x, (SIDE.GROUPS, SIDE.GROUP, TILE_D))
     return tl.sum(tl.sum((tl.max(b_x, 1) - tl.min(b_x, 1)).to(tl.float64), 1), 0)
 

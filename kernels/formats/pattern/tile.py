@@ -28,7 +28,7 @@ def load_tile(
 
 @triton.jit
 def index_byte(o_t, IS_K: tl.constexpr, T: tl.constexpr):
-    """Where the indices of tokens lie among those of their head."""
+    """Offsets of tokens' indices from the first of their head."""
     return o_t % (T // 4) * 4 + o_t // (T // 4) if IS_K else o_t
 
 

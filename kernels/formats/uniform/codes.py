@@ -1,6 +1,6 @@
 """Codes of 1, 2, 3, 4 or 8 bits packed along tokens, in plane sets as ``layout.py`` draws them.
 
-K keeps its lanes as rows and V as columns: each is the operand an attention dot wants.
+K has its lanes as rows and V as columns, each as its attention dot takes the operand.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _tile(packed: Tensor, lanes: int, side: SideName) -> Tensor:
 
 @lru_cache
 def _shifts(num_planes: int, width: int, device: torch.device) -> Tensor:
-    """Where the planes begin in a byte, [planes, 1, 1] uint8."""
+    """The first bits of the planes in a byte, [planes, 1, 1] uint8."""
     return (torch.arange(num_planes, dtype=torch.uint8, device=device) * width)[:, None, None]
 
 
@@ -88,7 +88,7 @@ def mask_planes(tile: Tensor, width: int) -> Tensor:
     return tile if width == 8 else tile & _masks(width, tile.device)
 
 
-ROOMS = {4: 0x0001, 2: 0x0101}  # lowest bits of the rooms that pairs of codes of 2b bits have in a word
+ROOMS = {4: 0x0001, 2: 0x0101}  # by bits b: lowest bits of the fields of a word that hold a pair of 2b-bit codes each
 
 
 def narrow(packed: Tensor, from_bits: int, to_bits: int, side: SideName, num_tokens: int, out: Tensor) -> None:
@@ -134,10 +134,10 @@ def _keep_high_bits(tile: Tensor, side: SideName, out: Tensor) -> None:
 
 
 def code_planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> Tensor:
-    """The codes plane by plane (consecutive tokens), still in their place in a byte: 2^(bits p) times too large.
+    """Codes plane by plane (consecutive tokens), left in their place in a byte: 2^(bits p) times too large.
 
-    Leaving the shift to a factor that is free elsewhere, in a scale, saves a pass over the codes. Codes of 3 bits and
-    of 1 bit are one plane.
+    The shift goes into a factor that is applied anyway, in a scale, which saves a pass over the codes. Codes of 3 bits
+    and of 1 bit are one plane.
 
     Shapes:  packed [..., T * bits / 8 * D];  returns K [..., planes, lanes, D] or V [..., planes, D, lanes]; all uint8
     """
@@ -149,7 +149,7 @@ def code_planes(packed: Tensor, bits: int, side: SideName, num_tokens: int) -> T
 
 @lru_cache
 def token_factors(bits: int, num_tokens: int) -> Tensor:
-    """What makes codes of ``code_planes`` shares of the range: 1 / (2^bits - 1), times 2^(-bits p) in plane p: [T]."""
+    """Factors from codes of ``code_planes`` to shares of the range, 2^(-bits p) / (2^bits - 1) in plane p: [T]."""
     num_planes = 1 if bits % 2 else 8 // bits
     shifts = torch.arange(num_planes).repeat_interleave(num_tokens // num_planes) * bits
     return 1 / ((2**bits - 1) * 2.0**shifts)

@@ -1,4 +1,4 @@
-"""Codes in registers to plane sets in memory, and one element's code back: device functions, laid out as in ``codes``.
+"""Device functions that store codes as plane sets and load codes by element, in the layout of ``codes``.
 
 Tiles are [T, TILE_D] with channels d >= D as padding.
 """
@@ -82,7 +82,7 @@ def _load_set(p_codes, o_t, o_d, m_x, WIDTH: tl.constexpr, IS_K: tl.constexpr, T
 
 @triton.jit
 def shrink_codes(b_codes, FROM_BITS: tl.constexpr, TO_BITS: tl.constexpr):
-    """The equivalent right shifts FROM_BITS -> TO_BITS as one exact division, which they equal for every code.
+    """Codes after the equivalent right shifts FROM_BITS -> TO_BITS, by one exact division that equals their chain.
 
     The chain of shifts itself is avoided: Triton 3.6 gives wrong 1-bit codes for it from 4 bits on sm_90.
     """

@@ -28,7 +28,7 @@ from .reference import (
     tops,
 )
 
-PIECE_ELEMENTS = 2**18  # codes a thread converts at a time: 1 MiB of float32 lies in its core's L2
+PIECE_ELEMENTS = 2**18  # codes a thread converts at a time: 1 MiB of float32, which fits its core's L2
 
 
 def seal(dense: Tensor, out: SideBytes, side: UniformSide) -> bool:
@@ -37,7 +37,7 @@ def seal(dense: Tensor, out: SideBytes, side: UniformSide) -> bool:
     groups, dim = _groups(x, side), 3 if side.axis == "channel" else 4
     bounds = [_bounds(part, dim) for part in groups]
     finite = True
-    # A NaN fails every comparison, so the passes that look at each value are only taken when a bound is off.
+    # A NaN fails every comparison, so the passes over every value are only taken when a bound is off.
     if not all(bool(((low >= -LIMIT) & (high <= LIMIT)).all()) for low, high in bounds):
         finite = bool(x.isfinite().all())
         x.nan_to_num_(0.0, 0.0, 0.0).clamp_(-LIMIT, LIMIT)
@@ -50,7 +50,7 @@ def seal(dense: Tensor, out: SideBytes, side: UniformSide) -> bool:
 
 
 def demote(rows: SideBytes, out: SideBytes, old: UniformSide, new: UniformSide) -> None:
-    """Packed words to packed words; the metadata is copied, and of equal bits the codes are."""
+    """Packed words to packed words; metadata is copied, and codes where the bits stay."""
     out.meta.copy_(rows.meta)
     if old.bits == new.bits:
         out.codes.copy_(rows.codes[:, : new.codes_nbytes])

@@ -42,8 +42,8 @@ from .layout import UniformSide
 def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None:
     """The device functions of a side, or ``None`` where integer dots do not apply.
 
-    All that one integer dot adds up needs the same step once ranges are folded into q or p: K's groups must be tokens
-    of a channel or a token's whole head, V's groups channels of a token. Pages have 128 tokens.
+    All products in one integer dot need the same step once ranges are folded into q or p: K's groups must be tokens of
+    a channel or a token's whole head, V's groups channels of a token. Pages have 128 tokens.
     """
     tokens = side.shape.num_tokens
     if tokens != MAX_TILES * DOT_DEPTH:
@@ -58,7 +58,7 @@ def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None
 
 @triton.constexpr_function
 def channel_parts(bits, d):
-    """Channels of the parts in which K is multiplied: halves of few bits, which take fewer registers.
+    """Channels of each part in which K is multiplied: codes of few bits go by halves, which take fewer registers.
 
     A byte of a 1-bit set has two channels, one of each half.
     """
@@ -80,7 +80,7 @@ def set_lanes(width, t):
 
 @triton.constexpr_function
 def tile_shift(bits, j, rows, t):
-    """The bit at which token tile ``j`` of ``rows`` tokens begins in the bytes of its plane set, of 3 bits the low."""
+    """The first bit of token tile ``j`` of ``rows`` tokens in the bytes of its plane set; of 3 bits, in the low set."""
     width = 2 if bits == 3 else bits
     return j // (set_lanes(width, t) // rows) * width
 
@@ -93,7 +93,7 @@ def count(items):
 
 @triton.constexpr_function
 def field_place(bits, shift):
-    """The bit at which K's codes of a tile are left, those of 3 bits with the least shifts; they must fit an int8."""
+    """The bit at which K's codes of a tile stay, at 3 bits the one with the least shifts; codes must fit an int8."""
     if bits == 3:
         return (0, 2, 4, 1)[shift // 2]
     return shift if bits == 2 and shift < 6 else 0
@@ -316,7 +316,7 @@ def group_weights(
 
 @triton.jit
 def begin_values(V: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Sums of nothing: p . codes of each block of rows [channels, BLOCK_G], p . min of each group [ROWS, BLOCK_G]."""
+    """Zeroed sums: p . codes of each block of rows [channels, BLOCK_G], p . min of each group [ROWS, BLOCK_G]."""
     BLOCKS: tl.constexpr = row_blocks(V, D)
     sums: tl.tuple = ()
     for r in tl.static_range(count(BLOCKS)):

@@ -52,7 +52,7 @@ def take_joined(b_low, b_high, SHIFT: tl.constexpr, BIT: tl.constexpr, TO: tl.co
 
 @triton.jit
 def zero_value(b_low, b_range, BITS: tl.constexpr, ETA: tl.constexpr):
-    """The value of the code that ``take_bits`` gives as 0."""
+    """The value of a code for which ``take_bits`` gives 0."""
     SHARE: tl.constexpr = ETA + (1.0 - 2.0 * ETA) * (128.0 / 255.0 if BITS == 8 else 0.0)  # of the range
     return b_low + b_range * SHARE if SHARE > 0 else b_low
 
@@ -81,7 +81,7 @@ def digits(b_i):
 def split8(b_even, b_odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Even and odd rows of [ROWS, COLUMNS] ``fixed`` numbers as [ROWS, 2 COLUMNS] int8: (high, low) of each column.
 
-    The rows are joined last: so the compiler lets a column's rows be neighbours in shared memory, where the dot
+    The rows are joined last, so that the compiler makes a column's rows neighbours in shared memory, where the dot
     reads eight at once and not one by one.
     """
     b_even_high, b_even_low = digits(b_even)
@@ -114,14 +114,14 @@ def join8(b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def tile_lanes(ROWS: tl.constexpr):
-    """The lane that each row of a score tile stands for: four lanes side by side are rows of one thread."""
+    """The lane of each row of a score tile: four lanes side by side are rows of one thread."""
     o_row = tl.arange(0, ROWS)
     return o_row % (ROWS // 4) * 4 + o_row // (ROWS // 4)
 
 
 @triton.jit
 def join_tiles(tiles, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """1, 2 or 4 tiles [ROWS, COLUMNS] as [ROWS, COLUMNS, TILES]; joined this way they stay in registers."""
+    """1, 2 or 4 tiles [ROWS, COLUMNS] as [ROWS, COLUMNS, TILES]; this order of joins keeps them in registers."""
     if TILES == 1:
         b_x = tl.reshape(tiles[0], (ROWS, COLUMNS, 1))
     elif TILES == 2:
@@ -134,7 +134,7 @@ def join_tiles(tiles, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def split_tiles(b_x, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tiles that ``join_tiles`` joined, as a tuple."""
+    """The inverse of ``join_tiles``: the tiles as a tuple."""
     if TILES == 1:
         tiles: tl.tuple = (tl.reshape(b_x, (ROWS, COLUMNS)),)
     elif TILES == 2:

@@ -1,4 +1,4 @@
-"""Loads of the integer decode functions: tiles of code bytes and metadata, padded to what an integer dot takes."""
+"""Loads of the integer decode functions: tiles of code bytes and metadata, padded to the depth of an integer dot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .integer_codes import tile_lanes
 
-DOT_DEPTH = 32  # least elements that an integer dot sums up
+DOT_DEPTH = 32  # least elements summed by an integer dot; smaller blocks are padded
 
 
 @triton.constexpr_function

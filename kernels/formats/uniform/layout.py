@@ -9,7 +9,7 @@ A page has four token tiles of T / 4 tokens; lane l of tile j is token j T / 4 +
     1       [T / 4, D / 2]         [D / 2, T / 4]         lane t % (T / 4), channel d % (D / 2), bit 4 (2 d // D) + j
 
 and 3 bits are a set of the low two bits, then a set of the high bit. So one shift and one ``and`` on a whole tile of
-bytes give a run of consecutive tokens, and every set has at least T / 4 lanes, as many as an integer dot is deep.
+bytes give a run of consecutive tokens, and every set has at least T / 4 lanes, the depth of an integer dot.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class UniformSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSide(Side):
-    """A side whose heads lie one after another: their codes; their metadata, then the largest range of each, fp16."""
+    """A side whose heads follow one another: all codes, all metadata, then the largest range of each head, fp16."""
 
     @property
     @abstractmethod
@@ -184,7 +184,7 @@ class Uniform:
         return f"int{self.bits}-{self.axis}-{self.group}{eta}" + ("-subordinate" if self.is_subordinate else "")
 
     def layout(self, shape: PageShape, side: SideName) -> UniformSide:
-        """Where the bytes of one side lie. Raises ``ConfigError`` for an odd head dim with an odd number of bits."""
+        """The layout of one side. Raises ``ConfigError`` for an odd head dim with an odd number of bits."""
         if self.bits % 2 and shape.head_dim % 2:
             remedy = "Choose 8, 4 or 2 bits"
             raise ConfigError("needs an even head dim", field="format", value=self.name, remedy=remedy)
@@ -199,7 +199,7 @@ def uniform_formats() -> dict[str, Uniform]:
 
 
 def parse(name: str) -> Uniform | None:
-    """The format of a plain name with an eta or "subordinate" behind it, ``None`` for other names.
+    """The format of a plain name followed by an eta or "subordinate"; ``None`` for other names.
 
     Raises ``ConfigError`` for a wrong eta.
     """

@@ -62,7 +62,7 @@ def _seal_tokens(p_meta, b_x, SIDE: tl.constexpr, T: tl.constexpr, D: tl.constex
 
 @triton.jit
 def min_range(b_min, b_max):
-    """min rounded down and range rounded up to fp16, which every value then lies within."""
+    """min rounded down and range rounded up to fp16, so that every value lies within them."""
     b_min = b_min + 0.0  # -0 becomes +0
     b_low = b_min.to(tl.float16)
     bits = b_low.to(tl.int16, bitcast=True)
@@ -82,8 +82,8 @@ def quantize_codes(b_x, b_low, b_span, BITS: tl.constexpr):
     b_divisor = tl.where(b_span > 0, b_span, 1.0)
     b_inverse = tl.math.div_rn(tl.full(b_divisor.shape, 1.0, tl.float32), b_divisor)
     b_scaled = (b_x - b_low) * (7.0 if BITS == 3 else 255.0)
-    # The quotient rounded once: the divisor has eleven bits, so that no quotient lies near enough to the middle of two
-    # floats for one correction by the exact rest not to decide it.
+    # The quotient, rounded once: the divisor has eleven bits, so no quotient is so near the middle of two floats that
+    # one correction by the exact rest could miss.
     b_level = b_scaled * b_inverse
     b_level = tl.fma(tl.fma(-b_level, b_divisor, b_scaled), b_inverse, b_level)
     # Adding 1.5 * 2^23 rounds to the nearest integer, halves to even, and leaves it in the low bits.
