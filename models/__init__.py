@@ -1,6 +1,4 @@
-"""Model definitions and their loader. Models know tensors and checkpoints, not requests, schedules or KV
-formats.
-"""
+"""Model definitions and their loader. Models know tensors and checkpoints, not requests, schedules or KV formats."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Self-attention without its memory: projections, norm and rotation here, keys and values in the batch's KV
-cache.
-"""
+"""Self-attention: projections here; q/k norm, rotation, KV write and attention by the batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Safetensors checkpoints, one file or many: headers checked in full, then tensors streamed in pieces.
 
-Own reader instead of a memory map: a file that shrinks while it is read is then an error, not a signal, and
-the pieces keep the peak at the weights plus one buffer. The format:
+An own reader in place of a memory map makes a file that shrinks while it is read an error and not a signal, and its
+pieces keep peak memory at the weights plus one buffer. The format:
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -54,9 +54,9 @@ _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSORS = 100_000
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _PIECE_BYTES = 32 * 2**20
-_DIGEST_ELEMENTS = 64  # of a projection, in the sample that tells checkpoints apart
+_DIGEST_ELEMENTS = 64  # of each projection, in the digest that tells checkpoints apart
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# First bytes of a zip of torch.save and of a bare pickle. A safetensors header of 640 bytes begins like one, too.
+# First bytes of a zip of torch.save and of a bare pickle; a safetensors header of 640 bytes begins like a pickle, too.
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _CONVERT = (
     "Convert it with transformers: AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(FOLDER) "
@@ -78,8 +78,8 @@ class Checkpoint:
     """The open files of one checkpoint and the tensors in them; use as a context manager."""
 
     def __init__(self, folder: Path):
-        """Open the files and check every header. Raises ``ModelError`` naming the file, and the tensor if it
-        is one.
+        """Opens the files and checks every header. Raises ``ModelError`` naming the file and, where there is one, the
+        tensor.
         """
         self.tensors: dict[str, StoredTensor] = {}
         self.nbytes = 0
@@ -102,9 +102,7 @@ class Checkpoint:
         return list(self._files)
 
     def pieces(self, name: str) -> Iterator[tuple[int, int, Tensor]]:
-        """Rows ``[start, stop)`` of a tensor after one another; each piece is valid until the next one is
-        asked for.
-        """
+        """Rows ``[start, stop)`` of a tensor in order; each piece is valid until the next one is asked for."""
         stored = self.tensors[name]
         dtype = TENSOR_DTYPES[stored.dtype]
         rows = stored.shape[0]

@@ -1,4 +1,4 @@
-"""What a model is, read from its ``config.json``: the one place that knows Hugging Face's attribute names.
+"""Model configuration from ``config.json``: the one place that knows Hugging Face's attribute names.
 
 Checks everything it reads; it opens no file and builds no tensor.
 """
@@ -34,7 +34,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-# Far above every released dense model; they keep a hostile config from asking for absurd shapes.
+# Limits far above every released dense model: a hostile config cannot ask for absurd shapes.
 _MAX_LAYERS = 512
 _MAX_WIDTH = 2**20
 _MAX_VOCAB = 2**24
@@ -47,8 +47,7 @@ _MISTRAL_SLIDING_WINDOW = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder-only transformer. Sizes count elements, ``max_position_embeddings``
-    tokens.
+    """Shape and arithmetic of a decoder-only transformer. Sizes in elements, ``max_position_embeddings`` in tokens.
 
     ``attention_bias`` is the bias of q, k and v, ``attention_output_bias`` that of the output projection;
     ``qk_norm`` is an RMSNorm over each head of q and k; ``dtype`` is the checkpoint's.
@@ -114,9 +113,9 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest context the model was made for: what its rope scaling stretches it to counts."""
+        """Tokens of the longest context the model was made for, stretched by its rope scaling where it has one."""
         rope, positions = self.rope, self.max_position_embeddings
-        if rope.rope_type == "linear":  # where configs leave the context as it was before scaling
+        if rope.rope_type == "linear":  # its configs state the context before scaling
             return int(positions * rope.factor)
         if rope.rope_type == "yarn":
             return max(positions, int(rope.original_max_position_embeddings * rope.factor))
@@ -163,11 +162,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _refuse_sliding_window(fields: Fields, architecture: str) -> None:
-    """Every layer must attend to the whole context, which a window no shorter than it also does."""
+    """Raises ``ModelError`` for a sliding window, unless it covers the whole context."""
     max_positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS)
     window = None
     if architecture == "MistralForCausalLM":
-        # transformers' default stands where the key is absent; null means no window.
+        # A missing key means transformers' default window; null means no window.
         window = fields.get("sliding_window") if "sliding_window" in fields.values else _MISTRAL_SLIDING_WINDOW
     elif architecture.startswith("Qwen") and fields.boolean("use_sliding_window", default=False):
         window = fields.get("sliding_window")

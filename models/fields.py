@@ -1,6 +1,4 @@
-"""Strict reading of a JSON object somebody else wrote: every value is checked for type and range, never
-trusted.
-"""
+"""Strict reading of a JSON object by somebody else: every value is checked for type and range."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from qkv_engine.errors import ModelError
 
 
 class Fields:
-    """Typed access to one JSON object. ``null`` counts as absent; every refusal is a ``ModelError`` naming
-    the field.
-    """
+    """Typed access to one JSON object; ``null`` counts as absent. Refusals are ``ModelError``, naming the field."""
 
     def __init__(self, values: object, where: str = ""):
         if not isinstance(values, dict):

@@ -1,6 +1,6 @@
-"""Opening the files of a model folder, which may have been written by somebody hostile.
+"""Safe reading of a model folder's files, which somebody hostile may have written.
 
-Only regular files inside the folder are opened, once, and what is read comes from that one descriptor. Every file of
+Only regular files inside the folder are opened, once, and all reads use that one descriptor. Every file of
 a model is read through this module: configurations, tokenizer, chat template, weights and their index.
 """
 
@@ -47,11 +47,11 @@ def open_inside(folder: Path, name: str) -> FileIO:
     if not Path(path).is_relative_to(_declared_root(folder)):
         raise ModelError(f"{name} is a link that leaves the model folder {folder}")
     try:
-        is_regular = stat.S_ISREG(os.stat(path).st_mode)  # merely opening a device may do something
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)  # opening a device may have effects
         if is_regular:
             # The descriptor gets its owner within one call of C, so that no interrupt comes between and loses it.
             file = next(map(FileIO, map(os.open, (path,), (_OPEN_FLAGS,))))
-            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # it may have been exchanged
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # the file may have been exchanged in between
     except OSError as error:
         raise ModelError(f"{folder / name} cannot be opened: {error.strerror}") from error
     if not is_regular:
@@ -66,7 +66,7 @@ def check_file_name(name: object) -> None:
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """Whether the folder has an entry of that name, be it one that ``open_inside`` refuses."""
+    """Whether the folder has an entry of that name, even one that ``open_inside`` would refuse."""
     return os.path.lexists(folder / name)
 
 
@@ -113,9 +113,7 @@ def read_exactly(file: FileIO, offset: int, nbytes: int, name: str) -> bytearray
 
 
 def read_into(file: FileIO, offset: int, buffer: memoryview, name: str) -> None:
-    """Fill ``buffer`` from byte ``offset``; ``ModelError`` if the file ends first (it may shrink while it is
-    read).
-    """
+    """Fills ``buffer`` from byte ``offset``. Raises ``ModelError`` if the file ends first, as one that shrinks may."""
     done = 0
     try:
         file.seek(offset)
@@ -153,7 +151,7 @@ def _decode(data: bytes | bytearray, where: str) -> str:
 
 
 def _declared_root(folder: Path) -> Path:
-    """What links may point into: the folder, or ``models--ORG--NAME`` for
+    """The folder that links may point into: ``folder``, or ``models--ORG--NAME`` in the Hub's cache for
     ``models--ORG--NAME/snapshots/COMMIT``.
     """
     root = folder.resolve()

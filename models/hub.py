@@ -1,4 +1,4 @@
-"""Fetching a model from the Hugging Face Hub into its cache, which is then read like a local folder."""
+"""Download of a model from the Hugging Face Hub into its cache, which is then read like a local folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def download(
     weights: bool,
     check: Callable[[Path], object],
 ) -> Path:
-    """Folder in the Hub's cache with the model's files; nothing is fetched that is already there.
+    """The folder in the Hub's cache with the model's files; files already there are not fetched again.
 
     ``check`` sees the folder when it has only ``config.json``, so that a model we cannot run costs no
     download. All files come from the one commit that ``revision`` (branch, tag or commit) named at the start.

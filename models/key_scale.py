@@ -16,7 +16,7 @@ from .attention import Attention
 
 
 def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -> None:
-    """Divides the keys of ``net``, before it is packed, by ``scale``, and multiplies the queries that meet them.
+    """Divides the keys of an unpacked ``net`` by ``scale``, and multiplies the matching queries.
 
     The factors go into the weights of the q/k norm, which has a row a head, or else into the rows and biases of the
     projections. Shapes:  scale [layers, H, D / 2]. Raises ``ConfigError`` for other shapes.
@@ -25,7 +25,7 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
     shape = [len(attentions), attentions[0].num_kv_heads, attentions[0].head_dim // 2]
     try:
         divisors = torch.tensor(scale, dtype=torch.float32)
-    except (TypeError, ValueError) as error:  # ragged
+    except (TypeError, ValueError) as error:  # a ragged list
         raise _refusal("not numbers in even rows", shape) from error
     if list(divisors.shape) != shape:
         raise _refusal(f"has shape {list(divisors.shape)}", shape)
@@ -37,7 +37,7 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
 
 
 def _fold(attention: Attention, divisor: Tensor) -> None:
-    """Shapes:  divisor [H, D / 2]"""
+    """Folds one layer's divisors into its weights. Shapes:  divisor [H, D / 2]"""
     channels = divisor.repeat(1, 2).to(attention.o_proj.weight.device)
     queries = channels.repeat_interleave(attention.num_heads // attention.num_kv_heads, dim=0)
     factors = torch.cat((queries, 1 / channels))

@@ -1,6 +1,4 @@
-"""Layers every supported model is made of. Each says which checkpoint tensors fill it; the loader does the
-filling.
-"""
+"""Layers of all supported models. Each layer names its checkpoint tensors; the loader fills them in."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
 
 
 class Layer(nn.Module):
-    """A module without hooks: calling it is calling ``forward``, a microsecond less each of a hundred times a step."""
+    """A module without hooks: a call is ``forward`` alone, a microsecond less in each of a step's hundred calls."""
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
@@ -25,14 +23,14 @@ class Layer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            self.__dict__[name] = value  # found at once; torch looks children up in three dictionaries, in Python
+            self.__dict__[name] = value  # a direct attribute; torch looks children up in three dictionaries, in Python
 
     def pack(self) -> None:
-        """Called once after loading: weights may take the layout that their operators want."""
+        """Called once after loading: weights may change to their operators' fastest layout."""
 
 
 class CheckpointRows(NamedTuple):
-    """Where one checkpoint tensor goes: rows ``[start, stop)`` of a module's parameter."""
+    """The target of one checkpoint tensor: rows ``[start, stop)`` of a module's parameter."""
 
     name: str  # in the checkpoint, below the path of the module's parent
     shape: tuple[int, ...]  # in the checkpoint; broadcast over the rows where it has fewer dimensions
@@ -44,8 +42,7 @@ class CheckpointRows(NamedTuple):
 class Linear(Layer):
     """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
-    ``shards`` maps each projection's name to its rows. ``pack`` ends loading; from then on the weight is
-    opaque.
+    ``shards`` maps each projection's name to its rows. ``pack`` ends loading; after it the weight is opaque.
     """
 
     def __init__(self, in_features: int, shards: dict[str, int], *, bias: bool):
@@ -70,7 +67,7 @@ class Linear(Layer):
             start = stop
 
     def pack(self) -> None:
-        """Replace the weight by the layout the fastest product wants, and free the original."""
+        """Replaces the weight by the fastest product's layout and frees the original."""
         packed = pack_weight(self.weight)
         if packed is not self.weight:
             del self.weight
@@ -78,18 +75,16 @@ class Linear(Layer):
 
 
 class RMSNorm(Layer):
-    """``x / rms(x) * weight`` over the last dimension: float32 inside, cast back before the weight, like
-    Hugging Face.
-    """
+    """``x / rms(x) * weight`` over the last dimension: float32 inside, cast before the weight, like Hugging Face."""
 
     def __init__(self, name: str, size: int, eps: float):
         super().__init__()
         self.name, self.size, self.eps = name, size, eps
         self.weight = _empty(size)
-        self._scaled_weight: Tensor | None = None  # of the CPU's shorter way
+        self._scaled_weight: Tensor | None = None  # weight * sqrt(size), for the CPU's shorter computation
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Norm of x + residual and that sum, which takes the residual's place; all [N, E]."""
+        """The norm of x + residual, and that sum, which overwrites the residual; all [N, E]."""
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
@@ -98,7 +93,7 @@ class RMSNorm(Layer):
         return add_rms_norm(x, residual, self.weight, self.eps), residual
 
     def pack(self) -> None:
-        """float32 on the CPU takes the square root of ``size`` into the weight."""
+        """In float32 on the CPU, folds the square root of ``size`` into the weight."""
         if self.weight.is_cpu and self.weight.dtype is torch.float32:
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
@@ -107,9 +102,7 @@ class RMSNorm(Layer):
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm over each head of a tensor ``[N, heads, D]`` whose heads come from several norms, ``shards``
-    heads each.
-    """
+    """RMSNorm over each head of a tensor ``[N, heads, D]``, with ``shards``: numbers of heads by the norm they use."""
 
     def __init__(self, size: int, eps: float, shards: dict[str, int]):
         super().__init__("", size, eps)
@@ -117,7 +110,7 @@ class HeadNorm(RMSNorm):
         self.weight = _empty(sum(shards.values()), size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x and result [N, heads, D]; on the CPU. A GPU's kernel of attention takes ``weight`` and ``eps``."""
+        """x and result [N, heads, D], on the CPU. On a GPU the attention kernel reads ``weight`` and ``eps`` itself."""
         return self.forward(x, None)[0]
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:

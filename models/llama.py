@@ -1,6 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2; the decoder the other families share, their differences being flags of
-``ModelConfig``.
-"""
+"""Llama 2, 3, 3.1 and 3.2; the other families share this decoder, their differences being flags of ``ModelConfig``."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class DecoderLayer(Layer):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
-        """x [N, E], what the layer before adds to ``residual`` (``None``: x is the embedding) -> the same for the next.
+        """x [N, E], the addend of ``residual`` (``None``: x is the embedding) -> the same pair for the next layer.
 
         The residual is added right before the norm that reads it, which is one kernel on a GPU.
         """
@@ -85,8 +83,8 @@ class LlamaForCausalLM(Layer):
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """Hidden states ``[N, E]`` after the final norm.
 
-        input_ids and positions ``[N]`` int64: the step's tokens, requests one after another, and where each
-        stands in its own request. ``batch`` holds the requests' keys and values.
+        input_ids and positions ``[N]`` int64: the step's tokens, requests one after another, and each token's position
+        in its own request. ``batch`` holds the requests' keys and values.
         """
         hidden: Tensor = self.model(input_ids, positions, batch)
         return hidden

@@ -1,4 +1,4 @@
-"""From a folder, a Hub name or a shape to a model ready to run: check everything, allocate, fill, pack.
+"""Model loading from a folder, a Hub name or a named shape: check everything, allocate, fill, pack.
 
 Reads configurations and safetensors only. No remote code, no pickle, no tokenizer.
 """
@@ -28,8 +28,8 @@ from .shapes import SHAPES
 
 LOAD_FORMATS = ("auto", "random")
 _RANDOM_STD = 0.02
-_RANDOM_PIECE = 2**24  # elements drawn between two looks at whether to stop: about 0.2 s of a CPU
-# Written by old releases of transformers; computed from the config here.
+_RANDOM_PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
+# Tensors that old releases of transformers wrote; computed from the config here.
 _DERIVED_TENSOR = ".rotary_emb.inv_freq"
 _PROGRESS_FROM_BYTES = 2**30
 _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
@@ -37,7 +37,7 @@ _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model whose configuration has been read and whose weights have not. ``folder`` is ``None`` for a bare shape."""
+    """A model whose configuration has been read, not its weights. ``folder`` is ``None`` for a named shape."""
 
     name: str
     config: ModelConfig
@@ -46,9 +46,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device in its dtype. ``folder`` holds tokenizer and generation_config; ``None`` for a
-    bare shape.
-    """
+    """A model on its device in its dtype. ``folder`` has its tokenizer and generation_config, if any."""
 
     model: nn.Module
     config: ModelConfig
@@ -86,7 +84,7 @@ def find_model(
     token: str | None = None,
     check: Callable[[ModelConfig], object] = lambda config: None,
 ) -> ModelSource:
-    """The configuration of a model and, of one on the Hub, all its files downloaded; see ``load_model``.
+    """The configuration of a model; a model on the Hub is downloaded with all its files. See ``load_model``.
 
     ``check`` may refuse the configuration before weights are downloaded. Raises ``ConfigError`` for a bad option,
     ``ModelError`` for a model that is not there or not supported, and whatever ``check`` raises.
@@ -122,7 +120,7 @@ def load_weights(
     ``prepare`` may change the weights before they are packed. Without ``pack`` they stay plain matrices, which
     gradients need. ``stopped`` is asked a few times a second.
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
-    little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` says so.
+    little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """
     if load_format == "random":
         net = _build(source.config)
@@ -140,7 +138,7 @@ def load_weights(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """``folder/config.json`` as a ``ModelConfig``; ``ModelError`` for whatever is wrong with it."""
+    """``folder/config.json`` as a ``ModelConfig``. Raises ``ModelError`` for any fault in it."""
     if not has_file(folder, "config.json"):
         gguf = next((name for name in file_names(folder) if name.endswith(".gguf")), None)
         why = "" if gguf is None else f", but {gguf}: GGUF files are not read"
@@ -154,19 +152,17 @@ def weights_nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of ``device`` that loading the weights takes at its peak.
+    """The most bytes of ``device`` in use while the weights are loaded.
 
-    On the CPU a packed copy of the output embedding, the largest matrix, comes on top: while it is made, and for
-    life where the embedding shares it.
+    On the CPU a packed copy of the output embedding, the largest matrix, comes on top: during packing, and for life
+    where the input embedding shares the matrix.
     """
     packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
     return weights_nbytes(config, dtype) + packed
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, CheckpointRows]:
-    """Checkpoint names of an unpacked model, and where each tensor goes. A tied output embedding has no
-    tensor.
-    """
+    """Checkpoint names of an unpacked model with their targets. A tied output embedding has no tensor."""
     wanted: dict[str, CheckpointRows] = {}
     for path, module in net.named_modules():
         if not isinstance(module, (Linear, RMSNorm, Embedding)):
@@ -189,7 +185,7 @@ def find_folder(
 ) -> Path:
     """The local folder of a model; a Hub name ``org/name`` is downloaded, without ``weights`` only its small files.
 
-    ``check`` sees a downloaded folder while it has nothing but ``config.json``. A path that does not exist is never
+    ``check`` sees a downloaded folder with nothing but ``config.json`` in it. A path that does not exist is never
     looked for on the Hub. Raises ``ModelError``, and whatever ``check`` raises.
     """
     # os.path answers False where pathlib raises: a name may be too long for a path, or contain a null.
@@ -208,7 +204,7 @@ def find_folder(
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the weights that an option stands for. Raises ``ConfigError`` for an unknown one."""
+    """The weights' dtype for an option. Raises ``ConfigError`` for an unknown one."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype
     resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -219,7 +215,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
 
 
 def _build(config: ModelConfig) -> nn.Module:
-    """The model without memory: its parameters have shapes only."""
+    """The model on the meta device: its parameters have shapes and no memory."""
     with torch.device("meta"):
         return MODELS[config.architecture](config)
 
@@ -276,7 +272,7 @@ def _load_checkpoint(
 
 
 def _check_tensors(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], config: ModelConfig) -> None:
-    """Names, shapes and dtypes must agree both ways; a tied output embedding may be stored as well."""
+    """Raises ``ModelError`` unless names, shapes and dtypes agree both ways; a tied output embedding may be stored."""
     files = ", ".join(checkpoint.file_names[:3])
     missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:

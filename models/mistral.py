@@ -1,6 +1,4 @@
-"""Mistral 7B v0.2 and later, Nemo and the like: Llama's decoder. A sliding window is refused by
-``ModelConfig.from_hf``.
-"""
+"""Mistral 7B v0.2 and later, Nemo and the like: Llama's decoder. ``ModelConfig.from_hf`` refuses a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architecture name in ``config.json`` to model class: a new one is a file and a line here."""
+"""Model classes by the architecture name in ``config.json``; a new architecture is a file and a line here."""
 
 from __future__ import annotations
 

@@ -20,11 +20,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Parameters of the rotation. Only the fields of ``rope_type`` are read; the others keep their neutral
-    value.
+    """Parameters of the rotation. Only the fields of ``rope_type`` are read; all others keep neutral values.
 
-    ``original_max_position_embeddings`` is the trained context in tokens; ``attention_factor`` scales cos and
-    sin.
+    ``original_max_position_embeddings``: the trained context in tokens. ``attention_factor`` scales cos and sin.
     """
 
     rope_type: str = "default"
@@ -131,7 +129,7 @@ class RopeConfig:
 
 
 class Rotation(NamedTuple):
-    """How the heads of a step's tokens are rotated: both [N, 1, D] float32, the first half of the sines negated."""
+    """Cosines and signed sines of a step's positions: both [N, 1, D] float32, the first half of the sines negated."""
 
     cos: Tensor
     signed_sin: Tensor

@@ -1,6 +1,4 @@
-"""Real model shapes by name, for benchmarks with random weights: each is the released ``config.json``'s
-content.
-"""
+"""Real model shapes by name, for benchmarks with random weights: the content of each released ``config.json``."""
 
 from __future__ import annotations
 

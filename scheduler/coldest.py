@@ -1,4 +1,4 @@
-"""Which blocks may step down, coldest first."""
+"""Blocks that may step down, coldest first."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qkv_engine.request import Request
 from .queue import ArrivalQueue
 from .space import Block, KVSpace
 
-NEVER = 2**62  # tokens: newer than any block, of one whose holder pays for nobody
+NEVER = 2**62  # tokens: newer than any block, for a block whose holder does not pay
 
 
 class Candidate(NamedTuple):
-    """A block that may step down, in the order in which blocks do: tuples compare field by field."""
+    """A block that may step down; candidates sort in the order of stepping down, field by field."""
 
-    tenant: int  # 0 who pays first, 1 second; see ``Pressure._ranks``
+    tenant: int  # 0: its tenant pays first, 1: second; see ``Pressure._ranks``
     shared: bool
     rung: int
     newness: int  # minus the age, so that the coldest come first
@@ -28,20 +28,20 @@ class Candidate(NamedTuple):
 
 
 class Coldest:
-    """Blocks of running requests that may step down, coldest first, for one step: while no block changes hands.
+    """Blocks of running requests that may step down, coldest first; valid for one step, until a block changes hands.
 
-    ``ranks`` says whose blocks these are, and who pays first. The first to step down are blocks that nobody shares, of
-    those who pay first. While there are enough requests that have some, only the coldest of each is looked at.
+    ``ranks``: the requests whose blocks may step down, by rank of payment. Unshared blocks of the first payers go
+    first; while enough requests have such blocks, only the coldest block of each is looked at.
     """
 
     def __init__(self, space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int]):
         self._space, self._running, self._ranks = space, running, ranks
-        self._followers: dict[Request, Iterator[Candidate]] | None = {}  # None when the heap has all there are
+        self._followers: dict[Request, Iterator[Candidate]] | None = {}  # None once the heap has all eligible blocks
         self._heap = self._heads()
         heapify(self._heap)
 
     def take(self, number: int) -> list[Candidate]:
-        """The ``number`` coldest blocks, or all there are. Each is thought to go down a rung before the next call."""
+        """The ``number`` coldest blocks, or all there are. Each is taken to step down a rung before the next call."""
         if self._followers is not None and len(self._heap) < number:
             self._followers, self._heap = None, eligible(self._space, self._running, self._ranks)
             heapify(self._heap)
@@ -55,7 +55,7 @@ class Coldest:
         return chosen
 
     def _heads(self) -> list[Candidate]:
-        """The coldest block that each of those who pay first has for itself."""
+        """The coldest unshared block of each request that pays first."""
         first, heads = min(self._ranks.values(), default=0), []
         for request, rank in self._ranks.items():
             found = self._space.coldest(request) if rank == first else None
@@ -65,7 +65,7 @@ class Coldest:
         return heads
 
     def _push_follower(self, candidate: Candidate) -> None:
-        """After a request's coldest block comes its next one."""
+        """Pushes the next block of the request whose coldest block was taken."""
         if self._followers is None:
             return
         request = candidate.request
@@ -86,7 +86,7 @@ def eligible(
 ) -> list[Candidate]:
     """Blocks of the requests in ``ranks`` that may step down now, each once, in no order.
 
-    Of a shared block's owners the one to whom it is newest decides, and the one who pays last. With ``even_recent``
+    A shared block has the age that is newest among its owners, and the last rank of payment. With ``even_recent``
     blocks in a recent window count too, unless they are on the widest rung.
     """
     found: dict[int, Candidate] = {}
@@ -107,5 +107,5 @@ def eligible(
 
 
 def _have_shared(space: KVSpace, requests: Iterable[Request]) -> bool:
-    """Whether some of the blocks that ``requests`` could let step down are others' too."""
+    """Whether some blocks of ``requests`` that are old enough to step down are shared."""
     return any(block.is_shared for r in requests for block, age in space.unsettled(r) if age >= 0)

@@ -1,4 +1,4 @@
-"""What one step computes: which requests, how many tokens of each."""
+"""One step's work: the requests and their numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from qkv_engine.request import Request
 class ScheduledRequest(msgspec.Struct, eq=False, gc=False):
     """``num_tokens`` tokens of ``request``, from position ``start`` to before ``end``, run in this step.
 
-    ``samples`` says that the step reaches the last token, so that its logits give the next one. Only a single token,
-    and one that such a step samples, may be in flight. Every step makes one for each request, so making one is cheap.
+    ``samples``: the step reaches the request's last token, so its logits give the next one. An item whose
+    token is in flight, sampled by the step before, is a single token. Every step makes one object a request, cheaply.
     """
 
     request: Request
@@ -40,7 +40,7 @@ class ScheduledRequest(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work: single-token requests first, then chunks of prompts. ``started`` are those that began to run."""
+    """One step's work: single-token requests first, then chunks of prompts. ``started``: requests that began to run."""
 
     items: list[ScheduledRequest]
     started: Sequence[Request] = ()

@@ -1,4 +1,4 @@
-"""Who waits and who runs, in order of arrival."""
+"""Queues of waiting and running requests in order of arrival."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qkv_engine.request import Request
 
 
 class ArrivalQueue:
-    """Requests in order of arrival. A preempted request returns to the place its arrival gives it."""
+    """Requests in order of arrival. A preempted request returns to its old place."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

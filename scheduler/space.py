@@ -1,4 +1,4 @@
-"""KV memory as the scheduler asks for it."""
+"""The scheduler's interface to KV memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qkv_engine.request import Request
 
 
 class Block(Protocol):
-    """A block as pressure sees it."""
+    """A KV block, as far as pressure looks at it."""
 
     rung: int
     refs: int
@@ -20,14 +20,14 @@ class Block(Protocol):
 
 
 class KVSpace(Protocol):
-    """What the scheduler needs of KV memory; ``engine/kv/manager.py`` provides it."""
+    """KV memory for the scheduler; ``engine/kv/manager.py`` implements it."""
 
     def capacity(self, request: Request) -> int:
         """Tokens that fit for ``request`` alone, on its floor."""
         ...
 
     def begin_admission(self, step: int) -> None:
-        """To be called before the next two with the number of the step; a step gives a request at most one token."""
+        """Updates demand before ``admits`` and ``within_quota``; a request gets at most one token in a ``step``."""
         ...
 
     def admits(self, request: Request) -> bool:
@@ -51,7 +51,7 @@ class KVSpace(Protocol):
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Room for the first ``num_tokens`` tokens; all or nothing."""
+        """Reserves room for the first ``num_tokens`` tokens; ``False``, and no change, if there is none."""
         ...
 
     def release(self, request: Request) -> None: ...
@@ -61,7 +61,7 @@ class KVSpace(Protocol):
         ...
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is in the cache. Told from ``request.next_cacheable_at`` on."""
+        """Notes that the KV of the first ``num_tokens`` tokens is computed; needed from ``next_cacheable_at`` on."""
         ...
 
     def free_blocks(self) -> int:
@@ -73,7 +73,7 @@ class KVSpace(Protocol):
         ...
 
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
-        """Blocks that may still step down, with how many tokens beyond the recent window they are; see the tables."""
+        """Blocks that may still step down, each with its age: tokens beyond the recent window, negative inside it."""
         ...
 
     def coldest(self, request: Request) -> tuple[Block, int] | None:
@@ -81,7 +81,7 @@ class KVSpace(Protocol):
         ...
 
     def aged(self, running: Iterable[Request]) -> list[Request]:
-        """Those of all running requests of which a block of ``unsettled`` is beyond the recent window."""
+        """The requests of ``running`` that have a block of ``unsettled`` beyond the recent window."""
         ...
 
     def demote(self, steps: list[tuple[Any, int]]) -> int:
