@@ -1,7 +1,7 @@
-"""What each preset costs in answers: ``python -m studies.accuracy --kv bf16,kitty-pro,kivi-2 --samples 200``.
+"""Accuracy of presets on the demo tasks: ``python -m studies.accuracy --kv bf16,kitty-pro,kivi-2 --samples 200``.
 
 One row a preset: right answers of each demo task, and the mean over tasks. ``--boost 0,12.5,25,50,100`` adds ladders
-with that percentage of K's channels at four bits, chosen by each of ``--rankings``; ``--plot`` draws these (Kitty's
+with that percentage of K's channels at four bits, chosen by each of ``--rankings``; ``--plot`` draws them (Kitty's
 Figure 4). ``--plans FILE ...`` adds plan files as one row: the mean of several draws, such as KVmix's random control.
 ``--eager`` measures the floors of ladders that step down under pressure.
 """
@@ -37,9 +37,9 @@ STYLES = ("o-", "s--", "D:")  # of the lines of a plot
 
 
 class Result(NamedTuple):
-    """Answers with one cache, over all tasks; of several plans their sum.
+    """Answers with one cache, over all tasks; for several plans the sum.
 
-    ``bits`` are effective when the most was held; ``floor`` of a block on the last rung, None of several plans.
+    ``bits``: effective, when the most was held. ``floor``: of a block on the last rung, None for several plans.
     """
 
     name: str
@@ -67,7 +67,7 @@ def boosted(percent: str, ranking: str) -> KVConfig:
 
 
 def run(ladders: Mapping[str, KVConfig], args: argparse.Namespace) -> dict[str, list[AccuracyRow]]:
-    """Asks the questions through each cache in turn; the rows of each."""
+    """The rows of each cache, which answers the questions in turn."""
     tasks = parse_tasks(args.tasks, samples=args.samples, seed=args.seed)
     plan = AccuracyPlan(model="demo", kvs=tuple(ladders), tasks=tasks, seed=args.seed)
 

@@ -1,4 +1,4 @@
-"""Accuracy against the bits of a floor: presets as points with their names, the plans of each method as a line."""
+"""Plot of accuracy against bits at the floor: presets as points with names, the plans of each method as a line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_bits(points: Sequence[Point], path: Path) -> None:
 
 
 def _places(points: Sequence[Point]) -> dict[tuple[float, float], list[str]]:
-    """The presets' names by place: those of the same bits and the same percentage share one."""
+    """The presets' names by point: presets of the same bits and percentage share one."""
     found: dict[tuple[float, float], list[str]] = {}
     for point in points:
         if point.method is None:

@@ -23,11 +23,11 @@ from qkv_engine.config import resolve_kv
 from qkv_engine.models.shapes import SHAPES
 
 POLL_SECONDS = 0.002
-SAME_STEP_SECONDS = 0.0005  # tokens that come so close together are of one step
+SAME_STEP_SECONDS = 0.0005  # tokens less than this apart count as one step's
 
 
 class Sample(NamedTuple):
-    """Counters at a moment."""
+    """The engine's counters at one moment."""
 
     seconds: float
     demotions: int
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The time from one step's tokens to the next's, in ms, with what was counted meanwhile."""
+    """The time from one step's tokens to the next's, in ms, with the counts in between."""
 
     ms: float
     demotions: int

@@ -19,7 +19,7 @@ from .papers.__main__ import DEMO
 from .papers.cache import LayerCache, Side, attention
 from .papers.decode import SimulatedBatch
 
-WINDOW = 128  # newest tokens, which stay in full precision and whose queries count
+WINDOW = 128  # newest tokens, which stay in full precision; only their queries are measured
 
 
 class Attended(NamedTuple):
@@ -44,7 +44,7 @@ class Attended(NamedTuple):
         return attention(self.q, k, v)
 
     def old_share(self, k: Tensor) -> float:
-        """The mean share of the window's attention that falls on tokens older than it, by other keys."""
+        """The mean share of the window's attention on tokens older than it, for keys ``k``."""
         n, length = self.q.shape[1], k.shape[1]
         keys = k.repeat_interleave(len(self.q) // len(k), 0)
         scores = (self.q @ keys.mT) * self.q.shape[2] ** -0.5
@@ -68,7 +68,7 @@ class _Recorder(LayerCache):
 @torch.inference_mode()
 def conversations(tasks: str, samples: int, seed: int = 0) -> Iterator[list[Attended]]:
     """The layers of each conversation, ``samples`` of each of ``tasks``: question and right reply, read at once."""
-    torch.set_num_threads(1)  # waking another costs a model this small more than it computes
+    torch.set_num_threads(1)  # waking another thread costs a model this small more than it gains
     model = load_model(str(DEMO), device=torch.device("cpu")).model
     assert isinstance(model, LlamaForCausalLM)
     with closing(Tokenizer.from_folder(DEMO)) as tokenizer:

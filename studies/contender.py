@@ -1,4 +1,4 @@
-"""An engine to measure, in a process of its own: it loads there, waits for its turn, and times one run at a time.
+"""A process for each engine to measure: it loads the engine, waits for its turn, and times one run at a time.
 
 Two engines in one process would slow each other down even when only one runs: OpenMP lets threads wait for work
 awake only while the workers of the whole process do not outnumber the cores.
@@ -18,7 +18,7 @@ from qkv_engine.errors import QKVError
 
 
 class Generation(NamedTuple):
-    """What one run gave: the output tokens of each prompt, and when they came."""
+    """The result of one run: the output tokens of each prompt, and when they came."""
 
     tokens: list[list[int]]
     timelines: list[Timeline]
@@ -28,7 +28,7 @@ Generate = Callable[[list[list[int]], int], Generation]  # prompts of equal leng
 
 
 class Loaded(NamedTuple):
-    """An engine ready to run: the ways it can be run, by name, and the token ids that prompts may hold."""
+    """An engine ready to run: its ways to run by name, and the token ids that prompts may hold."""
 
     ways: dict[str, Generate]
     vocabulary: list[int]
@@ -56,7 +56,7 @@ def measure(generate: Generate, prompts: list[list[int]], output_len: int) -> Ru
 
 
 class Contender:
-    """Calls ``load`` in a new process and keeps it until closed. Raises ``QKVError`` for whatever fails there."""
+    """Calls ``load`` in a new process and keeps it until closed. Raises ``QKVError`` for any failure there."""
 
     def __init__(self, load: Callable[[], Loaded]):
         context = multiprocessing.get_context("spawn")
@@ -95,7 +95,7 @@ class Contender:
 
 
 def _serve(load: Callable[[], Loaded], pipe: Connection) -> None:
-    """The other process: answers each message with what it asks for or with a ``QKVError``, until it is ended."""
+    """The loop of the other process: answers each message with its result or a ``QKVError``, until it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process in front
     try:
         loaded = load()

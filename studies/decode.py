@@ -3,7 +3,7 @@
 A run of prompts that grow by ``--output-len`` tokens to ``--context`` would spend its time on prompts. It is sampled:
 KV memory is filled at a few contexts on the way without computing the prompts (``filled.py``), the engine's own decode
 steps are timed there, and the step's time is integrated over the output. ``--full`` computes and times everything
-instead. Weights and KV together take ``--memory``. The rows' ``method`` says which it was.
+instead. Weights and KV together take ``--memory``. The rows' ``method`` is "sampled" or "full run".
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """What ``args`` ask for. Raises ``ConfigError``."""
+    """The plan of the options. Raises ``ConfigError``."""
     contexts = parse_batches(args.context)
     room = args.output_len // (2 * args.points)
     if not 2 <= args.output_len < min(contexts):
@@ -143,7 +143,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _check_targets(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for what could not be written after the run."""
+    """Raises ``ConfigError`` for output paths that could not be written after the run."""
     if args.output is not None:
         format_of(args.output, args.format)
         check_writable(args.output, "output")

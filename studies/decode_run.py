@@ -29,8 +29,8 @@ from .filled import FilledCore, spread_prompts
 from .roofline import Weights, bytes_seconds, count_weights, limit_seconds
 
 SAMPLED, FULL = "sampled", "full run"
-WARMUP_STEPS, WINDOWS = 4, 5  # before the timed steps, and pieces in which these are timed
-FULL_WINDOWS = 16  # pieces of a full run
+WARMUP_STEPS, WINDOWS = 4, 5  # steps before the timed ones, and pieces in which the timed ones are measured
+FULL_WINDOWS = 16  # pieces of a full run; more show more of its spread
 MAX_BATCH = 4096
 
 
@@ -57,7 +57,7 @@ class DecodeRow(Row):
 
 
 class Plan(NamedTuple):
-    """What to measure, in tokens; ``batches`` may say "max", the largest batch that fits."""
+    """A measurement to run, in tokens; ``batches`` may say "max", the largest batch that fits."""
 
     shape: str
     kvs: tuple[str, ...]
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Steps timed together: how many, seconds each, and the bytes of KV that each read."""
+    """Steps timed together: their number, seconds of each, and the bytes of KV that each read."""
 
     steps: int
     seconds: float
@@ -82,7 +82,7 @@ class Window(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What a preset is measured on: memory for KV, and sizes by context."""
+    """The inputs of a preset's measurement: memory for KV, and sizes by context."""
 
     kv: str
     kv_nbytes: int
@@ -144,7 +144,7 @@ def _measure(plan: Plan, core: FilledCore, kv: str, context: int, batch: int, we
 
 
 def sample_contexts(context: int, plan: Plan) -> list[int]:
-    """Where steps are timed: the middles of ``points`` equal parts of the output."""
+    """Contexts at which steps are timed: the middles of ``points`` equal parts of the output."""
     part = plan.output_len / plan.points
     return [round(context - plan.output_len + (i + 0.5) * part) for i in range(plan.points)]
 
@@ -181,7 +181,7 @@ def _summary(
 ) -> DecodeRow:
     """The row of some points of the run, of equal weight, with the windows of each."""
     windows = [window for piece in pieces for window in piece]
-    # A full run counts every step; of a sample the median piece, so that a graph captured meanwhile does not count.
+    # A full run counts every step, a sample the median piece: a graph captured in between does not count.
     centre = _mean if plan.full else _median
     seconds = statistics.fmean(centre(piece) for piece in pieces)
     kv_read = statistics.fmean(w.kv_nbytes for w in windows)
@@ -249,7 +249,7 @@ def _described(row: DecodeRow, started: Started, seed: int) -> DecodeRow:
 
 
 def size(plan: Plan, kv: str, config: ModelConfig, dtype: torch.dtype, kv_nbytes: int) -> Subject:
-    """How many requests of each context fit in ``kv_nbytes``, and which batches are wanted."""
+    """The requests of each context that fit in ``kv_nbytes``, and the batches to run."""
     ladder = make_ladder(resolve_kv(kv), config, dtype)
     largest = {c: min(MAX_BATCH, largest_batch(ladder, kv_nbytes, c)) for c in plan.contexts}
     batches = {c: parse_batches(plan.batches.replace("max", str(max(1, n)))) for c, n in largest.items()}
@@ -257,7 +257,7 @@ def size(plan: Plan, kv: str, config: ModelConfig, dtype: torch.dtype, kv_nbytes
 
 
 def kv_names(text: str) -> tuple[str, ...]:
-    """Presets and plan files of a list, each once. Raises ``ConfigError`` for one that there is not."""
+    """Presets and plan files of a list, each once. Raises ``ConfigError`` for an unknown one."""
     names = dict.fromkeys(name.strip() for name in text.split(","))
     for name in names:
         resolve_kv(name)
@@ -282,7 +282,7 @@ def engine_config(plan: Plan, subject: Subject, batch: int) -> EngineConfig:
 
 
 def weight_dtype(plan: Plan, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What ``plan.dtype`` stands for."""
+    """The dtype that ``plan.dtype`` names."""
     if plan.dtype == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype
     return DTYPES[plan.dtype]

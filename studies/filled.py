@@ -1,4 +1,4 @@
-"""Requests that decode at a context nobody computed: their prompts' KV is put into memory, the rest is the engine.
+"""Requests that decode at a context without computed prompts: random KV fills memory, the rest is the engine.
 
 The scheduler, its pressure, the block tables, seals and demotions, the runner and the sampler are the engine's own;
 only the prompts' K and V are random numbers. A prompt is found where a cached prefix would be found, when its request
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from qkv_engine.startup import Started
 
 PIECE_TOKENS = 32 * BLOCK_TOKENS  # of a prompt filled at once, on the widest rung
-NUM_PATTERNS = 8  # different blocks of random numbers
-MAX_SETTLING = 4096  # rounds of pressure; one steps a few blocks down
-PROMPT_TOKEN = 5  # nobody reads it
+NUM_PATTERNS = 8  # different blocks of random numbers, used in turn
+MAX_SETTLING = 4096  # rounds of pressure at most, each of which steps a few blocks down
+PROMPT_TOKEN = 5  # any id: prompts are not computed
 
 
 class FilledManager(KVManager):
-    """KV memory in which every prompt is found, all but its last token, as if the prefix cache held it.
+    """KV memory that finds all of every prompt but the last token, as if the prefix cache held it.
 
     Prompts take room and step down exactly as if they were computed: widest rung first, under the pressure of the
     scheduler; with an eager ladder, what is older than the recent window goes to its floor.
@@ -45,7 +45,7 @@ class FilledManager(KVManager):
         self._core, self._patterns = core, patterns
 
     def admits(self, request: Request) -> bool:
-        """Always: the batch was sized by this question."""
+        """Always true: the batch was sized by this question."""
         return True
 
     def open(self, request: Request) -> int:
@@ -125,8 +125,8 @@ class FilledCore:
             if self.core.scheduler.num_preemptions:
                 raise QKVError("requests were preempted: the batch does not fit at once")
         self._settle()
-        gc.collect()  # what the prompts left is not the steps' to collect
-        self.core.reset_counters()  # what the prompts took at their widest is not the steps' peak
+        gc.collect()  # garbage of the prompts must not be collected in the timed steps
+        self.core.reset_counters()  # the prompts' peak at their widest is not the steps'
 
     def end(self) -> None:
         """Ends all requests and gives their blocks back."""
@@ -171,7 +171,7 @@ class FilledCore:
                 raise QKVError(f"a request ended early: {submission.error or 'it has all its tokens'}")
 
     def _settle(self) -> None:
-        """Lets pressure keep as much room ahead as it wants, so that the steps timed do not pay for the prompts."""
+        """Applies pressure until it has the room ahead that it wants, so the timed steps do not pay for the prompts."""
         for _ in range(MAX_SETTLING):
             self.core.scheduler.pressure.begin_step()
             if not self.cache.tables.waves:

@@ -69,7 +69,7 @@ def if_shrinks(assign: Assign) -> Assign:
 
 
 def around_middle(x: Tensor, patterns: Tensor) -> Tensor:
-    """The nearest pattern of each token, then three times that of what is left of it beside its page's middle.
+    """The nearest pattern of each token, then three times the nearest to the token less its page's residual middle.
 
     The middle of a channel's residuals is subtracted by the quantizer anyway.
     """
@@ -82,7 +82,7 @@ def around_middle(x: Tensor, patterns: Tensor) -> Tensor:
 
 
 def one_after_another(x: Tensor, patterns: Tensor) -> Tensor:
-    """The nearest pattern, then in turn for each token that which leaves its page the least sum of squared ranges."""
+    """The nearest pattern, then token by token the pattern that leaves its page the least sum of squared ranges."""
     original = pages(x)
     left = original - pages(nearest(x, patterns))  # [H, pages, 128, D]
     for t in range(WINDOW):
@@ -148,14 +148,14 @@ class Late(PatternSide):
 
 
 class LateWithoutCentres(Late):
-    """The same, and its windows add no pattern."""
+    """``Late`` whose windows add no pattern."""
 
     def _decoded(self, x: Tensor) -> Tensor:
         return self._coded(x, self.window)
 
 
 class Coder(NamedTuple):
-    """Keys or values of windows as they come back, and the bits of an element that takes, metadata included."""
+    """Coded keys or values of windows, dequantized, and the bits an element of the code, metadata included."""
 
     simulate: Simulate
     bits: float
@@ -179,7 +179,7 @@ KEYS, VALUES = uniform(by_channel, WINDOW), uniform(by_token, WINDOW)
 
 
 class Choice(NamedTuple):
-    """A form of the scheme. ``keys`` and ``values``: how they are assigned, None for full precision."""
+    """A form of the scheme. ``keys`` and ``values``: their assignment, None for full precision."""
 
     keys: Assign | None = None
     values: Assign | None = None
@@ -188,10 +188,10 @@ class Choice(NamedTuple):
     tokens: int = 1024
     start: Start = farthest_first
     kind: type[PatternSide] = Late
-    mine: Mine | None = None  # in place of all the above
+    mine: Mine | None = None  # replaces all mining options above
     key_coder: Coder = KEYS
     value_coder: Coder = VALUES
-    whole: Callable[[], LayerCache] | None = None  # in place of everything
+    whole: Callable[[], LayerCache] | None = None  # replaces all options above
 
     def layer(self) -> LayerCache:
         """A layer's cache."""
@@ -265,7 +265,7 @@ GROUPS: dict[str, dict[str, Choice]] = {
 class Sums:
     """Sums over questions and layers of a choice, of one task."""
 
-    error: dict[str, float] = field(default_factory=dict)  # squared, by what
+    error: dict[str, float] = field(default_factory=dict)  # squared error, by its source
     power: dict[str, float] = field(default_factory=dict)
     right: int = 0
     asked: int = 0

@@ -1,4 +1,4 @@
-"""Decode attention, ours and others', on one GPU: ``python -m studies.peers attention --kernels DIR``.
+"""Decode attention of our kernels and other engines' on one GPU: ``python -m studies.peers attention --kernels DIR``.
 
 Every kernel attends with one query a request to requests of equal length, K and V in its own format, pages in random
 order. Times are those of the device, by graph replay where the kernel can be captured; of a kernel's launch shapes the
@@ -38,7 +38,7 @@ EAGER_CALLS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRow:
-    """One kernel: microseconds a call, and the ratio of its time to that of ours at equal code bits.
+    """One kernel: microseconds a call, and the ratio of its time to our kernel's at equal code bits.
 
     ``stored_bits`` are bits per element with metadata, ``error`` is relative to plain attention.
     """
@@ -81,14 +81,14 @@ def prepare_peer(kernel: PeerKernel, folder: Path | None, shape: Shape, device: 
 
 
 def prepare_ours(bits: int, shape: Shape, device: str) -> list[Call]:
-    """Everything a decode step's attention does in one layer: sink, sealed blocks, open block, merge."""
+    """Our decode attention of one layer, complete: sink, sealed blocks, open block, merge."""
     from .kernels.bench_paged_decode import GROUP, HEAD_DIM, HEADS, calls, long_case, named_pages
 
     if shape[2:] != (HEADS * GROUP, HEADS, HEAD_DIM):
         raise ConfigError("our kernel's benchmark has one shape of heads", field="heads", value=shape[2:])
     page = named_pages()["16" if bits == 16 else f"K{bits}V{bits}"]
     case = long_case(page, shape.batch, shape.length, 1, device=device)
-    # Its result is checked by that benchmark itself, against float attention over poisoned pages.
+    # That benchmark checks its own result, against float attention over poisoned pages.
     return [Call(call, None, case.nbytes) for split in (8, 16, 32) for call in calls(case, split, None)]
 
 
@@ -150,7 +150,7 @@ def prepare_flashinfer(shape: Shape, device: str) -> list[Call]:
 
 
 def measure(entry: Entry, shape: Shape, device: str, seconds_of: Callable[[Call], float]) -> AttentionRow:
-    """The row of one kernel: its fastest launch shape. What fails in all of them is the row's detail."""
+    """The row of one kernel: its fastest launch shape; ``detail`` if every shape fails."""
     try:
         todo = entry.prepare(shape, device)
     except (ConfigError, ImportError) as error:
@@ -200,7 +200,7 @@ def _where(shape: Shape) -> dict[str, Any]:
 
 
 def check(call: Call, shape: Shape) -> float | None:
-    """The largest relative error of the first requests; None for a call whose values nobody knows."""
+    """The largest relative error of the first requests; None for a call without known values."""
     if call.values is None:
         return None
     out, errors = call.run().float(), []
@@ -279,7 +279,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
 
 
 def versions() -> str:
-    """The versions of what took part."""
+    """Versions of the libraries compared."""
     found = []
     for name in ("qkv-engine", "torch", "triton", "flashinfer-python"):
         try:

@@ -1,8 +1,8 @@
-"""Other people's decode attention over KV of few bits, loaded from a folder that is laid out like site-packages.
+"""Decode attention of other engines over KV of few bits, loaded from a folder laid out like site-packages.
 
-Nothing of theirs is in this repository. A folder for them is a place into which the wheels are unpacked, or the files
-named in ``KERNELS`` copied; each kernel is called on random codes in its own format, and its result compared with plain
-attention over the values these stand for.
+No code of theirs is in this repository. The folder has their wheels unpacked, or the files named in ``KERNELS`` copied.
+Each kernel is called on random codes in its own format, and its result is compared with plain attention over the values
+of the codes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class PeerKernel:
-    """``module`` is imported from the folder with ``stubs`` in place of what it imports besides torch and Triton.
+    """A kernel of another engine: ``module`` is imported from the folder, with ``stubs`` for its other imports.
 
     ``prepare`` makes one call, or several launch shapes of which the fastest counts.
     """
@@ -68,7 +68,7 @@ class PeerKernel:
 
 
 def load(kernel: PeerKernel, folder: Path) -> Any:
-    """The module of ``kernel``. Raises ``ConfigError`` if its file is not in ``folder``, or needs what is not there."""
+    """The module of ``kernel``. Raises ``ConfigError`` if its file is not in ``folder`` or one of its imports fails."""
     path = f"{kernel.module.replace('.', '/')}.py"
     if not (folder / path).is_file():
         raise ConfigError(f"holds no {path}", field="kernels", value=str(folder))

@@ -1,8 +1,8 @@
 """Other engines against ours, in turns on one machine: ``python -m studies.peers hf --batch 1,8``.
 
-Both read the same prompts and decode greedily to exactly the same length; prompts that they answer
-differently are counted. ``PEERS`` is the table of what can be compared; a further peer is one function.
-``python -m studies.peers attention`` compares attention kernels alone (``peer_attention.py``).
+Both read the same prompts and decode greedily to exactly the same length; prompts with different answers are counted.
+``PEERS`` is the table of engines to compare; a further peer is one function. ``python -m studies.peers attention``
+compares attention kernels alone (``peer_attention.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Setup(NamedTuple):
-    """What every engine is to load: a folder, a Hub name, a shape (random weights, each its own), None: demo model."""
+    """The model that every engine loads: a folder, a Hub name, a shape (random weights, each its own), None: demo."""
 
     model: str | None
     dtype: str
@@ -46,7 +46,7 @@ class Setup(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to compare: batch sizes, lengths in tokens, runs of each size."""
+    """A comparison to run: batch sizes, lengths in tokens, runs of each size."""
 
     peer: str
     device: str
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine to compare with. ``load`` gives the ways it can be run, by name; the fastest is measured."""
+    """An engine to compare with. ``load`` gives its ways to run, by name; the fastest is measured."""
 
     package: str
     load: Callable[[Setup], Loaded]

@@ -1,9 +1,9 @@
-"""Where each microsecond of a decode step goes: ``python -m studies.profile_step --shape qwen3-8b``.
+"""Microseconds of a decode step by part: ``python -m studies.profile_step --shape qwen3-8b``.
 
 Requests decode at ``--context`` over filled KV memory (``filled.py``). The host's parts are timed in ordinary steps by
-clocks around the engine's own calls; what is inside another part counts there alone. The device's parts are the kernels
-that torch's profiler saw, summed by what they do, and the time in which none ran; on the CPU its operators. The
-profiler slows the host, so the step itself is timed without it.
+clocks around the engine's own calls; a part inside another counts by itself. The device's parts are the kernels that
+torch's profiler saw, summed by kind of work, and the time in which none ran; on the CPU its operators. The profiler
+slows the host, so the step itself is timed without it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .roofline import count_weights, limit_seconds
 
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
-WARMUP_STEPS = 24  # in which launches are captured that most steps repeat
+WARMUP_STEPS = 24  # steps in which recurring launches are captured
 WAITING, WORKING = "wait for the tokens", "all but waiting"
 IDLE = "nothing runs"
 
-# What a kernel does, by its name: ours exactly, libraries' by a part of theirs; the first that matches counts.
+# Kind of work by kernel name: ours exactly, libraries' by a part of the name; the first match counts.
 KERNELS = {
     "decode_float_kernel": "attention, 16 bits",
     "decode_int_kernel": "attention, codes",
@@ -100,7 +100,7 @@ class Interval(NamedTuple):
 
 
 def part_of(kernel: str) -> str:
-    """What the kernel called ``kernel`` does."""
+    """The kind of work of the kernel called ``kernel``."""
     if kernel in KERNELS:
         return KERNELS[kernel]
     name = kernel.lower()
@@ -143,7 +143,7 @@ class Clocks:
             if isinstance(owner, type):
                 setattr(owner, name, method)
             else:
-                delattr(owner, name)  # what the class says holds again
+                delattr(owner, name)  # the method of the class holds again
 
     def _enter(self, part: str) -> None:
         self._lap()
@@ -154,7 +154,7 @@ class Clocks:
         self._stack.pop()
 
     def _lap(self) -> None:
-        """The time since the last event belongs to what was running."""
+        """Adds the time since the last event to the running part."""
         now = self._clock()
         if self._stack:
             self.seconds[self._stack[-1]] += now - self._since

@@ -1,4 +1,4 @@
-"""What one decode step must read and compute, and the least time one H200 needs for it."""
+"""Roofline of one decode step: the bytes it must read, its arithmetic, and the least time on one H200."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOPS = 788e12  # bf16 FLOP/s of its tensor cores, measured
 class Weights:
     """Bytes of a model's weights: all of them, and those that every step reads; ``multiplied`` counts parameters.
 
-    A step looks a few rows of the input embedding up; unless it is the output embedding too, it does not count.
+    A step looks up a few rows of the input embedding, which does not count unless it is the output embedding too.
     """
 
     nbytes: int
@@ -39,11 +39,11 @@ def count_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
 
 
 def bytes_seconds(weights: Weights, kv_nbytes: float) -> float:
-    """Seconds a step takes that only reads its weights and ``kv_nbytes`` of KV, at full bandwidth."""
+    """Seconds of a step that only reads its weights and ``kv_nbytes`` of KV, at full bandwidth."""
     return (weights.read_nbytes + kv_nbytes) / BANDWIDTH
 
 
 def limit_seconds(weights: Weights, batch: int, kv_nbytes: float) -> float:
-    """The same, with matrix products that take their arithmetic's time where that is longer than their reading."""
+    """``bytes_seconds``, with matrix products at their arithmetic's time where that is longer than their reading."""
     products = max(weights.read_nbytes / BANDWIDTH, 2 * weights.multiplied * batch / FLOPS)
     return products + kv_nbytes / BANDWIDTH

@@ -1,4 +1,4 @@
-"""What the scheduler costs with thousands of requests: ``python -m studies.schedule --running 4096``.
+"""Cost of the scheduler with thousands of requests: ``python -m studies.schedule --running 4096``.
 
 Books of a small model without memory or device: nothing is computed, and all sampled tokens are alike. Each row is one
 load, timed call by call: ``Scheduler.schedule`` for steps, ``Scheduler.finish`` where requests are cancelled. Times are
@@ -30,8 +30,8 @@ from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 
-ROOMY = 2**40  # bytes of KV memory that no load here fills
-STEPS = BLOCK_TOKENS  # of a load that goes on: each request begins one block
+ROOMY = 2**40  # bytes of KV memory, more than any load fills
+STEPS = BLOCK_TOKENS  # steps of a steady load, in which each request begins one block
 PROMPT = 16  # tokens
 BUDGET = 8192  # tokens of a step
 CHURN = 16  # requests that end, and that arrive, in a step
@@ -51,7 +51,7 @@ class LoadRow:
 
 
 class Bench:
-    """A scheduler on books alone."""
+    """A scheduler over tables alone, without memory or device."""
 
     def __init__(self, running: int, kv: str = "auto", *, nbytes: int = ROOMY, quota: float | None = None):
         ladder = make_ladder(PRESETS[kv], ModelConfig.from_hf(SHAPES["demo"]), torch.bfloat16)
@@ -101,7 +101,7 @@ class Bench:
 
 
 def decode(running: int, kv: str = "auto", **params: Any) -> Iterator[float]:
-    """All decode, each at another place in its block."""
+    """Seconds a step while all requests decode, each at another place in its block."""
     bench = Bench(running, kv)
     bench.add(running, spread=BLOCK_TOKENS, **params)
     bench.start()
@@ -109,7 +109,7 @@ def decode(running: int, kv: str = "auto", **params: Any) -> Iterator[float]:
 
 
 def in_step(running: int) -> Iterator[float]:
-    """All decode at the same place, so that all begin a block in one step."""
+    """Seconds a step while all decode at the same place, so that all begin a block in one step."""
     bench = Bench(running)
     bench.add(running)
     bench.start()
@@ -117,7 +117,7 @@ def in_step(running: int) -> Iterator[float]:
 
 
 def arrive(running: int) -> Iterator[float]:
-    """All arrive at once; until the last has started."""
+    """Seconds a step while all arrive at once, until the last has started."""
     bench = Bench(running)
     bench.add(running)
     while bench.scheduler.waiting:
@@ -125,7 +125,7 @@ def arrive(running: int) -> Iterator[float]:
 
 
 def churn(running: int) -> Iterator[float]:
-    """Some end in each step, and as many arrive: slabs are left half empty."""
+    """Seconds a step while some end and as many arrive: slabs are left half empty."""
     bench = Bench(running)
     bench.add(running, 4 * BLOCK_TOKENS, spread=BLOCK_TOKENS)
     bench.start()
@@ -136,7 +136,7 @@ def churn(running: int) -> Iterator[float]:
 
 
 def blocked(running: int) -> Iterator[float]:
-    """Memory is promised to those that run; as many wait."""
+    """Seconds a step while memory is promised to the running requests and as many wait."""
     probe = Bench(running)
     need = running * probe.scheduler.space.tables.blocks_for(PROMPT + 1024) * 2**18  # type: ignore[attr-defined]
     bench = Bench(2 * running, nbytes=need)
@@ -147,7 +147,7 @@ def blocked(running: int) -> Iterator[float]:
 
 
 def tenants(running: int) -> Iterator[float]:
-    """Each tenant runs a request and waits with one that is as large as its quota."""
+    """Seconds a step while each tenant runs a request and waits with one that is as large as its quota."""
     bench = Bench(2 * running, quota=1e-4)
     capacity = bench.scheduler.space.capacity(Request("", [0], SamplingParams(), 1))
     for tenant in range(running):
@@ -159,7 +159,7 @@ def tenants(running: int) -> Iterator[float]:
 
 
 def short(running: int) -> Iterator[float]:
-    """Memory is short: blocks step down in every step."""
+    """Seconds a step while memory is short: blocks step down in every step."""
     bench = Bench(running, nbytes=running * 4 * 2**20)
     bench.add(running, 3 * BLOCK_TOKENS, spread=BLOCK_TOKENS, max_tokens=300, length=300)
     bench.start()
@@ -167,7 +167,7 @@ def short(running: int) -> Iterator[float]:
 
 
 def prompt(running: int) -> Iterator[float]:
-    """A prompt of 100,000 tokens beside the others."""
+    """Seconds a step of a prompt of 100,000 tokens beside the others."""
     bench = Bench(running + 1)
     bench.add(running, spread=BLOCK_TOKENS)
     bench.start()
@@ -177,7 +177,7 @@ def prompt(running: int) -> Iterator[float]:
 
 
 def cancel(running: int) -> Iterator[float]:
-    """All are cancelled; a call a request."""
+    """Seconds a call while all requests are cancelled, one a call."""
     bench = Bench(running)
     bench.add(running, 4 * BLOCK_TOKENS, spread=BLOCK_TOKENS)
     bench.start()

@@ -1,4 +1,4 @@
-"""What readers cost: ``python -m studies.streams --shape qwen3-8b --requests 256``.
+"""Cost of readers: ``python -m studies.streams --shape qwen3-8b --requests 256``.
 
 The same requests run once unwatched, by ``Engine.generate``, and once read step by step, by ``generate_async`` in one
 event loop, in turns. Random token ids; the median of ``--repeats`` runs counts.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 
 class Way(NamedTuple):
-    """How OpenMP's threads wait at the end of a parallel region: settings of libgomp, and code run beforehand."""
+    """A way in which OpenMP's threads wait after a parallel region: settings of libgomp, and code run beforehand."""
 
     settings: Mapping[str, str]
     before: str = ""
@@ -27,7 +27,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "default": Way({}),
-    "torch first": Way({}, "import torch; "),  # by an application that embeds the engine: libgomp's own default
+    "torch first": Way({}, "import torch; "),  # as in an application that embeds the engine: libgomp's own default
     "spin 300,000": Way({"GOMP_SPINCOUNT": "300000"}),
     "spin 10,000": Way({"GOMP_SPINCOUNT": "10000"}),
     "passive": Way({"OMP_WAIT_POLICY": "passive"}),
@@ -66,7 +66,7 @@ def main() -> None:
 
 @contextmanager
 def busy(number: int) -> Iterator[None]:
-    """That many processes that never sleep, on the same cores."""
+    """Runs ``number`` processes that never sleep, on the same cores."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield

@@ -1,8 +1,8 @@
-"""XQuant in right answers of the demo model: ``python -m studies.xquant_accuracy --samples 200``.
+"""XQuant's accuracy on the demo model: ``python -m studies.xquant_accuracy --samples 200``.
 
 ``--parts`` are tables. "calibration": the presets and the same without calibration, at equal bits. "eta": the largest
 preset for every pair of ``--etas1`` and ``--etas2``, at 1 and at 2 bits. "sides": one side calibrated at a time, the
-other plain, all layers alike, which tells where calibration helps. "sharing": shared codes of V against narrower
+other plain, all layers alike, which shows where calibration helps. "sharing": shared codes of V against narrower
 layers with codes of their own, in the same bytes.
 """
 
@@ -59,7 +59,7 @@ def sides(args: argparse.Namespace) -> Iterable[KVConfig]:
             for name, value in product("KV", etas):
                 bits = k_bits if name == "K" else v_bits
                 if bits > least or (name == "V" and k_bits == v_bits and value == "0"):
-                    continue  # wider than what is studied, or there already
+                    continue  # wider than the widths studied, or listed already
                 k, v = (f"-{group}" + (f"-eta{value}" if name == s and value != "0" else "") for s in "KV")
                 rung = RungConfig("x", f"int{k_bits}-channel{k}", f"int{v_bits}-token{v}")
                 yield ladder(f"K{k_bits} V{v_bits}, groups of {group}, eta of {name} {value}", rung, args.sink)

@@ -1,4 +1,4 @@
-"""Where the levels of 2 and 1 bits should lie: ``python -m studies.xquant_levels --samples 4``.
+"""Best levels of 2-bit and 1-bit codes: ``python -m studies.xquant_levels --samples 4``.
 
 XQuant draws levels in by eta, a share of the group's range: values shrink towards the middle of the range by 1 - 2 eta.
 For K and V of the demo model, with the bytes that the engine would store, a line for each side, width and group:

@@ -1,11 +1,11 @@
-"""Which codes two layers may share: ``python -m studies.xquant_pairs --samples 4``.
+"""Codes shared by two layers: ``python -m studies.xquant_pairs --samples 4``.
 
 XQuant gives the upper layer of a pair the lower one's codes. The paper also tried codes between the two, the rounded
 weighted average gamma lower + (1 - gamma) upper; only the interval of gamma counts, and at 1 bit no average lies
 between. For the demo model's K and V a line for each choice: the squared error of the lower and of the upper layer as a
 share of the variance within groups, and of their attention's output as a share of its square, that side alone being
-quantized. Own ranges and the paper's eta in all lines; "own" shares nothing and takes twice the bytes of codes. "by
-chance" is the share of equal codes that layers would have which know nothing of each other.
+quantized. All lines have own ranges and the paper's eta; "own" shares nothing and takes twice the bytes of codes. "by
+chance" is the share of equal codes of two independent layers with the same frequencies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Key = tuple[SideName, int, int, str]  # side, bits, group, choice
 
 
 class Sums:
-    """Of all pairs and conversations: shares of the variance, lower and upper, and of the output; equal codes."""
+    """Sums over pairs and conversations: shares of the variance, lower and upper, and of the output; equal codes."""
 
     def __init__(self) -> None:
         self.lower = self.upper = self.output = self.equal = self.chance = 0.0

@@ -39,7 +39,7 @@ def measure(source: Rung, target: Rung, num_blocks: int, device: str = "cuda") -
 
 
 def steps() -> list[tuple[Rung, Rung]]:
-    """From each uniform rung to the next, from 16 bits to every rung, and from each wider one to Kitty's."""
+    """Transitions to time: each uniform rung to the next, 16 bits to every rung, and each wider rung to Kitty's."""
     uniform, kitty = (
         build_ladder(config, num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16).rungs
         for config in (UNIFORM_LADDER, KITTY_LADDER)

@@ -74,7 +74,7 @@ def calibrated_page(bits: int, heads: int, group: int = T) -> PageLayout:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``limit_us``: what must be read, at the bandwidth."""
+    """One measurement. ``limit_us``: time to read the needed bytes at the bandwidth."""
 
     format: str
     batch: int
@@ -89,7 +89,7 @@ class Row:
 
 
 def check(device: str = "cuda") -> dict[str, float]:
-    """Relative RMS error of each case."""
+    """Relative RMS errors by case."""
     found = {}
     for name, case in check_cases(device):
         scale = case.q.shape[2] ** -0.5
@@ -152,7 +152,7 @@ def check_cases(device: str, base: int = 5 << 30) -> Iterator[tuple[str, Case]]:
 
 @dataclass(frozen=True)
 class LongCase:
-    """``tables``: (addresses, rungs, banks) of each copy of the requests, equal in all but place."""
+    """Copies of the same requests to time. ``tables``: (addresses, rungs, banks) of each copy, unlike in place."""
 
     q: torch.Tensor
     arena: torch.Tensor

@@ -85,7 +85,7 @@ def torch_seconds(history: int) -> dict[str, float]:
         from torch.nn.attention import varlen
 
         attention: Any = varlen.varlen_attn
-        grouped = {} if torch.__version__ < "2.12" else {"enable_gqa": True}  # before, without a flag
+        grouped = {} if torch.__version__ < "2.12" else {"enable_gqa": True}  # torch before 2.12 needs no flag
         return attention(*rows, *bounds, CHUNK, length, window_size=(-1, 0), **grouped)
 
     rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]

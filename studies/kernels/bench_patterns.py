@@ -4,7 +4,7 @@ python -m studies.kernels.bench_patterns [--patterns 32,64] [--tokens 128,1024,8
 
 All layers of qwen3-8b's shape. Sealed bytes are compared with the references', at a smaller shape: tokens whose two
 nearest patterns are equally far may differ. Mining has launches of its own a prompt, which no graph holds: its time is
-that of a whole call, beside that of the host until the call returns. Seals without patterns stand beside those with.
+that of a whole call, beside that of the host until the call returns. Seals are timed with patterns and without.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _seal_us(blocks: Blocks) -> float:
 
 
 def _seconds(call: Callable[[], Any], repeats: int = 9) -> tuple[float, float]:
-    """Median times of a call that no graph holds: until the device is done, and until the host is."""
+    """Median times of a call outside of graphs: until the device is done, and until the host is."""
     events: Any = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
     found = []
     for start, end in events:

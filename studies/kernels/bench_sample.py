@@ -38,7 +38,7 @@ BF16 = torch.bfloat16
 
 
 class Mode(NamedTuple):
-    """Settings of all rows, None being greedy, and how far their logits spread."""
+    """Settings of all rows, None for greedy, and the spread of their logits."""
 
     settings: dict[str, float] | None
     spread: float = 3.0

@@ -2,9 +2,9 @@
 
 python -m studies.kernels.bench_small [--tokens 1,32,256,2048] [--json FILE]
 
-share = bytes that must be moved / (time * 4.3e12 B/s), on copies of the inputs that together exceed L2 (few tokens fit
-there whatever is done). ``after`` is what the kernel adds to a product of 4096 x 4096 weights before it, as in a layer,
-and ``waits`` the same without overlapping launches; ``torch`` are the separate operators.
+share = bytes that must be moved / (time * 4.3e12 B/s), on copies of the inputs that together exceed L2 (a few tokens
+always fit there). ``after`` is the time that the kernel adds to a product of 4096 x 4096 weights before it, as in a
+layer, and ``waits`` the same without overlapping launches; ``torch`` are the separate operators.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def check_norm(size: int, tokens: int, dtype: torch.dtype) -> float:
 
 
 def check_rope(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norm: bool) -> float:
-    """Sinks, blocks beyond 2^31 elements and padding, in an arena of NaNs."""
+    """The error for sinks, blocks beyond 2^31 elements and padding, in an arena of NaNs."""
     layers, block, sink, num_blocks, row_nbytes = 2, 128, 32, 30, dim * dtype.itemsize
     slot_nbytes = layers * 2 * kv_heads * block * row_nbytes
     base = -(-(2**31) * dtype.itemsize // slot_nbytes)  # slots before those in use

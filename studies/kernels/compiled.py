@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels on Hopper, without a GPU: registers, spills, layout changes, instructions.
+"""Kernels compiled for Hopper without a GPU: registers, spills, layout changes, instructions.
 
 python -m studies.kernels.compiled [--only SUBSTRING] [--mix]
 """

@@ -1,4 +1,4 @@
-"""Random paged KV for kernel tests and benchmarks: an arena of page bytes and the values they stand for."""
+"""Random paged KV for kernel tests and benchmarks: an arena of page bytes and the values that the bytes stand for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv_engine.kernels.formats.uniform.layout import Axis
 
 T = 128
 SIDES: tuple[SideName, SideName] = ("k", "v")
-POISON = 0xFF  # as bf16, fp16 and fp32 a NaN; as codes the largest
+POISON = 0xFF  # a NaN in bf16, fp16 and fp32, the largest code
 ALIGN = 128
 # Patterns, KV heads, query heads a KV head and head dim of pages that are compiled and checked.
 PATTERN_SHAPES = ((32, 8, 4, 128), (64, 2, 8, 128), (33, 3, 7, 80), (255, 2, 1, 64), (3, 1, 4, 256))
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 class Case:
     """Requests over paged KV. ``k`` and ``v`` hold each request's values as [length, H, D] float32.
 
-    ``banks`` [B] int64: addresses of their patterns, ``None`` for pages without.
+    ``banks`` [B] int64: addresses of the requests' patterns, ``None`` for pages without patterns.
     """
 
     q: Tensor

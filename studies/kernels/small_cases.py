@@ -1,4 +1,4 @@
-"""The small fused kernels as a benchmark calls them: inputs, launches with any parameters, torch's operators beside."""
+"""Cases of the small fused kernels for benchmarks: inputs, launches with any parameters, torch's operators beside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkv_engine.models.rope import RotaryEmbedding
 from .token_rows import token_rows
 
 BF16 = torch.bfloat16
-L2_NBYTES = 200 << 20  # copies of a case's inputs together exceed the cache, where a few dozen can
+L2_NBYTES = 200 << 20  # bytes; copies of a case's inputs together exceed it where a few dozen can
 MAX_COPIES = 48
 BLOCK, SINK, LAYERS = 128, 32, 4  # of the arena that K and V are written to
 

@@ -1,8 +1,8 @@
-"""Where a step's tokens lie in dense pages: one small tensor a step, which all layers share.
+"""Places of a step's tokens in dense pages: one small tensor a step, which all layers share.
 
 The arena, seen as rows of D elements, holds a dense slot as ``[layers][K, V][H][tokens]`` rows; every slot starts at a
-row. A sink's slot is a block's with fewer tokens. So the place of a token is two numbers, whatever it lies in: the row
-of its K in head 0 of layer 0, and the rows from one head to the next. Side s (0: K, 1: V) of layer l and head h is at
+row. A sink's slot is a block's with fewer tokens. So two numbers place a token in a block or a sink: the row of its K
+in head 0 of layer 0, and the rows from one head to the next. Side s (0: K, 1: V) of layer l and head h is at
 
     row + ((2 l + s) H + h) * rows between heads
 """

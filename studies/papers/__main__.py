@@ -38,13 +38,13 @@ from .decode import generate
 
 DEMO = Path(str(files("qkv_engine") / "assets" / "demo"))
 HEAD_DIM = 128  # of the demo model
-PROFILE_TEXTS = 10  # right conversations a task that KVmix's scores are taken of, as released
-PM_KVQ_TOKENS = 1024  # of PM-KVQ's budget a layer: about a question with its reply, so that all end at the floor
-PROFILE_SEED = 1_000_003  # other than any seed of questions that is likely to be asked for
+PROFILE_TEXTS = 10  # right conversations a task for KVmix's scores, as released
+PM_KVQ_TOKENS = 1024  # of PM-KVQ's budget a layer: about a question with its reply, so all layers end at the floor
+PROFILE_SEED = 1_000_003  # unlike any likely seed of questions
 
 
 def full_precision() -> LayerCache:
-    """A layer's cache of which nothing is ever quantized."""
+    """A layer's cache that never quantizes."""
     return LayerCache(Side(lambda full: 0, lambda x: x), Side(lambda full: 0, lambda x: x))
 
 
@@ -60,8 +60,8 @@ def _kvmix(task: Task, num_layers: int, *, faithful: bool) -> Scheme:
     return kvmix.scheme(profiled(task.name, task.size), num_layers, faithful=faithful)
 
 
-# Schemes by name, of a task (which KVmix profiles) and the model's number of layers. Kitty's simulator boosts 10 % and
-# 20 % of 128 channels in the paper's tables, its engine 12.5 % and 25 %.
+# Schemes by name, made for a task (which KVmix profiles) and the model's number of layers. Kitty's simulator boosts
+# 10 % and 20 % of 128 channels in the paper's tables, its engine 12.5 % and 25 %.
 SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "fp16": lambda task, n: Scheme(lambda _: full_precision(), PRESETS["bf16"]),
     "kivi-4": lambda task, n: kivi.scheme(4, 4),
@@ -88,7 +88,7 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """A task with one scheme: right answers by the paper's rule and by blocks, the latter None without a preset.
+    """A task with one scheme: right answers by the paper's rule and by blocks, None where no preset serves it.
 
     ``full_k`` and ``full_v`` are the tokens in full precision at the end of a reply, mean of layers and questions;
     ``seconds`` is the time the simulated replies took.

@@ -22,8 +22,8 @@ Quantize = Callable[[Tensor], Tensor]  # groups [..., G] -> their values, quanti
 class Side:
     """Keys or values of a layer: a sink, a quantized stretch that only grows, and the newest tokens in full precision.
 
-    Full precision is fp16. ``rule`` says when tokens leave it, ``simulate`` what becomes of them; the first ``sink``
-    tokens of the sequence never leave it.
+    Full precision is fp16. ``rule``: how many tokens leave it now; ``simulate``: their values afterwards. The first
+    ``sink`` tokens of the sequence never leave it.
     """
 
     def __init__(self, rule: Rule, simulate: Simulate, sink: int = 0):
@@ -46,7 +46,7 @@ class Side:
         end = self.length + x.shape[1]
         if not self.length:
             self._store = torch.empty(x.shape[0], 0, x.shape[2])
-        if end > self._store.shape[1]:  # at least doubled, so that a token costs no copy of all
+        if end > self._store.shape[1]:  # at least doubled, so that appends seldom copy all tokens
             self._store = torch.cat((self._store, torch.empty(x.shape[0], end, x.shape[2])), 1)
         self._store[:, self.length : end] = x.half().float()
         self.length = end

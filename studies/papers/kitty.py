@@ -24,7 +24,7 @@ BITS, BOOSTED_BITS = 2, 4
 def boosted_channels(pages: Tensor, num_boosted: int) -> Tensor:
     """The channels with the largest mean magnitude, a mask ``[..., D]`` of ``pages`` [..., D, tokens].
 
-    Of equal ones the first are taken; the release leaves that to the framework's top-k.
+    Of equal channels the first are taken; the release leaves ties to the framework's top-k.
     """
     order = torch.sort(pages.abs().mean(-1), dim=-1, descending=True, stable=True).indices
     mask = torch.zeros(pages.shape[:-1], dtype=torch.bool)

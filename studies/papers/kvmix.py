@@ -18,11 +18,11 @@ from .cache import LayerCache, Quantize, Rule, Scheme, Side, by_channel, by_toke
 from .quantizers import WORD_THREES
 
 GROUP = 32  # elements that share metadata, and tokens that leave full precision together
-WIDE_GROUP = 3 * WORD_THREES  # the same for 3-bit keys whose metadata is not their word's
+WIDE_GROUP = 3 * WORD_THREES  # elements that share metadata in 3-bit keys where a word has none of its own
 K_BITS, V_BITS, LOW_BITS = 3, 4, 2  # of the layers with the highest scores, and of the rest
 HIGH_RATIO, LOW_RATIO = 0.2, 0.1  # share of the full-precision tokens that stays so, by bits, as the paper has it
-SHARE = 0.2  # of the layers, which have more bits
-PROFILE_TOKENS = 1024  # of a text, its first
+SHARE = 0.2  # of the layers, with more bits than the others
+PROFILE_TOKENS = 1024  # first tokens of a text that are profiled
 
 
 class HighLayers(NamedTuple):
@@ -33,9 +33,9 @@ class HighLayers(NamedTuple):
 
 
 def keep_share(ratio: float, group: int) -> Rule:
-    """The window as coded: the newest ``int(ratio * full)`` of the full-precision tokens stay, and what fills no group.
+    """The window as coded: the newest ``int(ratio * full)`` full-precision tokens stay, and those that fill no group.
 
-    Every step applies it to what the step before left, so that a long window is down to a few tokens in three steps.
+    Every step applies the rule to the tokens left by the last one, so a long window shrinks to a few in three steps.
     """
     return lambda full: (full - int(ratio * full)) // group * group
 

@@ -1,7 +1,7 @@
 """PatternKV by its own rules: residuals against patterns mined from the prompt, keys per channel and values per token.
 
 A pattern is the mean of a cluster of the prompt's keys or values, of one head; each later window of 128 tokens adds its
-centre. Left out is the mean over a batch, which the release mines: a sequence has patterns of its own.
+centre. The mean over a batch, which the release mines, is left out: here a sequence has patterns of its own.
 Source:  PatternKV (arXiv 2510.05176), the released Llama model's cache
 """
 
@@ -20,13 +20,13 @@ from qkv_engine.config import KVConfig
 from . import quantizers
 from .cache import LayerCache, Scheme, Side, Simulate, by_channel, by_token
 
-WINDOW = 128  # tokens: those that leave full precision together, and K's group
+WINDOW = 128  # tokens that leave full precision together, and K's group
 PATTERNS = 32  # mined of a prompt, a head and side
-ITERATIONS = 30  # of Lloyd, at most
-TOLERANCE = 1e-4  # coordinate shift at which they end
+ITERATIONS = 30  # of Lloyd's algorithm, at most
+TOLERANCE = 1e-4  # shift of coordinates at which the iterations end
 ALPHA = 0.05  # significance of V's gate; the paper does not state it, the release has it
 
-# Tokens [H, n, D] and patterns [H, M, D] -> what is subtracted from each token, [H, n, D], 0 for no pattern.
+# Tokens [H, n, D] and patterns [H, M, D] -> the vector to subtract from each token, [H, n, D], 0 for no pattern.
 Assign = Callable[[Tensor, Tensor], Tensor]
 Mine = Callable[[Tensor], Tensor]  # a prompt [H, n, D] -> its patterns [H, M, D]
 

@@ -17,7 +17,7 @@ from .cache import LayerCache, Scheme, Side
 from .quantizers import Codes
 
 TOP_BITS = 16  # of codes when they are made
-LEAST_BITS = 2  # that the release has codes of
+LEAST_BITS = 2  # the narrowest codes of the release
 SINK, WINDOW = 1, 128  # tokens at 16 bits: the first, and the most of the newest
 LEAST_STEP, MOST_STEP = 1e-5, 1e5  # the release's bounds of a step
 
@@ -69,9 +69,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class Trigger:
-    """When a layer halves its codes: ``budget_bits`` an element of ``max_len`` tokens, metadata not counted.
+    """The condition on which a layer halves its codes: ``budget_bits`` an element of ``max_len`` tokens, codes alone.
 
-    Nothing stops it at ``budget_bits`` (as released) unless ``floor`` does; below 2 bits it raises ``MemoryError``.
+    Bits may fall below ``budget_bits`` (as released), down to ``floor``; below 2 bits it raises ``MemoryError``.
     """
 
     budget_bits: int
@@ -115,7 +115,7 @@ class ShrinkingSide(Side):
         return found.values()
 
     def halve(self) -> None:
-        """The whole body at half as many bits."""
+        """Halves the bits of the whole body."""
         self.bits //= 2
         self._parts = [halve(part, self.bits, self.variant) for part in self._parts]
         if self._parts:

@@ -72,8 +72,8 @@ def kvmix(groups: Tensor, bits: int) -> Codes:
 def kvmix_three(groups: Tensor, *, faithful: bool) -> Codes:
     """KVmix's 3-bit codes, 11 to a word, of which the eleventh has 2 bits; G is a multiple of 11.
 
-    Released are groups of 11, whose eleventh element is coded by the same step, range / 7, and saturates at code 3
-    (``faithful``). Otherwise its step is range / 3.
+    The release has groups of 11, whose eleventh element is coded by the same step, range / 7, and saturates at code 3
+    (``faithful``). Otherwise the eleventh element's step is range / 3.
     """
     low, span, x = _extent(groups.float())
     is_last = torch.arange(groups.shape[-1]) % WORD_THREES == WORD_THREES - 1

@@ -19,7 +19,7 @@ from qkv_engine.config import BLOCK_TOKENS
 from . import quantizers
 from .quantizers import WORD_THREES, Codes
 
-VALUES = 2**22  # drawn a row: the error's third digit stands
+VALUES = 2**22  # drawn a row; enough for three digits of the error
 META_BITS = 32  # of a group: step and minimum in fp16
 
 

@@ -1,4 +1,4 @@
-"""XQuant by its own rules: KIVI at 2 and 1 bits by layer, levels drawn in, codes of a layer used by the next one, too.
+"""XQuant by its own rules: KIVI at 2 and 1 bits by layer, levels drawn in, and codes shared with the layer above.
 
 Source:  XQuant (arXiv 2510.11236), eq. 9 and 12 and the Qwen2 model file, which has 32 layers written into it
 """
@@ -35,7 +35,7 @@ def largest(num_layers: int) -> Setting:
 
 
 def calibrated(codes: Codes, bits: int, eta: float) -> Codes:
-    """The same codes with minimum + eta (2^bits - 1) step and (1 - 2 eta) step, in fp16."""
+    """The codes with minimum + eta (2^bits - 1) step and (1 - 2 eta) step, in fp16."""
     return Codes(codes.codes, (1 - 2 * eta) * codes.step, codes.minimum + eta * (2**bits - 1) * codes.step)
 
 
@@ -44,7 +44,7 @@ class SideCodes:
 
     def __init__(self, num_wide: int, num_single: int, etas: Mapping[int, float]):
         self.num_wide, self.num_single, self.etas = num_wide, num_single, etas
-        self._below: Tensor | None = None  # codes that the last layer with codes of its own has made
+        self._below: Tensor | None = None  # codes of the last layer that made its own
 
     def of_layer(self, layer: int) -> Quantize:
         """Layer ``layer``: an odd one from ``num_single`` on has its own step and minimum with the codes below."""
