@@ -98,7 +98,7 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = Fal
     wrong += (want.banks is None) != (found.banks is None)
     for name in ("addresses", "positions"):
         mine, theirs = (getattr(work, name).view(batch, width) for work in (found, want))
-        wrong += (mine != theirs)[exists].sum()  # sorted, so that what exists comes first
+        wrong += (mine != theirs)[exists].sum()  # sorted, so that existing entries come first
     return float(wrong)
 
 

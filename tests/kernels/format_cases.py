@@ -20,7 +20,7 @@ from ..toy_format.registered import registered
 from .format_pages import all_sides, family_sides, family_steps, lay_apart, make_blocks, side_rows, slot, sow_odd
 from .interpreted import report
 
-HEAD_DIMS = {80: 1, 64: 7, 128: 9, 6: 7}  # every how many-th side of a family is run
+HEAD_DIMS = {80: 1, 64: 7, 128: 9, 6: 7}  # by head dim n: every n-th side of a family is run
 TILE = 32  # tokens loaded at a time
 VISIBLE = 96  # tokens; later ones are masked
 
@@ -44,7 +44,7 @@ def tile_kernel(
 
 
 def seal_case(sides: list[Side], dtype: torch.dtype) -> float:
-    """Bytes that differ, in blocks with all that quantizers trip over; a dense side among the sides."""
+    """Bytes that differ, in blocks with every value that quantizers trip over; a dense side among the sides."""
     shape = sides[0].shape
     sides = [side for side in sides if side.dense_dtype in (None, dtype)] + [Dense("dense", dtype).layout(shape, "k")]
     blocks = sow_odd(make_blocks(sides, shape, num_blocks=2, dtype=dtype, lay_out=lay_apart))
@@ -56,7 +56,7 @@ def seal_case(sides: list[Side], dtype: torch.dtype) -> float:
 
 
 def demote_case(steps: list[tuple[Side, Side]]) -> float:
-    """Bytes that differ; sides that keep their format among the steps."""
+    """Bytes that differ, with sides that keep their format among the steps."""
     blocks = make_blocks([old for old, _ in steps], steps[0][0].shape, num_blocks=2, lay_out=lay_apart)
     layout = lay_apart([new for _, new in steps])
     seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
@@ -68,7 +68,7 @@ def demote_case(steps: list[tuple[Side, Side]]) -> float:
 
 
 def tile_case(sides: list[Side]) -> float:
-    """Largest difference, tokens in any order, some of them masked."""
+    """Largest difference of loaded tiles, tokens in any order, some of them masked."""
     shape, worst = sides[0].shape, 0.0
     blocks = make_blocks(sides, shape, lay_out=lay_apart)
     seal_reference(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
@@ -89,7 +89,7 @@ def tile_case(sides: list[Side]) -> float:
 
 
 def far_case() -> float:
-    """Slots beyond 2^31 bytes."""
+    """Bytes that differ in slots beyond 2^31 bytes."""
     shape = PageShape(1, 128, 64)
     small = make_blocks(all_sides(4, shape)[:2], shape)
     narrow = BlockLayout.stack(all_sides(2, shape)[:2])

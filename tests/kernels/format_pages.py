@@ -63,7 +63,7 @@ def family_sides(family: Family, shape: PageShape, dtype: torch.dtype = torch.bf
 
 
 def family_steps(sides: Sequence[Side]) -> list[tuple[Side, Side]]:
-    """Each side of codes with itself and with all that it can step down to."""
+    """Each side of codes paired with itself and with every side that it can step down to."""
     sealed = [old for old in sides if old.dense_dtype is None]
     narrower = [(old, fmt.layout(old.shape, old.name)) for old in sealed for fmt in narrower_formats(old)]
     return [*zip(sealed, sealed, strict=True), *narrower]
@@ -127,7 +127,7 @@ def _fill_bank(bank: Tensor, layout: BlockLayout, generator: torch.Generator) ->
 
 
 def sow_odd(blocks: Blocks) -> Blocks:
-    """Writes what quantizers trip over into the last block: NaN, infinity, -0, no range, tiny and huge values."""
+    """Writes values that trip quantizers into the last block: NaN, infinity, -0, no range, tiny and huge values."""
     elements = slot(blocks.memory, blocks.src[-1], blocks.source).view(blocks.x.dtype).view(blocks.x.shape[1:])
     elements[0, 0, 3, 2], elements[-1, -1, 4, 3] = float("nan"), float("-inf")
     elements[:, 0, 5], elements[:, 0, 8], elements[:, 0, 11] = -0.0, 1e-7, 1e-30
@@ -142,7 +142,7 @@ def slot(memory: Tensor, address: Tensor | int, layout: BlockLayout) -> Tensor:
 
 
 def written(layout: BlockLayout) -> Tensor:
-    """Which bytes of a slot belong to codes or metadata: [nbytes] bool."""
+    """Mask of the bytes of a slot that belong to codes or metadata: [nbytes] bool."""
     mask = torch.zeros(layout.nbytes, dtype=torch.bool)
     for side, place in zip(layout.sides, layout.places, strict=True):
         mask[place.codes : place.codes + side.codes_nbytes] = True

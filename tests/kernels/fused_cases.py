@@ -26,8 +26,8 @@ NAN_BYTE = 0xFF  # every float of 0xFF bytes is a NaN
 def roundings(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
     """The largest difference in units of the dtype's relative rounding of ``expected``, or of ``scale``.
 
-    Of 16 bits all but a few must be equal: sums that differ in their last float32 bit rarely round differently, a
-    missing rounding in between often shows.
+    At 16 bits all but a few values must be equal: sums that differ in their last float32 bit rarely round differently,
+    while a missing rounding in between often shows.
     """
     if expected.dtype.itemsize == 2 and int((found != expected).sum()) > max(1, expected.numel() // 50):
         return float("inf")
@@ -50,7 +50,7 @@ def untouched(buffer: Tensor) -> bool:
 def rms_norm(size: int, num_rows: int, dtype: torch.dtype) -> float:
     x, _ = fenced(num_rows, size, dtype=dtype)
     weight = (1 + torch.randn(size) / 4).to(dtype)
-    x[0] *= 0  # eps alone
+    x[0] *= 0  # a row of which eps is all
     return roundings(rms_norm_triton(x, None, weight, 1e-5), rms_norm_reference.rms_norm(x, weight, 1e-5))
 
 
@@ -99,7 +99,7 @@ def rope_kv_write(
     norm: bool,
     num_tokens: int = 7,
 ) -> float:
-    """Every page but those of the tokens, and every padding, stays NaN."""
+    """Error of rotation and KV write; every page but those of the tokens, and every padding, must stay NaN."""
     token_nbytes = LAYERS * 2 * kv_heads * head_dim * stored.itemsize
     memory = torch.full((6 * BLOCK * token_nbytes,), NAN_BYTE, dtype=torch.uint8)
     addresses, requests, positions = places(num_tokens)

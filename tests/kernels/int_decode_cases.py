@@ -60,7 +60,7 @@ def sides(
 
 
 def make_pages(k: UniformSide, v: UniformSide, group: int, blocks: Sequence[Sequence[int]], split: int = 2) -> Pages:
-    """``blocks[r][b]``: blocks of request b on rung r, cut into items of ``split``; bytes nobody writes are 0xFF."""
+    """``blocks[r][b]``: blocks of request b on rung r, cut into items of ``split``; unwritten bytes are 0xFF."""
     generator = torch.Generator().manual_seed(0)
     heads, head_dim = k.shape.num_kv_heads, k.shape.head_dim
     offsets, slot = _place(k, v, len(blocks))
@@ -81,7 +81,7 @@ def make_pages(k: UniformSide, v: UniformSide, group: int, blocks: Sequence[Sequ
                 y = torch.randn(heads, T, head_dim, generator=generator) * spread - 0.2
                 values.append(_write(arena, address, offsets[rung], (k, x), (v, y)))
             addresses += [int(slots[n]) * slot for n in range(len(addresses), len(values))]
-        items.append((0, 0, 0, len(items), rung))  # no blocks
+        items.append((0, 0, 0, len(items), rung))  # an item without blocks
         item_first.append(len(items))
     q = torch.randn(len(blocks[0]), heads * group, head_dim, generator=generator).bfloat16()
     return Pages(k, v, q, arena, torch.tensor(offsets), torch.tensor(addresses), items, item_first, values)
@@ -204,7 +204,7 @@ def one_page(
     tiles: int | None = None,
     eta: Fraction = Fraction(0),
 ) -> Callable[[], float]:
-    """A request of two blocks, one KV head."""
+    """Error for a request of two blocks and one KV head."""
 
     def run() -> float:
         k, v = sides(k_bits, v_bits, head_dim, k_axis, k_group, v_group, heads=1, eta=eta)
@@ -214,7 +214,7 @@ def one_page(
 
 
 def several_rungs(first_rung: int, last_rung: int) -> Callable[[], float]:
-    """Two requests on three rungs, of which the launch serves some; one request has no blocks on one."""
+    """Error for two requests on three rungs, of which the launch serves some; one request has no blocks on one."""
 
     def run() -> float:
         k, v = sides(4, 3, 64, "channel", 64, 32, heads=3)
@@ -224,7 +224,7 @@ def several_rungs(first_rung: int, last_rung: int) -> Callable[[], float]:
 
 
 def constant_page() -> float:
-    """Groups of equal elements have range 0."""
+    """Error for groups of equal elements, whose range is 0."""
     k, v = sides(2, 2, 64, "channel", 32, 32, heads=1)
     pages = make_pages(k, v, 4, [[1]])
     pages.values[0] = _write(

@@ -39,7 +39,7 @@ def report(cases: dict[str, Callable[[], float]]) -> None:
 
 
 def _use_true_fma() -> None:
-    """A product and a sum rounded together; older interpreters round both. In float64 the product is exact."""
+    """Gives the interpreter fused multiply-add; older ones round product and sum. In float64 the product is exact."""
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -52,7 +52,7 @@ def _use_true_fma() -> None:
 
 
 def _use_true_bf16() -> None:
-    """Bf16 as on a GPU; the interpreter keeps it as its bits, multiplies those in a dot, and truncates to it."""
+    """Gives the interpreter bf16 as on a GPU; its own keeps the bits, multiplies them in a dot, and truncates."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

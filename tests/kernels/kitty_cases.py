@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def kitty_sides(head_dim: int, heads: int = 2) -> list[Side]:
-    """K at several shares and by every ranking."""
+    """K sides at several shares of boosted channels and by every ranking."""
     names = [*(f"kitty-{share}" for share in SHARES), *RANKINGS]
     return [make_format(name, BF16).layout(PageShape(heads, 128, head_dim), "k") for name in names]
 
@@ -31,7 +31,7 @@ def wide_side(bits: int, head_dim: int, heads: int = 2) -> Side:
 
 
 def attention(name: str, head_dim: int, group: int, v_name: str = "int2-token-128") -> Callable[[], float]:
-    """Decode over a sink, sealed blocks and an open block; queries in float32, so that nothing else rounds."""
+    """Error of decode over a sink, sealed blocks and an open block; queries are float32, so nothing else rounds."""
 
     def run() -> float:
         pages = [dense_page(torch.float32, 2, head_dim), named_page(name, v_name, 2, head_dim)]

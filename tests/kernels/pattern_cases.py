@@ -41,7 +41,7 @@ def shares(case: Case) -> float:
 
 
 def prefill(number: int, head_dim: int) -> float:
-    """Chunks of two requests over sealed blocks with patterns, which are staged."""
+    """Error of prefill of two requests' chunks over sealed blocks with patterns, which are staged."""
     k, v = f"int2-channel-128-patterns{number}", f"int2-token-128-patterns{number}"
     pages = [dense_page(torch.float32, 2, head_dim), named_page(k, v, 2, head_dim)]
     case, q, counts = build(pages, [(300, 7), (0, 30), (280, 40)], 2, 20, torch.float32)
@@ -52,7 +52,7 @@ def prefill(number: int, head_dim: int) -> float:
 
 
 def attention(k: str, v: str, head_dim: int, group: int = 4, heads: int = 2) -> Callable[[], float]:
-    """Decode over a sink, sealed blocks and an open block; queries in float32, so that nothing else rounds."""
+    """Error of decode over a sink, sealed blocks and an open block; queries are float32, so nothing else rounds."""
 
     def run() -> float:
         pages = [dense_page(torch.float32, heads, head_dim), named_page(k, v, heads, head_dim)]

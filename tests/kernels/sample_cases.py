@@ -1,4 +1,4 @@
-"""Sampling kernels under Triton's interpreter: how many rows differ from the reference, which must be none."""
+"""Sampling kernels under Triton's interpreter: numbers of rows that differ from the reference, 0 if right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POISONS = [math.nan, math.inf, -math.inf]
 
 
 def pack(rng: random.Random, num_rows: int, vocab_size: int) -> Settings:
-    """Settings at and beyond the edges of what users may ask, some rows greedy."""
+    """Settings at and beyond the edges of their bounds, some rows greedy."""
     k = [0, 0, 1, 2, 50, vocab_size - 1, vocab_size, vocab_size + 1, 2**31 - 1]
     rows = b"".join(
         pack_settings(
@@ -43,7 +43,7 @@ def pack(rng: random.Random, num_rows: int, vocab_size: int) -> Settings:
 
 
 def make_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
-    """Sharp and flat rows, ties, masked tokens, and rows that are no use; they lie in a buffer of NaN."""
+    """Sharp and flat rows, ties, masked tokens, and rows that cannot be sampled; they lie in a buffer of NaN."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     x = torch.randn(num_rows, vocab_size, generator=generator) * rng.choice([0.0, 1e-3, 0.5, 3.0, 40.0])
     if rng.random() < 0.4:
@@ -60,7 +60,7 @@ def make_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
 
 
 def on(device: str, x: Any) -> Any:
-    """A tensor with what lies around it, or a tuple of tensors, on ``device``."""
+    """A tensor with its surrounding buffer, or a tuple of tensors, on ``device``."""
     if isinstance(x, Tensor):
         whole = x if x._base is None else x._base
         return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
@@ -68,7 +68,7 @@ def on(device: str, x: Any) -> Any:
 
 
 def differing(logits: Tensor, table: Settings | None, raw_peak: Tensor | None = None, device: str = "cpu") -> int:
-    """Rows whose fault, or whose token if there is none, differs; an id beyond the vocabulary raises."""
+    """Number of rows whose fault, or token without a fault, differs; an id beyond the vocabulary raises."""
     rows = on(device, logits)
     found = kernels.sample_triton(rows, on(device, table), on(device, raw_peak)).cpu()
     expected = sample_reference(logits, table, raw_peak)
@@ -79,7 +79,7 @@ def differing(logits: Tensor, table: Settings | None, raw_peak: Tensor | None = 
 
 
 def fuzz(sizes: list[int], keys: int, num_rows: int, programs: int, examples: int) -> Callable[[], float]:
-    """Random rows; few ``keys`` and ``programs`` make small rows take the paths of large ones."""
+    """Differing rows of random cases; few ``keys`` and ``programs`` make small rows take the paths of large ones."""
 
     def run() -> float:
         kernels.KEYS, kernels.PROGRAMS = keys, programs
@@ -119,13 +119,13 @@ def table_of(limits: list[tuple[int, float]]) -> Settings:
 
 
 def flat() -> float:
-    """All tokens alike: a nucleus is all of them, whatever its share, and no tile says more than another."""
+    """Differing rows where all tokens are alike: a nucleus is all of them, whatever its share."""
     kernels.KEYS, kernels.PROGRAMS = 2048, 8
     return float(differing(torch.zeros(4, 5000), table_of([(0, 0.5), (10, 1.0), (10, 0.5), (4999, 0.9)])))
 
 
 def shares() -> float:
-    """Nuclei that end with a token, to the last unit of weight, or just behind it."""
+    """Differing rows of nuclei that end with a token, to the last unit of weight, or just behind it."""
     kernels.KEYS, kernels.PROGRAMS = 2048, 8
     one = 2.0**40
     logits = torch.tensor([0.0, -1.0, -2.0, -30.0])
@@ -136,7 +136,7 @@ def shares() -> float:
 
 
 def state_of(number: float) -> int:
-    """The seed's state whose first draw is ``number``: the mixing undone."""
+    """The seed's state whose first draw is ``number``: the inverse of the mixing."""
     mask = 2**64 - 1
     value = int(number * 2**53) << 11
     value ^= value >> 31 ^ value >> 62
@@ -148,7 +148,7 @@ def state_of(number: float) -> int:
 
 
 def edges() -> float:
-    """Numbers that fall on the border of two tokens, in other tiles and in the same one: the later token has it."""
+    """Differing rows for numbers on the border of two tokens, in unlike tiles and in one: the later token wins."""
     kernels.KEYS, kernels.PROGRAMS = 2048, 8
     numbers = [0.0, 0.25 - 2.0**-53, 0.25, 0.5 - 2.0**-53, 0.5, 1 - 2.0**-53]
     logits = torch.full((6, 300), -math.inf)
@@ -193,7 +193,7 @@ def edits(seed: int, device: str = "cpu") -> float:
 
 
 def foreign_tokens(device: str = "cpu") -> float:
-    """Entries whose token is no column change nothing: not the next row, not what lies around the tensor."""
+    """Changes by entries whose token is no column: none to the next row, none around the tensor."""
     num_rows, vocab_size, bad = 3, 7, [7, 8, 13, 14, 21, 1000, 2**31 - 1, -1, -7, -(2**31)]
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(num_rows, vocab_size, generator=generator)

@@ -16,7 +16,7 @@ from .subordinate_sides import all_pairs, pair_steps
 def main() -> None:
     shape = PageShape(2, 128, 80)
     sides, steps = all_pairs(shape), pair_steps(shape)
-    quarters = [i for i in range(len(sides)) if i // 4 % 4 == 0]  # of the pairs
+    quarters = [i for i in range(len(sides)) if i // 4 % 4 == 0]  # a quarter of the pairs
     cases = {
         "seal": partial(seal_case, [sides[i] for i in quarters], torch.bfloat16),
         "demote": partial(demote_case, [steps[i] for i in range(len(steps)) if i // 4 % 5 == 0]),

@@ -28,7 +28,7 @@ def all_pairs(shape: PageShape) -> list[Side]:
 
 
 def pair_steps(shape: PageShape) -> list[tuple[Side, Side]]:
-    """Steps of pairs whose upper layer is subordinate before them, or has codes until then."""
+    """Steps of pairs whose upper layer is subordinate before the step, or only after it."""
     steps: list[tuple[Side, Side]] = []
     for wide, narrow in STEPS:
         old, new = pairs(wide, shape), pairs(narrow, shape, eta=ETA)

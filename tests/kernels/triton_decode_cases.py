@@ -67,7 +67,7 @@ def mixed() -> Case:
 
 
 def neighbours() -> float:
-    """A request's result does not depend on the others'."""
+    """Difference that other requests make to a request's result: none."""
     case = mixed()
     together = attend(case, plan(case))
     only = slice(1, 2)
@@ -78,7 +78,7 @@ def neighbours() -> float:
 
 
 def idle_programs() -> float:
-    """A launch shape with programs to spare, a format that no block has and an empty request: the same, and zeros."""
+    """Difference made by spare programs, a format without blocks and an empty request, which gives zeros: none."""
     case = mixed()
     want = attend(case, plan(case))
     padded = replace(
@@ -98,7 +98,7 @@ def idle_programs() -> float:
 
 
 def rungs_of_one_format(page: PageLayout) -> Callable[[], float]:
-    """Rungs of one format are one launch, wherever their pages lie in a slot."""
+    """Error of rungs of one format in one launch, wherever their pages lie in a slot."""
 
     def run() -> float:
         pages = [dense_page(BF16, 1, 64), uniform_page(4, 1, 64)]
@@ -116,7 +116,7 @@ def rungs_of_one_format(page: PageLayout) -> Callable[[], float]:
 
 
 def launch_order() -> float:
-    """Few programs first, then by falling size; formats without blocks have no launch."""
+    """Order of launches: few programs first, then by falling size; formats without blocks have none."""
     pages = [dense_page(BF16, 1, 64), *(uniform_page(bits, 1, 64) for bits in (8, 4, 4, 2))]
     ranges = LayerFormats.of(pages, torch.device("cpu")).ranges
 
@@ -132,7 +132,7 @@ def launch_order() -> float:
 
 
 def growing() -> float:
-    """A token more is a longer length, not a new plan."""
+    """Error of a plan with longer lengths: one more token makes no new plan."""
     case = make_case([dense_page(BF16, 1, 64)], [40, 200], group=3, sink_tokens=20)
     work = plan(case)
     work.lengths.copy_(case.lengths - 1)
@@ -143,14 +143,14 @@ def growing() -> float:
 
 
 def strided_queries() -> float:
-    """Queries may be a view of a wider tensor."""
+    """Error for queries that are a view of a wider tensor."""
     case = make_case([dense_page(BF16, 2, 64)], [40, 200], group=3)
     wide = torch.cat((case.q, torch.full_like(case.q, float("nan"))), 1)
     return float((attend(case, plan(case), wide[:, : case.q.shape[1]]) - attend(case, plan(case))).abs().max())
 
 
 def constant_pages() -> float:
-    """Groups whose range is zero."""
+    """Error for groups whose range is zero."""
     case = mixed()
     case.arena.zero_()
     return float(attend(case, plan(case)).abs().max())

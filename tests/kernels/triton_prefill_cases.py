@@ -72,7 +72,7 @@ def against_reference(
 
 
 def neighbours() -> float:
-    """A chunk's result does not depend on the other chunks of the launch."""
+    """Difference that other chunks of the launch make to a chunk's result: none."""
     case, q, counts = build([dense_page(BF16, 1, 64), uniform_page(4, 1, 64)], [(300, 9), (200, 40)], 4, 20, BF16)
     alone = Case(
         case.q[1:],
@@ -90,7 +90,7 @@ def neighbours() -> float:
 
 
 def in_pieces() -> float:
-    """A history of codes that is dequantized a block at a time."""
+    """Error over a history of codes that is dequantized a block at a time."""
     run = against_reference([dense_page(BF16, 1, 80), uniform_page(4, 1, 80)], [(331, 100), (467, 33)], 4, sink=20)
     before, triton.STAGED_NBYTES = triton.STAGED_NBYTES, 1
     error = run()

@@ -11,7 +11,7 @@ from qkv_engine.kernels.formats.uniform.layout import UniformSide
 
 
 class Encoded(NamedTuple):
-    """Bytes of one page side; ``written`` [meta_nbytes] marks the metadata that has a meaning; values [H, T, D]."""
+    """Bytes of one page side. ``written`` [meta_nbytes] marks metadata in use, not padding; values [H, T, D]."""
 
     codes: Tensor
     meta: Tensor
@@ -20,7 +20,7 @@ class Encoded(NamedTuple):
 
 
 def encode(side: UniformSide, x: Tensor) -> Encoded:
-    """``x`` [H, T, D] float32 as bytes, and the float64 values that they stand for."""
+    """``x`` [H, T, D] float32 as bytes, with the float64 values of the bytes."""
     axis = 1 if side.axis == "channel" else 2
     groups = torch.arange(x.shape[axis], device=x.device) // side.group
     parts = [x[:, groups == g] if axis == 1 else x[:, :, groups == g] for g in range(side.num_groups)]
@@ -57,7 +57,7 @@ def _pack_set(side: UniformSide, codes: Tensor, width: int) -> Tensor:
 
 
 def _metadata(side: UniformSide, low: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-    """Metadata bytes of a side, the largest ranges behind them, and which bytes these are."""
+    """Metadata bytes of a side with the largest ranges behind them, and the mask of the bytes in use."""
     if side.axis == "channel":
         pairs = torch.stack((low, span), 1)  # [H, 2, groups, D]
     else:

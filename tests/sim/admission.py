@@ -1,4 +1,4 @@
-"""Who may start to run, reckoned anew from all running requests each time it is asked."""
+"""Admission checked anew: the demand of all running requests is added up each time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .options import Options
 
 
 class Admission:
-    """Adds up what requests may come to need, one by one."""
+    """Adds up the memory that requests may come to need, one by one."""
 
     def __init__(self, tables: Any, options: Options, open_end_tokens: int):
         self.tables, self.options, self.open_end_tokens = tables, options, open_end_tokens
@@ -26,7 +26,7 @@ class Admission:
         return demand
 
     def admits(self, requests: Sequence[Any], floors: Sequence[int]) -> bool:
-        """Whether all but the last of ``requests``, which run, leave room for it."""
+        """Whether the running requests, all of ``requests`` but the last, leave room for the last."""
         last, at = len(self.options.sizes) - 1, self.options.admit_at
         if len(requests) == 1:
             return True
@@ -35,7 +35,7 @@ class Admission:
         return bool(self.tables.fits_whatever_stepped_down(self.demand(requests, floors, last), floors))
 
     def within_quota(self, requests: Sequence[Any], floors: Sequence[int]) -> bool:
-        """Whether the last of ``requests`` and those that run of its tenant stay within their share."""
+        """Whether the last of ``requests`` and its tenant's running ones stay within the tenant's share."""
         quota, tenant = self.options.quota, requests[-1].params.tenant
         same = [(r, floor) for r, floor in zip(requests, floors, strict=True) if r.params.tenant == tenant]
         if quota is None or len(same) == 1:

@@ -1,7 +1,7 @@
 """The code under test, loaded from its own source text: with any block size, and with a bug put in on purpose.
 
 The books are written for blocks of 128 tokens. A simulation of blocks of 8 sees sixteen times as many block borders in
-the same number of events, so each block size gets its own copy of the modules. Everything else they import is shared.
+the same number of events, so each block size gets its own copy of the modules. Other modules are shared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OPEN_END_BLOCKS = 1  # what admission counts for a request without max_tokens, in blocks: little, so that it is wrong
+OPEN_END_BLOCKS = 1  # blocks that admission expects of a request without max_tokens: few, so that requests exceed them
 
 MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",
@@ -74,7 +74,7 @@ _copies = count()
 
 @cache
 def _source(file: str) -> str:
-    """Read once, so that all copies are of the same text."""
+    """The text of a module, read once, so that all copies are of the same text."""
     return source_path(file).read_text("utf-8")
 
 
@@ -113,7 +113,7 @@ def _compiled(name: str, patch: Patch | None, package: str) -> Any:
         text = text.replace(patch.old, patch.new)
     home = MODULES[name].rpartition(".")[0]
     parent = home.rpartition(".")[0]
-    # Relative imports become absolute; those of another module under test go to its copy.
+    # Relative imports become absolute; imports of another module under test go to its copy.
     text = re.sub(r"^from \.\.([\w.]+) import", rf"from {parent}.\1 import", text, flags=re.M)
     text = re.sub(r"^from \.([\w.]+) import", rf"from {home}.\1 import", text, flags=re.M)
     for other, full in MODULES.items():

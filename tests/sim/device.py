@@ -1,10 +1,10 @@
-"""A fake device: what the bytes of the arena hold, and tokens that depend on all KV a request can see.
+"""A fake device: contents of the arena's slots, and tokens that depend on all KV a request can see.
 
 A token's KV is a number that stands for all tokens up to it, as the KV of a real model depends on all that came before.
-A record is what lies in one slot: how many tokens were written, the number of the last one, the rungs it went through,
-whose salt it carries and whether it is spoilt. A bank's record has the tokens that it was mined from; that of a block
-sealed under a bank has these, too. A request's next token is a hash of the records its table names, so any lost, stale
-or exchanged block changes the output.
+A record is the content of one slot: how many tokens were written, the number of the last one, the rungs it went
+through, its salt, and whether it is spoilt. A bank's record has the tokens that it was mined from; so has that of a
+block sealed under a bank. A request's next token is a hash of the records its table names, so any lost, stale or
+exchanged block changes the output.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def mix(*parts: int) -> int:
 
 @dataclass(slots=True)
 class Record:
-    """What one slot holds."""
+    """The content of one slot."""
 
     nbytes: int
     path: tuple[int, ...]  # the rungs it stood on
     count: int = 0  # tokens written, from the first
-    value: int = 0  # of the last one
+    value: int = 0  # number of the last token
     salt: str = ""
     spoilt: bool = False
-    mined: tuple[tuple[int, int], ...] = ()  # from which blocks a bank is: tokens, and the last one's number
+    mined: tuple[tuple[int, int], ...] = ()  # blocks that a bank is mined from: tokens, and the last one's number
 
 
 class DeviceError(Broken):
-    """The books asked for something that would mix up or lose bytes."""
+    """A request of the books that would mix up or lose bytes."""
 
 
 class Device:
@@ -46,7 +46,7 @@ class Device:
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
-        self.runs_again = False  # a step broke off: what it wrote, and a step after it, is written again
+        self.runs_again = False  # a step broke off: its tokens, and those of a step after it, are written again
         self._starts: list[int] = []
         self._records: dict[int, Record] = {}
 
@@ -108,7 +108,7 @@ class Device:
         return self._at(address, tables.ladder.slots[-1].nbytes)
 
     def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
-        """Tokens ``start:end`` of a block, the last of which is ``value``."""
+        """Writes tokens ``start:end`` of a block, the last of which is ``value``."""
         record = self._at(block.slot.address, nbytes)
         if self.runs_again and record.count >= end:
             record.count, record.path = start, record.path if start else ()
@@ -119,7 +119,7 @@ class Device:
         record.count, record.value, record.salt, record.path = end, value, salt, (block.rung,)
 
     def read(self, block: Any, nbytes: int, salt: str) -> Record:
-        """What a request with ``salt`` sees of a block."""
+        """The record of a block, checked as a request with ``salt`` reads it."""
         record = self._at(block.slot.address, nbytes)
         if record.salt != salt:
             raise DeviceError(f"bytes written under salt {record.salt!r} are read under {salt!r}")
@@ -140,7 +140,7 @@ class Device:
         return record
 
     def _put(self, address: int, record: Record) -> None:
-        """Writes over whatever lies there."""
+        """Writes a record over all records at its bytes."""
         end = address + record.nbytes
         if address < 0 or end > self.nbytes:
             raise DeviceError(f"bytes {address}:{end} lie outside the arena")
@@ -155,5 +155,5 @@ class Device:
 
 
 def _rungs(move: Any) -> tuple[int, int]:
-    """What the moves of one launch have in common."""
+    """The rungs that all moves of one launch share."""
     return move.old, move.new

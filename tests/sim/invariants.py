@@ -1,13 +1,13 @@
-"""What holds after every event, reckoned from the tables alone, and of every batch.
+"""Invariants after every event, reckoned from the tables alone, and invariants of every batch.
 
 Arena: I1 bytes add up, I2 no byte has two owners, I3 slots lie on their grid, I4 no slot is lost and ``room`` is exact,
 I5 references equal owners, I6 tables name live blocks and enough of them, I7 a block never widens and its slot is as
 large as its rung, I8 floors of all holders hold, I14 and I15 (spy) bytes won and counters equal the replayed log. I10,
-I12 and I13 live on the device: what is read is what was written, fresh slots are cleared, nothing is read that another
-wrote. I9 concerns metadata, which is tested with the formats; I11 epochs, which are not needed: a block is one object,
-and whoever shares it sees it change.
+I12 and I13 live on the device: reads return the bytes written, fresh slots are cleared, no request reads another's
+bytes. I9 concerns metadata, which is tested with the formats; I11 concerns epochs, which are not needed: a block is one
+object, so all its holders see it change.
 
-Scheduler: S1 waiting or running, S2 who waits owns nothing, S3 budget and room, S4 legal states, S8 order of arrival.
+Scheduler: S1 waiting or running, S2 waiting requests own nothing, S3 budget and room, S4 legal states, S8 order.
 The simulator and ``check_batch`` have S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission
 sees all that requests may need nobody is preempted at all; elsewhere only the youngest. S17, and S16 once more, need
 real numbers: ``tests/engine/test_precision_schedule.py``. Threads (S13) are in ``tests/engine/test_engine.py``.
@@ -24,7 +24,7 @@ from .spy import SpySpace, require
 
 
 def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
-    """Arena, tables and prefix cache; ``seen`` has each block's rung at the previous check; returns the next one."""
+    """Checks arena, tables and prefix cache; ``seen`` and the result: each block's rung at the last check and now."""
     tables, options = space.tables, space.options
     arena, sizes = tables.arena, tables.sizes
     owners: dict[Any, list[int]] = {}
@@ -87,7 +87,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
 
 
 def check_bank(table: Any, has_bank: bool) -> None:
-    """A request that has slots has a bank if anybody has, mined if blocks are sealed."""
+    """Checks that a request with slots has a bank if the ladder has banks, mined if blocks are sealed."""
     bank = table.bank
     require((bank is not None) == bool(has_bank and table.slots), "a request has no bank, or one too many")
     require(all(block.bank is bank for block in table.blocks), "a block is of another bank")
@@ -97,7 +97,7 @@ def check_bank(table: Any, has_bank: bool) -> None:
 
 
 def check_room(space: SpySpace) -> None:
-    """What the arena says of its room, against the slabs counted again; free slabs and slots add up."""
+    """Checks the arena's room against the slabs, counted again; free slabs and slots add up."""
     arena, live = space.tables.arena, space.live()
     for size in space.tables.sizes.values():
         require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
@@ -116,13 +116,13 @@ def check_room(space: SpySpace) -> None:
 
 
 def check_queues(scheduler: Any, space: SpySpace) -> None:
-    """Registry, queues, states, order, and enough blocks for what is computed."""
+    """Checks registry, queues, states, order, and that blocks suffice for all computed tokens."""
     running, waiting = list(scheduler.running), list(scheduler.waiting)
     together = running + waiting
     require(len(running) <= scheduler.max_num_seqs, "too many run")
     require(len(together) == len(scheduler.requests), "a request is lost or doubled")
     previous: dict[str, int] = {}
-    for request in together:  # first come first served: whoever runs came before whoever waits of the same tenant
+    for request in together:  # first come first served: within a tenant, running requests came before waiting ones
         tenant = request.params.tenant if space.options.quota else ""
         require(request.arrival > previous.get(tenant, -1), "a later request runs before an earlier one")
         previous[tenant] = request.arrival
@@ -145,7 +145,7 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
 
 
 def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int:
-    """What was scheduled, perhaps ``ahead`` of a step under way; returns how many items' tokens are not known yet."""
+    """Checks a batch, perhaps ``ahead`` of a step under way; returns its items whose tokens are not known yet."""
     options, num_ahead = space.options, 0
     require(ahead or batch.num_tokens > 0, "an empty step")
     require(batch.num_tokens <= options.budget, f"{batch.num_tokens} tokens in a step")

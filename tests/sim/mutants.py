@@ -1,6 +1,6 @@
-"""The hunt for bugs put in on purpose: each has to be found by the simulator.
+"""Mutation tests: the simulator has to find each bug put in on purpose.
 
-One that survives shows an invariant that is missing. Bugs that change nothing anybody can see are not in the list.
+A surviving bug shows a missing invariant. Bugs without any visible effect are not in the list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .spy import Broken
 
 MUTANTS = {patch.name: patch for patch in (*BOOKS, *SCHEDULING, *CORE)}
 
-QUICK = (  # what make test tries: bugs of every module, found soon
+QUICK = (  # tried by make test: bugs of every module, found soon
     "a slot is handed out twice",
     "packed slabs are rounded down",
     "an old slot is freed within its wave",
@@ -33,7 +33,7 @@ QUICK = (  # what make test tries: bugs of every module, found soon
 
 
 def hunt(patch: Patch, limit: int = 50_000) -> tuple[int, str] | None:
-    """Simulates until the bug shows: events it took and what was said. ``None`` if it lives for ``limit`` events."""
+    """Simulates until the bug shows: the events it took and the message; ``None`` if it survives ``limit`` events."""
     spent = 0
     for seed in count():
         simulation = Simulation(draw(seed), patch)

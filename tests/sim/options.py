@@ -1,4 +1,4 @@
-"""One seed -> one random set of options: the swarm. Rates may be zero, arenas tiny, ladders odd."""
+"""Swarm testing: one seed draws one random set of options. Rates may be zero, arenas tiny, ladders odd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LADDERS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Everything a simulated run depends on, besides the seed of its dice."""
+    """All inputs of a simulated run but the seed of its dice."""
 
     seed: int
     block: int
@@ -39,7 +39,7 @@ class Options:
     quota: float | None
     tenants: int
     longest: int  # blocks of a typical long request
-    crowd: int  # how many wait before no more arrive
+    crowd: int  # waiting requests from which on no more arrive
     arrivals: float
     aborts: float
     forks: float
@@ -53,7 +53,7 @@ class Options:
     ahead: bool  # whether the core runs a step ahead
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
     recent_ratio: Fraction = Fraction(0)
-    has_bank: bool = False  # the last of the other slots
+    has_bank: bool = False  # whether the last of the other slots is a bank
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0

@@ -1,4 +1,4 @@
-"""What is asked of the engine: prompts that share beginnings, lengths and parameters, drawn at random."""
+"""Random requests: prompts that share beginnings, lengths and parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB_SIZE = 50
 
 
 class Requests:
-    """Draws from the simulation's random numbers, so that one seed still says all."""
+    """Draws requests from the simulation's random numbers, so that one seed still fixes a run."""
 
     def __init__(self, options: Options, rng: random.Random):
         self.options, self.rng = options, rng
@@ -32,7 +32,7 @@ class Requests:
         options, rng = self.options, self.rng
         floored, open_ended = rng.random() < options.floored, rng.random() < options.open_ended
         return SamplingParams(
-            max_tokens=None if open_ended else 1,  # the number is the request's
+            max_tokens=None if open_ended else 1,  # else any number: ``length`` replaces it
             ignore_eos=not open_ended and rng.random() < 0.5,
             kv_pinned=rng.random() < options.pinned,
             kv_floor=f"rung{rng.randrange(len(options.sizes))}" if floored else None,

@@ -1,7 +1,7 @@
 """The real engine core, scheduler, pressure, tables, prefix cache and arena on a fake device, one seed a run.
 
-First arrivals, aborts, forks and faults at random; then none any more, and everybody has to finish within as many steps
-as there are tokens left. After every event everything is checked: see ``invariants``, ``spy`` and ``device``.
+First arrivals, aborts, forks and faults come at random; then no more, and all requests have to finish within a bound on
+steps by their tokens left. After every event everything is checked: see ``invariants``, ``spy`` and ``device``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BrokenOff(BaseException):
 
 
 class Simulation:
-    """One run."""
+    """One simulated run."""
 
     def __init__(self, options: Options, patch: Patch | None = None):
         self.options = options
@@ -53,11 +53,11 @@ class Simulation:
         self.limit = 10**9
         self.counts: Counter[str] = Counter()
         self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
-        self.usage: dict[str, dict[str, int]] = {}  # where their blocks stood
+        self.usage: dict[str, dict[str, int]] = {}  # their blocks by rung
         self.submissions: dict[str, Any] = {}
         self.doomed: set[Request] = set()  # steps with one of these break off
-        self.tainted: set[Request] = set()  # read values nobody knew to be bad
-        self.unknown: set[Any] = set()  # blocks with such values
+        self.tainted: set[Request] = set()  # requests that read bad values before anybody knew
+        self.unknown: set[Any] = set()  # blocks with bad values that nobody knows of
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
         self._requests = Requests(options, self.rng)
@@ -87,7 +87,7 @@ class Simulation:
         return SpySpace(code.KVManager(tables, prefix, options.quota), options, code)
 
     def _renew_space(self) -> SpySpace:
-        """New books over the old bytes."""
+        """Makes new books over the old bytes."""
         device = self.device
         self.space = self._new_space()
         self.device._starts, self.device._records = device._starts, device._records
@@ -97,14 +97,14 @@ class Simulation:
     # ---- running
 
     def run(self, num_events: int) -> None:
-        """At least ``num_events`` events of chaos, then everybody finishes."""
+        """Runs at least ``num_events`` events of chaos, then lets all requests finish."""
         while self.num_events < num_events:
             self._chaos()
             self.step()
         self.finish_all()
 
     def finish_all(self) -> None:
-        """Nothing new: all finish within as many steps as they have tokens left, and nothing is left over."""
+        """Lets all finish, in a step for each token left (two when running ahead), and checks that nothing is left."""
         self.is_calm = True
         bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
         bound = 2 * bound + 2 if self.options.ahead else bound
@@ -122,7 +122,7 @@ class Simulation:
             self._check_answer(name, submission.stream.get(0))
 
     def _check_answer(self, name: str, answer: Any) -> None:
-        """What the reader of a request gets at last."""
+        """Checks the final output of a request's reader."""
         require(answer is not None and answer.finished, "a reader waits for ever")
         tokens, reason = self.outputs[name]
         completion = answer.outputs[0]
@@ -173,7 +173,7 @@ class Simulation:
             self.recover()
 
     def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
-        """Submits a request; one without ``max_tokens`` may go on as long as it fits."""
+        """Submits a request; without ``max_tokens`` it may go on as long as it fits."""
         fits = self.space.capacity_of(params)
         if params.max_tokens is None:
             length = max(1, fits - len(ids) + 1)
@@ -205,7 +205,7 @@ class Simulation:
         require(request.finish_reason is FinishReason.ABORT, "an aborted request goes on")
 
     def recover(self) -> None:
-        """As after an interrupt: new books, the old bytes and requests."""
+        """Recovers as after an interrupt: new books, the old bytes and requests."""
         self.in_step = False
         self.tainted.clear()
         self.unknown.clear()
@@ -236,12 +236,12 @@ class Simulation:
             finally:
                 self.in_step = False
             self._check_core()
-            if not self.space.tables.waves:  # what an empty batch would have moved waits for the next one
+            if not self.space.tables.waves:  # moves of an empty batch wait for the next one
                 self._check_spoilt()
                 self._check_cached()
 
     def _check_core(self) -> None:
-        """The core knows the live requests, and no others."""
+        """Checks that the core knows the live requests, and no others."""
         live = set(self.scheduler.requests.values())
         require(set(self.core._owners) == set(self.core._rows) == live, "the core remembers who is gone")
         require(set(self.core.live) == set(self.scheduler.requests), "a submission is lost")
@@ -263,7 +263,7 @@ class Simulation:
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
 
     def apply_moves(self) -> set[Any]:
-        """What the cache does before a step; returns blocks whose values turned out bad."""
+        """Applies moves like the cache before a step; returns blocks whose values turned out bad."""
         if self.rng.random() < self.options.evacuations:
             while self.space.tables._evacuate():
                 self.event("evacuate")
@@ -287,15 +287,15 @@ class Simulation:
         self.unknown |= blocks
 
     def run_again(self) -> None:
-        """A step broke off: until this call of ``step`` ends, what it wrote may be written again."""
+        """Notes that a step broke off: until this call of ``step`` ends, its tokens may be written again."""
         self.device.runs_again = True
 
     def told(self, bad: set[Any]) -> None:
-        """From here on the core knows these blocks to be bad."""
+        """Notes that the core knows these blocks to be bad from here on."""
         self.unknown -= bad
 
     def compute(self, batch: Any) -> tuple[list[tuple[Any, SampledToken | None]], Fault | None]:
-        """A step on the device; now and then it breaks off: before or after it wrote, or when it is waited for."""
+        """Computes a step; now and then it breaks off: before or after it wrote, or when it is waited for."""
         rng, faults = self.rng, self.options.faults
         self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
         broken = any(item.request in self.doomed for item in batch.items) and rng.choice(("soon", "late", "later"))
@@ -312,13 +312,13 @@ class Simulation:
         return found, Fault("on purpose") if broken else None
 
     def _follows_nothing(self, item: Any) -> bool:
-        """Whether the step before failed to give the token that this one goes on from."""
+        """Whether the step before failed to give the token that this item starts with."""
         missing = item.end > len(self.truths[item.request].tokens)
         require(not missing or item.request in self.tainted, "a token is missing")
         return missing
 
     def _sample(self, item: Any, is_bad: bool) -> SampledToken | None:
-        """Reads what the step sees of the cache; returns the next token of a request that is at its end."""
+        """Reads the cache as the step sees it; returns the next token of a request that is at its end."""
         request, truth = item.request, self.truths[item.request]
         if self._follows_nothing(item):
             return SampledToken(-1, error=RequestError("on purpose"))
@@ -346,7 +346,7 @@ class Simulation:
         return SampledToken(found)
 
     def _check_bank(self, request: Request, record: Record) -> None:
-        """A sealed block was sealed under its request's bank, which was mined from the request's own tokens."""
+        """Checks that a sealed block is under its request's bank, mined from the request's own tokens."""
         if not self.options.has_bank or record.path[-1] <= 0:
             return
         bank, truth = self._record(self.space.tables[request.request_id].slots[-1]), self.truths[request]
@@ -355,7 +355,7 @@ class Simulation:
         require([value for _, value in bank.mined] == [truth.value(end) for end in ends], "a bank is of other tokens")
 
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
-        """Where the tokens up to the item's end lie: block, bytes, and which of the tokens."""
+        """Places of the tokens up to the item's end: block, bytes, and range of tokens in the block."""
         table = self.space.tables[item.request.request_id]
         sizes, blocks = self.space.tables.sizes, self.space.tables.entries(table)
         return [
@@ -371,7 +371,7 @@ class Simulation:
                 self.device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
 
     def about_to_emit(self, request: Request) -> None:
-        """All tokens of ``request`` are computed, and the next one is known; the core may not have to say so."""
+        """Notes the next token of ``request``, all of whose tokens are computed; the core need not report it."""
         self.event("computed", request.request_id, len(request.token_ids))
         self.may_break_off()
 
@@ -419,14 +419,14 @@ class Simulation:
         self.outputs[request.request_id] = (request.output_token_ids, str(request.finish_reason))
 
     def _check_spoilt(self) -> None:
-        """Nobody holds values known to be bad but who computes with them already, and fails at its next token."""
+        """Checks that only requests that are about to fail hold values known to be bad."""
         for request in self.scheduler.running:
             if request not in self.tainted:
                 for block in self.space.tables[request.request_id]:
                     require(block in self.unknown or not self._record(block).spoilt, "bad values are kept")
 
     def _check_cached(self) -> None:
-        """What the prefix cache offers is whole, and what it says it is."""
+        """Checks that cached blocks are full, and that none holds values known to be bad."""
         if self.space.prefix is None:
             return
         doubtful = self.unknown.union(*(self.blocks_of(request) for request in self.tainted))

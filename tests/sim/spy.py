@@ -1,4 +1,4 @@
-"""Stands between scheduler and KV memory and holds every call to its promise, by its own reckoning."""
+"""A checker between scheduler and KV memory that compares every call with its own reckoning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .options import Options
 
 
 class Broken(BaseException):
-    """An invariant does not hold. No ``Exception``: the core takes those for the failure of one request."""
+    """A broken invariant. No ``Exception``: the core takes those for the failure of one request."""
 
 
 def require(truth: bool, message: str) -> None:
@@ -22,7 +22,7 @@ def require(truth: bool, message: str) -> None:
 
 
 class Eligible(NamedTuple):
-    """A block that may step down, by the spy's reckoning; in the order in which blocks have to."""
+    """A block that may step down by the spy's reckoning; sorts in the order of stepping down."""
 
     rank: int
     shared: bool
@@ -35,7 +35,7 @@ class Eligible(NamedTuple):
 
 
 class SpySpace:
-    """A ``KVSpace`` that checks; everything it does not name goes through."""
+    """A ``KVSpace`` that checks calls; other attributes are those of the space behind it."""
 
     def __init__(self, space: Any, options: Options, code: Code):
         self._space, self.options, self._pressure = space, options, code.pressure
@@ -43,22 +43,22 @@ class SpySpace:
         self._admission = Admission(space.tables, options, code.demand.OPEN_END_TOKENS)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
-        self.mined: set[Any] = set()  # banks
+        self.mined: set[Any] = set()  # banks that were mined
         self.begin_schedule()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._space, name)
 
     def begin_schedule(self) -> None:
-        self.needy: Any = None  # who asked for room last
-        self.short = False  # and whether it did not get it
+        self.needy: Any = None  # the request that asked for room last
+        self.short = False  # whether its call got no room
         self.asked: dict[str, int] = {}  # most blocks each request asked for
         self.demoted = 0
 
     # ---- memory, reckoned again
 
     def reserve_slabs(self) -> int:
-        """Slabs that only demotions may take: one for each floor of those that hold blocks, and one more."""
+        """Slabs that only demotions may take: one for each floor in use, and one more."""
         floors = {table.floor for table in self.tables._tables.values()} - {0}
         return max(self.options.reserve, min(len(self.options.sizes) - 1, len(floors) + 1))
 
@@ -146,7 +146,7 @@ class SpySpace:
         return self.options.sink * bool(table.slots) + len(table.blocks) * self.options.block
 
     def _lacking_slots(self, table: Any) -> list[int]:
-        """Bytes of the slots that a request is still to get."""
+        """Bytes of the slots that a request does not have yet."""
         return [slot.nbytes for slot in self.tables.ladder.slots[len(table.slots) :]]
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
@@ -235,7 +235,7 @@ class SpySpace:
         return int(done)
 
     def _check_sealing(self, move: Any) -> None:
-        """A block is sealed under the bank of its request, mined before the first one from what is computed."""
+        """Checks that a block is sealed under its request's bank, mined before the first seal from computed tokens."""
         options = self.options
         if not options.has_bank or move.old or not move.new:
             require(move.bank is None and move.mining is None, "a block that is not sealed needs no bank")
@@ -252,13 +252,13 @@ class SpySpace:
             require(len(move.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
 
     def check_preemption(self) -> None:
-        """Nobody gives way while cached blocks are idle, or one that may step down finds a slot for it."""
+        """Checks that nobody gives way while cached blocks are idle or a block that may step down finds a slot."""
         require(self._idle() == 0, "a request gives way while cached blocks are idle")
         found = self._eligible(self._ranks(self.needy.params.tenant), even_recent=True)
         require(not any(map(self._finds_slot, found)), "a request gives way while a block could step down")
 
     def _is_last_resort(self, block: Any) -> bool:
-        """Whether a block may step down alone: none that should rather, those in a recent window last, finds a slot."""
+        """Whether a block may step down alone: no block before it in order finds a slot; recent ones come last."""
         ranks = self._ranks(self.needy.params.tenant)
         if any(map(self._finds_slot, sorted(self._eligible(ranks))[: self._pressure.RELIEF_BLOCKS])):
             return False
@@ -286,7 +286,7 @@ class SpySpace:
         return len(steps) <= limit and all(id(b) in allowed and rung == b.floor for b, rung in steps)
 
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
-        """Only under declared pressure, only one rung, the coldest first, and nobody within a quota pays for others."""
+        """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
         running, tenant, most = self.scheduler.running, None, 8
         require(self._idle() == 0, "blocks step down while cached ones are idle")
         if self.needy is None:
@@ -341,7 +341,7 @@ class SpySpace:
         return found
 
     def check_work(self, num_items: int) -> None:
-        """The blocks that stepped down in one schedule are bounded by what was asked for."""
+        """Checks that the demotions in one schedule are bounded by the blocks asked for."""
         sizes = self.options.sizes
         if len(sizes) == 1:
             return

@@ -1,4 +1,4 @@
-"""What stands around the engine's core in a simulation: a scheduler that reports, and a cache and a runner made up."""
+"""Stand-ins around the engine's core in a simulation: a scheduler that reports, a made-up cache and runner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def spy_scheduler(simulation: Simulation, base: Any) -> type:
-    """The real scheduler class; each call is told to the simulation, which checks what came of it."""
+    """The real scheduler class, whose calls are told to the simulation, which checks their results."""
 
     class SpyScheduler(base):  # type: ignore[misc]
         def schedule(self) -> Any:
@@ -49,7 +49,7 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
 
 @dataclass(frozen=True)
 class Later:
-    """What the device has computed already, and the host does not know before it waits."""
+    """A result that the device has computed already and the host learns when it waits."""
 
     result: Any
     error: Exception | None = None
@@ -64,7 +64,7 @@ class Later:
 
 
 class SimulatedCache:
-    """What the core asks of ``KVCache``. New books come with the new space."""
+    """The part of ``KVCache`` that the core uses. New books come with the new space."""
 
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
@@ -78,21 +78,21 @@ class SimulatedCache:
 
 
 class SimulatedRunner:
-    """What the core asks of ``Runner``."""
+    """The part of ``Runner`` that the core uses."""
 
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
         self.cache = SimulatedCache(simulation)
         self._steady: SteadyBatch | None = None  # of the step launched last
-        self._items: list[Any] = []  # its own
+        self._items: list[Any] = []  # items of that step
 
     def check_device(self) -> None:
-        """Never lost."""
+        """Passes: the device is never lost."""
 
     def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids
-        steady, self._steady = self._steady, None  # a step that breaks off here is followed by nobody
+        steady, self._steady = self._steady, None  # no step follows one that breaks off here
         found, error = self.simulation.compute(batch)
         self._steady = self._follow(steady, batch, rows)
         token_ids = [token and token.token_id for _, token in found]
@@ -104,7 +104,7 @@ class SimulatedRunner:
         )
 
     def _follow(self, steady: SteadyBatch | None, batch: Any, rows: Mapping[Any, Any]) -> SteadyBatch:
-        """The steady batch of this step; one that continues is what it would be if it were made anew."""
+        """The steady batch of this step; one that continues must equal one made anew."""
         before, self._items = self._items, batch.items
         made = SteadyBatch(batch.items, rows)
         if steady is None or not steady.continues(batch.items):

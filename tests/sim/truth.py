@@ -1,4 +1,4 @@
-"""What a request answers when it is alone: computed from its tokens, without books or device."""
+"""Ground truth of a request: its answer when it runs alone, from its tokens, without books or device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .device import mix
 
 @dataclass(slots=True, eq=False)
 class Truth:
-    """The KV values and the answer of one request, as if nobody else were there."""
+    """The KV values and the answer of one request that runs alone."""
 
     request: Request
     block: int
     sink: int
     values: list[int] = field(default_factory=list)  # by position
-    tokens: list[int] = field(default_factory=list)  # prompt, and what the device gave
+    tokens: list[int] = field(default_factory=list)  # prompt, and tokens given by the device
     _folds: list[int] = field(default_factory=list)  # over all full blocks, by their number
-    emitted: tuple[int, ...] = ()  # what reached the request
+    emitted: tuple[int, ...] = ()  # tokens that reached the request
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
@@ -32,7 +32,7 @@ class Truth:
         return values[position]
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Where the sink and the blocks of ``length`` tokens begin and end."""
+        """Ranges of the sink and the blocks of ``length`` tokens."""
         first = min(length, self.sink)
         spans = [(0, first)] if first else []
         return spans + [(start, min(length, start + self.block)) for start in range(self.sink, length, self.block)]
@@ -52,5 +52,5 @@ class Truth:
 
 
 def token(seed: int, position: int, fold: int) -> int:
-    """What the fake model says after seeing ``fold``."""
+    """The token that the fake model gives after ``fold``."""
     return mix(seed, position, fold) % 50
