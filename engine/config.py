@@ -104,7 +104,7 @@ class KVConfig:
         rungs: 1 to 16 ``RungConfig``, most bits first.
         sink: first tokens of a request, which stay on the first rung for life: 0 or a power of two up to 128.
         recent: newest tokens of a request, which stay on the first rung until they are older; 0 to 1,048,576.
-        recent_ratio: share of a request's computed tokens kept as with ``recent``, where it is more; 0 to below 1.
+        recent_ratio: share of a request's computed tokens that stays so if it is more than ``recent``; 0 to below 1.
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
