@@ -1,4 +1,4 @@
-"""What a caller hands in and gets back: sampling parameters, request outputs, and the live request itself.
+"""Requests: sampling parameters, request outputs, and the live request itself.
 
 Field names are vLLM's where both have a field. No torch here: the scheduler works on these objects alone.
 """
@@ -274,8 +274,8 @@ class Request:
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)  # prompt, then output, as far as known
     num_prompt_tokens: int = field(init=False)
-    max_num_tokens: int = field(init=False)  # whose KV it may need: the last sampled token is never fed back
-    num_tokens: int = field(init=False)  # with those in flight
+    max_num_tokens: int = field(init=False)  # tokens whose KV it may need: the last sampled one is never fed back
+    num_tokens: int = field(init=False)  # known tokens and those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
     next_demotable_at: int = 0  # computed tokens at which a block of it can first step down; kept by KV memory
     next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory

@@ -1,4 +1,4 @@
-"""Checks of what a request asks for: one bounds table, one id check, one length rule.
+"""Checks of a request's parameters: one bounds table, one id check, one length rule.
 
 Also reads the defaults a model ships in generation_config.json. Nothing here needs torch or a tokenizer.
 """
@@ -239,7 +239,7 @@ def _too_long(num_prompt_tokens: int, max_model_len: int) -> RequestError:
 def validate_lengths(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
     """The number of tokens the request may generate: ``max_tokens``, or the rest of the context if None.
 
-    What does not fit is refused, never clipped.
+    Lengths that do not fit are refused, never clipped.
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:

@@ -1,7 +1,7 @@
-"""What happens when KV memory runs short, in this order: cached blocks nobody uses are given up; the coldest blocks
-step down one rung; no more requests are admitted; the youngest running request gives way.
+"""Response to a shortage of KV memory, in this order: idle cached blocks are given up; the coldest blocks step down one
+rung; no more requests are admitted; the youngest running request is preempted.
 
-The oldest running request never gives way. Since every request fits alone on its floor, it always finishes, so all do.
+The oldest running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from .space import KVSpace
 
 logger = logging.getLogger("qkv_engine")
 
-# Blocks that step down in one go: small enough that no step is held up, large enough for one launch to pay.
+# Blocks of one demotion: more would hold up a step, fewer would not repay a launch.
 RELIEF_BLOCKS = 8
-AHEAD_PER_STEP = 1  # for every 64 running requests
-EAGER_PER_STEP = 8  # for every 32 running requests
+AHEAD_PER_STEP = 1  # blocks demoted ahead of need, for every 64 running requests
+EAGER_PER_STEP = 8  # blocks that an eager ladder demotes, for every 32 running requests
 
 
 class Pressure:
-    """Makes room, and keeps some ahead of need. One object a scheduler; what it finds of requests is for one step."""
+    """Makes room, and keeps some ahead of need. One object a scheduler; its findings about requests last one step."""
 
     def __init__(self, space: KVSpace, running: ArrivalQueue):
         self.space, self.running = space, running
         self._has_quota = space.over_quota(2**62)
-        self._coldest: Coldest | None = None  # what may step down this step
-        self._payer: str | None = None  # the tenant it was found for
+        self._coldest: Coldest | None = None  # blocks that may step down in this step
+        self._payer: str | None = None  # the tenant that ``_coldest`` was found for
         self._lacking: set[Request] | None = None  # running requests without room for their next token
 
     def forget(self) -> None:
-        """To be called when blocks changed hands: what was found of them is no longer true."""
+        """Drops the blocks found; to be called when blocks changed hands."""
         self._coldest = None
 
     def left(self, request: Request) -> None:
-        """To be called when ``request``, whose blocks were taken back, does not run any more."""
+        """Drops ``request``, whose blocks were taken back and which runs no more."""
         if self._lacking is not None:
             self._lacking.discard(request)
         self.forget()
 
     def begin_step(self) -> None:
-        """Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""
+        """Drops the previous step's findings; then steps blocks down for an eager ladder or the near future."""
         self.forget()
         self._lacking = None
         if self.space.num_rungs == 1:
@@ -63,9 +63,9 @@ class Pressure:
         return True
 
     def stretch(self, request: Request, num_tokens: int) -> int:
-        """Like ``make_room`` for as many of the tokens as there can be room for; returns their number.
+        """Reserves as many of the first ``num_tokens`` tokens as there can be room for; returns their number.
 
-        Leaves the block that each other running request needs for its next token, which admission promised it.
+        Leaves each other running request the block for its next token, which admission promised it.
         """
         if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
             return num_tokens
@@ -82,7 +82,7 @@ class Pressure:
         return done
 
     def _num_lacking(self, request: Request) -> int:
-        """Running requests but ``request`` whose next token begins a block; all are looked at once a step."""
+        """Number of running requests but ``request`` whose next token begins a block; all are looked at once a step."""
         if self._lacking is None:
             self._lacking = self.space.lacking(self.running)
         return len(self._lacking) - (request in self._lacking)
@@ -102,7 +102,7 @@ class Pressure:
                 self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 64))
 
     def _settle(self) -> None:
-        """Eager ladders: what is older than the recent window goes to its floor, once the prompt is computed."""
+        """Steps an eager ladder's blocks outside the recent window down to their floors, after the prompt."""
         budget = EAGER_PER_STEP * -(-len(self.running) // 32)
         ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prompt_tokens]
         if not ready:
@@ -111,16 +111,16 @@ class Pressure:
         self._demote([(candidate, candidate.block.floor) for candidate in found])
 
     def _step_down(self, tenant: str | None, number: int) -> int:
-        """The ``number`` coldest blocks go down one rung; returns how many did."""
-        # With quotas, who is over one changes with every block.
+        """Steps the ``number`` coldest blocks down one rung; returns how many did."""
+        # With quotas, each block may change which tenants are over theirs.
         if self._coldest is None or self._payer != tenant or self._has_quota:
             self._coldest, self._payer = self._find_coldest(tenant), tenant
         return self._demote([(candidate, candidate.rung + 1) for candidate in self._coldest.take(number)])
 
     def _step_down_any(self, tenant: str) -> bool:
-        """The coldest block that finds a slot goes down, if the coldest of all find none: the last thing to try.
+        """Steps down the coldest block that finds a slot, when the coldest of all find none: the last resort.
 
-        So may blocks that a request shares, on a narrower rung already, although they lie in its recent window.
+        Blocks that are on a narrower rung already, since they are shared, count even in a recent window.
         """
         tried = set[tuple[int, int]]()
         found = eligible(self.space, self.running, self._ranks(tenant, self.running), even_recent=True)
@@ -135,9 +135,9 @@ class Pressure:
         return Coldest(self.space, self.running, self._ranks(tenant, self.space.aged(self.running)))
 
     def _ranks(self, tenant: str | None, requests: Iterable[Request]) -> dict[Request, int]:
-        """Whose blocks of ``requests`` may step down now, if ``tenant`` needs room, and who pays first.
+        """Ranks of payment of the ``requests`` whose blocks may step down if ``tenant`` needs room; 0 pays first.
 
-        With quotas, tenants over theirs pay before one within it, who pays for nobody else.
+        With quotas, tenants over theirs pay before one within it, which pays for nobody else.
         """
         if not self._has_quota:
             return {request: int(request.params.tenant != tenant) for request in requests}
@@ -159,7 +159,7 @@ class Pressure:
         before = self.space.free_blocks()
         done = self.space.demote([(candidate.block, rung) for candidate, rung in chosen])
         if any(candidate.block.rung != rung for candidate, rung in chosen):
-            self.forget()  # it took each block to go where it was sent
+            self.forget()  # its order assumed that every block reaches its rung
         if logger.isEnabledFor(logging.INFO):
             self._explain([candidate for candidate, _ in chosen], before)
         return done

@@ -23,7 +23,7 @@ class Scheduler:
     """Owns every live request: waiting or running, never both. Called by one thread.
 
     A step is ``schedule`` -> run the batch -> ``computed`` for each item -> ``append_token`` where one was sampled. The
-    next step may be scheduled before the last two calls: its batch then goes on from tokens that nobody knows yet.
+    next step may be scheduled before the last two calls: its batch then starts from tokens not known to the host yet.
     """
 
     def __init__(self, space: KVSpace, *, max_num_seqs: int, max_num_batched_tokens: int):
@@ -44,7 +44,7 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Takes a request in. Raises ``RequestError`` for a live id, ``CapacityError`` if it could never fit."""
+        """Adds a request. Raises ``RequestError`` for a live id, ``CapacityError`` if it could never fit."""
         if request.request_id in self.requests:
             raise RequestError("a live request has this id", field="request_id", value=request.request_id)
         capacity = self.space.capacity(request)
@@ -68,12 +68,12 @@ class Scheduler:
         preempted = self.num_preemptions
         self._num_steps += 1
         self.pressure.begin_step()
-        for request in self.running:  # whoever is preempted for an older one is the last, and leaves
+        for request in self.running:  # a request preempted for an older one is the last, and leaves
             if budget == 0:
                 break
             start, target = request.num_computed_tokens, request.num_tokens
             if (request.needs_tokens or target > request.max_num_tokens) and target > len(request.token_ids):
-                continue  # its last token is in flight, or one the host has to see first
+                continue  # its last token is in flight, or the host has to see the one in flight first
             num_tokens = target - start
             if num_tokens > 1 or start == request.num_reserved_tokens:
                 num_tokens = self._make_room(request, min(num_tokens, budget))
@@ -94,19 +94,19 @@ class Scheduler:
         return ScheduledBatch(items, [item.request for item in started])
 
     def computed(self, item: ScheduledRequest) -> None:
-        """The step that computed the KV of ``item`` ended well, and all of its tokens are known."""
+        """Notes that the step with the KV of ``item`` ended well, and that all of its tokens are known."""
         request = item.request
         if request.next_cacheable_at <= item.end <= request.num_computed_tokens:  # not preempted since
             self.space.computed(request, item.end)
 
     def append_token(self, request: Request, token_id: int) -> None:
-        """The token of ``request`` that was in flight is known."""
+        """Notes the value of the token of ``request`` that was in flight."""
         request.token_ids.append(token_id)
 
     def finish(self, request: Request, reason: FinishReason, *, error: QKVError | None = None) -> None:
         """Ends a live request and takes its blocks back.
 
-        A step under way may still write there: whoever gets them writes in a later step, which runs after it.
+        A step under way may still write there: the blocks' next owner writes in a later step, which runs after it.
         """
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         request.finish_reason, request.error = reason, error
@@ -120,7 +120,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def recover(self, space: KVSpace) -> None:
-        """Starts over on empty KV memory after whatever interrupted a step: every live request waits to be recomputed.
+        """Starts over on empty KV memory after a step broke off: every live request waits to be recomputed.
 
         Needs nothing of the old books but ``requests``, which every method above keeps true at each line.
         """
@@ -138,7 +138,7 @@ class Scheduler:
                 self.waiting.add(request)
 
     def withdraw_all(self) -> None:
-        """Lets go of all requests, which must be waiting, unended: each may be added again."""
+        """Removes all requests, which must be waiting; none is ended, so each may be added again."""
         for request in list(self.requests.values()):
             self.waiting.remove(request)
             del self.requests[request.request_id]
@@ -158,7 +158,7 @@ class Scheduler:
             if not self.space.admits(request):
                 break
             while not (num_tokens := self._start(request, budget)):
-                # Blocks it shares may be narrower than its own would be, and their slabs leave no room for the rest.
+                # Shared blocks may be narrower than its own would be, and their slabs leave no room for the rest.
                 if self.running or not self.space.evict():
                     return started
             started.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
@@ -186,7 +186,7 @@ class Scheduler:
         return num_tokens
 
     def _make_room(self, request: Request, wanted: int) -> int:
-        """Room for the next tokens, at least one, preempting younger requests as needed; 0 if it had to go itself."""
+        """Makes room for the next tokens, at least one, preempting younger requests; 0 if it was preempted itself."""
         computed = request.num_computed_tokens
         num_tokens = self.pressure.stretch(request, computed + wanted) - computed
         if num_tokens > 0:

@@ -1,4 +1,4 @@
-"""Runs one step on the device: batch -> hidden states -> logits of the rows that sample -> tokens."""
+"""The runner: one step on the device, batch -> hidden states -> logits of the rows that sample -> tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Protocol):
-    """What the runner needs of a model; see ``models/llama.py``."""
+    """A model as the runner calls it; see ``models/llama.py``."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
 
@@ -35,10 +35,10 @@ class CausalLM(Protocol):
 
 
 class StepResult(NamedTuple):
-    """What a step gave: for each item a token, if it reached the end of what is known.
+    """Results of a step: a token for each item that reached the end of its known tokens, else None.
 
-    Of few items there is more, by their index: all of a token that has log-probabilities or is an error, and
-    log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``.
+    ``special`` and ``prompt_logprobs`` by item index: the whole result of a token with log-probabilities or an error,
+    and log-probabilities of the prompt's tokens at positions ``item.start + 1 ..``.
     """
 
     items: Sequence[ScheduledRequest]
@@ -57,7 +57,7 @@ class Pending:
         places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
     ):
-        """``places`` says of each item which of ``tokens`` is its; ``None``: they are in order."""
+        """``places``: index in ``tokens`` of each item's token; ``None`` if they are in the items' order."""
         self._items, self._tokens, self._places = items, tokens, places
         self._prompt_logprobs = prompt_logprobs
 
@@ -90,7 +90,7 @@ class Runner:
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
         self._gpu: GpuSteps | None = None
-        self._steady: SteadyBatch | None = None  # of the step launched last
+        self._steady: SteadyBatch | None = None  # of the last step launched
         if device.type == "cuda":
             from .gpu_steps import GpuSteps  # needs Triton
 
@@ -120,8 +120,8 @@ class Runner:
         both may change while the step is under way. On the CPU the step has been computed when this returns.
 
         On a GPU a step may be launched before the one before it was waited for: an item may begin just behind the
-        tokens that the host knows of its request, and reads there what that step samples. The batch must say itself
-        that such an item samples; ``rows`` know nothing of the missing token. After an error all tokens must be known.
+        tokens that the host knows of its request, at the token that the step before samples. The batch must say that
+        such an item samples, since ``rows`` lack the missing token. After an error all tokens must be known.
         """
         try:
             return self._launch(batch, rows)
@@ -159,7 +159,7 @@ class Runner:
     def _launch_decode(
         self, gpu: GpuSteps, items: list[ScheduledRequest], steady: SteadyBatch, continues: bool
     ) -> Pending:
-        """A step of single tokens alone, of which the device takes the likeliest itself."""
+        """Launches a step of single tokens alone: greedy tokens come from its graph, all others from the sampler."""
         logits = gpu.decode(items, keep_logits=not steady.is_plain, goes_on=continues)
         sampling = steady.sampling
         if steady.is_plain:
@@ -198,7 +198,7 @@ class Runner:
 
 
 def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:
-    """Which result is each item's, if those ``sampling`` have the ones in ``rows``; ``None`` if all do, in order."""
+    """Index of each item's result, if the items ``sampling`` have the ``rows``; ``None`` if all do, in order."""
     if len(sampling) == len(items):
         return None
     places: list[int | None] = [None] * len(items)

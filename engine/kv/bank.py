@@ -1,6 +1,6 @@
 """The bank of a request: patterns that the tokens of its sealed blocks are stored as differences from. No torch.
 
-They are mined once, from the first tokens of the request, right before the first of its blocks is sealed.
+Patterns are mined once, from the first tokens of the request, right before the first of its blocks is sealed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Bank:
     block: Block
     blocks: list[Block]
     num_prompt_tokens: int
-    num_computed_tokens: int = 0  # as of the last look at what may step down
+    num_computed_tokens: int = 0  # as of the last search for blocks that may step down
     is_mined: bool = False
 
     def mine(self) -> Mining | None:
-        """The tokens to mine in the wave that seals the first block, while all are dense; ``None`` from then on.
+        """The tokens to mine, in the wave that seals the first block while all are dense; ``None`` from then on.
 
-        The prompt as far as it is computed. A short one is mined with all of its first block, which is full by then.
+        Mined is the prompt as far as it is computed, and at least the first block, which is full by then.
         """
         if self.is_mined:
             return None

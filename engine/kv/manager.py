@@ -24,7 +24,7 @@ class KVManager:
         self.prefix = None if self.ladder.has_bank else prefix
         self.demand = RunningDemand(tables)
         self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
-        self._floor_epoch = 0  # of the tables, when ``next_demotable_at`` of all requests was last true
+        self._floor_epoch = 0  # of the tables, at the last refresh of all requests' ``next_demotable_at``
 
     @property
     def num_rungs(self) -> int:
@@ -60,7 +60,7 @@ class KVManager:
         return self._capacity[self.floor_of(params)]
 
     def begin_admission(self, step: int) -> None:
-        """Looks at how far running requests have come, which ``admits`` and ``within_quota`` count with."""
+        """Updates the demand of running requests, which ``admits`` and ``within_quota`` count with."""
         self.demand.catch_up(step)
 
     def admits(self, request: Request) -> bool:
@@ -110,7 +110,7 @@ class KVManager:
             self.prefix.forget(request.request_id)
 
     def discard(self, request: Request) -> None:
-        """Like ``release`` for a request that failed: what it shared is not offered to anybody any more."""
+        """Releases a failed request and takes its blocks out of the prefix cache."""
         if request.request_id in self.tables:
             self.distrust(self.tables[request.request_id])
         self.release(request)
@@ -160,7 +160,7 @@ class KVManager:
         return self.quota is not None and nbytes > self.quota * self.tables.arena.nbytes
 
     def usage(self, request: Request) -> KVUsage:
-        """Where the blocks stand now that hold a request's tokens, all but the last, which needs no KV when it ends."""
+        """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends."""
         if request.request_id not in self.tables:
             return KVUsage()
         table = self.tables[request.request_id]
