@@ -1,4 +1,4 @@
-"""Context managers whose end is ``close``."""
+"""Context managers that end with ``close``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Closable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up whatever the object holds. May be called again."""
+        """Gives up everything that the object holds. May be called again."""
 
     def __enter__(self) -> Self:
         return self

@@ -251,7 +251,7 @@ class Engine(Closable):
         return self._loop.call(lambda: take_snapshot(started))
 
     def reset_stats(self) -> None:
-        """Sets counters to zero and the peak to what is in use now."""
+        """Sets counters to zero and the peak to the memory in use now."""
         self._loop.call(self._alive.core.reset_counters)
 
     def close(self) -> None:

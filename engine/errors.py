@@ -61,7 +61,7 @@ class _ShortRepr(reprlib.Repr):
 
 
 def _short(value: object) -> str:
-    """``value`` on one line of at most 80 characters, in bounded time and whatever its ``repr`` does."""
+    """``value`` on one line, cut after 80 characters, in bounded time, even if its ``repr`` fails."""
     try:
         text = " ".join(_ShortRepr().repr(value).split())
     except Exception:  # an int of more digits than Python writes out, a hostile ``repr``

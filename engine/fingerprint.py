@@ -35,14 +35,14 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(name=name, weights=weights, **{field: getattr(config, field) for field in _SHAPE})
 
     def check_shape(self, config: ModelConfig, kv: str, option: str = "kv") -> None:
-        """Raises ``ConfigError`` unless ``config`` has this shape; ``kv`` is what was given as ``option``."""
+        """Raises ``ConfigError`` unless ``config`` has this shape; ``kv`` is the value of ``option``."""
         for field in _SHAPE:
             mine, found = getattr(self, field), getattr(config, field)
             if mine != found:
                 raise self._refusal(kv, option, f"{field} is {str(mine)[:MAX_SHOWN_CHARS]} there and {found} here")
 
     def check_weights(self, weights: str, kv: str, option: str = "kv") -> None:
-        """Raises ``ConfigError`` unless the checkpoint's digest is this one; ``kv`` is what was given as ``option``."""
+        """Raises ``ConfigError`` unless the checkpoint has this digest; ``kv`` is the value of ``option``."""
         if self.weights != weights:
             raise self._refusal(kv, option, "the shapes agree, the weights differ")
 

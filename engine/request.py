@@ -260,7 +260,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence the engine computes: a prompt, what was generated so far, and how far the KV cache has caught up.
+    """One sequence the engine computes: its prompt, its output so far, and how far the KV cache has caught up.
 
     Owned by the scheduler from ``add`` to ``finish``. A prompt with ``n > 1`` becomes ``n`` requests. While a step runs
     its tokens count as computed, and the one it samples as a token, which is in flight until its value is known.

@@ -1,4 +1,4 @@
-"""Sizes of memory in words: "20GiB", "50%", a share of what is free. No torch here."""
+"""Sizes of memory in words: "20GiB", "50%", a share of free memory. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import ConfigError
 
 MAX_SIZE = 2**62  # bytes; anything above is a slip of the pen and would not fit the kernels' int64 addresses
 
-# Docker's and Java's habit: G, Gi and GiB are 2^30 bytes, only GB is 10^9. In upper case; what was given may be in any.
+# Docker's and Java's habit: G, Gi and GiB are 2^30 bytes, only GB is 10^9. Keys are in upper case, input in any.
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     name: base**power
     for power, letter in enumerate("KMGT", 1)

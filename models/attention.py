@@ -15,7 +15,7 @@ class AttentionBatch(Protocol):
     """The KV cache's view of one step. The runner makes it; every layer calls it once."""
 
     def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        """Normalise and rotate q and k, write k and v of the step's tokens, attend to all that each token may see.
+        """Normalises and rotates q and k, writes k and v of the step's tokens, attends to all that each token may see.
 
         Shapes: qkv [N, HQ + 2 H, D], contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
         result [N, HQ, D]. All in the model's dtype.

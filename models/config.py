@@ -75,7 +75,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: object) -> ModelConfig:
-        """Read a parsed ``config.json``, in the form of transformers 5 or of earlier releases.
+        """Reads a parsed ``config.json``, in the form of transformers 5 or of earlier releases.
 
         Raises ``ModelError`` naming the field that is missing, malformed, out of range or not supported.
         """

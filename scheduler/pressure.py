@@ -40,7 +40,7 @@ class Pressure:
         self._coldest = None
 
     def left(self, request: Request) -> None:
-        """Drops ``request``, whose blocks were taken back and which runs no more."""
+        """Drops ``request``, which runs no more and whose blocks were taken back."""
         if self._lacking is not None:
             self._lacking.discard(request)
         self.forget()

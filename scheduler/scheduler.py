@@ -110,7 +110,7 @@ class Scheduler:
         """
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         request.finish_reason, request.error = reason, error
-        request.status = RequestStatus.FINISHED  # from here on it has ended, whatever happens
+        request.status = RequestStatus.FINISHED  # from here on it has ended, even if the rest is interrupted
         self._over_quota.discard(request.params.tenant)
         queue.remove(request)
         if error is None:

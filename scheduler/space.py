@@ -31,7 +31,7 @@ class KVSpace(Protocol):
         ...
 
     def admits(self, request: Request) -> bool:
-        """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""
+        """Whether ``request`` and all running ones fit together on their floors, with the tokens still to come."""
         ...
 
     def within_quota(self, request: Request) -> bool:
@@ -57,7 +57,7 @@ class KVSpace(Protocol):
     def release(self, request: Request) -> None: ...
 
     def discard(self, request: Request) -> None:
-        """Like ``release`` for a request whose KV is not to be trusted."""
+        """Like ``release`` for a request whose KV is not trusted."""
         ...
 
     def computed(self, request: Request, num_tokens: int) -> None:

@@ -284,7 +284,7 @@ class Sums:
 
 
 class Measured(LayerCache):
-    """A layer's cache that keeps what went in, and sums the errors of its output and of its tokens."""
+    """A layer's cache that keeps its input, and sums the errors of its output and of its tokens."""
 
     def __init__(self, choice: Choice, sums: Sums):
         layer = choice.layer()

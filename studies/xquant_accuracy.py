@@ -66,7 +66,7 @@ def sides(args: argparse.Namespace) -> Iterable[KVConfig]:
 
 
 def sharing(args: argparse.Namespace) -> Iterable[KVConfig]:
-    """Shared codes and none in the same bytes; the name says how many a token."""
+    """Shared codes and none in the same bytes; names have the bytes a token."""
     for group, (name, settings) in product(args.group, SHARING.items()):
         for extents in settings:
             config = ladder("x", layers(*extents, group), args.sink)

@@ -142,7 +142,7 @@ def add(sums: Sums, layer: Attended, expected: Tensor, name: SideName, bits: int
 
 
 def parabola(x: Tensor, side: UniformSide) -> tuple[Tensor, Tensor]:
-    """Values of ``x`` [n, H, 128, D] at eta 0, and what they change by eta: range * (1 - 2 code / (2^bits - 1))."""
+    """Values of ``x`` [n, H, 128, D] at eta 0, and their change by eta: range * (1 - 2 code / (2^bits - 1))."""
     codes, meta = encode(x, side)
     low, span = (spread(part.float(), side) for part in meta)
     share = codes.float() / side.max_code

@@ -121,7 +121,7 @@ class GpuSteps:
         self._tokens = pack_tokens(ids + [0] * padding, positions + [-1] * padding, rows)
 
     def _decode(self, shape: DecodeShape) -> None:
-        """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: what a graph captures."""
+        """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: the contents of a graph."""
         batch = shape.batch
         placed, step = self._planner.begin(self._input, batch, batch, shape.split)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))

@@ -39,7 +39,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> int:
-    """Bytes of the KV cache when the caller gave none; ``most`` is what all requests together could ever use.
+    """Bytes of the KV cache when the caller gave none; ``most`` is the most that all requests could ever use.
 
     Counts the memory that is free now, so weights must be loaded first. ``graphs``: leave room for CUDA graphs.
     """

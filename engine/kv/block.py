@@ -1,4 +1,4 @@
-"""Parts of the block tables: a block, the table of a request, and the notes of what changed. No torch."""
+"""Parts of the block tables: a block, the table of a request, moves, and the journal of changes. No torch."""
 
 from __future__ import annotations
 

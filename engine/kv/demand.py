@@ -102,7 +102,7 @@ class RunningDemand:
             del self._tenants[request.params.tenant]
 
     def catch_up(self, step: int) -> None:
-        """Counts what open-ended requests have grown by until ``step``, which is later than any before."""
+        """Counts the growth of open-ended requests until ``step``, which is later than any before."""
         self._step = step
         while self._calendar and self._calendar[0][0] <= step:
             due, _, request = heappop(self._calendar)

@@ -64,7 +64,7 @@ class KVManager:
         self.demand.catch_up(step)
 
     def admits(self, request: Request) -> bool:
-        """Whether ``request`` and all running ones fit together on their floors, with what they still may write."""
+        """Whether ``request`` and all running ones fit together, grown to the end: on ``admit_at``, and on their floors."""
         if not self.demand:
             return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
         together = self.demand.total.plus(self.demand.share(request, self.floor(request)))
@@ -73,7 +73,7 @@ class KVManager:
         return self.tables.fits_whatever_stepped_down(together.slots(self.num_rungs - 1), together.floors())
 
     def within_quota(self, request: Request) -> bool:
-        """Whether ``request`` and what its tenant already runs stay within the tenant's share of memory."""
+        """Whether ``request`` and its tenant's running requests stay within the tenant's share of memory."""
         same = None if self.quota is None else self.demand.of_tenant(request.params.tenant)
         if self.quota is None or same is None:
             return True

@@ -104,7 +104,7 @@ class PrefixCache:
         self._published.pop(request_id, None)
 
     def evict(self) -> bool:
-        """Gives up the least recently used block that nobody else holds, preferably one no cached block follows."""
+        """Gives up the least recently used block that no request holds, preferably one that no cached block follows."""
         while (entry := self._pop_idle(self._leaves)) is not None:
             if entry.key not in self._children:
                 self._remove(entry)
@@ -116,7 +116,7 @@ class PrefixCache:
         return entry is not None
 
     def purge(self, blocks: Iterable[Block]) -> None:
-        """Takes out entries of blocks whose values are not to be trusted."""
+        """Takes out entries of blocks whose values are not trusted."""
         for entry in [self._of_block[block] for block in blocks if block in self._of_block]:
             self._remove(entry)
 

@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold the KV of which request, on which rung, and what would still fit. No torch.
+"""Block tables: the blocks of each request, their rungs, and the room that is left. No torch.
 
 Books only: changes of bytes are noted as waves of moves, which the cache carries out before the next step. Within a
 wave no slot is both read and written, except banks, which are mined before anything is moved; a slot that a wave frees

@@ -82,7 +82,7 @@ class PendingTokens:
 
 
 class Sampler:
-    """Samples one token a row. Holds no state: what a request accumulates lives in its ``SampleRow``."""
+    """Samples one token a row. Holds no state: that of a request lives in its ``SampleRow``."""
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:

@@ -114,7 +114,7 @@ class EngineCore:
         self.live.clear()
 
     def reset_counters(self) -> None:
-        """Starts counting anew; the peak of KV memory becomes what is in use."""
+        """Starts counting anew; the peak of KV memory becomes the memory in use."""
         self.counters = Counters()
         self.scheduler.num_preemptions = 0
         self.runner.cache.peak.clear()
@@ -218,7 +218,7 @@ class EngineCore:
 
     def _accept_token(self, submission: Submission, completion: Completion, token_id: int, now: float) -> None:
         submission.note_time(completion.index, now)
-        # From here on the token counts, whatever happens: before, it is computed again; after, ``_restore`` reads it.
+        # From here on the token counts: interrupted before, it is computed again; after, ``_restore`` reads it.
         self.scheduler.append_token(completion.request, token_id)
         self.counters.generation_tokens += 1
         reason = completion.read_token(token_id)

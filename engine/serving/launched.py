@@ -1,4 +1,4 @@
-"""Launched steps whose results nobody has seen yet."""
+"""Launched steps whose results have not been read yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NotLaunched:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way: what it computes, the moves before it, and its results to come."""
+    """A step under way: its batch, the moves before it, and its results to come."""
 
     batch: ScheduledBatch
     moves: PendingMoves

@@ -27,7 +27,7 @@ from .submission import Submission
 logger = logging.getLogger("qkv_engine")
 
 MAX_RECOVERIES = 3  # recoveries in a row without a good step; the last begins trials, one more failure ends the engine
-MAX_RESTARTS = 8  # recoveries of a request without a new token that begin trials, whatever good steps came between
+MAX_RESTARTS = 8  # recoveries of a request without a new token that begin trials, even with good steps in between
 MAX_TRIES = 3  # runs of a command that raises; then its caller gets the error
 MAX_BATCH = 256  # requests of one command, the default of max_num_seqs: taking them in lasts some 10 ms
 COMMAND_SECONDS = 0.01  # of commands between two steps, at least one command; more would delay running requests
@@ -190,7 +190,7 @@ class EngineLoop:
                 raise
             except Exception as cause:
                 failures, is_broken = failures + 1, True
-                # Here, so that the traceback and all tensors in it live on as the context of what this raises.
+                # Checked here, so that the traceback and its tensors live on as the context of the error raised.
                 self._core.runner.check_device()
                 if failures > MAX_RECOVERIES:
                     raise

@@ -27,7 +27,7 @@ class CompletionReport(msgspec.Struct, gc=False):
 
 
 class Report(msgspec.Struct, gc=False):
-    """An output whose lists are copied when, and if, it is read.
+    """An output whose lists are copied only when it is read.
 
     Copied after every step they would take time that grows with the square of their length.
     """

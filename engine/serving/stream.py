@@ -64,7 +64,7 @@ class OutputStream:
         return output
 
     async def get_async(self) -> RequestOutput:
-        """Waits for a new output without blocking the running event loop. Raises what ``get`` does."""
+        """Waits for a new output without blocking the running event loop. Raises the errors of ``get``."""
         loop = asyncio.get_running_loop()
         while (output := self._take()) is None:
             ready = loop.create_future()

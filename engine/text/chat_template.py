@@ -21,7 +21,7 @@ from .special_marks import clean
 from .template_process import TemplateProcess, WorkerEndedError, start_process
 
 MAX_TEMPLATE_CHARS = 1 << 18
-RENDER_SECONDS = 1.25  # to compile and render, on the clock; ten times what the longest honest conversation takes
+RENDER_SECONDS = 1.25  # to compile and render, on the clock; ten times the longest honest conversation's
 _LIMITS = f"the chat template takes more than {RENDER_SECONDS} s"
 
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def contain(error_type: type[QKVError], message: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """``call(*args, **kwargs)``; whatever fails in it but an interrupt becomes an ``error_type``."""
+    """``call(*args, **kwargs)``; any failure in it but an interrupt becomes an ``error_type``."""
     try:
         return call(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

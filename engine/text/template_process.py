@@ -184,7 +184,7 @@ def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket, pid: int) -> None:
-    """Kills the worker: between two exchanges it has nothing to lose, within one nobody wants the rest."""
+    """Kills the worker: between exchanges it has nothing to lose, and nobody reads the rest of a broken one."""
     ours.close()
     if os.getpid() == pid:
         process.kill()

@@ -50,7 +50,7 @@ def main() -> None:
             text = worker.render(variables)
         except BrokenTemplateError as error:
             reply(stream, template_error=describe(error))
-        except MemoryError:  # what is left of it is in pieces: the next request is for a new process
+        except MemoryError:  # this process may be in pieces: the next request gets a new one
             return reply(stream, error=f"it needs more than {MAX_MEMORY >> 20} MiB of memory")
         except Exception as error:
             reply(stream, error=describe(error))
@@ -71,7 +71,7 @@ class Worker:
         self._walks_parts = False
 
     def render(self, variables: dict[str, Any]) -> bytes:
-        """The text in UTF-8. Raises BrokenTemplateError, or whatever the template raises."""
+        """The text in UTF-8. Raises BrokenTemplateError, or any error of the template."""
         if self._template is None:
             self._compile()
         assert self._template is not None

@@ -52,7 +52,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError."""
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError."""
         if not has_file(path, "tokenizer.json"):
             raise ModelError(f"{path} has no tokenizer.json", remedy=_missing_remedy(path))
         source = read_file(path, "tokenizer.json")
@@ -205,7 +205,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _set_sequence_tokens(self, config: Mapping[str, Any]) -> None:
-        """Honour ``add_bos_token`` and ``add_eos_token`` where tokenizer.json disagrees, like HF."""
+        """Honours ``add_bos_token`` and ``add_eos_token`` where tokenizer.json disagrees, like HF."""
         added = contain(ModelError, "the tokenizer fails", self._backend.encode, "").ids
         has_bos, has_eos = self.bos_token_id in added[:1], self.eos_token_id in added[-1:]
         wants_bos, wants_eos = config.get("add_bos_token", has_bos), config.get("add_eos_token", has_eos)

@@ -22,7 +22,7 @@ from .rust_calls import contain
 MAX_TOKEN_ID = (1 << 22) - 1  # the largest vocabularies have a million; the library counts up to the largest id
 MAX_SPECIAL_CHARS = 128  # of one special token; the search for them is nested as deeply
 MAX_COMPONENTS = 64  # of the normalizer, pre-tokenizer, post-processor or decoder; each is a pass over the text
-MAX_PART_BYTES = 1 << 20  # of one of the four as JSON; what a normalizer precompiles takes half of it
+MAX_PART_BYTES = 1 << 20  # of one of the four as JSON; a precompiled normalizer takes half of it
 MAX_LENGTHENING = 256  # times that normalizing may lengthen a text, or decoding a token
 MAX_TEXT_CHARS = 1 << 23  # of a text; the library takes 200 bytes a character
 MAX_NORMALIZED_CHARS = 1 << 25  # of a text when it is as long as normalizing can make it
@@ -127,7 +127,7 @@ def _check_decoder(parts: list[dict[str, Any]]) -> None:
 
 
 def _lengthening(part: dict[str, Any]) -> int:
-    """How many times longer a component can make a text, at most, beside a constant of its type."""
+    """The factor by which a component can lengthen a text, at most, beside a constant of its type."""
     if part["type"] == "Prepend":
         return 1 + len(part["prepend"])
     if part["type"] == "Precompiled":

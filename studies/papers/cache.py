@@ -14,7 +14,7 @@ from qkv_engine.config import KVConfig
 
 # Tokens held in full precision after the sink, the new one included -> the oldest of them that are quantized now.
 Rule = Callable[[int], int]
-# Keys or values [H, n, D] float32 -> the same, quantized and dequantized.
+# Keys or values [H, n, D] float32 -> their values, quantized and dequantized.
 Simulate = Callable[[Tensor], Tensor]
 Quantize = Callable[[Tensor], Tensor]  # groups [..., G] -> their values, quantized and dequantized
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 WORD_THREES = 11  # elements of KVmix's word of 3-bit codes: ten of 3 bits, and the last of 2
 STEP_FLOOR = 1e-6  # Kitty's engine: a smaller step counts as this one, so nearly constant groups keep codes near 0
-RANGE_FLOOR = 1e-4  # Kitty's simulator: the same of a group's range
+RANGE_FLOOR = 1e-4  # Kitty's simulator: a smaller range of a group counts as this one
 
 
 class Codes(NamedTuple):

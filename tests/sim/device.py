@@ -20,7 +20,7 @@ MASK = (1 << 61) - 1
 
 
 def mix(*parts: int) -> int:
-    """A hash of numbers that is the same in every process."""
+    """A hash of numbers, equal in every process."""
     return hash(parts) & MASK
 
 

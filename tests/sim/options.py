@@ -75,7 +75,7 @@ class Options:
 
     @property
     def promises_no_preemption(self) -> bool:
-        """Whether admission sees all that a running request may come to need: then none ever gives way."""
+        """Whether admission sees all that a running request may come to need, so that no request ever gives way."""
         return not self.open_ended and self.quota is None
 
 

@@ -160,10 +160,10 @@ class Simulation:
             copies = rng.randint(2, 4) if rng.random() < options.forks else 1
             drawn, name = self._requests, f"r{self.counts['add']}"
             ids, params, length = drawn.prompt(), drawn.params(), drawn.length()
-            if self.scheduler.running and rng.random() < options.forks:  # goes on from where another one stands
+            if self.scheduler.running and rng.random() < options.forks:  # the prompt is another request's tokens
                 parent = rng.choice(list(self.scheduler.running))
                 ids, params = list(parent.token_ids), replace(params, cache_salt=parent.params.cache_salt)
-            if rng.random() < 0.8:  # mostly what fits
+            if rng.random() < 0.8:  # mostly requests that fit
                 ids = ids[: max(1, self.space.capacity_of(params) - length)]
             for index in range(copies):
                 self.submit(f"{name}/{index}", ids, params, length, rng.randrange(2**32))

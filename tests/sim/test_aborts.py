@@ -1,4 +1,4 @@
-"""Ten thousand aborts at random moments: nothing leaks, and whoever stays answers as if alone."""
+"""Ten thousand aborts at random moments: nothing leaks, and all other requests answer as if alone."""
 
 from __future__ import annotations
 

@@ -65,14 +65,14 @@ class Scenario(Simulation):
         return self.code.Submission(f"r{index}", None, ids, params, block + 2, seed, [], index % 2 == 1)
 
     def event(self, *what: Any) -> None:
-        """Checked while nothing was interrupted and after each recovery; not traced."""
+        """Checks while nothing was interrupted and after each recovery; not traced."""
         trace = sys.gettrace()
         sys.settrace(None)
         super().event(*what)
         sys.settrace(trace)
 
     def advance(self, step: int) -> None:
-        """What the loop does: commands, each taken out once done, and a step."""
+        """One round of the loop: commands, each taken out once done, and a step."""
         if self.to_come:
             submission = self.to_come[0]
             self.core.live[submission.request_id] = submission
@@ -104,7 +104,7 @@ class Scenario(Simulation):
         return counter
 
     def mend(self) -> None:
-        """What was submitted but not noted by this side of the call is noted; then everything starts over."""
+        """Notes submissions that this side of the call had not noted; then everything starts over."""
         self._note_all()
         for line in (2, 9, 30, 80, None):  # the recovery is interrupted as well
             sys.settrace(LineCounter(line))

@@ -71,8 +71,8 @@ def test_the_same_seed_gives_the_same_events():
 
 @pytest.mark.parametrize("seed", [10_099, 10_377, 10_393])
 def test_what_was_found_once(seed: int):
-    """Admission forgot the slab a block begins; a lone request's cached blocks left it no room; who was left of a batch
-    was blamed for the fault of one that had ended.
+    """Admission forgot the slab a block begins; a lone request's cached blocks left it no room; the rest of a batch was
+    blamed for the fault of a request that had ended.
     """
     simulate(seed, CHAOS)
 
@@ -87,8 +87,8 @@ def test_what_was_found_once(seed: int):
     ],
 )
 def test_what_was_found_with_other_options(seed: int, changes: dict[str, Any]):
-    """A lone request shared more narrow blocks than it is counted with, and gave way for ever; the checker thought that
-    nobody held bad values whose owner had failed; a step was run again on tables that a step of nothing had changed.
+    """A lone request shared more narrow blocks than it is counted with, and gave way for ever; the checker expected no
+    holders of bad values whose owner had failed; a step was run again on tables that an empty step had changed.
     """
     simulate(seed, 500, lambda options: replace(options, **changes))
 
