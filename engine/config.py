@@ -257,7 +257,7 @@ PLANNED = ("kvmix", "pm-kvq", "mixed")  # methods that have a plan for each mode
 
 
 def preset_families() -> Iterator[str]:
-    """The names of the presets, those that differ in groups and sink as one: "kivi-2[-g32][-sink]"."""
+    """Names of the presets; presets that differ in groups and sink alone share one: "kivi-2[-g32][-sink]"."""
     for name in PRESETS:
         if not name.endswith(("-g32", "-sink")):
             yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)

@@ -81,7 +81,7 @@ def divisors(peaks: Tensor, alpha: float) -> Tensor:
 
 
 def _rounded(x: Tensor, side: Side) -> Tensor:
-    """Tokens [N, H, D] as they come back from ``side``, which stores them token by token."""
+    """Tokens [N, H, D] after a round trip through ``side``, which stores them token by token."""
     return round_trip(pages(x), side).transpose(1, 2).flatten(0, 1)[: len(x)].to(x.dtype)
 
 

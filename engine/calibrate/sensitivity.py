@@ -91,7 +91,7 @@ def pages(x: Tensor, *, fill: bool = True) -> Tensor:
 
 
 def round_trip(x: Tensor, side: Side) -> Tensor:
-    """Pages x [n, H, T, D] float32 as they come back from ``side``."""
+    """Pages x [n, H, T, D] float32, quantized and dequantized by ``side``."""
     family = side.family
     if x.is_cuda:
         return family.dequantize(family.quantize(x, side, None), side)

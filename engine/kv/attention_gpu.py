@@ -29,7 +29,7 @@ FEW_ITEMS = 256  # work items of a launch; up to here bounds are powers of two, 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of prompts that a step computes after its single tokens, on the host.
+    """Chunks of prompts that a step computes after its single tokens; tensors on the host.
 
     Shapes:  addresses, rungs [C, P] int64, the requests' block tables;  starts, counts [C] int64, tokens;
              banks [C] int64, addresses, ``None`` without patterns

@@ -64,7 +64,7 @@ class KVManager:
         self.demand.catch_up(step)
 
     def admits(self, request: Request) -> bool:
-        """Whether ``request`` and all running ones fit together, grown to the end: on ``admit_at``, and on their floors."""
+        """Whether ``request`` and all running ones fit together when grown: on ``admit_at``, and on their floors."""
         if not self.demand:
             return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
         together = self.demand.total.plus(self.demand.share(request, self.floor(request)))

@@ -25,7 +25,7 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float, int]]
 
     def entries(self, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-        """By token id, as a request's output has them; the text of each token where there is a ``tokenizer``."""
+        """The token and the best ones by id, as in a request's output; with their text if there is a ``tokenizer``."""
         known = [(self.token_id, self.logprob, self.rank), *self.top]
         text = (lambda token_id: None) if tokenizer is None else tokenizer.token_text
         return {token_id: Logprob(logprob, rank, text(token_id)) for token_id, logprob, rank in known}

@@ -343,7 +343,7 @@ class EngineCore:
         self._close(completion)
 
     def _note_usage(self, completion: Completion) -> None:
-        """Remembers where the blocks of a request stand, while it has some."""
+        """Remembers the rungs of a request's blocks, while it has some."""
         if completion.request.request_id in self.space.tables:
             completion.kv = self.space.usage(completion.request)
 

@@ -80,7 +80,7 @@ class Trigger:
     bits: int = TOP_BITS
 
     def halves(self, num_tokens: int) -> bool:
-        """Whether the layer goes to half as many bits, and it does, once ``num_tokens`` are stored."""
+        """Halves the layer's bits if ``num_tokens`` stored tokens exceed the budget; returns whether it did."""
         body = max(0, num_tokens - SINK) // WINDOW * WINDOW
         held = (num_tokens - body) * TOP_BITS + body * self.bits
         if held <= self.budget_bits * self.max_len or self.bits // 2 < self.floor:
