@@ -50,10 +50,10 @@ _ITEM_BITS |= {
     "F8_E8M0": 8,
     "F4": 4,
 }
-_MAX_HEADER_BYTES = 16 * 2**20
-_MAX_TENSORS = 100_000
+_MAX_HEADER_BYTES = 16 * 2**20  # of one file; a longer header is refused before it is read
+_MAX_TENSORS = 100_000  # of one file, and of an index; more are refused
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
-_PIECE_BYTES = 32 * 2**20
+_PIECE_BYTES = 32 * 2**20  # read at a time, whole rows; the peak is the weights and one piece
 _DIGEST_ELEMENTS = 64  # of each projection, in the digest that tells checkpoints apart
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # First bytes of a zip of torch.save and of a bare pickle; a safetensors header of 640 bytes begins like a pickle, too.

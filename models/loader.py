@@ -27,11 +27,11 @@ from .registry import MODELS
 from .shapes import SHAPES
 
 LOAD_FORMATS = ("auto", "random")
-_RANDOM_STD = 0.02
+_RANDOM_STD = 0.02  # of random weights, as transformers initialises them
 _RANDOM_PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
 # Tensors that old releases of transformers wrote; computed from the config here.
 _DERIVED_TENSOR = ".rotary_emb.inv_freq"
-_PROGRESS_FROM_BYTES = 2**30
+_PROGRESS_FROM_BYTES = 2**30  # of weights, from which on a load shows a bar
 _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
 
 

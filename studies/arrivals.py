@@ -22,7 +22,7 @@ from qkv_engine.bench.table import as_markdown, from_columns
 from qkv_engine.config import resolve_kv
 from qkv_engine.models.shapes import SHAPES
 
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.002  # between two looks at the counters
 SAME_STEP_SECONDS = 0.0005  # tokens less than this apart count as one step's
 
 

@@ -31,7 +31,7 @@ from .roofline import Weights, bytes_seconds, count_weights, limit_seconds
 SAMPLED, FULL = "sampled", "full run"
 WARMUP_STEPS, WINDOWS = 4, 5  # steps before the timed ones, and pieces in which the timed ones are measured
 FULL_WINDOWS = 16  # pieces of a full run; more show more of its spread
-MAX_BATCH = 4096
+MAX_BATCH = 4096  # requests that an engine may run
 
 
 @dataclass(frozen=True, kw_only=True)

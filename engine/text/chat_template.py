@@ -20,7 +20,7 @@ from ..errors import ModelError, RequestError
 from .special_marks import clean
 from .template_process import TemplateProcess, WorkerEndedError, start_process
 
-MAX_TEMPLATE_CHARS = 1 << 18
+MAX_TEMPLATE_CHARS = 1 << 18  # of its source; a longer template is refused
 RENDER_SECONDS = 1.25  # to compile and render, on the clock; ten times the longest honest conversation's
 _LIMITS = f"the chat template takes more than {RENDER_SECONDS} s"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN, END = "\ufdd0", "\ufdd1"  # of a mark: noncharacters, which no text holds
 _MARKED = re.compile(f"{BEGIN}([0-9]{{1,7}}){END}")  # seven digits: more special tokens than a tokenizer may have
 _Trie = dict[str, "_Trie"]
 

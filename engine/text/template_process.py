@@ -20,7 +20,7 @@ from ..errors import ModelError, RequestError
 
 START_SECONDS = 10.0  # for Python and Jinja to start on a busy machine; our own code, so no template can use it up
 MAX_FRAME_BYTES = 1 << 26  # of a reply; the longest text allowed takes half of it
-FRAME = struct.Struct(">I")
+FRAME = struct.Struct(">I")  # length of a message in bytes, sent before it
 _WORKER = Path(__file__).with_name("template_worker.py")
 # Looked up while this module is imported: later an interrupt could leave Python's import lock taken.
 _SPECS = [find_spec(name) for name in ("jinja2", "markupsafe")]

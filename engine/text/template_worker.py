@@ -35,7 +35,7 @@ MAX_MEMORY = 1 << 30  # bytes of address space; beyond it the template gets a Me
 MAX_CPU_SECONDS = 1  # of one exchange, rounded up to a full second; the kernel ends the process then
 MAX_TEXT_CHARS = 1 << 23  # of a rendered prompt
 MAX_ERROR_CHARS = 500  # of a template's own message, so that it cannot flood a log
-FRAME = struct.Struct(">I")
+FRAME = struct.Struct(">I")  # length of a message in bytes, sent before it
 
 
 def main() -> None:

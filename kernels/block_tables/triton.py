@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed
 
-BLOCK = 128
+BLOCK = 128  # updates, or tokens, of one program
 
 
 @triton.jit(do_not_specialize=["first"])

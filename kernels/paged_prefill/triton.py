@@ -27,9 +27,9 @@ from .stage import stage_kernel
 
 LOG2_E = math.log2(math.e)
 BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
-TUNING = Tuning(num_warps=4, num_stages=5, tile=64)
+TUNING = Tuning(num_warps=4, num_stages=5, tile=64)  # of 16-bit pages with head dims up to 128
 TAIL_STAGES = 3  # of the loop that masks; with more, two programs no longer fit a multiprocessor's shared memory
-STAGED_NBYTES = 256 << 20
+STAGED_NBYTES = 256 << 20  # of dense pages written out at a time; more saves launches, less saves memory
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:

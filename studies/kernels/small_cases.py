@@ -22,7 +22,7 @@ from .token_rows import token_rows
 
 BF16 = torch.bfloat16
 L2_NBYTES = 200 << 20  # bytes; copies of a case's inputs together exceed it where a few dozen can
-MAX_COPIES = 48
+MAX_COPIES = 48  # of a case's inputs at most: tiny ones stay in L2 even so
 BLOCK, SINK, LAYERS = 128, 32, 4  # of the arena that K and V are written to
 
 Constexprs = dict[str, Any]
