@@ -46,7 +46,7 @@ class Pressure:
         self.forget()
 
     def begin_step(self) -> None:
-        """Drops the previous step's findings; then steps blocks down for an eager ladder or the near future."""
+        """Drops the findings of the last step; then steps blocks down for an eager ladder or the near future."""
         self.forget()
         self._lacking = None
         if self.space.num_rungs == 1:

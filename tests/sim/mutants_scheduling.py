@@ -58,7 +58,7 @@ SCHEDULING = (
     Patch(
         "what was found for one step serves the next",
         "pressure",
-        '"""Forgets what the previous step found; then steps down what an eager ladder or the near future asks."""\n'
+        '"""Drops the findings of the last step; then steps blocks down for an eager ladder or the near future."""\n'
         "        self.forget()",
         '"""Forgets nothing."""',
     ),

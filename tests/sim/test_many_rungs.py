@@ -28,7 +28,7 @@ BUGS = (
         Patch(
             "the order of blocks that went further is kept",
             "pressure",
-            "            self.forget()  # it took each block to go where it was sent\n",
+            "            self.forget()  # its order assumed that every block reaches its rung\n",
             "            pass\n",
         ),
         25,
