@@ -1,7 +1,8 @@
 """Steps on a GPU. Nothing here waits for the device.
 
 A step that consists of single tokens alone is padded to one of few sizes and replayed as a CUDA graph, from its input
-to the tokens it samples. Any other step is run operator by operator, over the same tables.
+to the tokens it samples. So is a step with chunks of prompts, up to its hidden states, if ``mixed_steps.py`` has a
+shape for it. Any other step is run operator by operator, over the same tables.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
@@ -25,6 +27,7 @@ from ..kv.cache import KVCache
 from ..kv.device_tables import DeviceTables
 from ..sampling.sampler import PendingTokens
 from .graphs import Graphs
+from .mixed_steps import MixedSteps, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from .runner import CausalLM
@@ -46,8 +49,11 @@ class GpuSteps:
         device = cache.memory.device
         self.model, self.cache, self.device = model, cache, device
         self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
-        self._planner = GpuAttentionPlanner(cache.memory, self.tables)
+        self._planner = GpuAttentionPlanner(cache.memory, self.tables, model.config.num_heads)
         self._graphs = Graphs(device) if cuda_graphs else None
+        self._mixed: MixedSteps | None = None
+        if self._graphs is not None:
+            self._mixed = MixedSteps(model, self.tables, self._planner, self._graphs, max_num_seqs)
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
         self._pinned = PinnedRing(self._input)
@@ -64,20 +70,19 @@ class GpuSteps:
 
     def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
         """Hidden states [N, E] of a step's tokens, single tokens first."""
-        rows = self._rows(items)
-        ids = [t for item in items for t in _token_ids(item)]
-        positions = [p for item in items for p in range(item.start, item.end)]
-        token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
-        num_decodes = sum(item.num_tokens == 1 for item in items)
-        late, chunks = items[num_decodes:], None
-        if late:
-            starts, counts = [item.start for item in late], [item.num_tokens for item in late]
-            chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
-        words = self.tables.step_input(pack_tokens(ids, positions, token_rows))
-        step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        split = self._planner.split(num_decodes) if num_decodes else None
-        placed, step = self._planner.begin(step_input, len(ids), num_decodes, split, chunks)
-        return self.model(placed.input_ids, placed.positions, step)
+        rows, num_decodes = self._rows(items), sum(item.num_tokens == 1 for item in items)
+        ids, starts = [_token_ids(item) for item in items], [item.start for item in items]
+        decodes, chunks = (
+            tokens_of(rows[part], ids[part], starts[part]) for part in (slice(num_decodes), slice(num_decodes, None))
+        )
+        if not chunks.ids:
+            return self._forward(decodes, chunks, None)
+        counts = [item.num_tokens for item in items[num_decodes:]]
+        work = self._planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts)
+        shape = None if self._mixed is None else self._mixed.shape(num_decodes, len(chunks.ids), work)
+        if self._mixed is None or shape is None:
+            return self._forward(decodes, chunks, work)
+        return self._mixed.run(shape, decodes, chunks, work)
 
     def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Tensor | None:
         """A step of single tokens alone; returns logits [N, V] if they are asked for.
@@ -107,6 +112,16 @@ class GpuSteps:
         """``token_ids`` [N] on the device become the last tokens of some items of the step enqueued last."""
         rows = to_device(torch.tensor([self._step_rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
+
+    def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
+        """``forward`` operator by operator."""
+        number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
+        words = self.tables.step_input(pack_tokens(*(a + b for a, b in zip(decodes, chunks, strict=True))))
+        step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
+        split = self._planner.split(num_decodes) if num_decodes else None
+        on_device = None if work is None else work.to(self.device)
+        placed, step = self._planner.begin(step_input, number, num_decodes, split, on_device)
+        return self.model(placed.input_ids, placed.positions, step)
 
     def _begin(self, items: Sequence[ScheduledRequest]) -> None:
         """The tokens of a step that goes on from no other."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..errors import DeviceLostError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 class CausalLM(Protocol):
     """What the runner needs of a model; see ``models/llama.py``."""
+
+    config: ModelConfig
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
 

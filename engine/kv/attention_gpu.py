@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -27,26 +25,13 @@ from .ladder import Ladder
 FEW_ITEMS = 256  # work items of a launch: up to so many, bounds grow by octaves and not by parts of them
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks of prompts that a step computes after its single tokens, on the host.
-
-    Shapes:  addresses, rungs [C, P] int64, the requests' block tables;  starts, counts [C] int64, tokens;
-             banks [C] int64, addresses, ``None`` without patterns
-    """
-
-    addresses: Tensor
-    rungs: Tensor
-    starts: Tensor
-    counts: Tensor
-    banks: Tensor | None
-
-
 class GpuAttentionPlanner:
     """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, tables: DeviceTables):
+    def __init__(self, memory: Tensor, tables: DeviceTables, num_heads: int):
+        """``num_heads``: query heads of a layer."""
         self.memory, self.tables = memory, tables
+        self.tile_tokens = tile_tokens(num_heads, tables.ladder.widest.shape.num_kv_heads)
         self.pages = page_layouts(tables.ladder)
         self.layers = [LayerFormats.of(pages, memory.device) for pages in self.pages]
         dtype, head_dim = tables.ladder.widest.dtype, tables.ladder.widest.shape.head_dim
@@ -78,14 +63,24 @@ class GpuAttentionPlanner:
         rungs = tuple(rung for rung, formats in enumerate(self._formats) if formats <= present)
         return Split(size, (bounds[0], bounds[1]), rungs, counts[0] <= SHORT_ITEM * num_decodes)
 
-    def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
-        """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""
+    def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
+        """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
         first, number = torch.tensor(starts), torch.tensor(counts)
-        sink = self.tables.ladder.sink
-        entries = -((sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(sink)
+        ladder = self.tables.ladder
+        entries = -((ladder.sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(ladder.sink)
         addresses, rungs = self.tables.entries(rows, int(entries.max()))
         rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
-        return Chunks(addresses, rungs, first, number, self.tables.banks(rows))
+        return PrefillWork.build(
+            addresses,
+            rungs,
+            first,
+            number,
+            num_rungs=len(ladder.rungs),
+            tile_tokens=self.tile_tokens,
+            sink_tokens=ladder.sink,
+            block_tokens=BLOCK_TOKENS,
+            banks=self.tables.banks(rows),
+        )
 
     def begin(
         self,
@@ -93,11 +88,11 @@ class GpuAttentionPlanner:
         num_tokens: int,
         num_decodes: int,
         split: Split | None,
-        chunks: Chunks | None = None,
+        chunks: PrefillWork | None = None,
     ) -> tuple[Placed, GpuAttention]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
-        ``split`` is that of the single tokens, if there are any. Without chunks a graph can capture it.
+        ``split`` is that of the single tokens, if there are any; ``chunks`` the plan of the others, on the device.
         """
         tables = self.tables
         update(tables.block_words, step_input, num_tokens)
@@ -118,17 +113,15 @@ class GpuAttention:
         token_rows: Tensor,
         num_decodes: int,
         decode: DecodeWork | None,
-        chunks: Chunks | None,
+        chunks: PrefillWork | None,
     ):
         self._token_rows, self._kv_rows = token_rows, planner.kv_rows
         self._memory, self._pages, self._layers = planner.memory, planner.pages, planner.layers
-        ladder = planner.tables.ladder
-        self._num_kv_heads, self._sink = ladder.widest.shape.num_kv_heads, ladder.sink
+        self._num_kv_heads = planner.tables.ladder.widest.shape.num_kv_heads
         self._num_decodes, self._decode, self._chunks = num_decodes, decode, chunks
-        self._prefill: PrefillWork | None = None
 
     def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        """See ``AttentionBatch``. Rows of padding come out as zeros."""
+        """See ``AttentionBatch``. Rows of padding come out as zeros, those behind chunks as anything."""
         n, heads, scale = self._num_decodes, self._num_kv_heads, qkv.shape[-1] ** -0.5
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps)
@@ -136,27 +129,8 @@ class GpuAttention:
         if self._decode is not None:
             paged_decode(q[:n], self._memory, self._decode, self._layers[layer], heads, scale, out[:n])
         if self._chunks is not None:
-            work = self._prefill_work(q.shape[1])
-            paged_prefill(q[n:], self._memory, work, self._pages[layer], heads, scale, out[n:])
+            paged_prefill(q[n:], self._memory, self._chunks, self._pages[layer], heads, scale, out[n:])
         return out
-
-    def _prefill_work(self, num_heads: int) -> PrefillWork:
-        """Made by the first layer, which knows how many query heads share a tile."""
-        if self._prefill is None:
-            chunks = self._chunks
-            assert chunks is not None
-            self._prefill = PrefillWork.build(
-                chunks.addresses,
-                chunks.rungs,
-                chunks.starts,
-                chunks.counts,
-                num_rungs=len(self._pages[0]),
-                tile_tokens=tile_tokens(num_heads, self._num_kv_heads),
-                sink_tokens=self._sink,
-                block_tokens=BLOCK_TOKENS,
-                banks=chunks.banks,
-            ).to(self._memory.device)
-        return self._prefill
 
 
 def _rounded_up(number: int) -> int:
