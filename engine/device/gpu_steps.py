@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
-from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """The key of a captured step: its rows, the launch shape of its attention, and whether logits are kept."""
+    """The key of a captured step of single tokens: its rows, and the launch shape of its attention."""
 
     batch: int
-    split: Split
-    keeps_logits: bool
+    bounds: Bounds
 
 
 class GpuSteps:
@@ -59,7 +58,7 @@ class GpuSteps:
         self._pinned = PinnedRing(self._input)
         self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
         self._copies = HostCopies(self._sampled)
-        self._logits: Tensor | None = None  # [most, V], made when first asked for
+        self._logits: Tensor | None = None  # [most, V], made by the first step
         self._most = most
         # Of the step enqueued last: rows of the tables, one for each item, and if it was one of single tokens, these as
         # they were in the first step that it goes on from, how many steps ago that was, and where it leaves what.
@@ -79,13 +78,13 @@ class GpuSteps:
             return self._forward(decodes, chunks, None)
         counts = [item.num_tokens for item in items[num_decodes:]]
         work = self._planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts)
-        shape = None if self._mixed is None else self._mixed.shape(num_decodes, len(chunks.ids), work)
-        if self._mixed is None or shape is None:
+        found = None if self._mixed is None else self._mixed.shape(num_decodes, len(chunks.ids), work)
+        if self._mixed is None or found is None:
             return self._forward(decodes, chunks, work)
-        return self._mixed.run(shape, decodes, chunks, work)
+        return self._mixed.run(*found, decodes, chunks, work)
 
-    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Tensor | None:
-        """A step of single tokens alone; returns logits [N, V] if they are asked for.
+    def decode(self, items: Sequence[ScheduledRequest], goes_on: bool) -> Tensor:
+        """Logits [N, V] of a step of single tokens alone; the next step overwrites them.
 
         The likeliest token of each row becomes its last one. ``goes_on`` says that each item follows one that the step
         enqueued last sampled for the same request, in this order.
@@ -96,13 +95,15 @@ class GpuSteps:
             self._tokens[: len(items)] = array("q", [-1]) * len(items)
         else:
             self._begin(items)
-        self._pinned.send(self.tables.step_input(self._tokens, self._advance))
-        shape = DecodeShape(self._batch, self._planner.split(len(items)), keep_logits)
+        item_blocks, bounds = self._planner.split(len(items), self._batch)
+        self._pinned.send(self.tables.step_input(self._tokens, self._advance, item_blocks))
+        shape = DecodeShape(self._batch, bounds)
         if self._graphs is None:
             self._decode(shape)
         else:
             self._graphs.run(shape, lambda: self._decode(shape))
-        return self._logits[: len(items)] if keep_logits and self._logits is not None else None
+        assert self._logits is not None
+        return self._logits[: len(items)]
 
     def likeliest(self) -> PendingTokens:
         """The tokens of the step of single tokens that was enqueued last, those of padding behind."""
@@ -116,11 +117,12 @@ class GpuSteps:
     def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
         """``forward`` operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
-        words = self.tables.step_input(pack_tokens(*(a + b for a, b in zip(decodes, chunks, strict=True))))
+        item_blocks, bounds = self._planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
+        tokens = pack_tokens(*(a + b for a, b in zip(decodes, chunks, strict=True)))
+        words = self.tables.step_input(tokens, item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        split = self._planner.split(num_decodes) if num_decodes else None
         on_device = None if work is None else work.to(self.device)
-        placed, step = self._planner.begin(step_input, number, num_decodes, split, on_device)
+        placed, step = self._planner.begin(step_input, number, num_decodes, bounds, on_device)
         return self.model(placed.input_ids, placed.positions, step)
 
     def _begin(self, items: Sequence[ScheduledRequest]) -> None:
@@ -138,12 +140,11 @@ class GpuSteps:
     def _decode(self, shape: DecodeShape) -> None:
         """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""
         batch = shape.batch
-        placed, step = self._planner.begin(self._input, batch, batch, shape.split)
+        placed, step = self._planner.begin(self._input, batch, batch, shape.bounds)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
-        if shape.keeps_logits:
-            if self._logits is None:
-                self._logits = torch.empty(self._most, logits.shape[1], dtype=logits.dtype, device=self.device)
-            self._logits[:batch].copy_(logits)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._most, logits.shape[1])
+        self._logits[:batch].copy_(logits)
         sampled = sample(logits)
         self._sampled[: 2 * batch].view(2, batch).copy_(sampled)
         self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])

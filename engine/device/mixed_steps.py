@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv_engine.device.pinned import PinnedRing
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
-from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 
 from ..kv.attention_gpu import GpuAttentionPlanner
@@ -30,6 +30,7 @@ MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longe
 CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing
 MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
 SPARE_TILES = 16  # query tiles beside those that are full
+LEAST_ITEMS = 512  # work items of single tokens: a step with chunks is long beside so many idle ones
 
 
 class Tokens(NamedTuple):
@@ -50,7 +51,7 @@ class MixedShape:
     """The key of a captured step: padded sizes, and the launch shapes of attention."""
 
     num_decodes: int
-    split: Split | None
+    bounds: Bounds | None
     num_chunk_tokens: int
     num_tiles: int
 
@@ -68,8 +69,8 @@ class MixedSteps:
         self._plan = PlanBuffer(planner.tile_tokens, tables)
         self._hidden: Tensor | None = None  # [most, E], made by the first step
 
-    def shape(self, num_decodes: int, num_chunk_tokens: int, work: PrefillWork) -> MixedShape | None:
-        """The shape of a step as the tables stand; ``None`` if it is run operator by operator.
+    def shape(self, num_decodes: int, num_chunk_tokens: int, work: PrefillWork) -> tuple[int, MixedShape] | None:
+        """The most blocks of a work item and a step's shape, as the tables stand; ``None``: run operator by operator.
 
         That are steps of many tokens, and those whose chunks see blocks on other rungs than the widest: such blocks
         are written out in launches whose number depends on theirs.
@@ -82,15 +83,17 @@ class MixedSteps:
             num_tiles *= 2
         if not self._plan.holds(num_tiles, len(work.addresses)):
             return None
-        split = self._planner.split(num_decodes) if num_decodes else None
-        return MixedShape(padded_decodes(num_decodes), split, size, num_tiles)
+        item_blocks, bounds, batch = 1, None, padded_decodes(num_decodes)
+        if num_decodes:
+            item_blocks, bounds = self._planner.split(num_decodes, batch, LEAST_ITEMS)
+        return item_blocks, MixedShape(batch, bounds, size, num_tiles)
 
-    def run(self, shape: MixedShape, decodes: Tokens, chunks: Tokens, work: PrefillWork) -> Tensor:
+    def run(self, item_blocks: int, shape: MixedShape, decodes: Tokens, chunks: Tokens, work: PrefillWork) -> Tensor:
         """Hidden states [N, E] of single tokens and of chunks, without padding."""
         spare = self._tables.spare_row
         first, second = decodes.padded(shape.num_decodes, spare), chunks.padded(shape.num_chunk_tokens, spare)
         tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
-        self._ring.send(self._tables.step_input(tokens))
+        self._ring.send(self._tables.step_input(tokens, item_blocks=item_blocks))
         self._plan.send(work)
         self._graphs.run(shape, lambda: self._run(shape))
         assert self._hidden is not None
@@ -103,7 +106,7 @@ class MixedSteps:
         """All of a step on the device up to ``_hidden``: what a graph captures."""
         number = shape.num_decodes + shape.num_chunk_tokens
         work = self._plan.work(shape.num_tiles)
-        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.split, work)
+        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, work)
         hidden = self._model(placed.input_ids, placed.positions, step)
         if self._hidden is None:
             self._hidden = hidden.new_empty(self._most, hidden.shape[1])

@@ -163,11 +163,10 @@ class Runner:
         self, gpu: GpuSteps, items: list[ScheduledRequest], steady: SteadyBatch, continues: bool
     ) -> Pending:
         """A step of single tokens alone, of which the device takes the likeliest itself."""
-        logits = gpu.decode(items, keep_logits=not steady.is_plain, goes_on=continues)
+        logits = gpu.decode(items, goes_on=continues)
         sampling = steady.sampling
         if steady.is_plain:
             return Pending(items, gpu.likeliest(), _places(items, sampling, sampling), {})
-        assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
         tokens = self.sampler.launch(logits, steady.states)

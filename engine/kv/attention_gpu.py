@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import Placed, place, update
-from qkv_engine.kernels.formats import PageLayout, Side
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
-from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Split, choose_split, most_items
+from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds, choose_split, most_items
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
@@ -22,7 +24,7 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-FEW_ITEMS = 256  # work items of a launch: up to so many, bounds grow by octaves and not by parts of them
+LEAST_ITEMS = 64  # work items that every captured launch has room for: so many idle ones take no time
 
 
 class GpuAttentionPlanner:
@@ -37,31 +39,31 @@ class GpuAttentionPlanner:
         dtype, head_dim = tables.ladder.widest.dtype, tables.ladder.widest.shape.head_dim
         self.kv_rows = memory.view(dtype).view(-1, head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = head_dim * dtype.itemsize
-        self._formats = format_numbers(self.pages)
-        self._item_blocks = 1
         self.num_multiprocessors = 1
         if memory.is_cuda:
             self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
 
-    def split(self, num_decodes: int) -> Split:
-        """The launch shape of attention for the single tokens of ``num_decodes`` requests, as the tables stand.
+    def split(self, num_decodes: int, batch: int, least: int = LEAST_ITEMS) -> tuple[int, Bounds]:
+        """The most blocks of a work item and the launch shape of single tokens' attention, as the tables stand.
 
-        Sizes and bounds are few, so that few graphs serve all steps. Sums of a request's attention thus depend on how
-        much its neighbours hold, as those of its matrix products depend on how many they are.
+        The tokens belong to ``num_decodes`` requests and are padded to ``batch``. Sums of a request's attention depend
+        on how much its neighbours hold, as those of its matrix products depend on how many they are.
         """
-        counts = self.tables.num_entries()
+        return self.split_of(self.tables.num_entries(), num_decodes, batch, least)
+
+    def split_of(self, counts: Sequence[int], num_decodes: int, batch: int, least: int) -> tuple[int, Bounds]:
+        """``split`` for ``counts`` blocks by rung. Bounds are powers of two of at least ``least``.
+
+        Few graphs thus serve all steps: an idle program is cheap, another captured graph is not.
+        """
         total, heads = sum(counts), self.tables.ladder.widest.shape.num_kv_heads
-        is_dense = 2 * counts[0] > total
-        size = choose_split(total, num_decodes, heads, self.num_multiprocessors, is_dense, self._item_blocks)
-        self._item_blocks = size
-        first, *others = (most_items(count, num_decodes, size) for count in counts)
-        # Where items are few, a graph serves however blocks are spread over the rungs.
-        least = min(most_items(total, num_decodes, size), FEW_ITEMS)
-        bounds = [_rounded_up(max(bound, least)) if bound else 0 for bound in (first, sum(others))]
-        # Launches are by format: a graph serves whichever rungs have no other formats than those present.
-        present = frozenset[int]().union(*(f for f, count in zip(self._formats, counts, strict=True) if count))
-        rungs = tuple(rung for rung, formats in enumerate(self._formats) if formats <= present)
-        return Split(size, (bounds[0], bounds[1]), rungs, counts[0] <= SHORT_ITEM * num_decodes)
+        size = choose_split(total, num_decodes, heads, self.num_multiprocessors, 2 * counts[0] > total)
+        is_short = counts[0] <= SHORT_ITEM * num_decodes
+        first = most_items(SHORT_ITEM * batch if is_short else counts[0], batch, size)
+        others = sum(most_items(count, batch, size) for count in counts[1:])
+        if others and not is_short:  # a bound for both stays while blocks step down
+            first = others = max(first, others)
+        return size, Bounds(_octave(first, least), _octave(others, least) if others else 0, is_short)
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
@@ -87,20 +89,20 @@ class GpuAttentionPlanner:
         step_input: Tensor,
         num_tokens: int,
         num_decodes: int,
-        split: Split | None,
+        bounds: Bounds | None,
         chunks: PrefillWork | None = None,
     ) -> tuple[Placed, GpuAttention]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
-        ``split`` is that of the single tokens, if there are any; ``chunks`` the plan of the others, on the device.
+        ``bounds`` are those of the single tokens, if there are any; ``chunks`` the plan of the others, on the device.
         """
         tables = self.tables
         update(tables.block_words, step_input, num_tokens)
         placed = place(tables.block_words, step_input, num_tokens, tables.last_tokens, self._row_nbytes)
         decode = None
-        if split is not None:
+        if bounds is not None:
             rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
-            decode = plan_decode(tables.block_words, rows, lengths, len(tables.ladder.rungs), split)
+            decode = plan_decode(tables.block_words, step_input, rows, lengths, len(tables.ladder.rungs), bounds)
         return placed, GpuAttention(self, placed.token_rows, num_decodes, decode, chunks)
 
 
@@ -133,22 +135,11 @@ class GpuAttention:
         return out
 
 
-def _rounded_up(number: int) -> int:
-    """``number`` rounded up to few values: an idle program is cheap, another captured graph is not."""
-    octave = 1 << max(0, number - 1).bit_length()
-    step = octave // (1 if octave <= FEW_ITEMS else 4 if octave <= 1024 else 8)
-    return -(-number // step) * step
+def _octave(number: int, least: int) -> int:
+    """The smallest power of two that is neither below ``number`` nor below ``least``."""
+    return 1 << (max(number, least) - 1).bit_length()
 
 
 def page_layouts(ladder: Ladder) -> list[list[PageLayout]]:
     """How each layer's pages are read on each rung."""
     return [list(pages) for pages in zip(*(rung.layout.pages for rung in ladder.rungs), strict=True)]
-
-
-def format_numbers(pages: list[list[PageLayout]]) -> list[frozenset[int]]:
-    """Numbers of the formats that the layers' pages have on each rung; equal (K side, V side) pairs have one number."""
-    numbers: dict[tuple[Side, Side], int] = {}
-    return [
-        frozenset(numbers.setdefault((page.k, page.v), len(numbers)) for page in rung)
-        for rung in zip(*pages, strict=True)
-    ]

@@ -94,7 +94,6 @@ def triton_step(
         tokens_of(rows[part], [[0] * n for n in counts[part]], starts[part])
         for part in (slice(num_decodes), slice(num_decodes, None))
     ]
-    split = planner.split(num_decodes) if num_decodes else None
     chunks = (
         planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts[num_decodes:]) if parts[1].ids else None
     )
@@ -105,14 +104,16 @@ def triton_step(
             buffer = PlanBuffer(planner.tile_tokens, tables)
             buffer.send(chunks)
             chunks = buffer.work(len(chunks.tiles) + 3)
+    item_blocks, bounds = planner.split(num_decodes, sizes[0]) if num_decodes else (1, None)
     first, second = (part.padded(size, tables.spare_row) for part, size in zip(parts, sizes, strict=True))
-    words = tables.step_input(pack_tokens(*(a + b for a, b in zip(first, second, strict=True))))
+    tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
+    words = tables.step_input(tokens, item_blocks=item_blocks)
     step_input = torch.frombuffer(words, dtype=torch.int64)
     places, total = list[int](), 0
     for part, size in zip(parts, sizes, strict=True):
         places += list(range(total, total + len(part.ids))) + [-1] * (size - len(part.ids))
         total += len(part.ids)
-    return planner.begin(step_input, sum(sizes), sizes[0], split, chunks)[1], places
+    return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks)[1], places
 
 
 if __name__ == "__main__":
