@@ -27,7 +27,7 @@ from ..kv.cache import KVCache
 from ..kv.device_tables import DeviceTables
 from ..sampling.sampler import PendingTokens
 from .graphs import Graphs
-from .mixed_steps import MixedSteps, Tokens, tokens_of
+from .mixed_steps import MixedShape, MixedSteps, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from .runner import CausalLM
@@ -48,11 +48,11 @@ class GpuSteps:
         device = cache.memory.device
         self.model, self.cache, self.device = model, cache, device
         self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
-        self._planner = GpuAttentionPlanner(cache.memory, self.tables, model.config.num_heads)
+        self.planner = GpuAttentionPlanner(cache.memory, self.tables, model.config.num_heads)
         self._graphs = Graphs(device) if cuda_graphs else None
-        self._mixed: MixedSteps | None = None
+        self.mixed: MixedSteps | None = None
         if self._graphs is not None:
-            self._mixed = MixedSteps(model, self.tables, self._planner, self._graphs, max_num_seqs)
+            self.mixed = MixedSteps(model, self.tables, self.planner, self._graphs, max_num_seqs)
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
         self._pinned = PinnedRing(self._input)
@@ -77,11 +77,11 @@ class GpuSteps:
         if not chunks.ids:
             return self._forward(decodes, chunks, None)
         counts = [item.num_tokens for item in items[num_decodes:]]
-        work = self._planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts)
-        found = None if self._mixed is None else self._mixed.shape(num_decodes, len(chunks.ids), work)
-        if self._mixed is None or found is None:
+        work = self.planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts)
+        found = None if self.mixed is None else self.mixed.shape(num_decodes, len(chunks.ids), work)
+        if self.mixed is None or found is None:
             return self._forward(decodes, chunks, work)
-        return self._mixed.run(*found, decodes, chunks, work)
+        return self.mixed.run(*found, decodes, chunks, work)
 
     def decode(self, items: Sequence[ScheduledRequest], goes_on: bool) -> Tensor:
         """Logits [N, V] of a step of single tokens alone; the next step overwrites them.
@@ -95,7 +95,7 @@ class GpuSteps:
             self._tokens[: len(items)] = array("q", [-1]) * len(items)
         else:
             self._begin(items)
-        item_blocks, bounds = self._planner.split(len(items), self._batch)
+        item_blocks, bounds = self.planner.split(len(items), self._batch)
         self._pinned.send(self.tables.step_input(self._tokens, self._advance, item_blocks))
         shape = DecodeShape(self._batch, bounds)
         if self._graphs is None:
@@ -104,6 +104,16 @@ class GpuSteps:
             self._graphs.run(shape, lambda: self._decode(shape))
         assert self._logits is not None
         return self._logits[: len(items)]
+
+    def capture(self, shape: DecodeShape | MixedShape) -> None:
+        """Captures a step, which is run with padding alone. Needs graphs."""
+        assert self._graphs is not None and self.mixed is not None
+        if isinstance(shape, MixedShape):
+            self.mixed.capture(shape)
+            return
+        padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
+        self._pinned.send(self.tables.step_input(pack_tokens(*padding)))
+        self._graphs.capture(shape, lambda: self._decode(shape))
 
     def likeliest(self) -> PendingTokens:
         """The tokens of the step of single tokens that was enqueued last, those of padding behind."""
@@ -117,12 +127,12 @@ class GpuSteps:
     def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
         """``forward`` operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
-        item_blocks, bounds = self._planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
+        item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         tokens = pack_tokens(*(a + b for a, b in zip(decodes, chunks, strict=True)))
         words = self.tables.step_input(tokens, item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
         on_device = None if work is None else work.to(self.device)
-        placed, step = self._planner.begin(step_input, number, num_decodes, bounds, on_device)
+        placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
         return self.model(placed.input_ids, placed.positions, step)
 
     def _begin(self, items: Sequence[ScheduledRequest]) -> None:
@@ -140,7 +150,7 @@ class GpuSteps:
     def _decode(self, shape: DecodeShape) -> None:
         """All of a step on the device, from ``_input`` to ``_sampled``: what a graph captures."""
         batch = shape.batch
-        placed, step = self._planner.begin(self._input, batch, batch, shape.bounds)
+        placed, step = self.planner.begin(self._input, batch, batch, shape.bounds)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
         if self._logits is None:
             self._logits = logits.new_empty(self._most, logits.shape[1])

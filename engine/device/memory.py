@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of a laptop's memory, most belongs to other programs
 GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total; activations and libraries take the rest
-GRAPHS_NBYTES = 2**29  # captured steps: about 1 MiB each, and what they compute in
+GRAPHS_NBYTES = 2**30  # captured steps: about 1 MiB each, and what they compute in
 UNLIMITED = 2**62  # bytes of headroom where nothing limits the process
 
 

@@ -30,7 +30,6 @@ MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longe
 CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing
 MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
 SPARE_TILES = 16  # query tiles beside those that are full
-LEAST_ITEMS = 512  # work items of single tokens: a step with chunks is long beside so many idle ones
 
 
 class Tokens(NamedTuple):
@@ -78,14 +77,14 @@ class MixedSteps:
         if num_chunk_tokens > MAX_CHUNK_TOKENS or work.rungs != (0,):
             return None
         size = padded_chunk(num_chunk_tokens)
-        num_tiles = size // work.tile_tokens + SPARE_TILES
+        num_tiles = least_tiles(size, work.tile_tokens)
         while num_tiles < len(work.tiles):  # many short chunks
             num_tiles *= 2
         if not self._plan.holds(num_tiles, len(work.addresses)):
             return None
         item_blocks, bounds, batch = 1, None, padded_decodes(num_decodes)
         if num_decodes:
-            item_blocks, bounds = self._planner.split(num_decodes, batch, LEAST_ITEMS)
+            item_blocks, bounds = self._planner.split(num_decodes, batch, beside_chunks=True)
         return item_blocks, MixedShape(batch, bounds, size, num_tiles)
 
     def run(self, item_blocks: int, shape: MixedShape, decodes: Tokens, chunks: Tokens, work: PrefillWork) -> Tensor:
@@ -101,6 +100,13 @@ class MixedSteps:
         if shape.num_decodes == len(decodes.ids):
             return self._hidden[:end]
         return torch.cat((self._hidden[: len(decodes.ids)], self._hidden[shape.num_decodes : end]))
+
+    def capture(self, shape: MixedShape) -> None:
+        """Captures a step, which is run with padding alone."""
+        padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
+        self._ring.send(self._tables.step_input(pack_tokens(*padding)))
+        self._plan.clear()
+        self._graphs.capture(shape, lambda: self._run(shape))
 
     def _run(self, shape: MixedShape) -> None:
         """All of a step on the device up to ``_hidden``: what a graph captures."""
@@ -141,11 +147,20 @@ class PlanBuffer:
         numbers[first_run : first_run + work.runs[0].numel()] = work.runs[0].flatten()
         self._ring.send(array("q", numbers.view(torch.int64).tolist() + work.addresses.tolist()))
 
+    def clear(self) -> None:
+        """Enqueues a plan without tiles."""
+        self._ring.send(array("q", bytes(8 * (7 * self._max_tiles // 2))))
+
     def work(self, num_tiles: int) -> PrefillWork:
         """The plan with its first ``num_tiles`` tiles; its tensors are the fixed place."""
         sink, block = self._tables.ladder.sink, self._tables.block_words.block_tokens
         tiles, runs = self._tiles[:num_tiles], self._runs[:, :num_tiles]
         return PrefillWork(self._addresses, tiles, runs, (self._no_blocks,), (0,), self._tile_tokens, sink, block)
+
+
+def least_tiles(num_tokens: int, tile_tokens: int) -> int:
+    """Query tiles that a captured step with ``num_tokens`` tokens of chunks has room for at least."""
+    return num_tokens // tile_tokens + SPARE_TILES
 
 
 def padded_decodes(number: int) -> int:
@@ -156,8 +171,8 @@ def padded_decodes(number: int) -> int:
 
 
 def padded_chunk(number: int) -> int:
-    """Rows for ``number`` tokens of chunks: 16, 32, 64, and from there on multiples of ``CHUNK_STEP``."""
-    return max(16, 1 << (number - 1).bit_length()) if number <= 64 else -(-number // CHUNK_STEP) * CHUNK_STEP
+    """Rows for ``number`` tokens of chunks: 64, or a multiple of ``CHUNK_STEP``."""
+    return 64 if number <= 64 else -(-number // CHUNK_STEP) * CHUNK_STEP
 
 
 def tokens_of(rows: Sequence[int], ids: Sequence[list[int]], starts: Sequence[int]) -> Tokens:

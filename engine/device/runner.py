@@ -24,6 +24,7 @@ from .memory import is_out_of_memory
 from .steady_batch import SteadyBatch, prompt_targets
 
 if TYPE_CHECKING:
+    from .captures import Captured
     from .gpu_steps import GpuSteps
 
 
@@ -92,6 +93,7 @@ class Runner:
     ):
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._gpu: GpuSteps | None = None
         self._steady: SteadyBatch | None = None  # of the step launched last
         if device.type == "cuda":
@@ -102,6 +104,15 @@ class Runner:
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
         return self.launch(batch, rows).wait()
+
+    def capture_all(self, max_num_batched_tokens: int) -> Captured | None:
+        """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
+        if self._gpu is None or self._gpu.mixed is None:
+            return None
+        from .captures import capture_all
+
+        with torch.inference_mode():
+            return capture_all(self._gpu, self._max_num_seqs, self._max_model_len, max_num_batched_tokens)
 
     def check_device(self) -> None:
         """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""

@@ -24,7 +24,10 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-LEAST_ITEMS = 64  # work items that every captured launch has room for: so many idle ones take no time
+# Work items that every captured launch has room for: so many idle ones take hardly any time.
+LEAST_ITEMS = 64
+ITEMS_A_REQUEST = 4
+BESIDE_CHUNKS = 512
 
 
 class GpuAttentionPlanner:
@@ -43,26 +46,30 @@ class GpuAttentionPlanner:
         if memory.is_cuda:
             self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
 
-    def split(self, num_decodes: int, batch: int, least: int = LEAST_ITEMS) -> tuple[int, Bounds]:
+    def split(self, num_decodes: int, batch: int, beside_chunks: bool = False) -> tuple[int, Bounds]:
         """The most blocks of a work item and the launch shape of single tokens' attention, as the tables stand.
 
         The tokens belong to ``num_decodes`` requests and are padded to ``batch``. Sums of a request's attention depend
         on how much its neighbours hold, as those of its matrix products depend on how many they are.
         """
-        return self.split_of(self.tables.num_entries(), num_decodes, batch, least)
+        return self.split_of(self.tables.num_entries(), num_decodes, batch, beside_chunks)
 
-    def split_of(self, counts: Sequence[int], num_decodes: int, batch: int, least: int) -> tuple[int, Bounds]:
-        """``split`` for ``counts`` blocks by rung. Bounds are powers of two of at least ``least``.
+    def split_of(
+        self, counts: Sequence[int], num_decodes: int, batch: int, beside_chunks: bool = False
+    ) -> tuple[int, Bounds]:
+        """``split`` for ``counts`` blocks by rung. Bounds are powers of two and have a least size.
 
-        Few graphs thus serve all steps: an idle program is cheap, another captured graph is not.
+        Few graphs thus serve all steps: an idle program is cheap, another captured graph is not. A step with chunks of
+        prompts is long beside idle programs, so ``beside_chunks`` makes shapes fewer still.
         """
         total, heads = sum(counts), self.tables.ladder.widest.shape.num_kv_heads
         size = choose_split(total, num_decodes, heads, self.num_multiprocessors, 2 * counts[0] > total)
-        is_short = counts[0] <= SHORT_ITEM * num_decodes
+        is_short = counts[0] <= SHORT_ITEM * num_decodes and not beside_chunks
         first = most_items(SHORT_ITEM * batch if is_short else counts[0], batch, size)
         others = sum(most_items(count, batch, size) for count in counts[1:])
         if others and not is_short:  # a bound for both stays while blocks step down
             first = others = max(first, others)
+        least = max(BESIDE_CHUNKS if beside_chunks else LEAST_ITEMS, ITEMS_A_REQUEST * batch)
         return size, Bounds(_octave(first, least), _octave(others, least) if others else 0, is_short)
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
