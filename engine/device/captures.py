@@ -43,6 +43,7 @@ def capture_all(steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_
     """
     start, before = time.monotonic(), free_memory(steps.device)
     shapes = list(all_shapes(steps, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
+    shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
         steps.capture(shape)
     return Captured(len(shapes), time.monotonic() - start, before - free_memory(steps.device))

@@ -40,6 +40,11 @@ class DecodeShape:
     batch: int
     bounds: Bounds
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's matrix products."""
+        return self.batch
+
 
 class GpuSteps:
     """Owns what steps on a GPU share: the tables' copy, their input and output, and the graphs."""

@@ -54,6 +54,11 @@ class MixedShape:
     num_chunk_tokens: int
     num_tiles: int
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's matrix products."""
+        return self.num_decodes + self.num_chunk_tokens
+
 
 class MixedSteps:
     """Owns the input, the chunks' plan and the hidden states of captured steps."""
