@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import DEFAULT_KV, KVConfig, preset_families, resolve_kv
+from qkv_engine.config import DEFAULT_KV, WARM_UPS, KVConfig, preset_families, resolve_kv
 from qkv_engine.errors import CapacityError, ConfigError, QKVError
 
 from .text import one_line
@@ -34,7 +34,7 @@ _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
     *("model", "kv", "kv_memory", "dtype", "device"),
-    *("max_model_len", "extend_context", "cuda_graphs", "num_threads", "revision"),
+    *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "num_threads", "revision"),
 )
 
 
@@ -62,7 +62,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
         help="allow --max-model-len beyond what the model was made for",
     )
     group.add_argument(
-        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured decode steps on a GPU (default)"
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="replay captured steps on a GPU (default)"
+    )
+    group.add_argument(
+        "--warm-up",
+        choices=WARM_UPS,
+        help="capture steps on a GPU when they are met (lazy, default) or all of them at start (full)",
     )
 
 

@@ -284,8 +284,9 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
 
 
 _INTEGERS = {"max_num_seqs": (1, 4096), "max_num_batched_tokens": (1, 2**20), "seed": (0, 2**63 - 1)}
+WARM_UPS = ("lazy", "full")
 _FLAGS = ("prefix_caching", "extend_context", "cuda_graphs")
-_TEXTS = ("dtype", "device", "load_format")
+_TEXTS = ("dtype", "device", "load_format", "warm_up")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +308,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     cuda_graphs: bool = True
+    warm_up: str = "lazy"
     num_threads: int | None = None
     load_format: str = "auto"
     revision: str | None = None
@@ -335,6 +337,9 @@ class EngineConfig:
             _check_text("revision", self.revision)
         if self.token is not None and not isinstance(self.token, str):  # a secret: its value stays out of the message
             raise ConfigError("must be a string", field="token", value=type(self.token).__name__)
+        if self.warm_up not in WARM_UPS:
+            remedy = f"Use {' or '.join(WARM_UPS)}"
+            raise ConfigError("unknown", field="warm_up", value=self.warm_up, remedy=remedy)
         if self.load_format not in ("auto", "random"):
             raise ConfigError("unknown", field="load_format", value=self.load_format, remedy='Use "auto" or "random"')
 

@@ -56,7 +56,9 @@ class Engine(Closable):
         max_num_batched_tokens: tokens that one step computes, 1 to 1,048,576; longer prompts are computed in chunks.
 
     Machine
-        cuda_graphs: replay captured decode steps on a GPU; False saves their memory and makes small steps slower.
+        cuda_graphs: replay captured steps on a GPU; False saves their memory and makes small steps slower.
+        warm_up: "lazy" captures a step on a GPU when its shape is met again; "full" captures all shapes that the limits
+            allow at start, so that no request waits for a capture.
         num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, but at most 4 if the
             weights take up to 64 MiB.
     """
@@ -76,6 +78,7 @@ class Engine(Closable):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         cuda_graphs: bool = True,
+        warm_up: str = "lazy",
         num_threads: int | None = None,
         load_format: str = "auto",
         revision: str | None = None,
@@ -95,6 +98,7 @@ class Engine(Closable):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cuda_graphs=cuda_graphs,
+            warm_up=warm_up,
             num_threads=num_threads,
             load_format=load_format,
             revision=revision,

@@ -107,8 +107,13 @@ def start(config: EngineConfig) -> Started:
     )
     if device.type == "cuda":
         warm_up(runner)
+    captured = runner.capture_all(config.max_num_batched_tokens) if config.warm_up == "full" else None
     core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
     summary = _summarize(name, device, dtype, cache, max_model_len)
+    if captured is not None:
+        summary.append(
+            f"{captured.number} steps captured in {captured.seconds:.1f} s, {format_size(captured.nbytes)} of memory"
+        )
     applied = describe_defaults(generation)
     if applied:
         summary.append(f"Sampling defaults from generation_config.json: {applied}")

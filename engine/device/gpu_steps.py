@@ -1,7 +1,8 @@
 """Steps on a GPU. Nothing here waits for the device.
 
 A step that consists of single tokens alone is padded to one of few sizes and replayed as a CUDA graph, from its input
-to the tokens it samples. Any other step is run operator by operator, over the same tables.
+to the tokens it samples. So is a step with chunks of prompts, up to its hidden states, if ``mixed_steps.py`` has a
+shape for it. Any other step is run operator by operator, over the same tables.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
-from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
 
@@ -25,6 +27,7 @@ from ..kv.cache import KVCache
 from ..kv.device_tables import DeviceTables
 from ..sampling.sampler import PendingTokens
 from .graphs import Graphs
+from .mixed_steps import MixedShape, MixedSteps, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from .runner import CausalLM
@@ -32,11 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """The key of a captured step: its rows, the launch shape of its attention, and whether logits are kept."""
+    """The key of a captured step of single tokens: its rows, and the launch shape of its attention."""
 
     batch: int
-    split: Split
-    keeps_logits: bool
+    bounds: Bounds
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's matrix products."""
+        return self.batch
 
 
 class GpuSteps:
@@ -46,14 +53,17 @@ class GpuSteps:
         device = cache.memory.device
         self.model, self.cache, self.device = model, cache, device
         self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
-        self._planner = GpuAttentionPlanner(cache.memory, self.tables)
+        self.planner = GpuAttentionPlanner(cache.memory, self.tables, model.config.num_heads)
         self._graphs = Graphs(device) if cuda_graphs else None
+        self.mixed: MixedSteps | None = None
+        if self._graphs is not None:
+            self.mixed = MixedSteps(model, self.tables, self.planner, self._graphs, max_num_seqs)
         most = padded_batch(max_num_seqs)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
         self._pinned = PinnedRing(self._input)
         self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
         self._copies = HostCopies(self._sampled)
-        self._logits: Tensor | None = None  # [most, V], made when first asked for
+        self._logits: Tensor | None = None  # [most, V], made by the first step
         self._most = most
         # State of the last launch: its table rows; for a decode step the token words of the first step of its run, the
         # padded batch size, the steps since then, and the view of the output.
@@ -64,23 +74,22 @@ class GpuSteps:
 
     def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
         """Hidden states [N, E] of a step's tokens, single tokens first."""
-        rows = self._rows(items)
-        ids = [t for item in items for t in _token_ids(item)]
-        positions = [p for item in items for p in range(item.start, item.end)]
-        token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
-        num_decodes = sum(item.num_tokens == 1 for item in items)
-        late, chunks = items[num_decodes:], None
-        if late:
-            starts, counts = [item.start for item in late], [item.num_tokens for item in late]
-            chunks = self._planner.chunks(rows[num_decodes:], starts, counts)
-        words = self.tables.step_input(pack_tokens(ids, positions, token_rows))
-        step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        split = self._planner.split(num_decodes) if num_decodes else None
-        placed, step = self._planner.begin(step_input, len(ids), num_decodes, split, chunks)
-        return self.model(placed.input_ids, placed.positions, step)
+        rows, num_decodes = self._rows(items), sum(item.num_tokens == 1 for item in items)
+        ids, starts = [_token_ids(item) for item in items], [item.start for item in items]
+        decodes, chunks = (
+            tokens_of(rows[part], ids[part], starts[part]) for part in (slice(num_decodes), slice(num_decodes, None))
+        )
+        if not chunks.ids:
+            return self._forward(decodes, chunks, None)
+        counts = [item.num_tokens for item in items[num_decodes:]]
+        work = self.planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts)
+        found = None if self.mixed is None else self.mixed.shape(num_decodes, len(chunks.ids), work)
+        if self.mixed is None or found is None:
+            return self._forward(decodes, chunks, work)
+        return self.mixed.run(*found, decodes, chunks, work)
 
-    def decode(self, items: Sequence[ScheduledRequest], keep_logits: bool, goes_on: bool) -> Tensor | None:
-        """Runs a step of single tokens alone; returns logits [N, V] if ``keep_logits``.
+    def decode(self, items: Sequence[ScheduledRequest], goes_on: bool) -> Tensor:
+        """Logits [N, V] of a step of single tokens alone; the next step overwrites them.
 
         The likeliest token of each row becomes its last one. ``goes_on``: the items are those of the last step in the
         same order, each with the token that was sampled there.
@@ -91,13 +100,25 @@ class GpuSteps:
             self._tokens[: len(items)] = array("q", [-1]) * len(items)
         else:
             self._begin(items)
-        self._pinned.send(self.tables.step_input(self._tokens, self._advance))
-        shape = DecodeShape(self._batch, self._planner.split(len(items)), keep_logits)
+        item_blocks, bounds = self.planner.split(len(items), self._batch)
+        self._pinned.send(self.tables.step_input(self._tokens, self._advance, item_blocks))
+        shape = DecodeShape(self._batch, bounds)
         if self._graphs is None:
             self._decode(shape)
         else:
             self._graphs.run(shape, lambda: self._decode(shape))
-        return self._logits[: len(items)] if keep_logits and self._logits is not None else None
+        assert self._logits is not None
+        return self._logits[: len(items)]
+
+    def capture(self, shape: DecodeShape | MixedShape) -> None:
+        """Captures a step, which is run with padding alone. Needs graphs."""
+        assert self._graphs is not None and self.mixed is not None
+        if isinstance(shape, MixedShape):
+            self.mixed.capture(shape)
+            return
+        padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
+        self._pinned.send(self.tables.step_input(pack_tokens(*padding)))
+        self._graphs.capture(shape, lambda: self._decode(shape))
 
     def likeliest(self) -> PendingTokens:
         """The tokens of the last step of single tokens, one a row; rows of padding come last."""
@@ -107,6 +128,17 @@ class GpuSteps:
         """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling`` of the last step."""
         rows = to_device(torch.tensor([self._step_rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
+
+    def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
+        """``forward`` operator by operator."""
+        number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
+        item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
+        tokens = pack_tokens(*(a + b for a, b in zip(decodes, chunks, strict=True)))
+        words = self.tables.step_input(tokens, item_blocks=item_blocks)
+        step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
+        on_device = None if work is None else work.to(self.device)
+        placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
+        return self.model(placed.input_ids, placed.positions, step)
 
     def _begin(self, items: Sequence[ScheduledRequest]) -> None:
         """Makes the token words of a step that does not continue the last one."""
@@ -123,12 +155,11 @@ class GpuSteps:
     def _decode(self, shape: DecodeShape) -> None:
         """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: the contents of a graph."""
         batch = shape.batch
-        placed, step = self._planner.begin(self._input, batch, batch, shape.split)
+        placed, step = self.planner.begin(self._input, batch, batch, shape.bounds)
         logits = self.model.compute_logits(self.model(placed.input_ids, placed.positions, step))
-        if shape.keeps_logits:
-            if self._logits is None:
-                self._logits = torch.empty(self._most, logits.shape[1], dtype=logits.dtype, device=self.device)
-            self._logits[:batch].copy_(logits)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._most, logits.shape[1])
+        self._logits[:batch].copy_(logits)
         sampled = sample(logits)
         self._sampled[: 2 * batch].view(2, batch).copy_(sampled)
         self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])

@@ -10,7 +10,7 @@ import torch
 
 logger = logging.getLogger("qkv_engine")
 
-MAX_GRAPHS = 128  # kept at once; a graph of 36 layers takes about 1 MiB of device memory
+MAX_GRAPHS = 640  # kept at once; a graph of 36 layers takes about 1 MiB of device memory
 
 
 class Graphs:
@@ -36,10 +36,17 @@ class Graphs:
             self._graphs.move_to_end(key)
             graph.replay()
             return
-        work()  # compiles its kernels, too
-        if self._works and key in self._met:
-            self._capture(key, work)  # takes several steps' time, which a key that never returns would not repay
+        if key in self._met:
+            self.capture(key, work)  # takes several steps' time, which a key that never returns would not repay
+        else:
+            work()
         self._met.add(key)
+
+    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Runs ``work``, which compiles its kernels, and captures it."""
+        work()
+        if self._works:
+            self._capture(key, work)
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()

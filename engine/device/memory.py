@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of free memory, and bytes at most: the rest is for other programs
 GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total, and bytes: activations and libraries take the rest
-GRAPHS_NBYTES = 2**29  # for CUDA graphs: about 1 MiB each, and their pool of temporaries
+GRAPHS_NBYTES = 2**30  # for CUDA graphs: about 1 MiB each, and their pool of temporaries
 UNLIMITED = 2**62  # bytes of headroom where nothing limits the process
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..errors import DeviceLostError
@@ -23,11 +24,14 @@ from .memory import is_out_of_memory
 from .steady_batch import SteadyBatch, prompt_targets
 
 if TYPE_CHECKING:
+    from .captures import Captured
     from .gpu_steps import GpuSteps
 
 
 class CausalLM(Protocol):
     """A model as the runner calls it; see ``models/llama.py``."""
+
+    config: ModelConfig
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
 
@@ -89,6 +93,7 @@ class Runner:
     ):
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._gpu: GpuSteps | None = None
         self._steady: SteadyBatch | None = None  # of the last step launched
         if device.type == "cuda":
@@ -99,6 +104,15 @@ class Runner:
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
         return self.launch(batch, rows).wait()
+
+    def capture_all(self, max_num_batched_tokens: int) -> Captured | None:
+        """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
+        if self._gpu is None or self._gpu.mixed is None:
+            return None
+        from .captures import capture_all
+
+        with torch.inference_mode():
+            return capture_all(self._gpu, self._max_num_seqs, self._max_model_len, max_num_batched_tokens)
 
     def check_device(self) -> None:
         """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""
@@ -160,11 +174,10 @@ class Runner:
         self, gpu: GpuSteps, items: list[ScheduledRequest], steady: SteadyBatch, continues: bool
     ) -> Pending:
         """Launches a step of single tokens alone: greedy tokens come from its graph, all others from the sampler."""
-        logits = gpu.decode(items, keep_logits=not steady.is_plain, goes_on=continues)
+        logits = gpu.decode(items, goes_on=continues)
         sampling = steady.sampling
         if steady.is_plain:
             return Pending(items, gpu.likeliest(), _places(items, sampling, sampling), {})
-        assert logits is not None
         if len(sampling) < len(items):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
         tokens = self.sampler.launch(logits, steady.states)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import Placed, place, update
-from qkv_engine.kernels.formats import PageLayout, Side
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
-from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Split, choose_split, most_items
+from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds, choose_split, most_items
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
@@ -24,88 +24,93 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-FEW_ITEMS = 256  # work items of a launch; up to here bounds are powers of two, above it octaves are divided
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks of prompts that a step computes after its single tokens; tensors on the host.
-
-    Shapes:  addresses, rungs [C, P] int64, the requests' block tables;  starts, counts [C] int64, tokens;
-             banks [C] int64, addresses, ``None`` without patterns
-    """
-
-    addresses: Tensor
-    rungs: Tensor
-    starts: Tensor
-    counts: Tensor
-    banks: Tensor | None
+# Least bounds of work items, whose idle programs take hardly any time: larger ones make graphs fewer.
+LEAST_ITEMS = 64  # of a launch
+ITEMS_A_REQUEST = 4  # for each row of the batch
+BESIDE_CHUNKS = 512  # of a launch in a step with chunks of prompts, which is long
 
 
 class GpuAttentionPlanner:
     """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, tables: DeviceTables):
+    def __init__(self, memory: Tensor, tables: DeviceTables, num_heads: int):
+        """``num_heads``: query heads of a layer."""
         self.memory, self.tables = memory, tables
+        self.tile_tokens = tile_tokens(num_heads, tables.ladder.widest.shape.num_kv_heads)
         self.pages = page_layouts(tables.ladder)
         self.layers = [LayerFormats.of(pages, memory.device) for pages in self.pages]
         dtype, head_dim = tables.ladder.widest.dtype, tables.ladder.widest.shape.head_dim
         self.kv_rows = memory.view(dtype).view(-1, head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = head_dim * dtype.itemsize
-        self._formats = format_numbers(self.pages)
-        self._item_blocks = 1
         self.num_multiprocessors = 1
         if memory.is_cuda:
             self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
 
-    def split(self, num_decodes: int) -> Split:
-        """The launch shape of attention for the single tokens of ``num_decodes`` requests, as the tables stand.
+    def split(self, num_decodes: int, batch: int, beside_chunks: bool = False) -> tuple[int, Bounds]:
+        """The most blocks of a work item and the launch shape of single tokens' attention, as the tables stand.
 
-        Sizes and bounds are few, so that few graphs serve all steps. The rounding of a request's attention thus depends
-        on how much its neighbours hold, as that of its matrix products depends on the batch size.
+        The tokens belong to ``num_decodes`` requests and are padded to ``batch``. The rounding of a request's attention
+        depends on how much its neighbours hold, as that of its matrix products depends on the batch size.
         """
-        counts = self.tables.num_entries()
-        total, heads = sum(counts), self.tables.ladder.widest.shape.num_kv_heads
-        is_dense = 2 * counts[0] > total
-        size = choose_split(total, num_decodes, heads, self.num_multiprocessors, is_dense, self._item_blocks)
-        self._item_blocks = size
-        first, *others = (most_items(count, num_decodes, size) for count in counts)
-        # With few items one bound covers every spread of blocks over the rungs, so one graph serves them all.
-        least = min(most_items(total, num_decodes, size), FEW_ITEMS)
-        bounds = [_rounded_up(max(bound, least)) if bound else 0 for bound in (first, sum(others))]
-        # Launches are by format: one graph serves all rungs whose formats are among those present.
-        present = frozenset[int]().union(*(f for f, count in zip(self._formats, counts, strict=True) if count))
-        rungs = tuple(rung for rung, formats in enumerate(self._formats) if formats <= present)
-        return Split(size, (bounds[0], bounds[1]), rungs, counts[0] <= SHORT_ITEM * num_decodes)
+        return self.split_of(self.tables.num_entries(), num_decodes, batch, beside_chunks)
 
-    def chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> Chunks:
-        """Chunks of ``counts`` tokens from ``starts`` of the requests in ``rows`` of the tables."""
+    def split_of(
+        self, counts: Sequence[int], num_decodes: int, batch: int, beside_chunks: bool = False
+    ) -> tuple[int, Bounds]:
+        """``split`` for ``counts`` blocks by rung. Bounds are powers of two and have a least size.
+
+        Few graphs thus serve all steps: an idle program is cheap, another captured graph is not. A step with chunks of
+        prompts is long beside idle programs, so ``beside_chunks`` makes shapes fewer still.
+        """
+        total, heads = sum(counts), self.tables.ladder.widest.shape.num_kv_heads
+        size = choose_split(total, num_decodes, heads, self.num_multiprocessors, 2 * counts[0] > total)
+        is_short = counts[0] <= SHORT_ITEM * num_decodes and not beside_chunks
+        first = most_items(SHORT_ITEM * batch if is_short else counts[0], batch, size)
+        others = sum(most_items(count, batch, size) for count in counts[1:])
+        if others and not is_short:  # a bound for both stays while blocks step down
+            first = others = max(first, others)
+        least = max(BESIDE_CHUNKS if beside_chunks else LEAST_ITEMS, ITEMS_A_REQUEST * batch)
+        return size, Bounds(_octave(first, least), _octave(others, least) if others else 0, is_short)
+
+    def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
+        """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
         first, number = torch.tensor(starts), torch.tensor(counts)
-        sink = self.tables.ladder.sink
-        entries = -((sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(sink)
+        ladder = self.tables.ladder
+        entries = -((ladder.sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(ladder.sink)
         addresses, rungs = self.tables.entries(rows, int(entries.max()))
         rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
-        return Chunks(addresses, rungs, first, number, self.tables.banks(rows))
+        return PrefillWork.build(
+            addresses,
+            rungs,
+            first,
+            number,
+            num_rungs=len(ladder.rungs),
+            tile_tokens=self.tile_tokens,
+            sink_tokens=ladder.sink,
+            block_tokens=BLOCK_TOKENS,
+            banks=self.tables.banks(rows),
+        )
 
     def begin(
         self,
         step_input: Tensor,
         num_tokens: int,
         num_decodes: int,
-        split: Split | None,
-        chunks: Chunks | None = None,
+        bounds: Bounds | None,
+        chunks: PrefillWork | None = None,
     ) -> tuple[Placed, GpuAttention]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
-        ``split``: the launch shape of the single tokens, if there are any. Without chunks a graph can capture the work.
+        ``bounds``: the launch shape of the single tokens, if there are any;  ``chunks``: the plan of the others, on the
+        device.
         """
         tables = self.tables
         update(tables.block_words, step_input, num_tokens)
         placed = place(tables.block_words, step_input, num_tokens, tables.last_tokens, self._row_nbytes)
         decode = None
-        if split is not None:
+        if bounds is not None:
             rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
-            decode = plan_decode(tables.block_words, rows, lengths, len(tables.ladder.rungs), split)
+            decode = plan_decode(tables.block_words, step_input, rows, lengths, len(tables.ladder.rungs), bounds)
         return placed, GpuAttention(self, placed.token_rows, num_decodes, decode, chunks)
 
 
@@ -118,17 +123,15 @@ class GpuAttention:
         token_rows: Tensor,
         num_decodes: int,
         decode: DecodeWork | None,
-        chunks: Chunks | None,
+        chunks: PrefillWork | None,
     ):
         self._token_rows, self._kv_rows = token_rows, planner.kv_rows
         self._memory, self._pages, self._layers = planner.memory, planner.pages, planner.layers
-        ladder = planner.tables.ladder
-        self._num_kv_heads, self._sink = ladder.widest.shape.num_kv_heads, ladder.sink
+        self._num_kv_heads = planner.tables.ladder.widest.shape.num_kv_heads
         self._num_decodes, self._decode, self._chunks = num_decodes, decode, chunks
-        self._prefill: PrefillWork | None = None
 
     def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        """See ``AttentionBatch``. Rows of padding come out as zeros."""
+        """See ``AttentionBatch``. Rows of padding come out as zeros, those behind chunks as anything."""
         n, heads, scale = self._num_decodes, self._num_kv_heads, qkv.shape[-1] ** -0.5
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps)
@@ -136,45 +139,15 @@ class GpuAttention:
         if self._decode is not None:
             paged_decode(q[:n], self._memory, self._decode, self._layers[layer], heads, scale, out[:n])
         if self._chunks is not None:
-            work = self._prefill_work(q.shape[1])
-            paged_prefill(q[n:], self._memory, work, self._pages[layer], heads, scale, out[n:])
+            paged_prefill(q[n:], self._memory, self._chunks, self._pages[layer], heads, scale, out[n:])
         return out
 
-    def _prefill_work(self, num_heads: int) -> PrefillWork:
-        """The prefill work plan, made by the first layer, which knows how many query heads share a tile."""
-        if self._prefill is None:
-            chunks = self._chunks
-            assert chunks is not None
-            self._prefill = PrefillWork.build(
-                chunks.addresses,
-                chunks.rungs,
-                chunks.starts,
-                chunks.counts,
-                num_rungs=len(self._pages[0]),
-                tile_tokens=tile_tokens(num_heads, self._num_kv_heads),
-                sink_tokens=self._sink,
-                block_tokens=BLOCK_TOKENS,
-                banks=chunks.banks,
-            ).to(self._memory.device)
-        return self._prefill
 
-
-def _rounded_up(number: int) -> int:
-    """``number`` rounded up to few values: an idle program is cheap, another captured graph is not."""
-    octave = 1 << max(0, number - 1).bit_length()
-    step = octave // (1 if octave <= FEW_ITEMS else 4 if octave <= 1024 else 8)
-    return -(-number // step) * step
+def _octave(number: int, least: int) -> int:
+    """The smallest power of two that is neither below ``number`` nor below ``least``."""
+    return 1 << (max(number, least) - 1).bit_length()
 
 
 def page_layouts(ladder: Ladder) -> list[list[PageLayout]]:
     """Page layouts, layer by layer, on each rung."""
     return [list(pages) for pages in zip(*(rung.layout.pages for rung in ladder.rungs), strict=True)]
-
-
-def format_numbers(pages: list[list[PageLayout]]) -> list[frozenset[int]]:
-    """Numbers of the formats that the layers' pages have on each rung; equal (K side, V side) pairs have one number."""
-    numbers: dict[tuple[Side, Side], int] = {}
-    return [
-        frozenset(numbers.setdefault((page.k, page.v), len(numbers)) for page in rung)
-        for rung in zip(*pages, strict=True)
-    ]

@@ -83,7 +83,7 @@ class DeviceTables:
                 self._extend(row)
         return not journal.opened
 
-    def step_input(self, tokens: array[int], advance: int = 0) -> array[int]:
+    def step_input(self, tokens: array[int], advance: int = 0, item_blocks: int = 1) -> array[int]:
         """A step's input for ``tokens``, with as many updates as it may carry; see ``pack_input``.
 
         Updates beyond that number are sent at once, in inputs of their own.
@@ -92,7 +92,7 @@ class DeviceTables:
             self._flush()
         updates = [(index, self._words[index]) for index in self._changed]
         self._changed.clear()
-        return pack_input(tokens, updates, advance)
+        return pack_input(tokens, updates, advance, item_blocks)
 
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows, on the host.

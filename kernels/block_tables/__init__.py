@@ -8,7 +8,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from .reference import place_reference, update_reference
-from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed, input_nwords, pack_input, pack_tokens
+from .words import (
+    HEADER,
+    ITEM_BLOCKS,
+    MAX_UPDATES,
+    RUNG_BITS,
+    BlockWords,
+    Placed,
+    input_nwords,
+    pack_input,
+    pack_tokens,
+)
 
 
 def update(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
@@ -36,6 +46,7 @@ def place(tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: 
 
 __all__ = [
     "HEADER",
+    "ITEM_BLOCKS",
     "MAX_UPDATES",
     "RUNG_BITS",
     "BlockWords",

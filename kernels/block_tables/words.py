@@ -10,7 +10,8 @@ from torch import Tensor
 
 RUNG_BITS = 8  # low bits of a block's word, which hold its rung; the address of its slot is in the others
 MAX_UPDATES = 1024  # words of the tables that one step's input may change; more go ahead in inputs of their own
-HEADER = 2  # words before a step's tokens: the number of updates, and the offset of all positions
+HEADER = 3  # words before a step's tokens: number of updates, offset of all positions, most blocks of a work item
+ITEM_BLOCKS = 2  # index of the last of these words
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,16 @@ def pack_tokens(ids: Sequence[int], positions: Sequence[int], rows: Sequence[int
     return array("q", [*ids, *positions, *rows])
 
 
-def pack_input(tokens: array[int], updates: Sequence[tuple[int, int]], advance: int = 0) -> array[int]:
+def pack_input(
+    tokens: array[int], updates: Sequence[tuple[int, int]], advance: int = 0, item_blocks: int = 1
+) -> array[int]:
     """A step's input on the host, [HEADER + 3 N + 2 U] int64: ``tokens``, with ``advance`` added to all positions.
 
-    ``updates`` are (index, value) pairs of ``BlockWords.words``, at most ``MAX_UPDATES``.
+    ``item_blocks``: the most blocks of a work item of decode attention. ``updates``: (index, value) pairs of
+    ``BlockWords.words``, at most ``MAX_UPDATES``.
     """
     changes = [word for pair in updates for word in pair]
-    return array("q", [len(updates), advance]) + tokens + array("q", changes)
+    return array("q", [len(updates), advance, item_blocks]) + tokens + array("q", changes)
 
 
 def input_nwords(num_tokens: int, num_updates: int = MAX_UPDATES) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import PageLayout
-from .split import Split
+from .split import Bounds
 
 
 class FormatRange(NamedTuple):
@@ -21,11 +21,9 @@ class FormatRange(NamedTuple):
     first: int
     end: int
 
-    def max_items(self, split: Split) -> int:
+    def max_items(self, bounds: Bounds) -> int:
         """Bound of the items on these rungs, which may all be on one of them."""
-        first, others = split.max_items
-        may_hold = any(max(1, self.first) <= rung < self.end for rung in split.rungs)
-        return first * (self.first == 0) + others * may_hold
+        return bounds.first * (self.first == 0) + bounds.others * (self.end > 1)
 
 
 @dataclass(frozen=True)

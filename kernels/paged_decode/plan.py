@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .split import Split
+from .split import Bounds
 
 ABSENT = -1  # rung of a block-table entry that holds no block
 
@@ -34,7 +34,7 @@ class DecodeWork:
     items: Tensor
     item_first: Tensor
     part_first: Tensor
-    split: Split
+    bounds: Bounds
     sink_tokens: int
     block_tokens: int
     banks: Tensor | None = None
@@ -50,37 +50,37 @@ class DecodeWork:
         item_blocks: int,
         sink_tokens: int,
         block_tokens: int,
-        max_items: tuple[int, int] | None = None,
+        bounds: Bounds | None = None,
         banks: Tensor | None = None,
     ) -> DecodeWork:
         """Plan for block tables ``addresses`` [B, P] int64 and ``rungs`` [B, P] (``ABSENT``: no block there).
 
         Runs are split into equal items of at most ``item_blocks`` blocks. With ``sink_tokens`` > 0 a request's first
-        entry is its sink. ``max_items`` fixes the launch shape as in ``Split``; without it bounds are exact.
+        entry is its sink. ``bounds`` fixes the launch shape; without it bounds are exact.
         """
         device, (batch, width) = addresses.device, addresses.shape
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
-        bounds = torch.searchsorted(keys, torch.arange(num_rungs + 1, device=device).expand(batch, -1).contiguous())
-        counts = bounds.diff(dim=1)
+        run_ends = torch.searchsorted(keys, torch.arange(num_rungs + 1, device=device).expand(batch, -1).contiguous())
+        counts = run_ends.diff(dim=1)
         num_items = (counts + item_blocks - 1) // item_blocks  # [B, R]
         part_first = torch.zeros(batch + 1, dtype=torch.int64, device=device)
         part_first[1:] = num_items.sum(1).cumsum(0)
         item_first = torch.zeros(num_rungs + 1, dtype=torch.int64, device=device)
         item_first[1:] = num_items.sum(0).cumsum(0)
         present = num_items.sum(0).tolist()
-        if max_items is None:
-            max_items = present[0], sum(present[1:])
+        if bounds is None:
+            bounds = Bounds(present[0], sum(present[1:]))
         # A run is the blocks of one request on one rung.
         run_first = part_first[:-1, None] + num_items.cumsum(1) - num_items
         ends = num_items.T.flatten().cumsum(0)
-        index = torch.arange(sum(max_items), device=device)
+        index = torch.arange(bounds.num_items, device=device)
         run = torch.searchsorted(ends, index, right=True).clamp_(max=len(ends) - 1)
         rung, request = run // batch, run % batch
         share, shares = index - (ends[run] - num_items[request, rung]), num_items[request, rung].clamp(min=1)
         # Equal shares: a last item of one block would cost nearly as much as a whole one.
         skipped = share * counts[request, rung] // shares
         blocks = (share + 1) * counts[request, rung] // shares - skipped
-        first = request * width + bounds[request, rung] + skipped
+        first = request * width + run_ends[request, rung] + skipped
         items = torch.stack((request, first, blocks, run_first[request, rung] + share, rung), 1)
         return cls(
             addresses.gather(1, order).flatten(),
@@ -89,7 +89,7 @@ class DecodeWork:
             items.int(),
             item_first.int(),
             part_first.int(),
-            Split(item_blocks, max_items, tuple(r for r, n in enumerate(present) if n)),
+            bounds,
             sink_tokens,
             block_tokens,
             banks,

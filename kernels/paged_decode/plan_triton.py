@@ -2,8 +2,9 @@
 
 The result is that of ``DecodeWork.build`` but for undefined values: behind a request's last block and the last item.
 
-Shapes:  words as in ``BlockWords``;  rows [B] int64 and lengths [B] int32 of the requests;  counts [B, BLOCK_R] int32,
-         blocks by rung;  addresses, positions, items, item_first, part_first, banks as in ``DecodeWork``
+Shapes:  input as ``pack_input`` makes it;  words as in ``BlockWords``;  rows [B] int64 and lengths [B] int32 of the
+         requests;  counts [B, BLOCK_R] int32, blocks by rung;  addresses, positions, items, item_first, part_first,
+         banks as in ``DecodeWork``
 Grid:    (B,) both: a request's blocks sorted by rung, then its items on each rung behind those of the requests before
 """
 
@@ -14,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..block_tables import RUNG_BITS, BlockWords
+from ..block_tables import ITEM_BLOCKS, RUNG_BITS, BlockWords
 from .plan import DecodeWork
-from .split import Split
+from .split import Bounds
 
 
 @triton.jit(do_not_specialize=["num_numbers", "width"])
@@ -73,21 +74,23 @@ def sort_blocks_kernel(
         b_next += tl.sum(b_mine, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "width", "item_blocks"])
+@triton.jit(do_not_specialize=["batch", "width"])
 def split_items_kernel(
+    input_ptr,
     counts_ptr,
     items_ptr,
     item_first_ptr,
     part_first_ptr,
     batch,
     width,
-    item_blocks,
+    ITEM_BLOCKS: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i_b = tl.program_id(0)
+    item_blocks = tl.load(input_ptr + ITEM_BLOCKS).to(tl.int32)
     o_r, o_i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK)
     b_before = tl.zeros([BLOCK_R], tl.int32)  # items by rung of the requests before this one
     b_total = tl.zeros([BLOCK_R], tl.int32)
@@ -124,10 +127,13 @@ def split_items_kernel(
         part += num_items
 
 
-def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: int, split: Split) -> DecodeWork:
+def plan_decode(
+    tables: BlockWords, step_input: Tensor, rows: Tensor, lengths: Tensor, num_rungs: int, bounds: Bounds
+) -> DecodeWork:
     """Plan of one decode for each of ``rows`` [B] of the tables, over its first ``lengths`` [B] tokens.
 
-    The bounds of ``split`` must hold for blocks on ``num_rungs`` rungs: items are not counted on the host.
+    ``step_input`` says how many blocks an item has at most. ``bounds`` must hold for blocks on ``num_rungs`` rungs:
+    items are not counted on the host.
     """
     batch, block_r, device = len(rows), triton.next_power_of_2(num_rungs), rows.device
 
@@ -135,7 +141,7 @@ def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: in
         return torch.empty(shape, dtype=dtype, device=device)
 
     addresses, positions = make(batch * tables.width, dtype=torch.int64), make(batch * tables.width)
-    counts, items = make(batch, block_r), make(sum(split.max_items), 5)
+    counts, items = make(batch, block_r), make(bounds.num_items, 5)
     item_first, part_first = make(num_rungs + 1), make(batch + 1)
     banks = make(batch, dtype=torch.int64) if tables.has_bank else None
     sort_blocks_kernel[(batch,)](
@@ -156,13 +162,14 @@ def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: in
         num_warps=2,
     )
     split_items_kernel[(batch,)](
+        step_input,
         counts,
         items,
         item_first,
         part_first,
         batch,
         tables.width,
-        split.item_blocks,
+        ITEM_BLOCKS=ITEM_BLOCKS,
         R=num_rungs,
         BLOCK_R=block_r,
         BLOCK_B=128,
@@ -171,5 +178,5 @@ def plan_decode(tables: BlockWords, rows: Tensor, lengths: Tensor, num_rungs: in
     )
     sink_tokens, block_tokens = tables.sink_tokens, tables.block_tokens
     return DecodeWork(
-        addresses, positions, lengths, items, item_first, part_first, split, sink_tokens, block_tokens, banks
+        addresses, positions, lengths, items, item_first, part_first, bounds, sink_tokens, block_tokens, banks
     )

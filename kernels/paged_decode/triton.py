@@ -21,7 +21,7 @@ from .int_kernel import decode_int_kernel
 from .layer import FormatRange, LayerFormats
 from .merge import merge_kernel
 from .plan import DecodeWork
-from .split import Split
+from .split import Bounds
 
 LOG2_E = math.log2(math.e)
 NO_BANKS = {"banks_ptr": None, "k_bank": None, "v_bank": None}
@@ -67,8 +67,8 @@ def paged_decode(
     lse = torch.empty(num_parts, num_heads, dtype=torch.float32, device=q.device)
     overlap = can_overlap(q.device)
     chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
-    options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for its predecessors in the stream
-    for formats, num_programs in launches(layer.ranges, work.split, num_kv_heads):
+    options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for what is before it in the stream
+    for formats, num_programs in launches(layer.ranges, work.bounds, num_kv_heads):
         kernel, constexprs, tuned = decode_variant(
             formats.page,
             num_kv_heads,
@@ -77,7 +77,7 @@ def paged_decode(
             block_tokens=work.block_tokens,
             sink_tokens=work.sink_tokens,
             tuning=tuning if formats is layer.ranges[-1] else None,
-            is_short=work.split.is_short and formats.end == 1,
+            is_short=work.bounds.is_short and formats.end == 1,
         )
         blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
         kernel[(num_programs,)](
@@ -131,13 +131,13 @@ def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:
     return block_p, max(1, block_p // 8)
 
 
-def launches(ranges: Sequence[FormatRange], split: Split, num_kv_heads: int) -> list[tuple[FormatRange, int]]:
+def launches(ranges: Sequence[FormatRange], bounds: Bounds, num_kv_heads: int) -> list[tuple[FormatRange, int]]:
     """Formats present and the programs of their launches: few programs beside large launches, then by falling size.
 
     The first rung has its own bound of items. All other rungs share one, so the launch shape stays while blocks step
     down among them. A program beyond its format's last item reads two numbers, cached in L1, and ends.
     """
-    sizes = [(formats, formats.max_items(split) * num_kv_heads) for formats in ranges]
+    sizes = [(formats, formats.max_items(bounds) * num_kv_heads) for formats in ranges]
     return sorted(((f, n) for f, n in sizes if n), key=lambda launch: (launch[1] >= FEW_PROGRAMS, -launch[1]))
 
 

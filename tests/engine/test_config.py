@@ -104,6 +104,7 @@ def test_a_least_size_in_words_suffices(nbytes: int):
         ("kv_quota", [True, 0, 2, *OBJECTS, *NUMBERS, *TEXTS]),
         ("prefix_caching", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("cuda_graphs", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("warm_up", [None, True, *OBJECTS, *NUMBERS, *TEXTS, "eager"]),
         ("extend_context", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("dtype", [None, True, *OBJECTS, *NUMBERS, *TEXTS]),
         ("device", [None, True, *OBJECTS, *NUMBERS, *TEXTS, "cpu:7", "cpu:0", "tpu", "cuda:99", "cuda:-1", "meta"]),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine.device.gpu_steps import GpuSteps
+from qkv_engine.device.captures import capture_all
+from qkv_engine.device.gpu_steps import DecodeShape, GpuSteps
+from qkv_engine.device.mixed_steps import MixedShape
 from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledRequest
 from qkv_engine.serving.submission import Submission
+from qkv_engine.startup import Started
 
 from .kv.test_device_tables import check
 from .test_run_ahead import begin, make_load, play, seen
@@ -95,8 +100,8 @@ def test_rows_are_told_how_many_tokens_are_in_flight():
 class NextToken:
     """A model whose likeliest token follows from the one before and its position."""
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, config: ModelConfig):
+        self.config, self.vocab_size = config, config.vocab_size
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: object) -> Tensor:
         size = self.vocab_size
@@ -117,12 +122,42 @@ def begin_step(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int
     return placed, None
 
 
-def answers(memory: str) -> list[list[Any]]:
-    """Of requests of all kinds that join, leave and are preempted, by the GPU's steps on the CPU."""
-    started = begin("auto", memory)
+class UncapturedGraphs:
+    """Runs work as it is and notes its keys."""
+
+    keys: ClassVar[set[Hashable]] = set()
+
+    def __init__(self, device: torch.device):
+        self.keys.clear()
+
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        self.keys.add(key)
+        work()
+
+    capture = run
+
+
+def start_steps(kv: str, memory: str, cuda_graphs: bool) -> Started:
+    """An engine whose steps are a GPU's, on the CPU."""
+    started = begin(kv, memory)
     core, runner = started.core, started.core.runner
-    runner.model, core.runs_ahead = NextToken(runner.model.config.vocab_size), True
-    runner._gpu = GpuSteps(runner.model, runner.cache, 16, 600, cuda_graphs=False)
+    runner.model, core.runs_ahead = NextToken(runner.model.config), True
+    runner._gpu = GpuSteps(runner.model, runner.cache, 16, 600, cuda_graphs)
+    return started
+
+
+def begin_padding(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int, *args: Any) -> tuple[Placed, None]:
+    """``begin_step`` of padding alone."""
+    copy = planner.tables
+    placed = place(copy.block_words, step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
+    assert (placed.rows == copy.spare_row).all() and not placed.lengths.any()
+    return placed, None
+
+
+def answers(memory: str, cuda_graphs: bool = False) -> list[list[Any]]:
+    """Of requests of all kinds that join, leave and are preempted, by the GPU's steps on the CPU."""
+    started = start_steps("auto", memory, cuda_graphs)
+    core, runner = started.core, started.core.runner
     load = make_load(started, 1, 30)
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     load += [Submission(f"long{i}", None, [7 + i] * (40 + i), params, 300, 0, [], i == 1) for i in range(3)]
@@ -151,3 +186,28 @@ def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: 
     assert sum(found) > 100
     monkeypatch.setattr(SteadyBatch, "continues", lambda *args: False)
     assert mine == answers(memory)
+
+
+def test_answers_of_padded_steps_are_those_of_steps_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
+    monkeypatch.setattr("qkv_engine.device.gpu_steps.Graphs", UncapturedGraphs)
+    expected = answers("64MiB")
+    assert expected == answers("64MiB", cuda_graphs=True)
+    mixed = [key for key in UncapturedGraphs.keys if isinstance(key, MixedShape)]
+    assert {key.num_decodes > 0 for key in mixed} == {False, True}
+
+
+@pytest.mark.parametrize("kv", ["bf16", "kivi-2", "auto"])
+def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_padding)
+    monkeypatch.setattr("qkv_engine.device.gpu_steps.Graphs", UncapturedGraphs)
+    started = start_steps(kv, "64MiB", True)
+    captured = capture_all(started.core.runner._gpu, 16, 600, 256)
+    shapes = set(UncapturedGraphs.keys)
+    assert captured.number == len(shapes) <= 60
+    assert not started.core.runner.cache.tables.live_blocks()
+    UncapturedGraphs.keys.clear()
+    monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
+    play(started.core, make_load(started, 1, 30), {})
+    assert {type(key) for key in UncapturedGraphs.keys} == {DecodeShape, MixedShape}
+    assert shapes >= UncapturedGraphs.keys

@@ -14,7 +14,7 @@ from qkv_engine.kernels.block_tables.reference import place_reference, update_re
 from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
-from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.split import Bounds
 from studies.kernels.token_rows import token_rows
 
 from .interpreted import report
@@ -88,11 +88,12 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = Fal
         block_tokens=T,
         banks=words[:, -1] >> RUNG_BITS if has_bank else None,
     )
-    first, others = want.split.max_items
-    spare = Split(split, (first + 70, others + 3), want.split.rungs)
-    found = plan_decode(tables, rows, lengths.int(), num_rungs, spare)
+    spare = Bounds(want.bounds.first + 70, want.bounds.others + 3)
+    step_input = torch.frombuffer(pack_input(pack_tokens((), (), ()), [], item_blocks=split), dtype=torch.int64)
+    found = plan_decode(tables, step_input, rows, lengths.int(), num_rungs, spare)
     wrong = sum((getattr(found, name) != getattr(want, name)).sum() for name in ("item_first", "part_first", "lengths"))
-    wrong += (found.items[: first + others] != want.items).sum() + (len(found.items) != first + others + 73)
+    num_items = want.bounds.num_items
+    wrong += (found.items[:num_items] != want.items).sum() + (len(found.items) != num_items + 73)
     if want.banks is not None and found.banks is not None:
         wrong += (found.banks != want.banks).sum()
     wrong += (want.banks is None) != (found.banks is None)

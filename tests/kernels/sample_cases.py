@@ -217,14 +217,14 @@ def foreign_tokens(device: str = "cpu") -> float:
 
 
 cases = {
-    "small": fuzz(SIZES, 2048, 5, 16, 150),
-    "narrow lists": fuzz([130, 1000], 16, 4, 16, 80),
-    "many shares": fuzz([4999, 12345], 64, 2, 64, 25),
-    "one share": fuzz([4999], 512, 3, 1, 15),
+    "small": fuzz(SIZES, 2048, 5, 16, 60),
+    "narrow lists": fuzz([130, 1000], 16, 4, 16, 30),
+    "many shares": fuzz([4999, 12345], 64, 2, 64, 10),
+    "one share": fuzz([4999], 512, 3, 1, 8),
     "flat": flat,
     "shares": shares,
     "edges": edges,
-    "edits": lambda: sum(map(edits, range(25))),
+    "edits": lambda: sum(map(edits, range(12))),
     "foreign tokens": foreign_tokens,
 }
 

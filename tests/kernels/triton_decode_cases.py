@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
-from qkv_engine.kernels.paged_decode.split import Split
+from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import launches, paged_decode
 from studies.kernels.inputs import Case, T, dense_page, make_case, reference, uniform_page
 
@@ -22,7 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [1, 31, 127, 128, 129, 300]
 
 
-def plan(case: Case, item_blocks: int = 2, max_items: tuple[int, int] | None = None) -> DecodeWork:
+def plan(case: Case, item_blocks: int = 2, bounds: Bounds | None = None) -> DecodeWork:
     return DecodeWork.build(
         case.addresses,
         case.rungs,
@@ -31,7 +31,7 @@ def plan(case: Case, item_blocks: int = 2, max_items: tuple[int, int] | None = N
         item_blocks=item_blocks,
         sink_tokens=case.sink_tokens,
         block_tokens=T,
-        max_items=max_items,
+        bounds=bounds,
         banks=case.banks,
     )
 
@@ -88,10 +88,8 @@ def idle_programs() -> float:
         lengths=torch.cat((case.lengths, torch.zeros_like(case.lengths[:1]))),
         pages=[*case.pages, uniform_page(1, 1, 64)],
     )
-    first, others = plan(case).split.max_items
-    work = plan(padded, max_items=(first + 3, others + 50))
-    assert work.split.rungs == (0, 1, 2, 3)
-    work = replace(work, split=work.split._replace(rungs=(0, 1, 2, 3, 4)))
+    bounds = plan(case).bounds
+    work = plan(padded, bounds=Bounds(bounds.first + 3, bounds.others + 50))
     work.items[work.item_first[-1] :] = torch.tensor([0, 0, 1, 0, 0])  # would spoil the first part of the first request
     out = attend(padded, work, torch.cat((case.q, case.q[:1])))
     return float((out[:-1] - want).abs().max() + out[-1].abs().max())
@@ -107,8 +105,7 @@ def rungs_of_one_format(page: PageLayout) -> Callable[[], float]:
             pages.append(replace(page, **places))
         case = make_case(pages, [1500, 800], group=4, sink_tokens=20)
         layer, work = LayerFormats.of(case.pages, case.q.device), plan(case)
-        assert work.split.rungs == (0, 1, 2, 3, 4)
-        found = launches(layer.ranges, work.split, case.num_kv_heads)
+        found = launches(layer.ranges, work.bounds, case.num_kv_heads)
         assert sorted((formats.first, formats.end) for formats, _ in found) == [(0, 1), (1, 2), (2, 5)]
         return error(case, attend(case, work))
 
@@ -116,18 +113,17 @@ def rungs_of_one_format(page: PageLayout) -> Callable[[], float]:
 
 
 def launch_order() -> float:
-    """Order of launches: few programs first, then by falling size; formats without blocks have none."""
+    """Few programs first, then by falling size; narrow formats have no launch as long as all blocks are dense."""
     pages = [dense_page(BF16, 1, 64), *(uniform_page(bits, 1, 64) for bits in (8, 4, 4, 2))]
     ranges = LayerFormats.of(pages, torch.device("cpu")).ranges
 
-    def order(*max_items: int, rungs: tuple[int, ...]) -> list[tuple[int, int]]:
-        first, others = max_items
-        return [(f.first, n) for f, n in launches(ranges, Split(2, (first, others), rungs), 8)]
+    def order(first: int, others: int) -> list[tuple[int, int]]:
+        return [(f.first, n) for f, n in launches(ranges, Bounds(first, others), 8)]
 
-    assert order(1, 512, rungs=(0, 3, 4)) == [(0, 8), (2, 4096), (4, 4096)]
-    assert order(512, 16, rungs=(0, 1)) == [(0, 4096), (1, 128)]
-    assert order(512, 15, rungs=(0, 1)) == [(1, 120), (0, 4096)]
-    assert order(0, 16, rungs=(2,)) == [(2, 128)]
+    assert order(1, 512) == [(0, 8), (1, 4096), (2, 4096), (4, 4096)]
+    assert order(512, 16) == [(0, 4096), (1, 128), (2, 128), (4, 128)]
+    assert order(512, 15) == [(1, 120), (2, 120), (4, 120), (0, 4096)]
+    assert order(512, 0) == [(0, 4096)]
     return 0.0
 
 

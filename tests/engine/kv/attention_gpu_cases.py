@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qkv_engine.config import KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.device.mixed_steps import PlanBuffer, padded_chunk, padded_decodes, tokens_of
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kv.attention_gpu import GpuAttention, GpuAttentionPlanner
 from qkv_engine.kv.cache import KVCache
@@ -29,15 +30,19 @@ PAIR = RungConfig(
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 
 
-def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
-    """Largest relative difference over a mixed step: a prompt, a chunk after sealed blocks, single tokens."""
+def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: bool = False) -> float:
+    """Largest relative difference over a mixed step: a prompt, a chunk after sealed blocks, single tokens.
+
+    ``is_padded``: both parts of a step are, as a captured one's, and the plan of chunks lies at a fixed place.
+    """
     torch.manual_seed(0)
     config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink)
     ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=torch.float32)
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
-    triton = GpuAttentionPlanner(cache.memory, DeviceTables(cache.tables, 3, 1000, torch.device("cpu")))
+    copy = DeviceTables(cache.tables, 3, 1000, torch.device("cpu"))
+    triton = GpuAttentionPlanner(cache.memory, copy, GROUP * KV_HEADS)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
     worst = 0.0
@@ -47,7 +52,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
         items = [ScheduledRequest.of(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
         cache.apply_moves()
-        worst = max(worst, step(cache, triton, batch, head_dim))
+        worst = max(worst, step(cache, triton, batch, head_dim, is_padded))
         for item in items:
             item.request.num_computed_tokens = item.end
         if rungs and requests["a"].num_computed_tokens == 300:
@@ -57,47 +62,68 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int) -> float:
     return worst
 
 
-def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, head_dim: int) -> float:
+def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, head_dim: int, is_padded: bool) -> float:
     planner, total = cache._planner, batch.num_tokens
     qkv = torch.randn(LAYERS, total, KV_HEADS * (GROUP + 2), head_dim)
     angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
     rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2))
-    num_decodes = sum(item.num_tokens == 1 for item in batch.items)
-    gpu = triton_step(triton, batch, cache, num_decodes)
+    gpu, places = triton_step(triton, batch, cache, is_padded)
+    padding = torch.full((len(places),), torch.nan)[:, None, None].expand(-1, *qkv.shape[2:])
+    token = torch.tensor([place >= 0 for place in places])
+    source = torch.tensor(places).clamp(min=0)
+    turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
     cpu = planner.plan(batch, cache.tables)
     worst = 0.0
     for layer in range(LAYERS):
-        found = gpu.attend(layer, qkv[layer].clone(), rotation, None)
+        rows = torch.where(token[:, None, None], qkv[layer][source], padding).contiguous()
+        found = gpu.attend(layer, rows, turned, None)[token]
         expected = cpu.attend(layer, qkv[layer].clone(), rotation, None)
         worst = max(worst, ((found - expected).norm() / expected.norm()).item())
     return worst
 
 
-def triton_step(planner: GpuAttentionPlanner, batch: ScheduledBatch, cache: KVCache, num_decodes: int) -> GpuAttention:
-    """The step as the GPU's runner begins it, from the tables' copy."""
+def triton_step(
+    planner: GpuAttentionPlanner, batch: ScheduledBatch, cache: KVCache, is_padded: bool
+) -> tuple[GpuAttention, list[int]]:
+    """The step as the GPU's runner begins it, from the tables' copy; of each row the token's index, -1 for padding."""
     items, tables = batch.items, planner.tables
     rows = tables.follow(cache.tables, [item.request.request_id for item in items])
-    positions = [p for item in items for p in range(item.start, item.end)]
-    token_rows = [row for row, item in zip(rows, items, strict=True) for _ in range(item.num_tokens)]
-    words = tables.step_input(pack_tokens([0] * len(positions), positions, token_rows))
+    num_decodes = sum(item.num_tokens == 1 for item in items)
+    starts, counts = [item.start for item in items], [item.num_tokens for item in items]
+    parts = [
+        tokens_of(rows[part], [[0] * n for n in counts[part]], starts[part])
+        for part in (slice(num_decodes), slice(num_decodes, None))
+    ]
+    chunks = (
+        planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts[num_decodes:]) if parts[1].ids else None
+    )
+    sizes = [len(part.ids) for part in parts]
+    if is_padded:
+        sizes = [padded_decodes(sizes[0]), padded_chunk(sizes[1]) if sizes[1] else 0]
+        if chunks is not None and chunks.rungs == (0,):
+            buffer = PlanBuffer(planner.tile_tokens, tables)
+            buffer.send(chunks)
+            chunks = buffer.work(len(chunks.tiles) + 3)
+    item_blocks, bounds = planner.split(num_decodes, sizes[0]) if num_decodes else (1, None)
+    first, second = (part.padded(size, tables.spare_row) for part, size in zip(parts, sizes, strict=True))
+    tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
+    words = tables.step_input(tokens, item_blocks=item_blocks)
     step_input = torch.frombuffer(words, dtype=torch.int64)
-    late = items[num_decodes:]
-    chunks = None
-    if late:
-        chunks = planner.chunks(rows[num_decodes:], [item.start for item in late], [item.num_tokens for item in late])
-    split = planner.split(num_decodes) if num_decodes else None
-    return planner.begin(step_input, len(positions), num_decodes, split, chunks)[1]
+    places, total = list[int](), 0
+    for part, size in zip(parts, sizes, strict=True):
+        places += list(range(total, total + len(part.ids))) + [-1] * (size - len(part.ids))
+        total += len(part.ids)
+    return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks)[1], places
 
 
 if __name__ == "__main__":
     report(
         {
             "one rung": lambda: compare((), 0, 64),
-            "one rung, sink": lambda: compare((), 16, 64),
+            "one rung, sink, padded": lambda: compare((), 16, 64, is_padded=True),
             "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
             "nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 0, 64),
             "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
-            "patterns": lambda: compare((pattern_rung(4, 40), pattern_rung(2, 40)), 0, 64),
             "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
         }
