@@ -14,6 +14,8 @@ from .sweep import QUEUED, Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from .papers import Paper
+
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 SIZE = (11.0, 5.2)  # inches
 GREY = "#666666"
@@ -29,7 +31,7 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def plot_sweep(rows: Sequence[Row], *, kind: str = "png", dpi: int = 150) -> bytes:
+def plot_sweep(rows: Sequence[Row], *, kind: str = "png", dpi: int = 150, paper: Paper | None = None) -> bytes:
     """The picture of a sweep, 11 x 5.2 inches, as "png", "svg" or "pdf"."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from qkv_engine import __version__
+from qkv_engine.bench.batches import parse_batches
 from qkv_engine.bench.provenance import cpu_name
-from qkv_engine.bench.sweep import Row, SweepPlan, ordinary_tokens, parse_batches, random_prompts, sweep
+from qkv_engine.bench.runs import ordinary_tokens, random_prompts
+from qkv_engine.bench.sweep import Row, SweepPlan, sweep
 from qkv_engine.bench.watch import Work, work_of
 from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError
 from qkv_engine.request import SamplingParams
