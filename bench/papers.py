@@ -59,6 +59,18 @@ class Paper:
     notes: tuple[str, ...] = ()
 
 
+class Experiment(NamedTuple):
+    """A paper's experiment as it was run."""
+
+    paper: Paper
+    is_scaled: bool
+
+    @property
+    def title(self) -> str:
+        """The experiment's name, for tables and pictures."""
+        return f"{self.paper.title}, scaled down" if self.is_scaled else self.paper.title
+
+
 def _grid(system: str, source: str, rates: dict[int, int | None]) -> tuple[Published, ...]:
     """A row a batch, of generated tokens a second; None is out of memory."""
     return tuple(

@@ -18,7 +18,7 @@ from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from .papers import Paper
+    from .papers import Experiment
 
 
 def render(kind: str, records: Sequence[DataclassInstance], *tables: Table, width: int | None = PLAIN_WIDTH) -> str:
@@ -87,11 +87,13 @@ def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) 
     )
 
 
-def paper_tables(ours: Table, paper: Paper, *, is_scaled: bool) -> tuple[Table, Table]:
+def paper_tables(ours: Table, experiment: Experiment) -> tuple[Table, Table]:
     """``ours`` under the experiment's name, and the published rows."""
-    title = f"{paper.title}{', scaled down' if is_scaled else ''} · {ours.title}"
-    notes = [f"scaled down to the demo model; the paper's size: --shape {paper.shape}"] if is_scaled else []
-    rows = paper.published
+    paper, rows = experiment.paper, experiment.paper.published
+    remedy = f"scaled down to the demo model; the paper's size: --shape {paper.shape}"
+    ours = ours._replace(
+        title=f"{experiment.title} · {ours.title}", notes=[*ours.notes, *([remedy] if experiment.is_scaled else [])]
+    )
     columns = {
         "published": [row.system for row in rows],
         "batch": [number(row.batch, 0) for row in rows],
@@ -104,9 +106,7 @@ def paper_tables(ours: Table, paper: Paper, *, is_scaled: bool) -> tuple[Table, 
     }
     about = f"Published · {paper.hardware} · baseline: {paper.baseline}"
     theirs = from_columns(about, columns, list(paper.notes), ("source",))
-    return ours._replace(title=title, notes=[*ours.notes, *notes]), theirs._replace(
-        text=("published", "memory", "note", "source")
-    )
+    return ours, theirs._replace(text=("published", "memory", "note", "source"))
 
 
 def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:

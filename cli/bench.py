@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.bench.batches import MAX
-from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS
+from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
 from qkv_engine.errors import CapacityError, ConfigError
 
 from . import bench_preset, common, results, tasks
@@ -158,7 +158,7 @@ def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[st
     own = {}
     for kv, config in ladders.items():
         largest = largest_batch(make_ladder(config, machine.config, machine.dtype), nbytes, plan.num_tokens)
-        own[kv] = parse_batches(args.batch_sweep, largest)
+        own[kv] = tuple(sorted(parse_batches(args.batch_sweep, largest)))
     return replace(plan, own_batches=own, batches=tuple(sorted(set().union(*own.values()))))
 
 
@@ -223,12 +223,12 @@ def _deliver(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KV
     from qkv_engine.bench.report import paper_tables, render, sweep_table, workload_table
 
     tables = [(sweep_table if plan.workload is None else workload_table)(rows, ladders)]
-    paper = PAPERS.get(plan.preset or "")
-    if paper is not None:
-        tables[:] = paper_tables(tables[0], paper, is_scaled=bench_preset.is_demo(args))
+    experiment = None if plan.preset is None else Experiment(PAPERS[plan.preset], bench_preset.is_demo(args))
+    if experiment is not None:
+        tables[:] = paper_tables(tables[0], experiment)
     extras = []
     if args.plot is not None:
         kind = args.plot.suffix.lower().removeprefix(".")
-        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind, paper=paper), "a plot"))
+        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind, experiment=experiment), "a plot"))
     what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
     results.deliver(args, lambda form, width: render(form, rows, *tables, width=width), what, *extras)

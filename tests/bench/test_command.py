@@ -310,12 +310,12 @@ def test_the_demo_shape_is_the_demo_model(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_largest_batch_runs_at_once_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--batch-sweep", "max", "--input-len", "200", "--output-len", "120", "--repeats", "1", "--warmup", "0"]
-    assert main(["bench", *words, "--kv", "bf16,int4", "--kv-memory", "2x", "-o", "json"]) == 0
+    words = ["--batch-sweep", "max", "--input-len", "460", "--output-len", "60", "--repeats", "1", "--warmup", "0"]
+    assert main(["bench", *words, "--kv", "bf16,int4", "--kv-memory", "3x", "-o", "json"]) == 0
     wide, narrow = json.loads(capsys.readouterr().out)
-    assert (wide["batch"], wide["status"]) == (2, "ok")
-    assert narrow["batch"] > 2 and (narrow["status"], narrow["preemptions"]) == ("ok", 0)
+    assert (wide["batch"], wide["status"]) == (3, "ok")
+    assert narrow["batch"] > 3 and (narrow["status"], narrow["preemptions"]) == ("ok", 0)
     words[1] = f"{narrow['batch'] + 1}"
-    assert main(["bench", *words, "--kv", "int4", "--kv-memory", "2x", "-o", "json"]) == 0
+    assert main(["bench", *words, "--kv", "int4", "--kv-memory", "3x", "-o", "json"]) == 0
     (more,) = json.loads(capsys.readouterr().out)
     assert (more["status"], more["max_running"]) == ("queued", narrow["batch"])

@@ -77,6 +77,13 @@ def test_presets_run_one_after_another() -> None:
     assert all(engine.closed == 1 for engine in engines.values())
 
 
+def test_a_preset_may_have_batches_of_its_own() -> None:
+    own = plan(kvs=("bf16", "int4"), own_batches={"int4": (1, 9)})
+    rows = list(sweep(own, lambda kv: FakeEngine()))
+    assert [(row.kv, row.batch) for row in rows] == [("bf16", 1), ("bf16", 4), ("int4", 1), ("int4", 9)]
+    assert own.num_rows == len(rows)
+
+
 def test_a_batch_that_runs_part_after_part_says_so() -> None:
     row = rows_of(plan(), FakeEngine(slots=3))[1]
     assert (row.status, row.max_running) == ("queued", 3)
@@ -206,7 +213,17 @@ def test_batch_sizes(text: str, sizes: tuple[int, ...]) -> None:
     assert parse_batches(text) == sizes
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,", "-1", "a", "4..1", "0..4", "1..", "1...4", "1-4", "9999999", "١"])
+@pytest.mark.parametrize(
+    ("text", "largest", "sizes"),
+    [("max", 7, (7,)), ("8,max", 7, (8, 7)), ("1..max", 7, (1, 2, 4, 7)), ("8..max", 7, (7,)), ("max", 0, (1,))],
+)
+def test_the_largest_batch(text: str, largest: int, sizes: tuple[int, ...]) -> None:
+    assert parse_batches(text, largest) == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["max", "1..max", "max..9", "", "0", "1,", "-1", "a", "4..1", "0..4", "1..", "1...4", "1-4", "9999999", "١"]
+)
 def test_what_is_no_list_of_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="batch_sweep"):
         parse_batches(text)
