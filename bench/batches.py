@@ -8,7 +8,7 @@ from qkv_engine.errors import ConfigError
 
 MAX_REQUESTS = 4096  # an engine runs no more at once
 MAX = "max"  # the batch size that stands for the largest batch that fits
-_PART = re.compile(r"\s*(\d{1,6}|max)\s*(?:\.\.\s*(\d{1,6}|max)\s*)?", re.ASCII)
+_PART = re.compile(r"\s*(?:(\d{1,6})\s*\.\.\s*)?(\d{1,6}|max)\s*", re.ASCII)
 
 
 def parse_batches(text: str, largest: int | None = None) -> tuple[int, ...]:
@@ -20,7 +20,8 @@ def parse_batches(text: str, largest: int | None = None) -> tuple[int, ...]:
     sizes: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part)
-        first, last = (0, 0) if match is None else (_size(match[1], largest), _size(match[2] or match[1], largest))
+        last = 0 if match is None else _size(match[2], largest)
+        first = last if match is None or match[1] is None else int(match[1])
         if match is not None and match[2] == MAX:
             first = min(first, last)
         if not 1 <= first <= last:

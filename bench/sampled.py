@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qkv_engine.errors import CapacityError
+from qkv_engine.errors import CapacityError, ConfigError
 
 from .filled import FilledEngine, spread_prompts
 from .roofline import GPU, count_weights, limit_seconds
@@ -36,10 +36,18 @@ class Window(NamedTuple):
 
 @dataclass
 class Samples:
-    """Measures a batch by its decode steps at a few contexts; the mean over them is that over the output."""
+    """Measures a batch by its decode steps at a few contexts; the mean over them is that over the output.
+
+    Raises ``ConfigError`` for an output too short to be sampled.
+    """
 
     plan: SweepPlan
     watch: Watch = no_watch
+
+    def __post_init__(self) -> None:
+        if self.plan.output_len < FEWEST_TOKENS:
+            remedy = f"Give at least {FEWEST_TOKENS}, or leave --sampled out"
+            raise ConfigError("too short to be sampled", field="output_len", value=self.plan.output_len, remedy=remedy)
 
     def measure(self, engine: FilledEngine, kv: str, batch: int) -> dict[str, Any]:
         """Fields of the row of ``batch`` requests. Raises ``CapacityError`` if they do not fit at once."""

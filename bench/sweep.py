@@ -14,7 +14,6 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
 from .provenance import Provenance, provenance
 from .runs import BenchEngine, Runs
-from .sampled import FEWEST_TOKENS, Samples
 from .watch import no_watch
 
 if TYPE_CHECKING:
@@ -72,9 +71,6 @@ class SweepPlan:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"must be at least {low}", field=name, value=getattr(self, name))
-        if self.sampled and self.output_len < FEWEST_TOKENS:
-            remedy = f"Give at least {FEWEST_TOKENS}, or leave --sampled out"
-            raise ConfigError("too short to be sampled", field="output_len", value=self.output_len, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +138,11 @@ def sweep(
     One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
     ``ModelError``, which no other batch size would cure; every other failure is a row.
     """
-    method: Method = Samples(plan, watch) if plan.sampled else Runs(plan, watch, clock)
+    method: Method = Runs(plan, watch, clock)
+    if plan.sampled:
+        from .sampled import Samples  # loads torch, which the command does with Ctrl-C held back
+
+        method = Samples(plan, watch)
     return _Sweep(plan, open_engine, method, describe).rows()
 
 

@@ -88,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
     if args.shape == common.DEMO:
         args.shape = None
     bench_preset.resolve(args)
+    results.check_targets_and_plot(args)
     ladders = _ladders(args)
     plan = _plan(args, tuple(ladders))
     if MAX in (args.batch_sweep or ""):
         plan = _with_largest(args, plan, ladders)
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
-    results.check_targets_and_plot(args)
     check_ladders(args, ladders.values(), args.shape)
     rows: list[Row] = []
     try:
@@ -147,10 +147,10 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
 
 def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig]) -> SweepPlan:
     """``plan`` with the largest batch of each preset in place of "max"."""
+    machine = _machine(args)
     from qkv_engine.bench.batches import parse_batches
     from qkv_engine.bench.sizing import largest_batch, make_ladder
 
-    machine = _machine(args)
     try:
         nbytes = _kv_nbytes(args, plan, machine)
     except CapacityError:  # a row of each size will say so
