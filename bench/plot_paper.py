@@ -38,7 +38,8 @@ def draw_ratios(axes: Axes, rows: Sequence[Row], presets: Presets, paper: Paper)
         bars.append(("published", 0.0 if low == high else low, high, GREY, text))
     for i, (_, start, end, color, text) in enumerate(bars):
         axes.barh(i, end - start, left=start, height=BAR, color=color)
-        axes.annotate(text, (end, i), (5, 0), textcoords="offset points", va="center", fontsize="small")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line at 1
+        axes.annotate(text, (end, i), (5, 0), textcoords="offset points", va="center", fontsize="small", bbox=box)
     axes.set_yticks(range(len(bars)), [name.replace("$", r"\$") for name, *_ in bars])
     axes.invert_yaxis()
     axes.set_xlim(0, ROOM * max((end for _, _, end, *_ in bars), default=1.0))

@@ -104,7 +104,7 @@ def paper_tables(ours: Table, experiment: Experiment) -> tuple[Table, Table]:
         "note": [row.note for row in rows],
         "source": [row.source for row in rows],
     }
-    about = f"Published · {paper.hardware} · baseline: {paper.baseline}"
+    about = f"Published, {paper.source} · {paper.hardware} · baseline: {paper.baseline}"
     theirs = from_columns(about, columns, list(paper.notes), ("source",))
     return ours, theirs._replace(text=("published", "memory", "note", "source"))
 

@@ -205,6 +205,8 @@ def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Eng
         options["max_model_len"] = plan.num_tokens + 1
     if args.shape is not None:
         options |= {"model": args.shape, "load_format": "random"}
+    if args.memory:
+        args.options["kv_memory"] = args.options["memory"]
     if args.memory or parse_requests(args.kv_memory) or plan.own_batches:
         options["kv_memory"] = _kv_nbytes(args, plan, _machine(args))
     # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
