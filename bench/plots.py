@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 
 from qkv_engine.errors import ConfigError
 
-from .plot_panels import Presets, draw_bars, draw_lines
-from .sweep import QUEUED, Row
+from .plot_panels import GREY, Presets, draw_bars, draw_lines
+from .plot_paper import draw_ratios
+from .sweep import QUEUED, SAMPLED, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from .papers import Experiment
+
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-SIZE = (11.0, 5.2)  # inches
-GREY = "#666666"
+SIZE, PAPER_SIZE = (11.0, 5.2), (14.0, 5.6)  # inches
 
 
 def require_matplotlib() -> None:
@@ -29,23 +31,33 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def plot_sweep(rows: Sequence[Row], *, kind: str = "png", dpi: int = 150) -> bytes:
-    """The picture of a sweep, 11 x 5.2 inches, as "png", "svg" or "pdf"."""
+def plot_sweep(
+    rows: Sequence[Row], *, kind: str = "png", dpi: int = 150, experiment: Experiment | None = None
+) -> bytes:
+    """The picture of a sweep, 11 x 5.2 inches, as "png", "svg" or "pdf".
+
+    A paper's ``experiment`` is 14 x 5.6 inches, with the published ratio in a third panel.
+    """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     margins = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)  # inches
-    figure = Figure(figsize=SIZE, dpi=dpi, layout=margins)
+    figure = Figure(figsize=SIZE if experiment is None else PAPER_SIZE, dpi=dpi, layout=margins)
     FigureCanvasAgg(figure)
-    speed, memory = figure.subplots(1, 2)
+    ratios = (1, 1) if experiment is None else (1, 1, 0.62)
+    speed, memory, *others = figure.subplots(1, len(ratios), width_ratios=ratios)
     presets = Presets.of(rows)
     is_one_batch = len({row.batch for row in rows}) == 1
     (draw_bars if is_one_batch else draw_lines)(speed, memory, rows, presets)
     speed.set_title("Throughput" + _band(rows, is_one_batch), fontsize="medium")
     memory.set_title("KV memory in use at the peak", fontsize="medium")
-    figure.suptitle(_title(rows, is_one_batch), fontweight="bold")
+    title = _title(rows, is_one_batch)
+    if experiment is not None:
+        title = f"{experiment.title}\n{title}"
+        draw_ratios(others[0], rows, presets, experiment.paper)
+    figure.suptitle(title, fontweight="bold")
     if not is_one_batch:
         _legend(figure, rows, presets)
     picture = io.BytesIO()
@@ -56,7 +68,8 @@ def plot_sweep(rows: Sequence[Row], *, kind: str = "png", dpi: int = 150) -> byt
 def _band(rows: Sequence[Row], is_one_batch: bool) -> str:
     if max((row.repeats for row in rows), default=0) < 2:
         return ""
-    return f" ({'line' if is_one_batch else 'band'}: slowest to fastest run)"
+    what = "steps" if rows[0].method == SAMPLED else "run"
+    return f" ({'line' if is_one_batch else 'band'}: slowest to fastest {what})"
 
 
 def _title(rows: Sequence[Row], is_one_batch: bool) -> str:
@@ -68,6 +81,7 @@ def _title(rows: Sequence[Row], is_one_batch: bool) -> str:
     else:
         batch = f", batch {ran.batch:,}" if is_one_batch else ""
         what = f"{ran.input_len:,} tokens in, {ran.output_len:,} out{batch}"
+    what += ", decode steps sampled" if ran.method == SAMPLED else ""
     return _literal(f"{ran.model}{f' on {where}' if where else ''}: {what}")
 
 

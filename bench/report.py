@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
-from .sweep import FAILED, NO_FIT, OK, QUEUED, Row
+from .sweep import FAILED, NO_FIT, OK, QUEUED, SAMPLED, Row
 from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from .papers import Experiment
 
-def render(kind: str, records: Sequence[DataclassInstance], table: Table, *, width: int | None = PLAIN_WIDTH) -> str:
-    """``records`` as "table" or "md" (both show ``table``), or as "csv", "json" or "jsonl" (every field).
+
+def render(kind: str, records: Sequence[DataclassInstance], *tables: Table, width: int | None = PLAIN_WIDTH) -> str:
+    """``records`` as "table" or "md" (both show ``tables``), or as "csv", "json" or "jsonl" (every field).
 
     ``width`` in columns is for "table"; None is the terminal's, with its styles.
     """
     renderers: dict[str, Callable[[], str]] = {
-        "table": lambda: as_text(table, width),
-        "md": lambda: as_markdown(table),
+        "table": lambda: "\n".join(as_text(table, width) for table in tables),
+        "md": lambda: "\n".join(map(as_markdown, tables)),
         "csv": lambda: as_csv(records),
         "json": lambda: as_json([asdict(record) for record in records], indent=2) + "\n",
         "jsonl": lambda: "".join(as_json(asdict(record)) + "\n" for record in records),
@@ -52,19 +54,23 @@ def as_csv(records: Sequence[DataclassInstance]) -> str:
 
 def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The table of a sweep of ``ladders``; columns with nothing in them are left out, zeros of counters are nothing."""
-    ratio = f"vs {rows[0].kv}"
+    ratio, best_ratio = f"vs {rows[0].kv}", f"vs best {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
+    best = max((rate or 0.0 for rate in base.values()), default=0.0)
     columns: dict[str, list[str]] = {
         "kv": [row.kv for row in rows],
         "batch": [number(row.batch, 0) for row in rows],
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
         "±": [_spread(row) for row in rows],
+        "total tok/s": [number(row.total_tok_s, 1) for row in rows],
         ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        best_ratio: [_ratio(row, {row.batch: best}) for row in rows] if 1 < len(base) < len(rows) else [],
         "decode tok/s": [number(row.decode_tok_s, 1) for row in rows],
         "TTFT ms": [number(row.ttft_ms, 1) for row in rows],
         "TPOT ms": [number(row.tpot_ms, 2) for row in rows],
         "ITL ms": [number(row.itl_ms, 2) for row in rows],
         "p99": [number(row.itl_p99_ms, 2) for row in rows],
+        "of limit": [number(row.of_limit, 2) for row in rows],
         "KV peak": [_size(row.kv_bytes_peak) for row in rows],
         "codes": [_size(row.kv_bytes_codes) for row in rows],
         "meta": [_size(row.kv_bytes_meta) for row in rows],
@@ -74,11 +80,33 @@ def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) 
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "status": ["" if row.status == OK else row.status for row in rows],
     }
-    spare = ["±", "p99", "ITL ms", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "demotions", "preemptions"]
-    spare += ["TTFT ms", "status", ratio, "bits", "KV peak"]
+    spare = ["±", "p99", "ITL ms", "total tok/s", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "of limit"]
+    spare += ["demotions", "preemptions", "TTFT ms", best_ratio, "status", ratio, "bits", "KV peak"]
     return from_columns(
         _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows], ladders)], spare
     )
+
+
+def paper_tables(ours: Table, experiment: Experiment) -> tuple[Table, Table]:
+    """``ours`` under the experiment's name, and the published rows."""
+    paper, rows = experiment.paper, experiment.paper.published
+    remedy = f"scaled down to the demo model; the paper's size: --shape {paper.shape}"
+    ours = ours._replace(
+        title=f"{experiment.title} · {ours.title}", notes=[*ours.notes, *([remedy] if experiment.is_scaled else [])]
+    )
+    columns = {
+        "published": [row.system for row in rows],
+        "batch": [number(row.batch, 0) for row in rows],
+        "out tok/s": [number(row.output_tok_s, 0) for row in rows],
+        "total tok/s": [number(row.total_tok_s, 0) for row in rows],
+        "vs baseline": [row.ratio for row in rows],
+        "memory": [row.memory for row in rows],
+        "note": [row.note for row in rows],
+        "source": [row.source for row in rows],
+    }
+    about = f"Published, {paper.source} · {paper.hardware} · baseline: {paper.baseline}"
+    theirs = from_columns(about, columns, list(paper.notes), ("source",))
+    return ours, theirs._replace(text=("published", "memory", "note", "source"))
 
 
 def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
@@ -129,7 +157,11 @@ def _title(rows: Sequence[Row]) -> str:
     parts = [ran.model, ran.machine, ran.dtype, ran.task, lengths]
     if ran.task and ran.kv_bytes_total:
         parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
-    if ran.repeats > 1:
+    if ran.method == SAMPLED:
+        parts.append("decode steps sampled, prompts not computed")
+        if ran.weight_bytes and ran.kv_bytes_total:
+            parts.append(f"weights and KV {format_size(ran.weight_bytes + ran.kv_bytes_total)}")
+    elif ran.repeats > 1:
         parts.append(f"median of {ran.repeats} runs")
     return " · ".join(part for part in parts if part)
 

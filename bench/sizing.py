@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.device.memory import default_kv_memory, free_memory
+from qkv_engine.errors import CapacityError
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import Ladder, build_ladder
+from qkv_engine.kv.manager import KVManager
+from qkv_engine.request import Request, SamplingParams
+from qkv_engine.sizes import MAX_SIZE, format_size, parse_size
+
+from .batches import MAX_REQUESTS, parse_requests
+from .roofline import count_weights
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -27,6 +35,51 @@ def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     while planned_cache(ladder, blocks * block).tables.max_requests(num_tokens, 0) < num_requests:
         blocks += 1
     return blocks * block
+
+
+class Machine(NamedTuple):
+    """A model's configuration, the dtype of its weights, and the device that holds them."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+
+def kv_nbytes(machine: Machine, memory: str | None, kv_memory: str | None, num_tokens: int) -> int:
+    """Bytes of KV memory that sizes on the command line mean: of weights and KV together, or of KV alone.
+
+    ``kv_memory`` may be "8x", for requests of ``num_tokens`` tokens at 16 bits. Without both it is an engine's default.
+    Raises ``ConfigError`` for a text that is no size, and ``CapacityError`` if ``memory`` does not hold the weights.
+    """
+    number = parse_requests(kv_memory)
+    if number is not None:
+        return nbytes_for(machine.config, number, num_tokens)
+    weights, free = count_weights(machine.config, machine.dtype).nbytes, free_memory(machine.device)
+    if kv_memory is not None:
+        return parse_size(kv_memory, field="kv_memory", free=max(1, free - weights))
+    if memory is None:
+        return max(1, default_kv_memory(machine.device, MAX_SIZE) - weights)
+    nbytes = parse_size(memory, field="memory", free=free) - weights
+    if nbytes <= 0:
+        message = f"the weights alone take {format_size(weights)}"
+        raise CapacityError(message, field="memory", value=memory, remedy="Raise memory, or use a smaller model")
+    return nbytes
+
+
+def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
+    """The most requests with KV of ``num_tokens`` tokens each that an engine with ``nbytes`` of it runs at once."""
+    try:
+        space = KVManager(planned_cache(ladder, nbytes).tables, None)
+    except CapacityError:
+        return 0
+    params = SamplingParams(max_tokens=num_tokens)
+    if space.capacity_of(params) < num_tokens:
+        return 0
+    number = 0
+    while number < MAX_REQUESTS and space.admits(request := Request(str(number), [0], params, num_tokens)):
+        space.open(request)
+        number += 1
+    return number
 
 
 def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype) -> Ladder:

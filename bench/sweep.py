@@ -5,53 +5,34 @@ What does not fit becomes a row that says so. Nothing here prints; rendering is 
 
 from __future__ import annotations
 
-import random
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
-from qkv_engine.request import RequestOutput, SamplingParams
 
-from .grading import score
 from .provenance import Provenance, provenance
-from .timing import RunFigures, Timeline, median, run_figures
-from .watch import no_watch, work_of
+from .runs import BenchEngine, Runs
+from .watch import no_watch
 
 if TYPE_CHECKING:
-    from qkv_engine.metrics import EngineStats
-    from qkv_engine.text.tokenizer import Tokenizer
-
+    from .filled import FilledEngine
     from .questions import Workload
     from .watch import Watch
 
 OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
-MAX_REQUESTS = 4096
+RUN, SAMPLED = "run", "sampled"  # methods
+
+OpenEngine = Callable[[str], "BenchEngine | FilledEngine"]
 
 
-class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
-    """What a sweep needs of ``Engine``."""
+class Method(Protocol):
+    """A way to measure a batch."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[RequestOutput]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def reset_stats(self) -> None: ...
-
-
-OpenEngine = Callable[[str], BenchEngine]
+    def measure(self, engine: Any, kv: str, batch: int) -> dict[str, Any]:
+        """Fields of the batch's row."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +42,24 @@ class SweepPlan:
     model: str
     kvs: tuple[str, ...]
     batches: tuple[int, ...]
+    own_batches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of presets whose largest batch differs
     workload: Workload | None = None  # questions in place of random prompts; then the lengths below are not used
     input_len: int = 128
     output_len: int = 128
     repeats: int = 3
     warmup: int = 1
     seed: int = 0
+    sampled: bool = False  # decode steps at a few contexts in place of whole runs
+    preset: str | None = None  # the paper whose setting this is
+
+    def batches_of(self, kv: str) -> tuple[int, ...]:
+        """The batch sizes of one preset."""
+        return self.own_batches.get(kv, self.batches)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a sweep of this plan."""
+        return sum(len(self.batches_of(kv)) for kv in self.kvs)
 
     @property
     def num_tokens(self) -> int:
@@ -80,33 +73,6 @@ class SweepPlan:
                 raise ConfigError(f"must be at least {low}", field=name, value=getattr(self, name))
 
 
-def parse_batches(text: str) -> tuple[int, ...]:
-    """Batch sizes of "1,2,4", of "1..64" (doubling, both ends included), or of both; repeated ones once."""
-    sizes: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:\.\.\s*(\d{1,6})\s*)?", part, re.ASCII)
-        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if not 1 <= first <= last:
-            remedy = 'Give a list such as "1,2,4" or a range such as "1..64"'
-            raise ConfigError("not batch sizes", field="batch_sweep", value=text, remedy=remedy)
-        while first < last:
-            sizes.append(first)
-            first *= 2
-        sizes.append(last)
-    return tuple(dict.fromkeys(sizes))
-
-
-def parse_requests(size: str | None) -> int | None:
-    """The number in "8x", which asks for memory in requests; None for any other size. Raises ``ConfigError``."""
-    match = re.fullmatch(r"\s*(\d{1,9})\s*x\s*", size or "", re.ASCII | re.IGNORECASE)
-    if match is None:
-        return None
-    if not 1 <= int(match[1]) <= MAX_REQUESTS:
-        remedy = f"Give from 1x to {MAX_REQUESTS}x"
-        raise ConfigError("not a number of requests", field="kv_memory", value=size, remedy=remedy)
-    return int(match[1])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row(Provenance):
     """One batch size with one KV preset: medians over the repeats, None where there is nothing to tell.
@@ -114,16 +80,21 @@ class Row(Provenance):
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
     those of the repeat with the highest ``kv_bytes_peak``, which ``_codes``, ``_meta`` and ``_dense`` split.
     ``max_running`` requests ran at once. Of questions, ``right`` were answered correctly, ``same`` to the letter as
-    with the first preset, and the lengths are means. ``status`` is "ok", "queued" (the batch did not fit at once
-    and ran part after part), "does not fit" or "failed"; ``detail`` says why.
+    with the first preset, and the lengths are means. ``method`` is "run" or "sampled". A sampled row has the mean
+    step over the output in ``tpot_ms``, the KV that such a step reads in ``kv_bytes_read``, and in ``of_limit`` the
+    least time that an H200 needs for it as a share of its time. ``preset`` is the paper whose setting was run.
+    ``status`` is "ok", "queued" (the batch did not fit at once and ran part after part), "does not fit" or "failed";
+    ``detail`` says why.
     """
 
     model: str
+    preset: str | None = None
     task: str | None = None
     kv: str
     batch: int
     input_len: int
     output_len: int
+    method: str = RUN
     repeats: int = 0
     finished: int | None = None
     right: int | None = None
@@ -143,19 +114,15 @@ class Row(Provenance):
     kv_bytes_codes: int | None = None
     kv_bytes_meta: int | None = None
     kv_bytes_dense: int | None = None
+    kv_bytes_read: int | None = None
+    weight_bytes: int | None = None
+    of_limit: float | None = None
     effective_bits: float | None = None
     max_running: int | None = None
     demotions: int | None = None
     preemptions: int | None = None
     status: str
     detail: str | None = None
-
-
-class Run(NamedTuple):
-    figures: RunFigures
-    stats: EngineStats
-    outputs: list[RequestOutput]
-    seconds: float
 
 
 def sweep(
@@ -171,32 +138,33 @@ def sweep(
     One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
     ``ModelError``, which no other batch size would cure; every other failure is a row.
     """
-    return _Sweep(plan, open_engine, watch, describe, clock).rows()
+    method: Method = Runs(plan, watch, clock)
+    if plan.sampled:
+        from .sampled import Samples  # loads torch, which the command does with Ctrl-C held back
+
+        method = Samples(plan, watch)
+    return _Sweep(plan, open_engine, method, describe).rows()
 
 
 @dataclass
 class _Sweep:
     plan: SweepPlan
     open_engine: OpenEngine
-    watch: Watch
+    method: Method
     describe: Callable[[QKVError], str]
-    clock: Callable[[], float]
-    first_replies: dict[int, list[str]] = field(default_factory=dict)  # by batch, of the first preset
 
     def rows(self) -> Iterator[Row]:
         for kv in self.plan.kvs:
-            batches = list(self.plan.batches)
+            batches = list(self.plan.batches_of(kv))
             while batches:
                 try:
                     with self.open_engine(kv) as engine:
                         yield from self._sizes(kv, batches, engine)
                 except CapacityError as error:
-                    yield from (
-                        _row(self.plan, kv, batch, status=NO_FIT, detail=self.describe(error)) for batch in batches
-                    )
+                    yield from (self._row(kv, batch, status=NO_FIT, detail=self.describe(error)) for batch in batches)
                     break
 
-    def _sizes(self, kv: str, batches: list[int], engine: BenchEngine) -> Iterator[Row]:
+    def _sizes(self, kv: str, batches: list[int], engine: BenchEngine | FilledEngine) -> Iterator[Row]:
         """Takes sizes off ``batches`` until none is left or one fails: then the engine is in doubt."""
         while batches:
             row = self._size(kv, batches.pop(0), engine)
@@ -204,130 +172,24 @@ class _Sweep:
             if row.status == FAILED:
                 return
 
-    def _size(self, kv: str, batch: int, engine: BenchEngine) -> Row:
-        runs = []
+    def _size(self, kv: str, batch: int, engine: BenchEngine | FilledEngine) -> Row:
         try:
-            for index in range(self.plan.warmup + self.plan.repeats):
-                runs.append(self._run(kv, batch, index, engine))
+            values = self.method.measure(engine, kv, batch)
         except CapacityError as error:
-            return _row(self.plan, kv, batch, status=NO_FIT, detail=self.describe(error))
+            return self._row(kv, batch, status=NO_FIT, detail=self.describe(error))
         except (ConfigError, ModelError):
             raise
         except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
             detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            return _row(self.plan, kv, batch, status=FAILED, detail=detail)
-        runs = runs[self.plan.warmup :]
-        row = _summary(self.plan, kv, batch, runs)
-        return row if self.plan.workload is None else self._graded(row, self.plan.workload, runs[-1].outputs)
+            return self._row(kv, batch, status=FAILED, detail=detail)
+        most = values["max_running"]
+        if most == batch:
+            return self._row(kv, batch, status=OK, **values)
+        return self._row(kv, batch, status=QUEUED, detail=f"at most {most} requests ran at once", **values)
 
-    def _run(self, kv: str, batch: int, index: int, engine: BenchEngine) -> Run:
-        """One timed run of ``batch`` greedy requests."""
-        prompts, params = self._requests(batch, index, engine)
-        share = 1 / (self.plan.warmup + self.plan.repeats)
-        work = work_of(f"{kv}, batch {batch:,}", prompts, params, share)
-        engine.reset_stats()
-        with self.watch(work, engine):
-            start = self.clock()
-            outputs = engine.generate(prompts, params)
-            seconds = self.clock() - start
-        timelines = [timeline(output, None if self.plan.workload else self.plan.output_len) for output in outputs]
-        figures = run_figures(timelines, num_prompt_tokens=sum(map(len, prompts)), seconds=seconds)
-        return Run(figures, engine.stats(), outputs, seconds)
-
-    def _requests(
-        self, batch: int, index: int, engine: BenchEngine
-    ) -> tuple[list[list[int]], SamplingParams | list[SamplingParams]]:
-        """Questions, or random prompts with outputs of exactly ``output_len`` tokens."""
+    def _row(self, kv: str, batch: int, *, status: str, **values: Any) -> Row:
         plan = self.plan
-        if plan.workload is not None:
-            asks = plan.workload.asks[:batch]
-            return [ask.prompt for ask in asks], [ask.params for ask in asks]
-        # New prompts for every run: the KV of an earlier one must not be found again.
-        seed = f"{plan.seed} {batch} {index}"
-        return random_prompts(ordinary_tokens(engine), batch, plan.input_len, seed), greedy(plan.output_len)
-
-    def _graded(self, row: Row, workload: Workload, outputs: list[RequestOutput]) -> Row:
-        replies = [output.text for output in outputs]
-        first = self.first_replies.setdefault(row.batch, replies)
-        return replace(
-            row,
-            task=workload.task.label,
-            finished=sum(output.finished for output in outputs),
-            right=score(replies, list(workload.task.examples[: row.batch])).correct,
-            same=sum(map(str.__eq__, replies, first)),
-            input_len=round(fmean(len(output.prompt_token_ids) for output in outputs)),
-            output_len=round(fmean(len(output.outputs[0].token_ids) for output in outputs)),
-        )
-
-
-def greedy(output_len: int) -> SamplingParams:
-    """Exactly ``output_len`` greedy tokens, as ids only."""
-    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-
-
-def ordinary_tokens(engine: BenchEngine) -> list[int]:
-    """The token ids of the vocabulary that are not special."""
-    special = frozenset() if engine.tokenizer is None else engine.tokenizer.special_ids
-    return [token for token in range(engine.vocab_size) if token not in special]
-
-
-def random_prompts(vocabulary: Sequence[int], batch: int, length: int, seed: str) -> list[list[int]]:
-    """``batch`` prompts of ``length`` random tokens out of ``vocabulary``; the same for the same ``seed``."""
-    rng = random.Random(seed)
-    return [rng.choices(vocabulary, k=length) for _ in range(batch)]
-
-
-def timeline(output: RequestOutput, output_len: int | None) -> Timeline:
-    """The times of a finished request. Raises ``RuntimeError`` if it failed or has not given ``output_len`` tokens."""
-    metrics, completion = output.metrics, output.outputs[0]
-    num_tokens = len(completion.token_ids)
-    if output.error or num_tokens != (output_len or num_tokens):
-        reason = output.error or completion.finish_reason
-        raise RuntimeError(f"a request gave {num_tokens} of {output_len or 'its'} tokens: {reason}")
-    assert metrics.first_token_time is not None and metrics.last_token_time is not None
-    return Timeline(
-        sent=metrics.arrival_time,
-        scheduled=metrics.first_scheduled_time or metrics.arrival_time,
-        first_token=metrics.first_token_time,
-        last_token=metrics.last_token_time,
-        num_tokens=num_tokens,
-        token_times=metrics.token_times,
-    )
-
-
-def _row(plan: SweepPlan, kv: str, batch: int, *, status: str, **values: Any) -> Row:
-    values = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len} | values
-    return Row(model=plan.model, kv=kv, batch=batch, status=status, **values)
-
-
-def _summary(plan: SweepPlan, kv: str, batch: int, runs: Sequence[Run]) -> Row:
-    """The row of a batch size that ran: medians over ``runs``."""
-    figures = [run.figures for run in runs]
-    rates = [figure.output_tok_s for figure in figures]
-    medians = ("output_tok_s", "total_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "itl_ms", "itl_p99_ms")
-    values = {name: _rounded(median(getattr(figure, name) for figure in figures)) for name in medians}
-    stats = max((run.stats for run in runs), key=lambda stats: stats.kv_bytes_peak)
-    kept = ("kv_bytes_total", "kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
-    max_running = min(figure.max_running for figure in figures)
-    return _row(
-        plan,
-        kv,
-        batch,
-        status=OK if max_running == batch else QUEUED,
-        detail=None if max_running == batch else f"at most {max_running} requests ran at once",
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=plan.seed),
-        repeats=len(runs),
-        seconds=_rounded(median(run.seconds for run in runs)),
-        output_tok_s_min=_rounded(min(rates)),
-        output_tok_s_max=_rounded(max(rates)),
-        **values,
-        **{name: getattr(stats, name) for name in kept},
-        effective_bits=_rounded(stats.effective_bits),
-        max_running=max_running,
-        demotions=stats.num_demotions,
-        preemptions=stats.num_preemptions,
-    )
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+        origin = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len}
+        method = SAMPLED if plan.sampled else RUN
+        named: dict[str, Any] = {"model": plan.model, "preset": plan.preset, "kv": kv, "batch": batch, "method": method}
+        return Row(**named, status=status, **origin | values)

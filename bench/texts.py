@@ -15,7 +15,7 @@ from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .questions import parse_tasks, prompt_ids, read_lines
-from .sweep import random_prompts
+from .runs import random_prompts
 
 SHOWN_CHARS = 40  # of a question in a message
 MIN_LABELS = 128  # of all texts together: with fewer, chance ranks the layers

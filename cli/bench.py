@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.errors import ConfigError
+from qkv_engine.bench.batches import MAX
+from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
+from qkv_engine.errors import CapacityError, ConfigError
 
-from . import common, results, tasks
-from .model import check_ladders, check_shape, read_model
+from . import bench_preset, common, results, tasks
+from .model import check_ladders, check_shape, read_model, weight_dtype
 from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
+    from qkv_engine.bench.filled import FilledEngine
     from qkv_engine.bench.questions import Workload
+    from qkv_engine.bench.sizing import Machine
     from qkv_engine.bench.sweep import Row, SweepPlan
 
 DEFAULT_SWEEP = "1..32"
@@ -36,17 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("benchmark")
     add = group.add_argument
     add(
+        "--preset",
+        metavar="PAPER",
+        help=f"a paper's experiment, whose published figures are shown beside ours: {', '.join(PAPERS)}. Any other "
+        "option overrides its value; without MODEL and --shape it is scaled down to the demo model",
+    )
+    add(
         "--shape",
         metavar="NAME",
-        help="random weights of a known shape, such as llama-3.1-8b, instead of MODEL",
+        help='random weights of a known shape, such as llama-3.1-8b, instead of MODEL; "demo" is the demo model itself',
     )
     add(
         "--batch-sweep",
         nargs="?",
         const=DEFAULT_SWEEP,
-        default="1",
         metavar="LIST",
-        help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
+        help='batch sizes: "1,2,4", or "1..64" which doubles; "max" is the largest batch that fits, as in "8,max" '
+        f"(default: 1; without LIST {DEFAULT_SWEEP})",
+    )
+    add("--memory", metavar="SIZE", help="memory for weights and KV cache together, in place of --kv-memory")
+    add(
+        "--sampled",
+        action="store_true",
+        help="skip the prompts: fill KV memory with random numbers and time decode steps at a few contexts",
     )
     add("--input-len", type=int, metavar="N", help=f"tokens of each prompt (default: {DEFAULT_LEN})")
     add("--output-len", type=int, metavar="N", help=f"tokens of each output (default: {DEFAULT_LEN})")
@@ -67,15 +84,21 @@ def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
     from qkv_engine.bench.sweep import sweep
 
-    ladders = common.kv_ladders(args.kv)
+    check_shape(args)
+    if args.shape == common.DEMO:
+        args.shape = None
+    bench_preset.resolve(args)
+    results.check_targets_and_plot(args)
+    ladders = _ladders(args)
     plan = _plan(args, tuple(ladders))
+    if MAX in (args.batch_sweep or ""):
+        plan = _with_largest(args, plan, ladders)
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
-    results.check_targets_and_plot(args)
     check_ladders(args, ladders.values(), args.shape)
     rows: list[Row] = []
     try:
-        with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
+        with progress_bar(plan.num_rows) as bar:
             open_engine, describe = (lambda kv: _open_engine(args, plan, ladders[kv])), common.describe_with(args)
             for row in sweep(plan, open_engine, watch=bar.watch, describe=describe):
                 rows.append(row)
@@ -86,12 +109,25 @@ def run(args: argparse.Namespace) -> int:
     return results.exit_code(row.status for row in rows)
 
 
+def _ladders(args: argparse.Namespace) -> dict[str, KVConfig]:
+    """The ladders of ``--kv`` by name."""
+    drawn = {}
+    if KVMIX_RANDOM in (args.kv or ""):
+        from qkv_engine.calibrate.kvmix import KVmix
+        from qkv_engine.calibrate.profile import LayerScores
+
+        none = [0.0] * read_model(args, args.shape).config.num_layers
+        drawn[KVMIX_RANDOM] = KVmix(random_seed=args.seed).ladder(KVMIX_RANDOM, LayerScores(k=none, v=none))
+    return common.kv_ladders(args.kv, drawn)
+
+
 def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
-    from qkv_engine.bench.sweep import SweepPlan, parse_batches, parse_requests
+    from qkv_engine.bench.batches import parse_batches, parse_requests
+    from qkv_engine.bench.sweep import SweepPlan
 
     parse_requests(args.kv_memory)
-    check_shape(args)
-    batches = parse_batches(args.batch_sweep)
+    is_asking = tasks.given(args) is not None
+    batches = parse_batches(args.batch_sweep or "1", None if is_asking else 1)  # the largest is known later
     workload = _workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
@@ -104,7 +140,41 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
         repeats=repeats if args.repeats is None else args.repeats,
         warmup=warmup if args.warmup is None else args.warmup,
         seed=args.seed,
+        sampled=args.sampled,
+        preset=args.preset,
     )
+
+
+def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig]) -> SweepPlan:
+    """``plan`` with the largest batch of each preset in place of "max"."""
+    machine = _machine(args)
+    from qkv_engine.bench.batches import parse_batches
+    from qkv_engine.bench.sizing import largest_batch, make_ladder
+
+    try:
+        nbytes = _kv_nbytes(args, plan, machine)
+    except CapacityError:  # a row of each size will say so
+        nbytes = 0
+    own = {}
+    for kv, config in ladders.items():
+        largest = largest_batch(make_ladder(config, machine.config, machine.dtype), nbytes, plan.num_tokens)
+        own[kv] = tuple(sorted(parse_batches(args.batch_sweep, largest)))
+    return replace(plan, own_batches=own, batches=tuple(sorted(set().union(*own.values()))))
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    config = read_model(args, args.shape).config
+    from qkv_engine.bench.sizing import Machine
+    from qkv_engine.startup import resolve_device
+
+    device = resolve_device(args.device or "auto")
+    return Machine(config, weight_dtype(args.dtype or "auto", config, device), device)
+
+
+def _kv_nbytes(args: argparse.Namespace, plan: SweepPlan, machine: Machine) -> int:
+    from qkv_engine.bench.sizing import kv_nbytes
+
+    return kv_nbytes(machine, args.memory, args.kv_memory, plan.num_tokens)
 
 
 def _workload(args: argparse.Namespace, number: int) -> Workload | None:
@@ -125,41 +195,42 @@ def _workload(args: argparse.Namespace, number: int) -> Workload | None:
     return Workload(found[0], ask(tokenizer, found[0].examples))
 
 
-def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine:
-    """An engine for one ladder, large enough for the longest request and the largest batch of the plan."""
-    options: dict[str, Any] = {"kv": kv, "max_num_seqs": max(plan.batches), "seed": plan.seed}
+def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine | FilledEngine:
+    """An engine for one ladder, large enough for the longest request and the ladder's largest batch."""
+    from qkv_engine.bench.batches import parse_requests
+
+    most = max(plan.batches_of(kv.name))
+    options: dict[str, Any] = {"kv": kv, "max_num_seqs": most, "max_num_batched_tokens": max(2048, most)}
     if args.max_model_len is None:
         options["max_model_len"] = plan.num_tokens + 1
     if args.shape is not None:
         options |= {"model": args.shape, "load_format": "random"}
-    nbytes = _nbytes_for_requests(args, plan)
-    if nbytes is not None:
-        options["kv_memory"] = nbytes
+    if args.memory:
+        args.options["kv_memory"] = args.options["memory"]
+    if args.memory or parse_requests(args.kv_memory) or plan.own_batches:
+        options["kv_memory"] = _kv_nbytes(args, plan, _machine(args))
     # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
-    return common.open_engine(args, **options, prefix_caching=False)
+    options |= {"seed": plan.seed, "prefix_caching": False}
+    if not plan.sampled:
+        return common.open_engine(args, **options)
+    from qkv_engine.bench.filled import FilledEngine
+    from qkv_engine.config import EngineConfig
 
-
-def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | None:
-    """Bytes that a ``--kv-memory`` such as "8x" stands for; None for any other."""
-    from qkv_engine.bench.sweep import parse_requests
-
-    number = parse_requests(args.kv_memory)
-    if number is None:
-        return None
-    from qkv_engine.bench.sizing import nbytes_for
-
-    return nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
+    return FilledEngine(EngineConfig(**common.engine_options(args) | options))
 
 
 def _deliver(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig], rows: Sequence[Row]) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
-    from qkv_engine.bench.report import render, sweep_table, workload_table
+    from qkv_engine.bench.report import paper_tables, render, sweep_table, workload_table
 
-    table = (sweep_table if plan.workload is None else workload_table)(rows, ladders)
+    tables = [(sweep_table if plan.workload is None else workload_table)(rows, ladders)]
+    experiment = None if plan.preset is None else Experiment(PAPERS[plan.preset], bench_preset.is_demo(args))
+    if experiment is not None:
+        tables[:] = paper_tables(tables[0], experiment)
     extras = []
     if args.plot is not None:
         kind = args.plot.suffix.lower().removeprefix(".")
-        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind), "a plot"))
+        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind, experiment=experiment), "a plot"))
     what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, rows, table, width=width), what, *extras)
+    results.deliver(args, lambda form, width: render(form, rows, *tables, width=width), what, *extras)

@@ -118,14 +118,15 @@ def refuse_shape(model: str | None) -> None:
         raise ConfigError("a shape without weights and tokenizer", field="model", value=model, remedy=remedy)
 
 
-def kv_ladders(text: str | None) -> dict[str, KVConfig]:
+def kv_ladders(text: str | None, others: Mapping[str, KVConfig] | None = None) -> dict[str, KVConfig]:
     """The presets and plan files of "bf16,plan.json", each once and by its name; the default for None.
 
-    Raises ``ConfigError`` for an unknown one, and for two of one name.
+    ``others`` are ladders by names that only the command knows. Raises ``ConfigError`` for an unknown name, and for two
+    ladders of one name.
     """
     found: dict[str, KVConfig] = {}
     for word in dict.fromkeys(part.strip() for part in (DEFAULT_KV if text is None else text).split(",")):
-        kv = resolve_kv(word)
+        kv = (others or {}).get(word) or resolve_kv(word)
         if kv.name in found:
             raise ConfigError(f"there is another {kv.name}", field="kv", value=word, remedy="Rename one of the files")
         found[kv.name] = kv

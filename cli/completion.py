@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 
+from qkv_engine.bench.papers import PAPERS
 from qkv_engine.config import PRESETS
 
 from . import common
@@ -46,6 +47,7 @@ def _offer_values(actions: Iterable[argparse.Action]) -> None:
     words: dict[str, Iterable[str]] = {
         "kv": PRESETS,
         "shape": SHAPES,
+        "preset": PAPERS,
         "dtype": ("auto", "bfloat16", "float16", "float32"),
         "device": ("auto", "cpu", "cuda"),
     }

@@ -1,4 +1,4 @@
-"""Studies behind the figures of the docs, run from a checkout: ``python -m studies.decode``. No part of the package."""
+"""Studies behind figures of the docs, run from a checkout: ``python -m studies.accuracy``. No part of the package."""
 
 import sys
 from pathlib import Path

@@ -23,11 +23,11 @@ import torch
 from qkv_engine.bench.files import write_file
 from qkv_engine.bench.forms import FORMATS, format_of
 from qkv_engine.bench.report import number, render
+from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.bench.table import PLAIN_WIDTH, Table
 from qkv_engine.errors import ConfigError, QKVError
 
 from .peer_kernels import KERNELS, Call, PeerKernel, Shape, load, reference
-from .roofline import BANDWIDTH
 
 OK, SKIPPED, FAILED, WRONG = "ok", "skipped", "failed", "wrong"
 OURS = "qkv-engine"

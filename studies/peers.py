@@ -19,17 +19,17 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qkv_engine.bench.batches import parse_batches
 from qkv_engine.bench.forms import FORMATS
 from qkv_engine.bench.provenance import cpu_name
 from qkv_engine.bench.report import number, render
-from qkv_engine.bench.sweep import greedy, ordinary_tokens, parse_batches, random_prompts, timeline
+from qkv_engine.bench.runs import greedy, ordinary_tokens, random_prompts, timeline
 from qkv_engine.bench.table import PLAIN_WIDTH, Table
 from qkv_engine.bench.timing import Timeline
-from qkv_engine.config import DEFAULT_KV
+from qkv_engine.config import DEFAULT_KV, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
 
 from .contender import Contender, Generate, Generation, Loaded, Run
-from .decode_run import kv_names
 
 if TYPE_CHECKING:
     import torch
@@ -344,7 +344,9 @@ def run(args: argparse.Namespace) -> Iterator[PeerRow]:
     plan = Plan(batches=parse_batches(args.batch), **options)
     setup = Setup(None if args.model == "demo" else args.model, DTYPES[args.dtype], args.device)
     limits = (args.kv_memory, plan.input_len + plan.output_len, max(plan.batches))
-    kvs = kv_names(args.kv)
+    kvs = tuple(dict.fromkeys(name.strip() for name in args.kv.split(",")))
+    for kv in kvs:
+        resolve_kv(kv)  # names an unknown one before any engine is loaded
     with ExitStack() as stack:
         peer = stack.enter_context(Contender(partial(_load_peer, args.peer, setup)))
         ours = {kv: stack.enter_context(Contender(partial(load_ours, setup, kv, *limits))) for kv in kvs}

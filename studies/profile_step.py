@@ -24,23 +24,24 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from qkv_engine.bench.batches import parse_batches
 from qkv_engine.bench.files import write_file
+from qkv_engine.bench.filled import FilledEngine, spread_prompts
 from qkv_engine.bench.forms import FORMATS, format_of
 from qkv_engine.bench.report import number, render
-from qkv_engine.bench.sweep import parse_batches
+from qkv_engine.bench.roofline import Weights, count_weights, limit_seconds
+from qkv_engine.bench.sampled import WINDOWS
+from qkv_engine.bench.sizing import largest_batch, make_ladder
 from qkv_engine.bench.table import PLAIN_WIDTH, Table
-from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.models.config import DTYPES, ModelConfig
+from qkv_engine.models.loader import resolve_dtype
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.sizes import parse_size
-from qkv_engine.startup import resolve_device, start
-
-from .decode_run import WINDOWS, Plan, engine_config, free, kv_names, size, weight_dtype
-from .filled import FilledCore, spread_prompts
-from .roofline import count_weights, limit_seconds
+from qkv_engine.startup import resolve_device
 
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
@@ -161,7 +162,7 @@ class Clocks:
         self._since = now
 
 
-def host_parts(core: FilledCore, steps: int) -> dict[str, float]:
+def host_parts(core: FilledEngine, steps: int) -> dict[str, float]:
     """Microseconds of the host in a step, by part."""
     clocks, engine = Clocks(), core.core
     with ExitStack() as stack:
@@ -178,7 +179,7 @@ def host_parts(core: FilledCore, steps: int) -> dict[str, float]:
     return found | {WORKING: sum(us for part, us in found.items() if part != WAITING)}
 
 
-def device_parts(core: FilledCore, steps: int, step_us: float) -> dict[str, float]:
+def device_parts(core: FilledEngine, steps: int, step_us: float) -> dict[str, float]:
     """Microseconds of the device in a step, by part; on the CPU of torch's operators."""
     on_gpu = core.cache.memory.is_cuda
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
@@ -199,46 +200,61 @@ def device_parts(core: FilledCore, steps: int, step_us: float) -> dict[str, floa
     return dict(found)
 
 
-def run(plan: Plan) -> Iterator[ProfileRow]:
-    """The parts of a step at each batch size of the plan, the whole step first."""
-    config, device = ModelConfig.from_hf(SHAPES[plan.shape]), resolve_device(plan.device)
-    weights = count_weights(config, weight_dtype(plan, config, device))
-    kv, context = plan.kvs[0], plan.contexts[0]
-    subject = size(plan, kv, config, weight_dtype(plan, config, device), plan.memory - weights.nbytes)
-    batches = subject.batches[context]
-    if max(batches) > subject.largest[context]:
+def run(args: argparse.Namespace) -> Iterator[ProfileRow]:
+    """The parts of a step at each batch size that ``args`` name, the whole step first."""
+    kv, config, device = resolve_kv(args.kv), ModelConfig.from_hf(SHAPES[args.shape]), resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, config, device)
+    weights, ladder = count_weights(config, dtype), make_ladder(kv, config, dtype)
+    nbytes = parse_size(args.memory, field="memory", free=free_memory(device)) - weights.nbytes
+    largest = largest_batch(ladder, nbytes, args.context)
+    batches = parse_batches(args.batch, largest)
+    if max(batches) > largest:
         remedy = "Lower --batch or --context, or raise --memory"
-        raise ConfigError(f"{subject.largest[context]} fit", field="batch", value=max(batches), remedy=remedy)
-    started = start(engine_config(plan, subject, max(batches)))
-    core = FilledCore(started)
-    for batch in batches:
-        piece = -(-plan.steps // WINDOWS)
-        steps = WARMUP_STEPS + WINDOWS * piece + 2 * plan.steps
-        core.start(spread_prompts(batch, context - steps - BLOCK_TOKENS // 2, context - 1 - steps), context)
-        core.seconds_per_step(WARMUP_STEPS)
-        # The median piece, so that a graph captured meanwhile does not count.
-        step_us = 1e6 * median(core.seconds_per_step(piece) for _ in range(WINDOWS))
-        limit = 1e6 * limit_seconds(weights, batch, core.kv_nbytes_read())
-        on_gpu = core.cache.memory.is_cuda
-        parts = [(STEP, "all", step_us)] + ([(STEP, LIMIT, limit)] if on_gpu else [])
-        for side, found in (
-            (HOST, host_parts(core, plan.steps)),
-            (DEVICE if on_gpu else OPERATORS, device_parts(core, plan.steps, step_us)),
-        ):
-            parts += [(side, part, us) for part, us in sorted(found.items(), key=lambda item: -item[1])]
-        for side, part, us in parts:
-            yield ProfileRow(
-                model=plan.shape,
-                kv=kv,
-                context=context,
-                batch=batch,
-                side=side,
-                part=part,
-                us=round(us, 2),
-                share=round(us / step_us, 4),
-            )
-        core.end()
-    free(started)
+        raise ConfigError(f"{largest} fit", field="batch", value=max(batches), remedy=remedy)
+    options = EngineConfig(
+        model=args.shape,
+        load_format="random",
+        kv=kv,
+        kv_memory=nbytes,
+        prefix_caching=False,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.context,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(2048, *batches),
+    )
+    with FilledEngine(options) as core:
+        for batch in batches:
+            yield from _parts(core, args, batch, weights)
+
+
+def _parts(core: FilledEngine, args: argparse.Namespace, batch: int, weights: Weights) -> Iterator[ProfileRow]:
+    piece = -(-args.steps // WINDOWS)
+    steps = WARMUP_STEPS + WINDOWS * piece + 2 * args.steps
+    core.begin(spread_prompts(batch, args.context - steps - BLOCK_TOKENS // 2, args.context - 1 - steps), args.context)
+    core.seconds_per_step(WARMUP_STEPS)
+    # The median piece, so that a graph captured meanwhile does not count.
+    step_us = 1e6 * median(core.seconds_per_step(piece) for _ in range(WINDOWS))
+    limit = 1e6 * limit_seconds(weights, batch, core.kv_nbytes_read())
+    on_gpu = core.cache.memory.is_cuda
+    parts = [(STEP, "all", step_us)] + ([(STEP, LIMIT, limit)] if on_gpu else [])
+    for side, found in (
+        (HOST, host_parts(core, args.steps)),
+        (DEVICE if on_gpu else OPERATORS, device_parts(core, args.steps, step_us)),
+    ):
+        parts += [(side, part, us) for part, us in sorted(found.items(), key=lambda item: -item[1])]
+    for side, part, us in parts:
+        yield ProfileRow(
+            model=args.shape,
+            kv=args.kv,
+            context=args.context,
+            batch=batch,
+            side=side,
+            part=part,
+            us=round(us, 2),
+            share=round(us / step_us, 4),
+        )
+    core.end()
 
 
 def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
@@ -294,22 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
     try:
-        plan = Plan(
-            shape=args.shape,
-            kvs=kv_names(args.kv),
-            contexts=(args.context,),
-            batches=args.batch,
-            output_len=1,
-            memory=parse_size(args.memory, field="memory", free=free_memory(resolve_device(args.device))),
-            points=1,
-            steps=args.steps,
-            full=False,
-            dtype=args.dtype,
-            device=args.device,
-            seed=0,
-        )
-        parse_batches(args.batch.replace("max", "1"))
-        rows = list(run(plan))
+        rows = list(run(args))
     except KeyboardInterrupt:
         return 130
     except QKVError as error:

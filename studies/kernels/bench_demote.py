@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.config import DENSE16, KVConfig, RungConfig, uniform_rung
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.seal import seal
 from qkv_engine.kv.ladder import Rung, build_ladder
 
-from ..roofline import BANDWIDTH
 from .timing import time_calls
 
 KITTY = RungConfig("kitty-25", "kitty-25", "int2-token-128")

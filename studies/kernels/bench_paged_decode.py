@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import Tuning, paged_decode
 
-from ..roofline import BANDWIDTH
 from .inputs import (
     ALIGN,
     PATTERN_SHAPES,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.sample import (
     UNSEEN,
     Edits,
@@ -30,7 +31,6 @@ from qkv_engine.kernels.sample import (
     sample_reference,
 )
 
-from ..roofline import BANDWIDTH
 from .timing import time_calls
 
 ROWS, VOCABULARIES = (1, 32, 256), (32_000, 128_256, 151_936)

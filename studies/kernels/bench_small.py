@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
@@ -30,7 +31,6 @@ from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.models import SHAPES, ModelConfig
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 
-from ..roofline import BANDWIDTH
 from .small_cases import Case, make_cases
 from .timing import time_calls
 from .token_rows import token_rows

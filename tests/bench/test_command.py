@@ -11,6 +11,7 @@ import pytest
 from qkv_engine.cli import bench
 from qkv_engine.cli.main import main
 from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.models.shapes import SHAPES
 
 from .fake import FakeEngine
 
@@ -102,7 +103,7 @@ def test_interrupted_before_the_first_row_prints_nothing(
         ["--kv", "bf16,"],
         ["--task", "poetry"],
         ["--task", "ledger:2,lookup:2"],
-        ["--task", "ledger", "--shape", "demo"],
+        ["--task", "ledger", "--shape", "qwen3-0.6b"],
         ["--kv-memory", "0x"],
         ["--output", "/nowhere/at/all.json"],
         ["--output", "/tmp"],
@@ -114,6 +115,11 @@ def test_interrupted_before_the_first_row_prints_nothing(
         ["--task", "ledger:2", "--input-len", "16"],
         ["--tasks", "ledger:2", "--output-len", "4"],
         ["--task", "ledger:2", "--tasks", "ledger:2"],
+        ["--task", "ledger:2", "--batch-sweep", "max"],
+        ["--preset", "kity"],
+        ["--preset", "kitty", "--task", "ledger:2"],
+        ["--preset", "kitty", "--plot", "/proc/speed.png"],
+        ["--memory", "1GiB", "--kv-memory", "1GiB"],
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
@@ -192,6 +198,15 @@ def test_full_file_still_prints_the_rows_and_fails() -> None:
         and "wrote" not in done.stderr
         and "Traceback" not in done.stderr
     )
+
+
+def test_a_disk_full_while_drawing_loses_no_rows(tmp_path: Path) -> None:
+    plot, output = tmp_path / "speed.png", tmp_path / "rows.json"
+    plot.symlink_to("/dev/full")
+    done = run_program("-o", "json", "--plot", str(plot), "--output", str(output), stdout=subprocess.PIPE)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)[0]["status"] == json.loads(output.read_text())[0]["status"] == "ok"
+    assert "No space left" in done.stderr and "speed.png" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_full_stdout_still_writes_the_file_and_fails(tmp_path: Path) -> None:
@@ -281,7 +296,26 @@ def test_more_requests_than_fit_at_16_bits(capsys: pytest.CaptureFixture[str]) -
     assert wide["preemptions"] == auto["preemptions"] == 0 and auto["same"] <= 6
 
 
-def test_random_weights_of_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shape", "demo", "--input-len", "4", "--output-len", "2", "--repeats", "1", "--warmup", "0"]
+def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", SHAPES["demo"] | {"num_hidden_layers": 1})
+    words = ["--shape", "tiny", "--input-len", "4", "--output-len", "2", "--repeats", "1", "--warmup", "0"]
     assert main(["bench", *words, "--dtype", "float32", "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["model"] == "demo"
+    assert json.loads(capsys.readouterr().out)[0]["model"] == "tiny"
+
+
+def test_the_demo_shape_is_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--shape", "demo", "--task", "addition:2", "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["model"], row["right"]) == ("demo", 1)
+
+
+def test_the_largest_batch_runs_at_once_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--batch-sweep", "max", "--input-len", "460", "--output-len", "60", "--repeats", "1", "--warmup", "0"]
+    assert main(["bench", *words, "--kv", "bf16,int4", "--kv-memory", "3x", "-o", "json"]) == 0
+    wide, narrow = json.loads(capsys.readouterr().out)
+    assert (wide["batch"], wide["status"]) == (3, "ok")
+    assert narrow["batch"] > 3 and (narrow["status"], narrow["preemptions"]) == ("ok", 0)
+    words[1] = f"{narrow['batch'] + 1}"
+    assert main(["bench", *words, "--kv", "int4", "--kv-memory", "3x", "-o", "json"]) == 0
+    (more,) = json.loads(capsys.readouterr().out)
+    assert (more["status"], more["max_running"]) == ("queued", narrow["batch"])

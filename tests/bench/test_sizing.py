@@ -3,8 +3,8 @@
 import pytest
 
 from qkv_engine import Engine
+from qkv_engine.bench.batches import parse_requests
 from qkv_engine.bench.sizing import nbytes_for
-from qkv_engine.bench.sweep import parse_requests
 from qkv_engine.errors import ConfigError
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from qkv_engine import __version__
+from qkv_engine.bench.batches import parse_batches
 from qkv_engine.bench.provenance import cpu_name
-from qkv_engine.bench.sweep import Row, SweepPlan, ordinary_tokens, parse_batches, random_prompts, sweep
+from qkv_engine.bench.runs import ordinary_tokens, random_prompts
+from qkv_engine.bench.sweep import Row, SweepPlan, sweep
 from qkv_engine.bench.watch import Work, work_of
 from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError
 from qkv_engine.request import SamplingParams
@@ -73,6 +75,13 @@ def test_presets_run_one_after_another() -> None:
     rows = list(sweep(plan(kvs=("bf16", "fp32")), open_engine))
     assert [(row.kv, row.batch) for row in rows] == [("bf16", 1), ("bf16", 4), ("fp32", 1), ("fp32", 4)]
     assert all(engine.closed == 1 for engine in engines.values())
+
+
+def test_a_preset_may_have_batches_of_its_own() -> None:
+    own = plan(kvs=("bf16", "int4"), own_batches={"int4": (1, 9)})
+    rows = list(sweep(own, lambda kv: FakeEngine()))
+    assert [(row.kv, row.batch) for row in rows] == [("bf16", 1), ("bf16", 4), ("int4", 1), ("int4", 9)]
+    assert own.num_rows == len(rows)
 
 
 def test_a_batch_that_runs_part_after_part_says_so() -> None:
@@ -204,7 +213,17 @@ def test_batch_sizes(text: str, sizes: tuple[int, ...]) -> None:
     assert parse_batches(text) == sizes
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,", "-1", "a", "4..1", "0..4", "1..", "1...4", "1-4", "9999999", "١"])
+@pytest.mark.parametrize(
+    ("text", "largest", "sizes"),
+    [("max", 7, (7,)), ("8,max", 7, (8, 7)), ("1..max", 7, (1, 2, 4, 7)), ("8..max", 7, (7,)), ("max", 0, (1,))],
+)
+def test_the_largest_batch(text: str, largest: int, sizes: tuple[int, ...]) -> None:
+    assert parse_batches(text, largest) == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["max", "1..max", "max..9", "", "0", "1,", "-1", "a", "4..1", "0..4", "1..", "1...4", "1-4", "9999999", "١"]
+)
 def test_what_is_no_list_of_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="batch_sweep"):
         parse_batches(text)

@@ -10,22 +10,29 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 
-from qkv_engine.bench.sweep import greedy
+from qkv_engine.closable import Closable
 from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.device.threads import computing_with
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.manager import KVManager
+from qkv_engine.serving.snapshot import take_snapshot
 from qkv_engine.serving.submission import Submission
+from qkv_engine.startup import start
+
+from .runs import greedy
 
 if TYPE_CHECKING:
+    from qkv_engine.config import EngineConfig
     from qkv_engine.kv.arena import Slot
     from qkv_engine.kv.cache import KVCache
+    from qkv_engine.metrics import EngineStats
     from qkv_engine.request import Request
     from qkv_engine.serving.core import EngineCore
-    from qkv_engine.startup import Started
 
 PIECE_TOKENS = 32 * BLOCK_TOKENS  # of a prompt filled at once, on the widest rung
 NUM_PATTERNS = 8  # different blocks of random numbers, used in turn
@@ -82,41 +89,46 @@ class FilledManager(KVManager):
         memory[slot.address : slot.address + slot.nbytes] = pattern[: slot.nbytes]
 
 
-class FilledCore:
-    """The core of an engine, stepped by hand; with ``fill`` its prompts are filled, otherwise it computes them."""
+class FilledEngine(Closable):
+    """An engine stepped by hand, whose prompts are filled.
 
-    def __init__(self, started: Started, *, fill: bool = True):
-        self.core, self._device = started.core, started.device
+    Raises ``ConfigError``, ``ModelError`` or ``CapacityError`` as an ``Engine`` of these options does.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.started = start(config)
+        self._patterns = random_blocks(self.cache, self.started.device)
         self._submissions: list[Submission] = []
-        if fill:
-            patterns = random_blocks(self.cache, started.device)
-            self.core.make_space = lambda: FilledManager(self.core, patterns)
-            self.core.recover()
+        self._is_closed = False
+        self._threads = ExitStack()
+        if self.started.device.type == "cpu":
+            self._threads.enter_context(computing_with(self.started.num_threads))
+        self.core.make_space = lambda: FilledManager(self.core, self._patterns)
+        self.core.recover()
+        self._stats = take_snapshot(self.started)
+
+    @property
+    def core(self) -> EngineCore:
+        """Scheduler, runner and counters."""
+        return self.started.core
 
     @property
     def cache(self) -> KVCache:
+        """KV memory."""
         return self.core.runner.cache
 
     @property
     def running(self) -> list[Request]:
+        """The requests that decode."""
         return list(self.core.scheduler.running)
 
     def begin(self, prompt_lens: Sequence[int], num_tokens: int) -> None:
-        """Submits greedy requests of ``num_tokens`` tokens each, prompt and output together."""
-        for index, length in enumerate(prompt_lens):
-            max_tokens = num_tokens - length + 1  # the last token sampled is never stored
-            params = greedy(max_tokens)
-            submission = Submission(f"bench-{index}", None, [PROMPT_TOKEN] * length, params, max_tokens, 0, [], False)
-            self._submissions.append(submission)
-            self.core.live[submission.request_id] = submission
-            self.core.add(submission)
+        """Submits greedy requests that end with ``num_tokens`` tokens in memory, and steps until all decode at once.
 
-    def start(self, prompt_lens: Sequence[int], num_tokens: int) -> None:
-        """Begins and steps until every request decodes; counters and the peak of KV memory begin there.
-
-        Raises ``QKVError`` if not all of them ever do at once.
+        Counters and the peak of KV memory begin there. Raises ``QKVError`` if the requests never all decode at once.
         """
-        self.begin(prompt_lens, num_tokens)
+        for index, length in enumerate(prompt_lens):
+            self._submit(f"bench-{index}", length, num_tokens - length + 1)  # the last token sampled is never stored
         while True:
             self.core.step()
             self._check()
@@ -126,7 +138,8 @@ class FilledCore:
                 raise QKVError("requests were preempted: the batch does not fit at once")
         self._settle()
         gc.collect()  # garbage of the prompts must not be collected in the timed steps
-        self.core.reset_counters()  # the prompts' peak at their widest is not the steps'
+        self.core.reset_counters()  # KV of the prompts at their widest is not the steps' peak
+        self._stats = take_snapshot(self.started)
 
     def end(self) -> None:
         """Ends all requests and gives their blocks back."""
@@ -137,6 +150,22 @@ class FilledCore:
             self.core.step()
         self.core.reset_counters()
 
+    def close(self) -> None:
+        """Frees model and KV memory, for the next preset."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._threads.close()
+        self.core.free()
+        del self._patterns
+        gc.collect()
+        if self.started.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def stats(self) -> EngineStats:
+        """Memory and counters after the last steps that were timed; for any thread."""
+        return self._stats
+
     def seconds_per_step(self, number: int) -> float:
         """The mean over ``number`` steps, from an idle device to an idle device."""
         self._wait()
@@ -146,6 +175,7 @@ class FilledCore:
         self._wait()
         seconds = time.perf_counter() - start
         self._check()
+        self._stats = take_snapshot(self.started)
         return seconds / number
 
     def kv_nbytes_read(self) -> int:
@@ -164,6 +194,13 @@ class FilledCore:
             total += sum(again[block.rung] for block in table.blocks)
         return total
 
+    def _submit(self, name: str, prompt_len: int, max_tokens: int) -> None:
+        params = greedy(max_tokens)
+        submission = Submission(name, None, [PROMPT_TOKEN] * prompt_len, params, max_tokens, 0, [], False)
+        self._submissions.append(submission)
+        self.core.live[submission.request_id] = submission
+        self.core.add(submission)
+
     def _check(self) -> None:
         """Raises ``QKVError`` if a request has ended, with its error if it failed."""
         for submission in self._submissions:
@@ -179,8 +216,8 @@ class FilledCore:
             apply_moves(self.cache)
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.started.device.type == "cuda":
+            torch.cuda.synchronize(self.started.device)
 
 
 def apply_moves(cache: KVCache) -> None:

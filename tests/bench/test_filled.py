@@ -7,29 +7,28 @@ from itertools import pairwise
 import pytest
 import torch
 
+from qkv_engine.bench.filled import FilledEngine, spread_prompts
+from qkv_engine.bench.sizing import largest_batch
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.block import slot_rung
-from qkv_engine.startup import start
-from studies.decode_run import largest_batch
-from studies.filled import FilledCore, spread_prompts
 
 
 @contextmanager
-def filled(kv: str, nbytes: int = 2**25, **options: object) -> Iterator[FilledCore]:
+def filled(kv: str, nbytes: int = 2**25, **options: object) -> Iterator[FilledEngine]:
     options |= {"prefix_caching": False, "device": "cpu", "max_model_len": 1024}
-    started = start(EngineConfig(model="demo", load_format="random", kv=resolve_kv(kv), kv_memory=nbytes, **options))
-    yield FilledCore(started)
-    started.core.free()
+    config = EngineConfig(model="demo", load_format="random", kv=resolve_kv(kv), kv_memory=nbytes, **options)
+    with FilledEngine(config) as core:
+        yield core
 
 
-def rungs(core: FilledCore, index: int = 0) -> list[int]:
+def rungs(core: FilledEngine, index: int = 0) -> list[int]:
     return [block.rung for block in core.cache.tables[f"bench-{index}"].blocks]
 
 
 def test_requests_decode_from_where_they_were_filled_to() -> None:
     with filled("bf16") as core:
-        core.start([300, 5], 400)
+        core.begin([300, 5], 400)
         assert [r.num_computed_tokens for r in core.running] == [300, 5]
         assert [r.num_output_tokens for r in core.running] == [1, 1]
         core.cache.tables.check_integrity()
@@ -39,13 +38,13 @@ def test_requests_decode_from_where_they_were_filled_to() -> None:
         assert core.kv_nbytes_read() == (307 + 12) * per_token
         core.end()
         assert not core.running and not core.cache.tables.arena.used_nbytes
-        core.start([9], 20)
+        core.begin([9], 20)
         assert len(core.running) == 1
 
 
 def test_what_was_filled_is_finite_and_not_zero() -> None:
     with filled("bf16") as core:
-        core.start([300], 400)
+        core.begin([300], 400)
         for block in core.cache.tables["bench-0"].blocks[:2]:
             values = core.cache.memory[block.slot.address :][: block.slot.nbytes].view(torch.bfloat16).float()
             assert values.isfinite().all() and values.std() == pytest.approx(1, abs=0.02)
@@ -53,7 +52,7 @@ def test_what_was_filled_is_finite_and_not_zero() -> None:
 
 def test_eager_ladders_settle_at_once() -> None:
     with filled("int4") as core:
-        core.start([32 + 5 * 128 + 7, 40], 1000)
+        core.begin([32 + 5 * 128 + 7, 40], 1000)
         assert rungs(core) == [1] * 5 + [0]
         assert [slot.rung for slot in core.cache.tables["bench-0"].slots] == [slot_rung(0)]
         assert rungs(core, 1) == [0]
@@ -64,7 +63,7 @@ def test_eager_ladders_settle_at_once() -> None:
 
 def test_codes_of_two_layers_are_read_twice() -> None:
     with filled("xquant") as core:
-        core.start([4 * 128], 700)
+        core.begin([4 * 128], 700)
         assert rungs(core) == [1] * 3 + [0]
         wide, narrow = core.cache.ladder.rungs
         twice = 2 * 2 * 128 * 128 // 8  # V at 1 bit of two heads, layers 4 and 6
@@ -73,17 +72,17 @@ def test_codes_of_two_layers_are_read_twice() -> None:
 
 def test_a_recent_window_stays_dense() -> None:
     with filled("kivi-2") as core:
-        core.start([4 * 128], 700)
+        core.begin([4 * 128], 700)
         assert rungs(core) == [1] * 3 + [0]
 
 
 def test_pressure_steps_blocks_down_only_as_far_as_memory_asks() -> None:
     with filled("auto") as roomy:
-        roomy.start([1000] * 2, 1024)
+        roomy.begin([1000] * 2, 1024)
         assert {rung for i in range(2) for rung in rungs(roomy, i)} == {0}
     with filled("auto") as tight:
         batch = largest_batch(tight.cache.ladder, 2**25, 1024)
-        tight.start([1000] * batch, 1024)
+        tight.begin([1000] * batch, 1024)
         found = {rung for i in range(batch) for rung in rungs(tight, i)}
         assert found >= {0, 2} and len(tight.running) == batch > 3
         tight.seconds_per_step(20)
@@ -95,7 +94,7 @@ def test_pressure_steps_blocks_down_only_as_far_as_memory_asks() -> None:
 def test_the_largest_batch_runs_at_once_to_its_last_token(kv: str) -> None:
     with filled(kv, 2**24) as core:
         batch = largest_batch(core.cache.ladder, 2**24, 500)
-        core.start([480] * batch, 500)
+        core.begin([480] * batch, 500)
         core.seconds_per_step(19)
         assert len(core.running) == batch and core.core.scheduler.num_preemptions == 0
         core.cache.tables.check_integrity()

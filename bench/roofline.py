@@ -1,9 +1,8 @@
-"""Roofline of one decode step: the bytes it must read, its arithmetic, and the least time on one H200."""
+"""The bytes and arithmetic of one decode step, and the least time that one H200 needs for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,12 +11,12 @@ from qkv_engine.models.registry import MODELS
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
 
-BANDWIDTH = 4.3e12  # B/s of an H200's memory, measured by a copy
+GPU = "H200"  # the product whose figures follow; limits mean nothing for another
+BANDWIDTH = 4.3e12  # B/s of its memory, measured by a copy
 FLOPS = 788e12  # bf16 FLOP/s of its tensor cores, measured
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Bytes of a model's weights: all of them, and those that every step reads; ``multiplied`` counts parameters.
 
     A step looks up a few rows of the input embedding, which does not count unless it is the output embedding too.
@@ -38,12 +37,10 @@ def count_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
     return Weights(total * dtype.itemsize, (total - unread) * dtype.itemsize, matrices - unread)
 
 
-def bytes_seconds(weights: Weights, kv_nbytes: float) -> float:
-    """Seconds of a step that only reads its weights and ``kv_nbytes`` of KV, at full bandwidth."""
-    return (weights.read_nbytes + kv_nbytes) / BANDWIDTH
-
-
 def limit_seconds(weights: Weights, batch: int, kv_nbytes: float) -> float:
-    """``bytes_seconds``, with matrix products at their arithmetic's time where that is longer than their reading."""
+    """The least seconds of a step that reads its weights and ``kv_nbytes`` of KV.
+
+    Bytes pass at full bandwidth; matrix products take their arithmetic's time where that is longer.
+    """
     products = max(weights.read_nbytes / BANDWIDTH, 2 * weights.multiplied * batch / FLOPS)
     return products + kv_nbytes / BANDWIDTH
