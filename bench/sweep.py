@@ -51,7 +51,7 @@ class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
     def reset_stats(self) -> None: ...
 
 
-OpenEngine = Callable[[str], BenchEngine]
+OpenEngine = Callable[[str], AbstractContextManager[BenchEngine]]
 
 
 @dataclass(frozen=True, kw_only=True)

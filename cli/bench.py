@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine.errors import ConfigError
 
-from . import common, results, tasks
+from . import common, quality, results, tasks
 from .model import check_ladders, check_shape, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
+    from qkv_engine.bench.quality import RatedRow
     from qkv_engine.bench.questions import Workload
     from qkv_engine.bench.sweep import Row, SweepPlan
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "after another and are compared with the first. Rows go to stdout, "
         "progress to stderr; Ctrl-C prints the rows measured so far. --kv-memory 8x is memory for 8 of the requests at "
         "16 bits: with --task ledger:100 --batch-sweep 20 the table shows whether the other 12 queue or run at fewer "
-        "bits. docs/benchmarks.md explains the columns."
+        "bits. " + quality.EPILOG + "docs/benchmarks.md explains the columns."
     )
     common.add_model_arguments(parser, takes_kv_list=True)
     group = parser.add_argument_group("benchmark")
@@ -44,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-sweep",
         nargs="?",
         const=DEFAULT_SWEEP,
-        default="1",
         metavar="LIST",
         help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
     )
@@ -56,33 +56,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:SIZE",
         help="ask questions of a demo task, such as ledger:100, instead of random prompts, and count the right answers",
     )
+    quality.add_arguments(add)
     add("--repeats", type=int, metavar="N", help="measured runs of a size (default: 3, with --task 1)")
     add("--warmup", type=int, metavar="N", help="runs before them (default: 1, with --task 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     results.add_arguments(add)
-    results.add_plot(add, "throughput and KV memory", DEFAULT_PLOT)
+    results.add_plot(add, "throughput and KV memory, or what --pareto compares,", DEFAULT_PLOT)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
+    from qkv_engine.bench.quality import rate
     from qkv_engine.bench.sweep import sweep
 
+    quality.set_defaults(args)
     ladders = common.kv_ladders(args.kv)
     plan = _plan(args, tuple(ladders))
+    asked = quality.questions(args)
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
+        quality.make_room(args, asked, plan)
     results.check_targets_and_plot(args)
     check_ladders(args, ladders.values(), args.shape)
+    parts = quality.parts(args, plan, ladders, _nbytes_for_requests(args, plan))
+    by_kv = {kv: part for part in parts for kv in part.kvs}
+    answers = quality.answering(args, asked, ladders, lambda kv, ladder: _open_engine(args, by_kv[kv], ladder))
     rows: list[Row] = []
     try:
-        with progress_bar(len(plan.kvs) * len(plan.batches)) as bar:
-            open_engine, describe = (lambda kv: _open_engine(args, plan, ladders[kv])), common.describe_with(args)
-            for row in sweep(plan, open_engine, watch=bar.watch, describe=describe):
-                rows.append(row)
-                bar.reach(len(rows))
+        with progress_bar(sum(len(part.batches) + bool(asked.tasks) for part in by_kv.values())) as bar:
+            answers.watch, describe = bar.watch, common.describe_with(args)
+            answers.on_found = lambda: bar.reach(len(rows) + len(answers.found))
+            for part in parts:
+                for row in sweep(part, answers.open, watch=bar.watch, describe=describe):
+                    rows.append(row)
+                    bar.reach(len(rows) + len(answers.found))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, plan, ladders, rows)
+            _deliver(args, plan, ladders, rate(rows, answers.found))
     return results.exit_code(row.status for row in rows)
 
 
@@ -91,7 +101,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
 
     parse_requests(args.kv_memory)
     check_shape(args)
-    batches = parse_batches(args.batch_sweep)
+    batches = parse_batches(args.batch_sweep or "1")
     workload = _workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
@@ -151,12 +161,18 @@ def _nbytes_for_requests(args: argparse.Namespace, plan: SweepPlan) -> int | Non
     return nbytes_for(read_model(args, args.shape).config, number, plan.num_tokens)
 
 
-def _deliver(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig], rows: Sequence[Row]) -> None:
+def _deliver(
+    args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig], rows: Sequence[RatedRow]
+) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
+    from qkv_engine.bench.quality import with_answers
     from qkv_engine.bench.report import render, sweep_table, workload_table
 
+    if args.pareto:
+        return quality.deliver_pareto(args, ladders, rows)
     table = (sweep_table if plan.workload is None else workload_table)(rows, ladders)
+    table = with_answers(table, rows, ladders)
     extras = []
     if args.plot is not None:
         kind = args.plot.suffix.lower().removeprefix(".")
