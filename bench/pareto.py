@@ -41,17 +41,19 @@ def largest_batch(kv: KVConfig, config: ModelConfig, nbytes: int, num_tokens: in
     try:
         tables = planned_cache(ladder, nbytes).tables
     except CapacityError:
-        return 1  # whose row says what is missing
+        return 1  # its row says what is missing
     return min(MAX_BATCH, max(1, tables.max_requests(num_tokens, len(ladder.rungs) - 1)))
 
 
 def with_capacity(row: RatedRow, kv: KVConfig, config: ModelConfig) -> ParetoRow:
     """``row`` with the capacity of the KV memory that its engine had; without one if it had none."""
     ladder = make_ladder(kv, config, config.dtype)
+    try:
+        tables = planned_cache(ladder, row.kv_bytes_total or 0).tables
+        capacity = tables.max_tokens(len(ladder.rungs) - 1)
+    except CapacityError:
+        capacity = None
     floor = ladder.narrowest
-    capacity = None
-    if row.kv_bytes_total is not None:
-        capacity = planned_cache(ladder, row.kv_bytes_total).tables.max_tokens(len(ladder.rungs) - 1)
     return ParetoRow(
         **vars(row),
         capacity_tokens=capacity,

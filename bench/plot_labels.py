@@ -99,7 +99,8 @@ def _candidates(point: Point, size: Point) -> Iterator[Box]:
 def _clash_cost(box: Box, i: int, scene: Scene, placed: Mapping[int, Box]) -> float:
     wide = box.widened()
     clashes = sum(map(wide.overlaps, (*placed.values(), *scene.obstacles))) + 2 * (not scene.frame.holds(box))
-    return math.dist(scene.points[i], box.nearest(*scene.points[i])) + CLASH * clashes
+    distance = math.dist(scene.points[i], box.nearest(*scene.points[i]))
+    return max(DISTANCES[0], distance) + CLASH * clashes
 
 
 def _crossing_cost(box: Box, i: int, scene: Scene, placed: Mapping[int, Box]) -> float:
