@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.errors import QKVError
 
 from .accuracy import AccuracyPlan, AccuracyRow, EvalEngine, evaluate
 from .grading import wilson_interval
@@ -80,8 +80,9 @@ class Answering:
         try:
             rows = list(evaluate(plan, open_engine, watch=self._watch_task, describe=self.describe))
             self.found[kv] = quality_of(rows)
-        except ConfigError as error:  # such as a plan for another model than the one that answers
-            self.found[kv] = Quality(eval_detail=self.describe(error))
+        except (QKVError, RuntimeError, MemoryError) as error:  # such as a plan for another model than the one asked
+            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
+            self.found[kv] = Quality(eval_detail=detail)
         self.on_found()
 
     def _watch_task(self, work: Work, engine: Watched) -> AbstractContextManager[None]:
