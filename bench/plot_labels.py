@@ -89,7 +89,7 @@ def _candidates(point: Point, size: Point) -> Iterator[Box]:
     (x, y), (width, height) = point, size
     for distance in DISTANCES:
         for step in range(ANGLES):
-            angle = math.pi / 2 * (1 - 4 * step / ANGLES) - math.pi / 2
+            angle = -2 * math.pi * step / ANGLES
             dx, dy = math.cos(angle), math.sin(angle)
             left = x + distance * dx - width * (1 - dx) / 2
             bottom = y + distance * dy - height * (1 - dy) / 2

@@ -74,7 +74,8 @@ class Answering:
             self._ask(kv, lambda _: self.others[kv]())
 
     def _ask(self, kv: str, open_engine: Callable[[str], AbstractContextManager[EvalEngine]]) -> None:
-        if not self.plan.tasks or kv in self.found:
+        is_answered = kv in self.found and self.found[kv].accuracy is not None  # by an engine that failed later
+        if not self.plan.tasks or is_answered:
             return
         plan = replace(self.plan, kvs=(kv,))
         try:

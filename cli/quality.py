@@ -96,7 +96,7 @@ def make_room(args: argparse.Namespace, asked: Questions, plan: SweepPlan) -> No
     """Lets the engines of a sweep take the questions, where ``--max-model-len`` is left to them."""
     if not asked.of_demo and asked.num_tokens > plan.num_tokens:
         args.max_model_len = asked.num_tokens + 1
-        args.options["max_model_len"] = "--eval"
+        args.options["max_model_len"] = "--eval (tokens of a question)"
 
 
 def parts(

@@ -39,6 +39,8 @@ class AnsweringEngine(FakeEngine):
         self.log.append(f"{self.name} {'measured' if isinstance(params, SamplingParams) else 'asked'}")
         if isinstance(params, SamplingParams):
             return super().generate(prompts, params)
+        if error := self.raises.get(len(prompts)):
+            raise error
         return [self._answer(i, prompt) for i, prompt in enumerate(prompts)]
 
     def stats(self) -> Any:

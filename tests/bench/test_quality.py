@@ -99,6 +99,20 @@ def test_a_failed_size_is_followed_by_one_round_of_questions() -> None:
     assert log.count("bf16 asked") == len(TASKS) and answers.found["bf16"].accuracy == 1
 
 
+def test_an_engine_opened_anew_is_asked_where_the_one_in_doubt_could_not_answer() -> None:
+    answers = answering([], ("bf16",))
+    engines: list[AnsweringEngine] = []
+
+    def open_engine(kv: str) -> AnsweringEngine:
+        doubt = {} if engines else {1: RuntimeError("out of memory"), 4: RuntimeError("in doubt")}
+        engines.append(AnsweringEngine(tasks=TASKS, raises=doubt))
+        return engines[-1]
+
+    answers.open_engine = open_engine
+    assert [row.status for row in sweep_rows(answers)] == ["failed", "ok"]
+    assert len(engines) == 2 and answers.found["bf16"].accuracy == 1
+
+
 def rated(kv: str, **values: Any) -> Any:
     quality = {"eval_model": "demo", "eval_tasks": "lookup 4", "answers": 8, "accuracy": 0.75} | values
     found = Quality(**{"accuracy_low": 0.4, "accuracy_high": 0.93, "eval_bits": 5.0} | quality)
@@ -177,3 +191,9 @@ def test_the_demo_model_answers_for_random_weights(
     words = ["--shape", "qwen3-8b", "--kv", "kivi-2", "--eval", "addition:2", "--samples", "1"]
     assert main(["bench", *words]) == 0
     assert "right, demo model" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_memory_for_less_than_a_question_is_told_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kv", "bf16", "--kv-memory", "1x", "--input-len", "8", "--output-len", "2", "--eval", "ledger:40"]
+    assert main(["bench", *words, "--samples", "1"]) == 3
+    assert "--eval (tokens of a question)=1195: KV memory of 1.0 MiB holds 128 tokens" in capsys.readouterr().out
