@@ -43,7 +43,7 @@ class EvalEngine(AbstractContextManager["EvalEngine"], Protocol):
     def reset_stats(self) -> None: ...
 
 
-OpenEngine = Callable[[str], EvalEngine]
+OpenEngine = Callable[[str], AbstractContextManager[EvalEngine]]
 
 
 @dataclass(frozen=True, kw_only=True)

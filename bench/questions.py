@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +70,9 @@ def parse_tasks(text: str, *, samples: int, seed: int = 0, field: str = "tasks")
         match = re.fullmatch(r"\s*([a-z]+)\s*(?::\s*(\d{1,4})\s*)?", part, re.ASCII)
         name = match[1] if match else part.strip()
         if match is None or name not in TASKS or match[2] == "0":
-            remedy = f'Give a list such as "ledger:40,lookup": names from {", ".join(TASKS)}, sizes from 1'
+            near = [f"Did you mean {found}? " for found in get_close_matches(name, TASKS, n=1) if found != name]
+            names = ", ".join(TASKS)
+            remedy = "".join(near) + f'Give a list such as "ledger:40,lookup": names from {names}, sizes from 1'
             raise ConfigError("not a task", field=field, value=part.strip(), remedy=remedy)
         wanted[name, int(match[2]) if match[2] else DEFAULT_SIZES[name]] = None
     return tuple(Task(name, size, tuple(sample_examples(name, size, samples, seed))) for name, size in wanted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
 RUN, SAMPLED = "run", "sampled"  # methods
 
-OpenEngine = Callable[[str], "BenchEngine | FilledEngine"]
+OpenEngine = Callable[[str], AbstractContextManager["BenchEngine | FilledEngine"]]
 
 
 class Method(Protocol):

@@ -12,13 +12,14 @@ from qkv_engine.bench.batches import MAX
 from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
 from qkv_engine.errors import CapacityError, ConfigError
 
-from . import bench_preset, common, results, tasks
+from . import bench_preset, common, quality, results, tasks
 from .model import check_ladders, check_shape, read_model, weight_dtype
 from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
     from qkv_engine.bench.filled import FilledEngine
+    from qkv_engine.bench.quality import RatedRow
     from qkv_engine.bench.questions import Workload
     from qkv_engine.bench.sizing import Machine
     from qkv_engine.bench.sweep import Row, SweepPlan
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "after another and are compared with the first. Rows go to stdout, "
         "progress to stderr; Ctrl-C prints the rows measured so far. --kv-memory 8x is memory for 8 of the requests at "
         "16 bits: with --task ledger:100 --batch-sweep 20 the table shows whether the other 12 queue or run at fewer "
-        "bits. docs/benchmarks.md explains the columns."
+        "bits. " + quality.EPILOG + "docs/benchmarks.md explains the columns."
     )
     common.add_model_arguments(parser, takes_kv_list=True)
     group = parser.add_argument_group("benchmark")
@@ -73,39 +74,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:SIZE",
         help="ask questions of a demo task, such as ledger:100, instead of random prompts, and count the right answers",
     )
+    quality.add_arguments(add)
     add("--repeats", type=int, metavar="N", help="measured runs of a size (default: 3, with --task 1)")
     add("--warmup", type=int, metavar="N", help="runs before them (default: 1, with --task 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     results.add_arguments(add)
-    results.add_plot(add, "throughput and KV memory", DEFAULT_PLOT)
+    results.add_plot(add, "throughput and KV memory, or what --pareto compares,", DEFAULT_PLOT)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
+    from qkv_engine.bench.quality import rate
     from qkv_engine.bench.sweep import sweep
 
     check_shape(args)
     if args.shape == common.DEMO:
         args.shape = None
+    quality.set_defaults(args)
     bench_preset.resolve(args)
     results.check_targets_and_plot(args)
     ladders = _ladders(args)
     plan = _plan(args, tuple(ladders))
+    asked = quality.questions(args)
     if MAX in (args.batch_sweep or ""):
         plan = _with_largest(args, plan, ladders)
     if args.max_model_len is None:
         args.options["max_model_len"] = "--task" if plan.workload else "--input-len + --output-len"
+        quality.make_room(args, asked, plan)
     check_ladders(args, ladders.values(), args.shape)
+    answers = quality.answering(args, asked, plan, ladders, lambda each, ladder: _open_engine(args, each, ladder))
     rows: list[Row] = []
     try:
-        with progress_bar(plan.num_rows) as bar:
-            open_engine, describe = (lambda kv: _open_engine(args, plan, ladders[kv])), common.describe_with(args)
-            for row in sweep(plan, open_engine, watch=bar.watch, describe=describe):
+        with progress_bar(plan.num_rows + len(ladders) * bool(asked.tasks)) as bar:
+            answers.watch, describe = bar.watch, common.describe_with(args)
+            answers.on_found = lambda: bar.reach(len(rows) + len(answers.found))
+            for row in sweep(plan, answers.open, watch=bar.watch, describe=describe):
                 rows.append(row)
-                bar.reach(len(rows))
+                bar.reach(len(rows) + len(answers.found))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, plan, ladders, rows)
+            _deliver(args, plan, ladders, rate(rows, answers.found))
     return results.exit_code(row.status for row in rows)
 
 
@@ -219,12 +227,18 @@ def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Eng
     return FilledEngine(EngineConfig(**common.engine_options(args) | options))
 
 
-def _deliver(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig], rows: Sequence[Row]) -> None:
+def _deliver(
+    args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig], rows: Sequence[RatedRow]
+) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
+    from qkv_engine.bench.quality import with_answers
     from qkv_engine.bench.report import paper_tables, render, sweep_table, workload_table
 
-    tables = [(sweep_table if plan.workload is None else workload_table)(rows, ladders)]
+    if args.pareto:
+        return quality.deliver_pareto(args, ladders, rows)
+    table = (sweep_table if plan.workload is None else workload_table)(rows, ladders)
+    tables = [with_answers(table, rows, ladders)]
     experiment = None if plan.preset is None else Experiment(PAPERS[plan.preset], bench_preset.is_demo(args))
     if experiment is not None:
         tables[:] = paper_tables(tables[0], experiment)

@@ -11,7 +11,7 @@ from qkv_engine.errors import ConfigError
 from . import common
 
 EXCLUDED = {
-    "preset": ("task", "tasks"),
+    "preset": ("task", "tasks", "pareto"),
     "sampled": ("task", "tasks", "repeats", "warmup"),
     "memory": ("kv_memory",),
 }
@@ -36,7 +36,7 @@ def is_demo(args: argparse.Namespace) -> bool:
 def _check_combinations(args: argparse.Namespace) -> None:
     for field, others in EXCLUDED.items():
         value = getattr(args, field)
-        other = next((args.options[name] for name in others if getattr(args, name) is not None), None)
+        other = next((args.options[name] for name in others if getattr(args, name) not in (None, False)), None)
         if value and other is not None:
             raise ConfigError(f"cannot be combined with {other}", field=field, value=value, remedy="Leave one out")
 

@@ -256,11 +256,15 @@ PLAN_SUFFIX = ".json"  # of a kv that names a plan file
 PLANNED = ("kvmix", "pm-kvq", "mixed")  # methods that have a plan for each model in place of a preset
 
 
+def main_presets() -> tuple[str, ...]:
+    """The names of the presets without the variants of others in groups of 32 or with a sink."""
+    return tuple(name for name in PRESETS if not name.endswith(("-g32", "-sink")))
+
+
 def preset_families() -> Iterator[str]:
     """Names of the presets; presets that differ in groups and sink alone share one: "kivi-2[-g32][-sink]"."""
-    for name in PRESETS:
-        if not name.endswith(("-g32", "-sink")):
-            yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)
+    for name in main_presets():
+        yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)
 
 
 def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:

@@ -1,0 +1,118 @@
+"""The best row of each preset beside its capacity: throughput and tokens against right answers, and both frontiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.errors import CapacityError
+from qkv_engine.sizes import format_size
+
+from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title
+from .report import number
+from .sizing import make_ladder, planned_cache
+from .sweep import OK
+from .table import Table, from_columns
+
+if TYPE_CHECKING:
+    from qkv_engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoRow(RatedRow):
+    """A rated row, and its KV memory with all blocks on the ladder's last rung.
+
+    ``capacity_tokens`` is the longest request that fits alone; ``floor_bytes_per_token`` and ``floor_bits`` are bytes
+    of a token and bits of a KV element, all metadata counted, in a block there.
+    """
+
+    capacity_tokens: int | None = None
+    floor_bytes_per_token: float | None = None
+    floor_bits: float | None = None
+
+
+def with_capacity(row: RatedRow, kv: KVConfig, config: ModelConfig) -> ParetoRow:
+    """``row`` with the capacity of the KV memory that its engine had; without one if it had none."""
+    ladder = make_ladder(kv, config, config.dtype)
+    try:
+        tables = planned_cache(ladder, row.kv_bytes_total or 0).tables
+        capacity = tables.max_tokens(len(ladder.rungs) - 1)
+    except CapacityError:
+        capacity = None
+    floor = ladder.narrowest
+    return ParetoRow(
+        **vars(row),
+        capacity_tokens=capacity,
+        floor_bytes_per_token=round(floor.token_nbytes, 3),
+        floor_bits=round(floor.effective_bits, 4),
+    )
+
+
+def best_rows(rows: Sequence[ParetoRow]) -> list[ParetoRow]:
+    """The row of each preset with the highest throughput, in the presets' order."""
+    best: dict[str, ParetoRow] = {}
+    for row in rows:
+        if row.kv not in best or (row.output_tok_s or 0) > (best[row.kv].output_tok_s or 0):
+            best[row.kv] = row
+    return list(best.values())
+
+
+def frontier(values: Mapping[str, tuple[float | None, float | None]]) -> list[str]:
+    """The names whose gain and accuracy no other has both of, or more, from the highest accuracy down.
+
+    ``values`` has gain and accuracy by name; a name that lacks one is on no frontier. Of equals the first counts.
+    """
+    whole = [(name, gain, right) for name, (gain, right) in values.items() if gain is not None and right is not None]
+    found: list[str] = []
+    most = float("-inf")
+    for name, gain, _ in sorted(whole, key=lambda point: (-point[2], -point[1])):
+        if gain > most:
+            found.append(name)
+            most = gain
+    return found
+
+
+def speed_frontier(rows: Sequence[ParetoRow]) -> list[str]:
+    """The presets on the frontier of output tokens per second and accuracy."""
+    return frontier({row.kv: (row.output_tok_s, row.accuracy) for row in rows})
+
+
+def capacity_frontier(rows: Sequence[ParetoRow]) -> list[str]:
+    """The presets on the frontier of tokens of capacity and accuracy."""
+    return frontier({row.kv: (row.capacity_tokens, row.accuracy) for row in rows})
+
+
+def pareto_table(rows: Sequence[ParetoRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+    """The best row of each of ``ladders``, and the frontiers that it is on."""
+    rows = best_rows(rows)
+    first = rows[0].output_tok_s
+    asked = next((row for row in rows if row.accuracy is not None), rows[0])
+    fronts = {"speed": speed_frontier(rows), "capacity": capacity_frontier(rows)}
+    columns = {
+        "kv": [row.kv for row in rows],
+        "batch": [number(row.batch, 0) for row in rows],
+        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
+        f"vs {rows[0].kv}": [f"{row.output_tok_s / first:.2f}x" if row.output_tok_s and first else "" for row in rows],
+        "capacity tokens": [number(row.capacity_tokens, 0) for row in rows],
+        "bytes per token": [number(row.floor_bytes_per_token, 0) for row in rows],
+        "bits": [number(row.floor_bits, 2) for row in rows],
+        right_header(asked): [accuracy_cell(row) for row in rows],
+        "95 %": [interval_cell(row) for row in rows],
+        "frontier": [", ".join(name for name, on in fronts.items() if row.kv in on) for row in rows],
+        "status": ["" if row.status == OK else row.status for row in rows],
+    }
+    failed = [f"{row.kv} {row.batch:,} {row.status}: {row.detail}" for row in rows if row.status != OK]
+    spare = ["bytes per token", "95 %", "batch", f"vs {rows[0].kv}", "status", "bits"]
+    return from_columns(_title(rows, asked), columns, [*failed, *answer_notes(rows, ladders)], spare)
+
+
+def _title(rows: Sequence[ParetoRow], asked: ParetoRow) -> str:
+    ran = next((row for row in rows if row.repeats), rows[0])
+    parts = [ran.model, ran.machine, ran.dtype, f"{ran.input_len:,} in, {ran.output_len:,} out"]
+    if ran.kv_bytes_total:
+        parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
+    if asked.accuracy is not None:
+        parts.append(right_title(asked))
+    return " · ".join(part for part in parts if part)
