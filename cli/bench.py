@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine.errors import ConfigError
 
-from . import common, results, tasks
+from . import bench_arrivals, common, results, tasks
 from .model import check_ladders, check_shape, read_model
 from .progress import progress_bar
 
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
     )
-    add("--input-len", type=int, metavar="N", help=f"tokens of each prompt (default: {DEFAULT_LEN})")
-    add("--output-len", type=int, metavar="N", help=f"tokens of each output (default: {DEFAULT_LEN})")
+    add("--input-len", type=bench_arrivals.length, metavar="N", help=f"tokens of each prompt (default: {DEFAULT_LEN})")
+    add("--output-len", type=bench_arrivals.length, metavar="N", help=f"tokens of each output (default: {DEFAULT_LEN})")
     tasks.add_argument(
         add,
         "task",
@@ -61,10 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     results.add_arguments(add)
     results.add_plot(add, "throughput and KV memory", DEFAULT_PLOT)
+    bench_arrivals.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
+    if bench_arrivals.is_asked(args):
+        return bench_arrivals.run(args)
     from qkv_engine.bench.sweep import sweep
 
     ladders = common.kv_ladders(args.kv)
