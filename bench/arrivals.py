@@ -9,7 +9,6 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,33 +19,20 @@ from qkv_engine.request import RequestOutput, SamplingParams
 from .arrivals_row import ArrivalsRow, Served, figures, origin
 from .grading import is_correct
 from .series import Sample, sampled, thinned
-from .sweep import FAILED, NO_FIT, greedy, ordinary_tokens
+from .sweep import FAILED, NO_FIT, BenchEngine, greedy, ordinary_tokens
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
-    from qkv_engine.metrics import EngineStats
-    from qkv_engine.text.tokenizer import Tokenizer
-
     from .load import Rate
     from .questions import Workload
     from .traces import Arrival
     from .watch import Watch
 
 
-class StreamingEngine(AbstractContextManager["StreamingEngine"], Protocol):
+class StreamingEngine(BenchEngine, Protocol):
     """What a run needs of ``Engine``."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
     def generate_async(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def reset_stats(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +106,7 @@ class _Measurement:
             rates = list(self.plan.rates)
             while rates:
                 try:
-                    with self.open_engine(kv) as engine:
+                    with (engine := self.open_engine(kv)):
                         yield from self._rates(kv, rates, engine)
                 except CapacityError as error:
                     yield from (self._unmeasured(kv, rate, NO_FIT, self.describe(error)) for rate in rates)

@@ -73,7 +73,7 @@ def steps_table(rows: Sequence[ArrivalsRow]) -> Table:
         "decode_steps": "decode steps: p50 / p99 ms",
         "decode_steps_demoting": "with demotions",
         "mixed_steps": "with a prompt",
-        "mixed_steps_demoting": "with both",
+        "mixed_steps_demoting": "with a prompt and demotions",
     }
     columns = {label: [_steps(row, name) for row in rows] for name, label in kinds.items()}
     return _below(rows, columns)

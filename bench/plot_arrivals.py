@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from qkv_engine.sizes import format_size
+
 from .arrivals_row import ArrivalsRow
 from .plots import require_matplotlib
 
@@ -52,7 +54,7 @@ def plot_arrivals(found: Sequence[Measured], bits: Mapping[str, float], *, kind:
     for axes in grid.flat:
         _dress(axes)
     figure.align_ylabels(grid[:, 0])
-    figure.suptitle(_title(shown[0].row), fontweight="bold", wrap=True)
+    figure.suptitle(_title(next((one.row for one in shown if one.series), shown[0].row)), fontweight="bold")
     _legend(figure, rungs, has_preemptions=any(one.row.preemptions for one in shown))
     picture = io.BytesIO()
     figure.savefig(picture, format=kind)
@@ -83,13 +85,15 @@ def _unit(shown: Sequence[Measured]) -> tuple[str, int]:
 
 
 def _draw_blocks(axes: Axes, one: Measured, rungs: Mapping[str, Any]) -> None:
-    axes.set_title(_heading(one.row), fontsize="medium")
+    axes.set_title(_literal(one.row.kv), fontweight="bold", pad=18)
+    style: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
+    axes.annotate(_counts(one.row), (0.5, 1), (0, 5), fontsize="small", color=GREY, **style)
     layers = [[sample.blocks.get(name, 0) for sample in one.series] for name in rungs]
     if one.series and layers:
         seconds = [sample.seconds for sample in one.series]
         axes.stackplot(seconds, layers, colors=list(rungs.values()), linewidth=0, step="post")
     else:
-        axes.text(0.5, 0.5, one.row.status, transform=axes.transAxes, ha="center", color=GREY)
+        axes.annotate(one.row.status, (0.5, 0.5), (0, 0), color=GREY, **style)
 
 
 def _draw_free(axes: Axes, one: Measured, divisor: int) -> None:
@@ -122,22 +126,22 @@ def _dress(axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:,g}")
 
 
-def _heading(row: ArrivalsRow) -> str:
+def _counts(row: ArrivalsRow) -> str:
+    """The line below a preset's name: its throughput, and what memory pressure led to."""
     if row.output_tok_s is None:
-        return _literal(row.kv)
-    counts = [f"{row.output_tok_s:,.0f} tok/s"]
-    counts += [
-        f"{count:,} {what}" for count, what in ((row.demotions, "demotions"), (row.preemptions, "preempted")) if count
-    ]
-    return _literal(f"{row.kv}\n{' · '.join(counts)}")
+        return ""
+    counts = (("demotions", row.demotions), ("preemptions", row.preemptions))
+    return " · ".join([f"{row.output_tok_s:,.0f} tok/s", *(f"{n:,} {what}" for what, n in counts if n)])
 
 
 def _title(row: ArrivalsRow) -> str:
     """Model and machine, then what came."""
     where = ", ".join(part for part in (row.machine, row.dtype) if part)
     rate = {"inf": "all at once", TRACE: "at the times of a trace"}.get(row.rate, f"{row.rate} a second")
-    what = row.task or f"{row.input_len:,.0f} tokens in, {row.output_len:,.0f} out"
-    return _literal(f"{row.model}{f' on {where}' if where else ''}\n{row.requests:,} requests, {rate}: {what}")
+    lengths = f"{row.input_len:,.0f} tokens in, {row.output_len:,.0f} out"
+    memory = f"; KV memory {format_size(row.kv_bytes_total)}" if row.kv_bytes_total else ""
+    load = f"{row.requests:,} requests, {rate}: {row.task or lengths}{memory}"
+    return _literal(f"{row.model}{f' on {where}' if where else ''}\n{load}")
 
 
 def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) -> None:

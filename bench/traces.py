@@ -103,7 +103,7 @@ def _azure(path: Path, text: str) -> Iterator[tuple[int, Arrival]]:
             seconds = _cell(path, number, time, row[time], _seconds) if time in row else None
             yield number, Arrival(int(input_len), int(output_len), seconds)
     except csv.Error as error:
-        raise _wrong(path, rows.line_num, f"is no CSV: {error}", "Give one request a line") from error
+        raise _wrong(path, rows.line_num + 1, f"is no CSV: {error}", "Give one request a line") from error
 
 
 def _cell(path: Path, number: int, column: str, text: str | None, convert: Callable[[str], float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from qkv_engine.errors import ConfigError
 
@@ -15,7 +15,7 @@ from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
-    from qkv_engine.bench.arrivals import ArrivalsPlan, Measured, StreamingEngine
+    from qkv_engine.bench.arrivals import ArrivalsPlan, Measured
     from qkv_engine.bench.load import Range
     from qkv_engine.bench.questions import Workload
     from qkv_engine.bench.traces import Arrival
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(len(plan.kvs) * len(plan.rates)) as bar:
             for one in measure(
                 plan,
-                lambda kv: cast("StreamingEngine", _open_engine(args, plan, ladders[kv])),
+                lambda kv: _open_engine(args, plan, ladders[kv]),
                 watch=bar.watch,
                 describe=common.describe_with(args),
             ):
