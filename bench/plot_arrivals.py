@@ -113,7 +113,8 @@ def _draw_requests(axes: Axes, one: Measured) -> None:
         axes.fill_between(seconds, values, step="post", color=color, alpha=0.15, linewidth=0)
         axes.step(seconds, values, where="post", color=color, linewidth=1.5)
     preempted = [after.seconds for before, after in pairwise(one.series) if after.preemptions > before.preemptions]
-    axes.plot(preempted, [0.0] * len(preempted), color=WAITING, marker="x", markersize=4, linestyle="", clip_on=False)
+    if preempted:  # marks that are not clipped have no extent to lay out where there are none
+        axes.plot(preempted, [0] * len(preempted), "x", color=WAITING, markersize=4, clip_on=False)
     axes.set_xlabel("seconds")
 
 

@@ -78,6 +78,7 @@ def test_the_highest_rate_is_drawn() -> None:
         [measured(f"plan-{i}", AUTO.series, kv_bytes_total=2**31, task="ledger 20") for i in range(9)],
     ],
 )
+@pytest.mark.filterwarnings("error")  # of a layout that did not work out
 def test_odd_runs_can_be_drawn(found: list[Measured]) -> None:
     plot_arrivals(found, BITS, dpi=40)
 
