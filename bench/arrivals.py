@@ -154,7 +154,8 @@ class _Measurement:
         if self.plan.workload is None:
             return None
         pairs = zip(served, self.plan.workload.task.examples, strict=True)
-        return sum(one.output is not None and is_correct(one.output.text, example.answer) for one, example in pairs)
+        finished = [(one.output, example) for one, example in pairs if one.error is None]
+        return sum(output is not None and is_correct(output.text, example.answer) for output, example in finished)
 
     def _unmeasured(self, kv: str, rate: Rate, status: str, detail: str) -> Measured:
         return Measured(self._row(kv, rate, **origin(None, self.plan.seed), status=status, detail=detail), [])

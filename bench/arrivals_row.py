@@ -27,8 +27,9 @@ class ArrivalsRow(Provenance):
 
     Load
         ``rate`` is in requests a second, "inf" or "trace"; ``input_len`` and ``output_len`` are mean tokens.
-        ``failed`` requests are in no other figure. ``right`` answers were exact. ``seconds`` run from the first request
-        sent to the last token, and all rates are per second of these. ``goodput`` counts requests that met ``limits``.
+        ``failed`` requests are in no rate and no latency. ``right`` answers were exact. ``seconds`` run from the first
+        request sent to the last token, and all rates are per second of these. ``goodput`` counts requests that met
+        ``limits``.
 
     Latency
         Mean and percentiles over the requests, of ITL over all gaps between tokens, as their reader saw them.
