@@ -48,8 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
     )
-    add("--input-len", type=bench_arrivals.length, metavar="N", help=f"tokens of each prompt (default: {DEFAULT_LEN})")
-    add("--output-len", type=bench_arrivals.length, metavar="N", help=f"tokens of each output (default: {DEFAULT_LEN})")
+    add(
+        "--input-len",
+        type=bench_arrivals.length,
+        metavar="N",
+        help=f"tokens of each prompt, with --arrivals also a range such as 128..2048 (default: {DEFAULT_LEN})",
+    )
+    add(
+        "--output-len",
+        type=bench_arrivals.length,
+        metavar="N",
+        help=f"tokens of each output, with --arrivals also a range such as 128..2048 (default: {DEFAULT_LEN})",
+    )
     tasks.add_argument(
         add,
         "task",
