@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
 DEFAULT_REQUESTS = 128
 MAX_REQUESTS = 65_536
+OF_ARRIVALS = ("requests", "trace", "goodput", "timeline")  # options that nothing else has
+OF_BATCHES = ("batch_sweep", "repeats")
 TIMELINE_SUFFIXES = (".jsonl",)
 
 
@@ -58,7 +60,7 @@ def length(word: str) -> int | str:
 def is_asked(args: argparse.Namespace) -> bool:
     """Whether ``args`` ask for arrivals. Raises ``ConfigError`` for options that do not go together."""
     if args.arrivals is None:
-        for field in ("requests", "trace", "goodput", "timeline"):
+        for field in OF_ARRIVALS:
             if (value := getattr(args, field)) is not None:
                 remedy = "Say how fast requests come: --arrivals 8"
                 raise ConfigError("is for runs with --arrivals", field=field, value=str(value), remedy=remedy)
@@ -66,8 +68,8 @@ def is_asked(args: argparse.Namespace) -> bool:
             if isinstance(value := getattr(args, field), str):
                 raise ConfigError("a range is for runs with --arrivals", field=field, value=value)
         return False
-    for field, unset in (("batch_sweep", "1"), ("repeats", None)):
-        if (value := getattr(args, field)) != unset:
+    for field in OF_BATCHES:
+        if (value := getattr(args, field)) is not None:
             remedy = f"Leave --{field.replace('_', '-')} out, or --arrivals"
             raise ConfigError("requests that arrive are no batches", field=field, value=value, remedy=remedy)
     return True
