@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-sweep",
         nargs="?",
         const=DEFAULT_SWEEP,
-        default="1",
         metavar="LIST",
         help=f'batch sizes: "1,2,4", or "1..64" which doubles (default: 1; without LIST {DEFAULT_SWEEP})',
     )
@@ -104,7 +103,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
 
     parse_requests(args.kv_memory)
     check_shape(args)
-    batches = parse_batches(args.batch_sweep)
+    batches = parse_batches(args.batch_sweep or "1")
     workload = _workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
