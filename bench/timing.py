@@ -35,6 +35,11 @@ class Timeline:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     @property
+    def e2e(self) -> float:
+        """End-to-end latency: from the request being sent to its last token."""
+        return self.last_token - self.sent
+
+    @property
     def gaps(self) -> list[float]:
         """Inter-token latencies: every gap between neighbouring tokens."""
         return [after - before for before, after in pairwise(self.token_times)]

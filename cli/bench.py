@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
-from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.errors import CapacityError
 
-from . import bench_preset, common, quality, results, tasks
-from .model import check_ladders, check_shape, read_model, weight_dtype
+from . import bench_arrivals, bench_preset, common, quality, results, tasks
+from .model import check_ladders, check_shape, kv_nbytes, machine, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
     from qkv_engine.bench.filled import FilledEngine
     from qkv_engine.bench.quality import RatedRow
-    from qkv_engine.bench.questions import Workload
-    from qkv_engine.bench.sizing import Machine
     from qkv_engine.bench.sweep import Row, SweepPlan
 
 DEFAULT_SWEEP = "1..32"
@@ -66,8 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="skip the prompts: fill KV memory with random numbers and time decode steps at a few contexts",
     )
-    add("--input-len", type=int, metavar="N", help=f"tokens of each prompt (default: {DEFAULT_LEN})")
-    add("--output-len", type=int, metavar="N", help=f"tokens of each output (default: {DEFAULT_LEN})")
+    add(
+        "--input-len",
+        type=bench_arrivals.length,
+        metavar="N",
+        help=f"tokens of each prompt, with --arrivals also a range such as 128..2048 (default: {DEFAULT_LEN})",
+    )
+    add(
+        "--output-len",
+        type=bench_arrivals.length,
+        metavar="N",
+        help=f"tokens of each output, with --arrivals also a range such as 128..2048 (default: {DEFAULT_LEN})",
+    )
     tasks.add_argument(
         add,
         "task",
@@ -80,16 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     results.add_arguments(add)
     results.add_plot(add, "throughput and KV memory, or what --pareto compares,", DEFAULT_PLOT)
+    bench_arrivals.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
-    from qkv_engine.bench.quality import rate
-    from qkv_engine.bench.sweep import sweep
-
     check_shape(args)
     if args.shape == common.DEMO:
         args.shape = None
+    if bench_arrivals.is_asked(args):
+        return bench_arrivals.run(args)
+    from qkv_engine.bench.quality import rate
+    from qkv_engine.bench.sweep import sweep
+
     quality.set_defaults(args)
     bench_preset.resolve(args)
     results.check_targets_and_plot(args)
@@ -136,7 +147,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
     parse_requests(args.kv_memory)
     is_asking = tasks.given(args) is not None
     batches = parse_batches(args.batch_sweep or "1", None if is_asking else 1)  # the largest is known later
-    workload = _workload(args, max(batches))
+    workload = tasks.workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
         model=args.shape or args.model or "demo",
@@ -155,52 +166,19 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
 
 def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[str, KVConfig]) -> SweepPlan:
     """``plan`` with the largest batch of each preset in place of "max"."""
-    machine = _machine(args)
+    found = machine(args)
     from qkv_engine.bench.batches import parse_batches
     from qkv_engine.bench.sizing import largest_batch, make_ladder
 
     try:
-        nbytes = _kv_nbytes(args, plan, machine)
+        nbytes = kv_nbytes(args, plan.num_tokens)
     except CapacityError:  # a row of each size will say so
         nbytes = 0
     own = {}
     for kv, config in ladders.items():
-        largest = largest_batch(make_ladder(config, machine.config, machine.dtype), nbytes, plan.num_tokens)
+        largest = largest_batch(make_ladder(config, found.config, found.dtype), nbytes, plan.num_tokens)
         own[kv] = tuple(sorted(parse_batches(args.batch_sweep, largest)))
     return replace(plan, own_batches=own, batches=tuple(sorted(set().union(*own.values()))))
-
-
-def _machine(args: argparse.Namespace) -> Machine:
-    config = read_model(args, args.shape).config
-    from qkv_engine.bench.sizing import Machine
-    from qkv_engine.startup import resolve_device
-
-    device = resolve_device(args.device or "auto")
-    return Machine(config, weight_dtype(args.dtype or "auto", config, device), device)
-
-
-def _kv_nbytes(args: argparse.Namespace, plan: SweepPlan, machine: Machine) -> int:
-    from qkv_engine.bench.sizing import kv_nbytes
-
-    return kv_nbytes(machine, args.memory, args.kv_memory, plan.num_tokens)
-
-
-def _workload(args: argparse.Namespace, number: int) -> Workload | None:
-    """``number`` questions of the task that was asked for, if any was."""
-    from qkv_engine.bench.questions import Workload, ask, parse_tasks
-
-    task = tasks.given(args)
-    if task is None:
-        return None
-    for field in ("input_len", "output_len"):
-        value, remedy = getattr(args, field), f"Leave it or --{task.field} out"
-        if value is not None:
-            raise ConfigError("questions have lengths of their own", field=field, value=value, remedy=remedy)
-    found = parse_tasks(task.text, samples=number, seed=args.seed, field=task.field)
-    if len(found) > 1:
-        raise ConfigError("one task at a time", field=task.field, value=task.text)
-    tokenizer = read_model(args, args.shape).tokenizer(task.field)
-    return Workload(found[0], ask(tokenizer, found[0].examples))
 
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine | FilledEngine:
@@ -213,10 +191,8 @@ def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Eng
         options["max_model_len"] = plan.num_tokens + 1
     if args.shape is not None:
         options |= {"model": args.shape, "load_format": "random"}
-    if args.memory:
-        args.options["kv_memory"] = args.options["memory"]
     if args.memory or parse_requests(args.kv_memory) or plan.own_batches:
-        options["kv_memory"] = _kv_nbytes(args, plan, _machine(args))
+        options["kv_memory"] = kv_nbytes(args, plan.num_tokens)
     # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
     options |= {"seed": plan.seed, "prefix_caching": False}
     if not plan.sampled:

@@ -14,6 +14,7 @@ from .common import load_torch, refuse_shape
 if TYPE_CHECKING:
     import torch
 
+    from qkv_engine.bench.sizing import Machine
     from qkv_engine.config import KVConfig
     from qkv_engine.models.config import ModelConfig
     from qkv_engine.text.tokenizer import Tokenizer
@@ -80,3 +81,22 @@ def weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     from qkv_engine.models.loader import resolve_dtype
 
     return resolve_dtype(name, config, device)
+
+
+def machine(args: argparse.Namespace) -> Machine:
+    """The model that ``args`` name, the dtype of its weights and the device they ask for."""
+    config = read_model(args, args.shape).config
+    from qkv_engine.bench.sizing import Machine
+    from qkv_engine.startup import resolve_device
+
+    device = resolve_device(args.device or "auto")
+    return Machine(config, weight_dtype(args.dtype or "auto", config, device), device)
+
+
+def kv_nbytes(args: argparse.Namespace, num_tokens: int) -> int:
+    """Bytes of KV memory that ``--memory`` or ``--kv-memory`` mean for requests of ``num_tokens`` tokens."""
+    from qkv_engine.bench import sizing
+
+    if args.memory:
+        args.options["kv_memory"] = args.options["memory"]  # which errors are to name
+    return sizing.kv_nbytes(machine(args), args.memory, args.kv_memory, num_tokens)

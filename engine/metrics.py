@@ -9,6 +9,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """A snapshot of load, memory and counters. Bytes are bytes allocated; counters run since start or ``reset_stats``.
 
     Setting
+        time: of the snapshot, in seconds of ``time.monotonic()``, the clock of ``RequestMetrics``.
         model, device, dtype, kv: names of the model, its device, the dtype of its weights, and the KV preset.
         max_model_len: tokens of the longest request.
         num_threads: CPU threads that the engine's own thread computes with.
@@ -42,6 +43,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
             nothing was.
     """
 
+    time: float
     model: str
     device: str
     dtype: str

@@ -291,7 +291,7 @@ def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.de
 
 def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
     """Tokens of the longest request that fits alone on its floor. ``max_model_len`` must fit; the default is cut."""
-    capacity = cache.tables.max_tokens(len(cache.ladder.rungs) - 1)
+    _, capacity = cache.capacity
     if limit <= capacity:
         return limit
     if config.max_model_len is not None:
@@ -306,10 +306,9 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
 
 
 def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
-    ladder, tables = cache.ladder, cache.tables
-    wide, narrow = tables.max_tokens(0), tables.max_tokens(len(ladder.rungs) - 1)
+    ladder, (wide, narrow) = cache.ladder, cache.capacity
     at_floor = f", {narrow:,} at the floor ({ladder.narrowest.name})" if len(ladder.rungs) > 1 else ""
-    concurrency = tables.max_requests(max_model_len, len(ladder.rungs) - 1)
+    concurrency = cache.tables.max_requests(max_model_len, len(ladder.rungs) - 1)
     return [
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
         f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -51,6 +52,11 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes allocated on the device."""
         return self.memory.nbytes
+
+    @cached_property
+    def capacity(self) -> tuple[int, int]:
+        """Tokens of one request that fits alone on the first rung, and on the last; searched for once."""
+        return self.tables.max_tokens(0), self.tables.max_tokens(len(self.ladder.rungs) - 1)
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from ..metrics import EngineStats
 from ..startup import Started
 
@@ -12,8 +14,10 @@ def take_snapshot(started: Started) -> EngineStats:
     cache, counters = core.runner.cache, core.counters
     peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
     held = fullest["codes"] + fullest["meta"] + fullest["dense"]
+    widest_tokens, floor_tokens = cache.capacity
     idle = space.prefix.idle_nbytes if space.prefix else 0
     return EngineStats(
+        time=time.monotonic(),
         model=started.name,
         device=str(started.device),
         dtype=str(started.dtype).removeprefix("torch."),
@@ -42,7 +46,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
         kv_blocks={ladder.rungs[rung].name: n for rung, n in cache.tables.num_blocks.items() if n and rung >= 0},
-        kv_tokens_capacity=cache.tables.max_tokens(0),
-        kv_tokens_floor=cache.tables.max_tokens(len(ladder.rungs) - 1),
+        kv_tokens_capacity=widest_tokens,
+        kv_tokens_floor=floor_tokens,
         effective_bits=8 * held / fullest["elements"] if held else ladder.widest.effective_bits,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 
 import pytest
 
@@ -109,6 +110,11 @@ def test_things_print_in_a_line(demo_engine: Engine):
         pickle.dumps(demo_engine)
     assert pickle.loads(pickle.dumps(output)) == output
     assert isinstance(demo_engine.stats(), EngineStats) and KVUsage().blocks == {}
+
+
+def test_a_snapshot_says_when_it_was_taken(demo_engine: Engine):
+    before = time.monotonic()
+    assert before <= demo_engine.stats().time <= time.monotonic()
 
 
 def test_every_public_name_is_there():

@@ -1,0 +1,125 @@
+"""Rows of runs with arrivals as text: tables of the load, the latencies and the steps; or every field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.sizes import format_size
+
+from .arrivals_row import PERCENTILES, ArrivalsRow
+from .report import number, render, unfilled_notes
+from .sweep import OK
+from .table import PLAIN_WIDTH, Table, from_columns
+
+TABLES = ("table", "md")  # the forms that show tables instead of every field
+
+
+def render_arrivals(
+    kind: str,
+    rows: Sequence[ArrivalsRow],
+    ladders: Mapping[str, KVConfig] = PRESETS,
+    *,
+    width: int | None = PLAIN_WIDTH,
+) -> str:
+    """``rows`` in a form that ``report.render`` knows: three tables, or every field."""
+    tables = [load_table(rows, ladders), latency_table(rows), steps_table(rows)]
+    shown = [table for table in tables if table.cells] if kind in TABLES else tables[:1]
+    return "\n".join(render(kind, rows, table, width=width) for table in shown)
+
+
+def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+    """The table of what became of the requests and the memory; rates are compared with the first preset's."""
+    ratio = f"vs {rows[0].kv}"
+    base = {row.rate: row.output_tok_s for row in rows if row.kv == rows[0].kv}
+    columns: dict[str, list[str]] = {
+        **_keys(rows),
+        "finished": [number(row.finished, 0) for row in rows],
+        "failed": [number(row.failed or None, 0) for row in rows],
+        "right": [number(row.right, 0) for row in rows],
+        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
+        ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        "req/s": [number(row.requests_s, 2) for row in rows],
+        "goodput": [number(row.goodput, 2) for row in rows],
+        "seconds": [number(row.seconds, 1) for row in rows],
+        "running": [number(row.max_running, 0) for row in rows],
+        "waiting": [number(row.max_waiting, 0) for row in rows],
+        "preemptions": [number(row.preemptions, 0) for row in rows],
+        "demotions": [number(row.demotions, 0) for row in rows],
+        "lowest": [number(row.lowest_bits, 0) for row in rows],
+        "bits": [number(row.effective_bits, 2) for row in rows],
+        "KV peak": [format_size(row.kv_bytes_peak) if row.kv_bytes_peak else "" for row in rows],
+        "status": ["" if row.status == OK else row.status for row in rows],
+    }
+    spare = ["failed", "seconds", "req/s", "KV peak", "bits", ratio, "finished", "lowest", "status"]
+    return from_columns(_title(rows), columns, _notes(rows, ladders), spare)
+
+
+def latency_table(rows: Sequence[ArrivalsRow]) -> Table:
+    """The table of latencies in ms: percentiles of each."""
+    names = " / ".join(f"p{percent}" for percent in PERCENTILES)
+    columns = {
+        f"{label} ms {names}": [
+            _joined([getattr(row, f"{name}_ms_p{percent}") for percent in PERCENTILES], digits) for row in rows
+        ]
+        for name, label, digits in (("ttft", "TTFT", 0), ("tpot", "TPOT", 1), ("itl", "ITL", 1), ("e2e", "E2E", 0))
+    }
+    return _below(rows, columns)
+
+
+def steps_table(rows: Sequence[ArrivalsRow]) -> Table:
+    """The table of steps of each kind: their number, and their p50 and p99 in ms."""
+    kinds = {
+        "decode_steps": "decode steps: p50 / p99 ms",
+        "decode_steps_demoting": "with demotions",
+        "mixed_steps": "with a prompt",
+        "mixed_steps_demoting": "with a prompt and demotions",
+    }
+    columns = {label: [_steps(row, name) for row in rows] for name, label in kinds.items()}
+    return _below(rows, columns)
+
+
+def _below(rows: Sequence[ArrivalsRow], columns: Mapping[str, list[str]]) -> Table:
+    """A further table of rows that have been introduced; without any cells if nothing ran."""
+    if not any(map(any, columns.values())):
+        return Table("", [], [], [])
+    return from_columns("", _keys(rows) | dict(columns), [])
+
+
+def _keys(rows: Sequence[ArrivalsRow]) -> dict[str, list[str]]:
+    return {"kv": [row.kv for row in rows], "rate": [row.rate for row in rows]}
+
+
+def _title(rows: Sequence[ArrivalsRow]) -> str:
+    ran = next((row for row in rows if row.seconds), rows[0])
+    lengths = f"{ran.input_len:,.0f} in, {ran.output_len:,.0f} out{' on average' if ran.task else ''}"
+    parts = [ran.model, ran.machine, ran.dtype, f"{ran.requests:,} requests", ran.task, lengths]
+    parts.append(f"KV memory {format_size(ran.kv_bytes_total)}" if ran.kv_bytes_total else None)
+    parts.append(f"limits {ran.limits} ms" if ran.limits else None)
+    return " · ".join(part for part in parts if part)
+
+
+def _notes(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]) -> list[str]:
+    """Why rows are not "ok", each reason once, and ladders that never stepped down."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status != OK:
+            reasons.setdefault(f"{row.status}: {row.detail}", []).append(f"{row.kv} {row.rate}")
+    notes = [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
+    return [*notes, *unfilled_notes(rows, [row.kv for row in rows], ladders)]
+
+
+def _ratio(row: ArrivalsRow, base: Mapping[str, float | None]) -> str:
+    reference = base.get(row.rate)
+    return f"{row.output_tok_s / reference:.2f}x" if row.output_tok_s and reference else ""
+
+
+def _steps(row: ArrivalsRow, name: str) -> str:
+    count = getattr(row, name)
+    times = _joined([getattr(row, f"{name}_ms_p{percent}") for percent in (50, 99)], 1)
+    return f"{count:,}: {times}" if count else ""
+
+
+def _joined(values: Sequence[float | None], digits: int) -> str:
+    """``values`` between slashes; nothing if there are none."""
+    return "" if None in values else " / ".join(number(value, digits) for value in values)

@@ -1,0 +1,162 @@
+"""Runs with arrivals as a picture over time, a column a preset: blocks by rung, free KV memory, requests."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from qkv_engine.sizes import format_size
+
+from .arrivals_row import ArrivalsRow
+from .plots import require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .arrivals import Measured
+
+COLUMN_WIDTH, LEAST_WIDTH, HEIGHT = 3.2, 6.6, 6.8  # inches
+HEIGHTS = (3.0, 1.2, 1.6)  # of the panels, relative
+HEADROOM = 1.06  # of the highest value
+# From many bits to few, evenly over the logarithm of the bits: cold to hot.
+PRECISION_COLORS = ("#1B3A5C", "#2F7EBC", "#8CC7C1", "#F2C14E", "#E4632D", "#9C1C28")
+MOST_BITS, FEWEST_BITS = 16.0, 2.0
+RUNNING, WAITING, FREE, GREY = "#1B3A5C", "#D55E00", "#5B7F95", "#666666"
+LEGEND_COLUMNS = 8
+TRACE = "trace"  # the rate without a number
+
+
+def plot_arrivals(found: Sequence[Measured], bits: Mapping[str, float], *, kind: str = "png", dpi: int = 150) -> bytes:
+    """The picture of the runs at the highest rate, as "png", "svg" or "pdf"; ``bits`` of a KV element by rung."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    shown = _at_highest_rate(found)
+    width = max(LEAST_WIDTH, COLUMN_WIDTH * len(shown) + 1)
+    margins = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)  # inches
+    figure = Figure(figsize=(width, HEIGHT), dpi=dpi, layout=margins)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(3, len(shown), squeeze=False, sharex=True, sharey="row", height_ratios=HEIGHTS)
+    rungs = _colors(shown, bits)
+    unit, divisor = _unit(shown)
+    for one, (blocks, memory, requests) in zip(shown, grid.T, strict=True):
+        _draw_blocks(blocks, one, rungs)
+        _draw_free(memory, one, divisor)
+        _draw_requests(requests, one)
+    for axes, label in zip(grid[:, 0], ("blocks of 128 tokens", f"free KV, {unit}", "requests"), strict=True):
+        axes.set_ylabel(label)
+    for axes in grid.flat:
+        _dress(axes)
+    figure.align_ylabels(grid[:, 0])
+    figure.suptitle(_title(next((one.row for one in shown if one.series), shown[0].row)), fontweight="bold")
+    _legend(figure, rungs, has_preemptions=any(one.row.preemptions for one in shown))
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind)
+    return picture.getvalue()
+
+
+def _at_highest_rate(found: Sequence[Measured]) -> list[Measured]:
+    """One run a preset, all at the highest rate there is; the times of a trace have none."""
+    rates = {one.row.rate: 0.0 if one.row.rate == TRACE else float(one.row.rate) for one in found}
+    highest = max(rates, key=lambda rate: rates[rate])
+    return [one for one in found if one.row.rate == highest]
+
+
+def _colors(shown: Sequence[Measured], bits: Mapping[str, float]) -> dict[str, Any]:
+    """The colour of each rung that any block stood on, most bits first."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colors = LinearSegmentedColormap.from_list("precision", PRECISION_COLORS)
+    names = {name for one in shown for sample in one.series for name in sample.blocks}
+    span = math.log2(MOST_BITS / FEWEST_BITS)
+    ordered = sorted(names, key=lambda name: -bits[name])
+    return {name: colors(math.log2(MOST_BITS / bits[name]) / span) for name in ordered}
+
+
+def _unit(shown: Sequence[Measured]) -> tuple[str, int]:
+    most = max((one.row.kv_bytes_total or 0 for one in shown), default=0)
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+
+
+def _draw_blocks(axes: Axes, one: Measured, rungs: Mapping[str, Any]) -> None:
+    axes.set_title(_literal(one.row.kv), fontweight="bold", pad=18)
+    style: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
+    axes.annotate(_counts(one.row), (0.5, 1), (0, 5), fontsize="small", color=GREY, **style)
+    layers = [[sample.blocks.get(name, 0) for sample in one.series] for name in rungs]
+    if one.series and layers:
+        seconds = [sample.seconds for sample in one.series]
+        axes.stackplot(seconds, layers, colors=list(rungs.values()), linewidth=0, step="post")
+    else:
+        axes.annotate(one.row.status, (0.5, 0.5), (0, 0), color=GREY, **style)
+
+
+def _draw_free(axes: Axes, one: Measured, divisor: int) -> None:
+    seconds = [sample.seconds for sample in one.series]
+    free = [sample.kv_bytes_free / divisor for sample in one.series]
+    axes.fill_between(seconds, free, step="post", color=FREE, alpha=0.3, linewidth=0)
+    axes.step(seconds, free, where="post", color=FREE, linewidth=1.2)
+
+
+def _draw_requests(axes: Axes, one: Measured) -> None:
+    """Running and waiting requests, and below them a mark where some were preempted."""
+    seconds = [sample.seconds for sample in one.series]
+    for values, color in (
+        ([sample.running for sample in one.series], RUNNING),
+        ([sample.waiting for sample in one.series], WAITING),
+    ):
+        axes.fill_between(seconds, values, step="post", color=color, alpha=0.15, linewidth=0)
+        axes.step(seconds, values, where="post", color=color, linewidth=1.5)
+    preempted = [after.seconds for before, after in pairwise(one.series) if after.preemptions > before.preemptions]
+    if preempted:  # marks that are not clipped have no extent to lay out where there are none
+        axes.plot(preempted, [0] * len(preempted), "x", color=WAITING, markersize=4, clip_on=False)
+    axes.set_xlabel("seconds")
+
+
+def _dress(axes: Axes) -> None:
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, max(1.0, axes.dataLim.y1 * HEADROOM, axes.get_ylim()[1]))
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.set_major_formatter("{x:,g}")
+
+
+def _counts(row: ArrivalsRow) -> str:
+    """The line below a preset's name: its throughput, and what memory pressure led to."""
+    if row.output_tok_s is None:
+        return ""
+    counts = (("demotions", row.demotions), ("preemptions", row.preemptions))
+    return " · ".join([f"{row.output_tok_s:,.0f} tok/s", *(f"{n:,} {what}" for what, n in counts if n)])
+
+
+def _title(row: ArrivalsRow) -> str:
+    """Model and machine, then what came."""
+    where = ", ".join(part for part in (row.machine, row.dtype) if part)
+    rate = {"inf": "all at once", TRACE: "at the times of a trace"}.get(row.rate, f"{row.rate} a second")
+    lengths = f"{row.input_len:,.0f} tokens in, {row.output_len:,.0f} out"
+    memory = f"; KV memory {format_size(row.kv_bytes_total)}" if row.kv_bytes_total else ""
+    load = f"{row.requests:,} requests, {rate}: {row.task or lengths}{memory}"
+    return _literal(f"{row.model}{f' on {where}' if where else ''}\n{load}")
+
+
+def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) -> None:
+    """Below all panels, once."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [Patch(color=color, label=_literal(name)) for name, color in rungs.items()]
+    handles += [Line2D([], [], color=color, label=name) for name, color in (("running", RUNNING), ("waiting", WAITING))]
+    if has_preemptions:
+        handles.append(Line2D([], [], color=WAITING, marker="x", markersize=4, linestyle="", label="preempted"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), LEGEND_COLUMNS), frameon=False)
+
+
+def _literal(text: str) -> str:
+    """``text`` without mathematics: a name may hold dollar signs."""
+    return text.replace("$", r"\$")
