@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the same of the prompt's tokens, 0 to 20.
         num_prefill_tokens: prompt tokens that are computed as a prompt; those after it are computed as if they had been
             generated, so that they attend to KV that has stepped down. None for all of the prompt.
-        detokenize: make text of the tokens.
+        detokenize: make text of the tokens, those with log-probabilities included.
         skip_special_tokens: leave them out of the text.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
             out of ``text``; False gives one raw text.
@@ -106,7 +106,7 @@ class Logprob(msgspec.Struct, frozen=True):
     Fields
         logprob: natural logarithm of the probability.
         rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: text of the token; None without a tokenizer.
+        decoded_token: text of the token; None without a tokenizer and with ``detokenize=False``.
     """
 
     logprob: float

@@ -231,8 +231,12 @@ def validate_prompt_ids(ids: object, vocab_size: int, limit: int) -> list[int]:
 def validate_prefill(num_prompt_tokens: int, num_prefill_tokens: int | None) -> None:
     """Raises RequestError if ``num_prefill_tokens`` are more than the prompt has."""
     if num_prefill_tokens is not None and num_prefill_tokens > num_prompt_tokens:
-        remedy = f"Use at most {num_prompt_tokens}, or None for all of them"
-        raise RequestError("more than the prompt has", field="num_prefill_tokens", value=num_prefill_tokens, remedy=remedy)
+        raise RequestError(
+            "more than the prompt has",
+            field="num_prefill_tokens",
+            value=num_prefill_tokens,
+            remedy=f"Use at most {num_prompt_tokens}, or None for all of them",
+        )
 
 
 def _too_long(num_prompt_tokens: int, max_model_len: int) -> RequestError:

@@ -127,7 +127,7 @@ class KVManager:
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
 
     def _prefix_of(self, request: Request) -> PrefixCache | None:
-        """The prefix cache, unless ``request`` has ``num_prefill_tokens``: shared blocks step down when others allow."""
+        """The prefix cache; None under ``num_prefill_tokens``, since shared blocks step down when others allow it."""
         return self.prefix if request.params.num_prefill_tokens is None else None
 
     def free_blocks(self) -> int:

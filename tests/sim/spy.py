@@ -280,9 +280,8 @@ class SpySpace:
         """Whether these steps are an eager ladder's: past the prompt, past the window, straight to the floor."""
         if not self.options.eager:
             return False
-        ready = {
-            request: 0 for request in self.scheduler.running if request.num_computed_tokens >= request.num_prefill_tokens
-        }
+        running = self.scheduler.running
+        ready = {request: 0 for request in running if request.num_computed_tokens >= request.num_prefill_tokens}
         allowed = {found.key for found in self._eligible(ready)}
         limit = self._pressure.EAGER_PER_STEP * -(-len(self.scheduler.running) // 32) + self._num_urgent()
         return len(steps) <= limit and all(id(b) in allowed and rung == b.floor for b, rung in steps)

@@ -42,7 +42,7 @@ BUGS = (
 
 
 def with_scored(options: Options) -> Options:
-    """The same options with two rungs or more, mostly eager, half of them with a window by ratio, and scored requests."""
+    """The same options with scored requests and two rungs or more, mostly eager, half with a window by ratio."""
     rng = random.Random(options.seed)
     changed = with_ratio(options)
     ratio = rng.choice((options.recent_ratio, changed.recent_ratio))
