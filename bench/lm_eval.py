@@ -149,7 +149,7 @@ class EngineLM(TemplateLM):
         """A request of ``generate_until``: its prompt, its parameters, and all that ends its text."""
         given = normalize_gen_kwargs(options, MAX_GEN_TOKS)
         until = [text for text in handle_stop_sequences(given.get("until"), eos=None) if text]
-        sampling = {name: value for name, value in given.items() if name not in HARNESS_FIELDS}
+        sampling = {"temperature": 0.0} | {name: given[name] for name in given.keys() - HARNESS_FIELDS}
         unknown = sorted(sampling.keys() - set(SamplingParams.__struct_fields__))
         if unknown:
             raise RequestError("not a sampling parameter", field=unknown[0], value=sampling[unknown[0]])
