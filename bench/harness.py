@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,40 +84,42 @@ class Tasks:
     """
 
     def __init__(self, plan: HarnessPlan):
-        self.names: list[str] = []
-        self.manager = self._manager(plan)
+        problem: ConfigError | None = None
+        for self.manager in _managers(plan.include_path):
+            found = {name: self.manager.match_tasks([name]) for name in plan.tasks}
+            self.names = list(dict.fromkeys(chain.from_iterable(found.values())))
+            problem = _unknown(name for name, matches in found.items() if not matches) or self._load()
+            if problem is None:
+                return
+        assert problem is not None
+        raise problem
 
-    def _manager(self, plan: HarnessPlan) -> TaskManager:
-        from lm_eval.tasks import TaskManager
-
-        if plan.include_path is not None:
-            if not plan.include_path.is_dir():
-                raise ConfigError("no such folder", field="include_path", value=str(plan.include_path))
-            own = TaskManager(include_path=str(plan.include_path), include_defaults=False)
-            with suppress(KeyError):  # the harness's own thousands of tasks take seconds to look through
-                return self._load(own, plan)
-        folder = None if plan.include_path is None else str(plan.include_path)
+    def _load(self) -> ConfigError | None:
+        """What keeps the tasks from being loaded, if anything does."""
         try:
-            return self._load(TaskManager(include_path=folder), plan)
-        except KeyError as error:
-            remedy = "lm-eval ls tasks lists the harness's; --include-path names a folder with your own"
-            raise ConfigError("unknown task", field="lm_eval", value=error.args[0], remedy=remedy) from error
-
-    def _load(self, manager: TaskManager, plan: HarnessPlan) -> TaskManager:
-        """``manager`` once it has loaded the tasks. Raises ``KeyError`` with the name of one it does not know."""
-        found = {name: manager.match_tasks([name]) for name in plan.tasks}
-        for name, matches in found.items():
-            if not matches:
-                raise KeyError(name)
-        self.names = list(dict.fromkeys(match for matches in found.values() for match in matches))
-        try:
-            manager.load(self.names)
-        except KeyError:
-            raise
+            self.manager.load(self.names)
         except Exception as error:  # of YAML, of the task's own code, of the library that loads its data
-            message = f"cannot be loaded: {type(error).__name__}: {error}"
-            raise ConfigError(message, field="lm_eval", value=",".join(plan.tasks)) from error
-        return manager
+            return ConfigError(f"cannot be loaded: {type(error).__name__}: {error}", field="lm_eval", value=",".join(self.names))
+        return None
+
+
+def _managers(folder: Path | None) -> Iterator[TaskManager]:
+    """Those who know the tasks of ``folder`` alone, then the harness's own too, which take seconds to look through."""
+    from lm_eval.tasks import TaskManager
+
+    if folder is None:
+        yield TaskManager()
+        return
+    if not folder.is_dir():
+        raise ConfigError("no such folder", field="include_path", value=str(folder))
+    yield TaskManager(include_path=str(folder), include_defaults=False)
+    yield TaskManager(include_path=str(folder))
+
+
+def _unknown(names: Iterable[str]) -> ConfigError | None:
+    """The first of ``names`` as an error."""
+    remedy = "lm-eval ls tasks lists the harness's; --include-path names a folder with your own"
+    return next((ConfigError("unknown task", field="lm_eval", value=name, remedy=remedy) for name in names), None)
 
 
 def run_harness(
@@ -154,7 +156,6 @@ def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_p
 
     from .lm_eval import EngineLM
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what was asked for
     lm = EngineLM(engine, name=plan.model, show_progress=show_progress)
     engine.reset_stats()
     found = simple_evaluate(

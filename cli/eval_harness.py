@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from qkv_engine.bench.report import render
 
     require_lm_eval()
+    if not args.verbose and not args.debug:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what was asked for
     ladders = common.kv_ladders(args.kv)
     plan = _plan(args, tuple(ladders))
     results.check_targets(args)

@@ -62,3 +62,12 @@ def test_more_than_the_prompt_is_refused(demo_engine: Engine):
     with pytest.raises(RequestError, match="num_prefill_tokens=4: more than the prompt has") as caught:
         demo_engine.generate([1, 2, 3], SamplingParams(num_prefill_tokens=4))
     assert "at most 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_tokens_with_log_probabilities_have_a_text_where_text_is_wanted(detokenize: bool, demo_engine: Engine):
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=detokenize)
+    (output,) = demo_engine.generate([60, 61], params)
+    (own,) = (output.prompt_logprobs or [])[1].values()
+    (sampled,) = (output.outputs[0].logprobs or [])[0].values()
+    assert [isinstance(one.decoded_token, str) for one in (own, sampled)] == [detokenize] * 2
