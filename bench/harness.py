@@ -99,7 +99,8 @@ class Tasks:
         try:
             self.manager.load(self.names)
         except Exception as error:  # of YAML, of the task's own code, of the library that loads its data
-            return ConfigError(f"cannot be loaded: {type(error).__name__}: {error}", field="lm_eval", value=",".join(self.names))
+            message = f"cannot be loaded: {type(error).__name__}: {error}"
+            return ConfigError(message, field="lm_eval", value=",".join(self.names))
         return None
 
 
@@ -230,7 +231,8 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
     spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits", "filter"]
     notes = [f"{row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
     unfilled = unfilled_notes(rows, [row.kv for row in rows], ladders)
-    return from_columns(_title(rows), columns, [*notes, *unfilled], [*spare, "status"])
+    table = from_columns(_title(rows), columns, [*notes, *unfilled], [*spare, "status"])
+    return table._replace(text=("task", "metric", "filter", "kv", "status"))
 
 
 def _title(rows: Sequence[HarnessRow]) -> str:
