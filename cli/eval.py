@@ -1,4 +1,7 @@
-"""``qkv-engine eval``: how many answers are right with each KV preset, through the real quantized cache."""
+"""``qkv-engine eval``: what each KV preset costs in accuracy, through the real quantized cache.
+
+Questions with one right answer here; perplexity and the lm-evaluation-harness in modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from qkv_engine.errors import ConfigError
 
-from . import common, results, tasks
+from . import common, eval_harness, eval_perplexity, results, tasks
 from .model import check_ladders
 from .progress import progress_bar
 
@@ -39,6 +42,17 @@ columns:
   tokens, seconds  of all replies together
   demotions        blocks that stepped down to fewer bits
   preemptions      requests that gave their KV back and were computed again
+
+--perplexity FILE has instead:
+  tokens, nll      scored tokens, their mean negative log-likelihood in nats
+  perplexity       exp(nll)
+  bits/byte        nll of the whole text in bits, by its UTF-8 bytes
+  vs KV            perplexity divided by the first preset's
+  tok/s            tokens of all windows a second
+
+--lm-eval TASKS has instead:
+  metric, value    as the task defines them; ± is the standard error
+  few-shot         examples before each question
 """
 
 
@@ -75,10 +89,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="write every question, the expected and the given answer, and whether it is right",
     )
+    eval_perplexity.add_arguments(parser.add_argument_group("perplexity").add_argument)
+    eval_harness.add_arguments(parser.add_argument_group("lm-evaluation-harness").add_argument)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask what ``args`` want asked and return the exit code."""
+    """Measure what ``args`` ask for and return the exit code."""
+    _check_modes(args)
+    if args.perplexity is not None:
+        return eval_perplexity.run(args)
+    if args.lm_eval is not None:
+        return eval_harness.run(args)
+    return _run_questions(args)
+
+
+def _check_modes(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for options of one kind of evaluation beside another kind, or without theirs."""
+    modes = {"perplexity": eval_perplexity.OPTIONS, "lm_eval": eval_harness.OPTIONS}
+    questions = ("task", "tasks", "data", "max_tokens", "log_samples")
+    for mode, options in modes.items():
+        option = args.options[mode]
+        others = [*questions, *(name for name in modes if name != mode)]
+        for field in options if getattr(args, mode) is None else others:
+            value = getattr(args, field)
+            if value is not None:
+                problem = f"is for {option}" if field in options else f"cannot be combined with {option}"
+                raise ConfigError(problem, field=field, value=value if isinstance(value, int) else str(value))
+
+
+def _run_questions(args: argparse.Namespace) -> int:
     from qkv_engine.bench.accuracy import evaluate
 
     ladders = common.kv_ladders(args.kv)

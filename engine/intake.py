@@ -14,7 +14,7 @@ from .serving.submission import Submission
 from .startup import Started
 from .text.reasoning import ReasoningMarks, find_marks
 from .text.tokenizer import Tokenizer
-from .validation import check_name, validate_lengths, validate_params, validate_prompt_ids
+from .validation import check_name, validate_lengths, validate_params, validate_prefill, validate_prompt_ids
 
 Message = Mapping[str, Any]  # ``role`` and ``content``
 Conversation = Sequence[Message]
@@ -82,6 +82,7 @@ class Intake:
         name = self._new_name() if request_id is None else check_name("request_id", request_id, may_be_empty=False)
         text, ids, marks = self._tokenize(prompt, template_kwargs)
         ids = validate_prompt_ids(ids, self._vocab_size, self._max_model_len - 1)
+        validate_prefill(len(ids), checked.num_prefill_tokens)
         return Submission(
             name,
             text,

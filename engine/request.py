@@ -46,7 +46,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Output
         logprobs: log-probabilities of each output token and of that many likeliest ones, 0 to 20.
         prompt_logprobs: the same of the prompt's tokens, 0 to 20.
-        detokenize: make text of the tokens.
+        num_prefill_tokens: prompt tokens that are computed as a prompt; those after it are computed as if they had been
+            generated, so that they attend to KV that has stepped down. None for all of the prompt.
+        detokenize: make text of the tokens, those with log-probabilities included.
         skip_special_tokens: leave them out of the text.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
             out of ``text``; False gives one raw text.
@@ -78,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: list[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_prefill_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     separate_reasoning: bool = True
@@ -103,7 +106,7 @@ class Logprob(msgspec.Struct, frozen=True):
     Fields
         logprob: natural logarithm of the probability.
         rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: text of the token; None without a tokenizer.
+        decoded_token: text of the token; None without a tokenizer and with ``detokenize=False``.
     """
 
     logprob: float
@@ -274,6 +277,7 @@ class Request:
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)  # prompt, then output, as far as known
     num_prompt_tokens: int = field(init=False)
+    num_prefill_tokens: int = field(init=False)  # tokens computed before any of their KV is demoted by age
     max_num_tokens: int = field(init=False)  # tokens whose KV it may need: the last sampled one is never fed back
     num_tokens: int = field(init=False)  # known tokens and those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
@@ -293,6 +297,7 @@ class Request:
             self.token_ids = list(self.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.num_prefill_tokens = self.params.num_prefill_tokens or self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens - 1
 
     @property

@@ -50,6 +50,7 @@ BOUNDS = {
     "min_tokens": Bounds(int, 0, 2**31 - 1),
     "logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
     "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
+    "num_prefill_tokens": Bounds(int, 1, 2**31 - 1, optional=True),
 }
 BIAS_BOUNDS = Bounds(float, -100, 100)
 FLAGS = (
@@ -225,6 +226,17 @@ def validate_prompt_ids(ids: object, vocab_size: int, limit: int) -> list[int]:
     if not checked:
         raise RequestError("the prompt is empty", field="prompt_token_ids", value=[], remedy="Give at least one token")
     return checked
+
+
+def validate_prefill(num_prompt_tokens: int, num_prefill_tokens: int | None) -> None:
+    """Raises RequestError if ``num_prefill_tokens`` are more than the prompt has."""
+    if num_prefill_tokens is not None and num_prefill_tokens > num_prompt_tokens:
+        raise RequestError(
+            "more than the prompt has",
+            field="num_prefill_tokens",
+            value=num_prefill_tokens,
+            remedy=f"Use at most {num_prompt_tokens}, or None for all of them",
+        )
 
 
 def _too_long(num_prompt_tokens: int, max_model_len: int) -> RequestError:

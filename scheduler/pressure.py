@@ -102,13 +102,18 @@ class Pressure:
                 self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 64))
 
     def _settle(self) -> None:
-        """Steps an eager ladder's blocks outside the recent window down to their floors, after the prompt."""
+        """Steps an eager ladder's blocks outside the recent window down to their floors, after the prompt.
+
+        Requests with ``num_prefill_tokens`` do not wait for their turn, so that their KV depends on no other request.
+        """
         budget = EAGER_PER_STEP * -(-len(self.running) // 32)
-        ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prompt_tokens]
+        ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prefill_tokens]
         if not ready:
             return
-        found = eligible(self.space, self.running, dict.fromkeys(ready, 0))[:budget]
-        self._demote([(candidate, candidate.block.floor) for candidate in found])
+        found = eligible(self.space, self.running, dict.fromkeys(ready, 0))
+        urgent = [c for c in found if c.request.params.num_prefill_tokens is not None]
+        others = [c for c in found if c.request.params.num_prefill_tokens is None]
+        self._demote([(candidate, candidate.block.floor) for candidate in urgent + others[:budget]])
 
     def _step_down(self, tenant: str | None, number: int) -> int:
         """Steps the ``number`` coldest blocks down one rung; returns how many did."""

@@ -76,7 +76,7 @@ class Scheduler:
                 continue  # its last token is in flight, or the host has to see the one in flight first
             num_tokens = target - start
             if num_tokens > 1 or start == request.num_reserved_tokens:
-                num_tokens = self._make_room(request, min(num_tokens, budget))
+                num_tokens = self._make_room(request, self._wanted(request, budget))
             if num_tokens:
                 end = start + num_tokens
                 item = ScheduledRequest(request, start, num_tokens, end, end == target)
@@ -171,7 +171,7 @@ class Scheduler:
         self.running.add(request)
         if request.num_computed_tokens:
             self.pressure.forget()  # the blocks it shares are its own too now
-        wanted = min(request.num_tokens - request.num_computed_tokens, budget)
+        wanted = self._wanted(request, budget)
         num_tokens = self.pressure.stretch(request, request.num_computed_tokens + wanted)
         num_tokens -= request.num_computed_tokens
         if num_tokens <= 0:
@@ -184,6 +184,17 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.num_cached_tokens = max(request.num_cached_tokens, request.num_computed_tokens)
         return num_tokens
+
+    def _wanted(self, request: Request, budget: int) -> int:
+        """Tokens of ``request`` that a step may compute together, at most ``budget``.
+
+        Behind ``num_prefill_tokens`` they end where a block may step down, before the next token would attend to it.
+        """
+        computed, end = request.num_computed_tokens, request.num_tokens
+        if request.params.num_prefill_tokens is not None:
+            is_prefill = computed < request.num_prefill_tokens
+            end = min(end, request.num_prefill_tokens if is_prefill else self.space.next_aging(request))
+        return min(end - computed, budget)
 
     def _make_room(self, request: Request, wanted: int) -> int:
         """Makes room for the next tokens, at least one, preempting younger requests; 0 if it was preempted itself."""

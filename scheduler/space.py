@@ -84,6 +84,10 @@ class KVSpace(Protocol):
         """The requests of ``running`` that have a block of ``unsettled`` beyond the recent window."""
         ...
 
+    def next_aging(self, request: Request) -> int:
+        """Computed tokens, more than now, at which another block of ``request`` is old enough to step down, if any."""
+        ...
+
     def demote(self, steps: list[tuple[Any, int]]) -> int:
         """Lets blocks step down to the given rungs, in order; returns how many did."""
         ...

@@ -81,13 +81,13 @@ class KVManager:
         return self.tables.fits(together.slots(self.ladder.admit_at), self.quota)
 
     def open(self, request: Request) -> int:
-        floor, shared = self.floor(request), list[Block]()
+        floor, shared, prefix = self.floor(request), list[Block](), self._prefix_of(request)
         # At least one token is computed, for its logits; prompt log-probabilities need them all.
-        if self.prefix is not None and request.params.prompt_logprobs is None:
+        if prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
-            shared = self.prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+            shared = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.demand.add(request, floor)
-        self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prompt_tokens)
+        self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prefill_tokens)
         request.num_reserved_tokens = self.tables.held(request.request_id)
         request.next_demotable_at = request.next_cacheable_at = 0
         return request.num_reserved_tokens
@@ -121,9 +121,14 @@ class KVManager:
             self.prefix.purge(blocks)
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        if self.prefix is not None:
-            self.prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
-        request.next_cacheable_at = sys.maxsize if self.prefix is None else self.prefix.next_end(num_tokens)
+        prefix = self._prefix_of(request)
+        if prefix is not None:
+            prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+        request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
+
+    def _prefix_of(self, request: Request) -> PrefixCache | None:
+        """The prefix cache; None under ``num_prefill_tokens``, since shared blocks step down when others allow it."""
+        return self.prefix if request.params.num_prefill_tokens is None else None
 
     def free_blocks(self) -> int:
         return self.tables.arena.room(self.ladder.widest.block_nbytes)
@@ -147,6 +152,9 @@ class KVManager:
     def _has_aged(self, request: Request) -> bool:
         request.next_demotable_at = self.tables.next_demotable_at(request.request_id)
         return request.num_computed_tokens >= request.next_demotable_at
+
+    def next_aging(self, request: Request) -> int:
+        return self.tables.next_aging(request.num_computed_tokens) if self.floor(request) else sys.maxsize
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)

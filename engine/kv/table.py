@@ -267,6 +267,11 @@ class BlockTables:
         end = self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS
         return self.ladder.window.least_computed(end)
 
+    def next_aging(self, num_computed: int) -> int:
+        """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
+        aged = max(0, self._newest(num_computed) // BLOCK_TOKENS)
+        return self.ladder.window.least_computed(self.ladder.sink + (aged + 1) * BLOCK_TOKENS)
+
     def _num_settled(self, request_id: str) -> int:
         """Number of a request's leading blocks that are settled."""
         table = self._tables[request_id]

@@ -20,7 +20,7 @@ from ..errors import QKVError, RequestError, as_request_error
 from ..kv.block import Block
 from ..kv.manager import KVManager
 from ..metrics import Counters
-from ..request import FINISHED, FinishReason, Request
+from ..request import FINISHED, FinishReason, Request, SamplingParams
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampler import SampledToken, SampleRow
 from ..text.tokenizer import Tokenizer
@@ -207,7 +207,7 @@ class EngineCore:
         if token.error is not None:
             raise token.error
         assert completion.logprobs is not None and token.logprobs is not None
-        completion.logprobs.append(token.logprobs.entries(self.tokenizer))
+        completion.logprobs.append(token.logprobs.entries(self._texts_of(completion.request.params)))
 
     def _accept_prompt(
         self, submission: Submission, completion: Completion, item: ScheduledRequest, found: list[TokenLogprobs] | None
@@ -408,6 +408,11 @@ class EngineCore:
     def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
         """Files a chunk's log-probabilities; positions that come again after a preemption are not filed twice."""
         assert submission.prompt_logprobs is not None
+        tokenizer = self._texts_of(submission.params)
         for position, logprobs in enumerate(found, start + 1):
             if position == len(submission.prompt_logprobs):
-                submission.prompt_logprobs.append(logprobs.entries(self.tokenizer))
+                submission.prompt_logprobs.append(logprobs.entries(tokenizer))
+
+    def _texts_of(self, params: SamplingParams) -> Tokenizer | None:
+        """The tokenizer, where tokens are to have a text."""
+        return self.tokenizer if params.detokenize else None

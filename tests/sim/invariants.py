@@ -170,5 +170,24 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
         require(len(table.slots) == len(space.tables.ladder.slots), "a request lacks a slot")
         blocks = -(-max(0, item.end - options.sink) // options.block)
         require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
+        if request.params.num_prefill_tokens is not None:
+            check_scored(item, space)
     space.check_work(len(batch))
     return num_ahead
+
+
+def check_scored(item: Any, space: SpySpace) -> None:
+    """Each token of a scored request attends to what it would attend to if it were computed alone."""
+    request, options = item.request, space.options
+    if item.start < request.num_prefill_tokens:
+        require(item.end <= request.num_prefill_tokens, "a chunk goes on behind the prefill")
+        return
+
+    def num_aged(num_computed: int) -> int:
+        return max(0, num_computed - options.window(num_computed) - options.sink) // options.block
+
+    aged = space.tables[request.request_id].blocks[: num_aged(item.start)]
+    if space.own_floor(request.params):
+        require(num_aged(item.end - 1) == len(aged), "a block could step down inside a chunk")
+    if options.eager:
+        require(all(block.rung >= block.floor for block in aged), "a token attends to a block above its floor")

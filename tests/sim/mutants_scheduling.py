@@ -66,7 +66,7 @@ SCHEDULING = (
     Patch(
         "eager blocks step down during the prompt",
         "pressure",
-        "ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prompt_tokens]",
+        "ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prefill_tokens]",
         "ready = self.space.aged(self.running)",
     ),
     Patch(

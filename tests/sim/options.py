@@ -54,6 +54,7 @@ class Options:
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
     recent_ratio: Fraction = Fraction(0)
     has_bank: bool = False  # whether the last of the other slots is a bank
+    scored: float = 0.0  # share of requests with ``num_prefill_tokens``
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0

@@ -165,6 +165,8 @@ class Simulation:
                 ids, params = list(parent.token_ids), replace(params, cache_salt=parent.params.cache_salt)
             if rng.random() < 0.8:  # mostly requests that fit
                 ids = ids[: max(1, self.space.capacity_of(params) - length)]
+            if options.scored and rng.random() < options.scored:
+                params = replace(params, num_prefill_tokens=rng.randint(1, len(ids)))
             for index in range(copies):
                 self.submit(f"{name}/{index}", ids, params, length, rng.randrange(2**32))
         if self.scheduler.requests and rng.random() < options.aborts:

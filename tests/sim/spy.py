@@ -173,6 +173,8 @@ class SpySpace:
         require(num_narrow == 0 or self._leaves_window(request, num_narrow), "a hit in the recent window is narrow")
         if request.params.prompt_logprobs is not None:
             require(found == 0, "prompt log-probabilities need every token computed")
+        if request.params.num_prefill_tokens is not None:
+            require(found == 0, "a scored request attends to others' blocks")
         return int(found)
 
     def _leaves_window(self, request: Any, num_blocks: int) -> bool:
@@ -246,7 +248,7 @@ class SpySpace:
         require((move.mining is not None) == (bank not in self.mined), "a bank is not mined with the first seal")
         if move.mining is not None:
             self.mined.add(bank)
-            prompt = max(options.block, request.num_prompt_tokens - options.sink)
+            prompt = max(options.block, request.num_prefill_tokens - options.sink)
             number = min(prompt, request.num_computed_tokens - options.sink)
             require(move.mining.num_tokens == number >= options.block, "a bank is mined from other tokens")
             require(len(move.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
@@ -278,12 +280,16 @@ class SpySpace:
         """Whether these steps are an eager ladder's: past the prompt, past the window, straight to the floor."""
         if not self.options.eager:
             return False
-        ready = {
-            request: 0 for request in self.scheduler.running if request.num_computed_tokens >= request.num_prompt_tokens
-        }
+        running = self.scheduler.running
+        ready = {request: 0 for request in running if request.num_computed_tokens >= request.num_prefill_tokens}
         allowed = {found.key for found in self._eligible(ready)}
-        limit = self._pressure.EAGER_PER_STEP * -(-len(self.scheduler.running) // 32)
+        limit = self._pressure.EAGER_PER_STEP * -(-len(self.scheduler.running) // 32) + self._num_urgent()
         return len(steps) <= limit and all(id(b) in allowed and rung == b.floor for b, rung in steps)
+
+    def _num_urgent(self) -> int:
+        """Blocks that need not wait for their turn."""
+        scored = [r for r in self.scheduler.running if r.params.num_prefill_tokens is not None]
+        return sum(len(self.tables[r.request_id].blocks) for r in scored)
 
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
         """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
@@ -349,6 +355,7 @@ class SpySpace:
         slab = self.tables.arena.slab_nbytes
         running = len(self.scheduler.running)
         bound = self._pressure.AHEAD_PER_STEP * -(-running // 64) + self._pressure.EAGER_PER_STEP * -(-running // 32)
+        bound += self._num_urgent()
         for blocks in self.asked.values():
             bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8 * (len(sizes) - 1)
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

@@ -42,7 +42,7 @@ BUGS = (
         Patch(
             "the output counts as prompt after a preemption",
             "manager",
-            "num_prompt_tokens=request.num_prompt_tokens)",
+            "num_prompt_tokens=request.num_prefill_tokens)",
             "num_prompt_tokens=request.num_tokens)",
         ),
         601,

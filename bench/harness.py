@@ -1,0 +1,240 @@
+"""Tasks of EleutherAI's lm-evaluation-harness through the quantized cache, with every KV preset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
+
+from .provenance import Provenance, provenance
+from .report import number, unfilled_notes
+from .scoring import ScoringEngine
+from .sweep import FAILED, NO_FIT, OK
+from .table import Table, from_columns
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+BOOTSTRAP_ITERS = 1000  # resamples behind the standard errors of metrics that are no means
+
+
+class HarnessEngine(ScoringEngine, AbstractContextManager["HarnessEngine"], Protocol):
+    """What the harness needs of ``Engine``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessPlan:
+    """Tasks, groups or patterns of their names, and the options of the harness that go with them."""
+
+    model: str
+    kvs: tuple[str, ...]
+    tasks: tuple[str, ...]
+    limit: int | None = None  # questions of each task
+    num_fewshot: int | None = None
+    include_path: Path | None = None  # folder with more tasks
+    apply_chat_template: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessRow(Provenance):
+    """One metric of one task with one KV preset.
+
+    ``filter`` names how answers were extracted, "none" as a rule. ``stderr`` is the standard error of ``value``.
+    ``effective_bits`` are at the peak of KV memory over all tasks, all metadata counted. ``status`` is "ok", "does
+    not fit" or "failed", in a row of all tasks; ``detail`` says why.
+    """
+
+    model: str
+    task: str
+    kv: str
+    metric: str | None = None
+    filter: str | None = None
+    value: float | None = None
+    stderr: float | None = None
+    samples: int | None = None
+    num_fewshot: int | None = None
+    kv_bytes_total: int | None = None
+    effective_bits: float | None = None
+    lowest_bits: float | None = None
+    demotions: int | None = None
+    preemptions: int | None = None
+    status: str
+    detail: str | None = None
+
+
+def require_lm_eval() -> None:
+    """Raises ``ConfigError``, naming the extra, if the harness is not installed."""
+    if find_spec("lm_eval") is None:
+        remedy = "Install it with: pip install 'qkv-engine[eval]'"
+        raise ConfigError("needs the package lm-eval", field="lm_eval", remedy=remedy)
+
+
+class Tasks:
+    """The tasks of a plan, found and loaded, so that mistakes are known before a model is.
+
+    Raises ``ConfigError`` for an unknown task, and for one whose configuration or data cannot be read.
+    """
+
+    def __init__(self, plan: HarnessPlan):
+        problem: ConfigError | None = None
+        for self.manager in _managers(plan.include_path):
+            found = {name: self.manager.match_tasks([name]) for name in plan.tasks}
+            self.names = list(dict.fromkeys(chain.from_iterable(found.values())))
+            problem = _unknown(name for name, matches in found.items() if not matches) or self._load()
+            if problem is None:
+                return
+        assert problem is not None
+        raise problem
+
+    def _load(self) -> ConfigError | None:
+        """What keeps the tasks from being loaded, if anything does."""
+        try:
+            self.manager.load(self.names)
+        except Exception as error:  # of YAML, of the task's own code, of the library that loads its data
+            message = f"cannot be loaded: {type(error).__name__}: {error}"
+            return ConfigError(message, field="lm_eval", value=",".join(self.names))
+        return None
+
+
+def _managers(folder: Path | None) -> Iterator[TaskManager]:
+    """Those who know the tasks of ``folder`` alone, then the harness's own too, which take seconds to look through."""
+    from lm_eval.tasks import TaskManager
+
+    if folder is None:
+        yield TaskManager()
+        return
+    if not folder.is_dir():
+        raise ConfigError("no such folder", field="include_path", value=str(folder))
+    yield TaskManager(include_path=str(folder), include_defaults=False)
+    yield TaskManager(include_path=str(folder))
+
+
+def _unknown(names: Iterable[str]) -> ConfigError | None:
+    """The first of ``names`` as an error."""
+    remedy = "lm-eval ls tasks lists the harness's; --include-path names a folder with your own"
+    return next((ConfigError("unknown task", field="lm_eval", value=name, remedy=remedy) for name in names), None)
+
+
+def run_harness(
+    plan: HarnessPlan,
+    tasks: Tasks,
+    open_engine: Callable[[str], HarnessEngine],
+    *,
+    begin: Callable[[str], None] = lambda kv: None,
+    describe: Callable[[QKVError], str] = str,
+    show_progress: bool = False,
+) -> Iterator[HarnessRow]:
+    """The rows of each preset, of which ``begin`` is told, as soon as all tasks are done with it."""
+    for kv in plan.kvs:
+        begin(kv)
+        failed = HarnessRow(
+            model=plan.model, task=",".join(plan.tasks), kv=kv, status=FAILED, **provenance(seed=plan.seed)
+        )
+        try:
+            with open_engine(kv) as engine:
+                rows = _run(plan, tasks, kv, engine, show_progress)
+        except CapacityError as error:
+            rows = [replace(failed, status=NO_FIT, detail=describe(error))]
+        except (ConfigError, ModelError):
+            raise
+        except QKVError as error:
+            rows = [replace(failed, detail=describe(error))]
+        except Exception as error:  # of the harness or a task's own code, or torch's out of memory
+            rows = [replace(failed, detail=f"{type(error).__name__}: {error}")]
+        yield from rows
+
+
+def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_progress: bool) -> list[HarnessRow]:
+    from lm_eval.evaluator import simple_evaluate
+
+    from .lm_eval import EngineLM
+
+    lm = EngineLM(engine, name=plan.model, show_progress=show_progress)
+    engine.reset_stats()
+    found = simple_evaluate(
+        lm,
+        tasks=tasks.names,
+        task_manager=tasks.manager,
+        limit=plan.limit,
+        num_fewshot=plan.num_fewshot,
+        apply_chat_template=plan.apply_chat_template,
+        bootstrap_iters=BOOTSTRAP_ITERS,
+        log_samples=False,
+        random_seed=plan.seed,
+        numpy_random_seed=plan.seed,
+        torch_random_seed=plan.seed,
+        fewshot_random_seed=plan.seed,
+    )
+    stats = engine.stats()
+    figures: dict[str, Any] = {
+        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=plan.seed),
+        "model": plan.model,
+        "kv": kv,
+        "kv_bytes_total": stats.kv_bytes_total,
+        "effective_bits": round(stats.effective_bits, 3),
+        "lowest_bits": lm.lowest_bits,
+        "demotions": stats.num_demotions,
+        "preemptions": stats.num_preemptions,
+        "status": OK,
+    }
+    return [HarnessRow(**figures, **metric) for metric in _metrics(found)]
+
+
+def _metrics(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The fields of a row that say what was measured, of each metric of each task or group."""
+    for task, results in found["results"].items():
+        samples = found["n-samples"].get(task, {}).get("effective")
+        for key, value in results.items():
+            metric, _, name = key.partition(",")
+            if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = results.get(f"{metric}_stderr,{name}")
+            yield {
+                "task": task,
+                "metric": metric,
+                "filter": name,
+                "value": float(value),
+                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+                "samples": samples,
+                "num_fewshot": found["n-shot"].get(task),
+            }
+
+
+def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+    """The rows by task and metric, its ``ladders`` below one another; columns with nothing in them are left out."""
+    order = list(dict.fromkeys((row.task, row.metric, row.filter) for row in rows))
+    rows = sorted(rows, key=lambda row: order.index((row.task, row.metric, row.filter)))  # presets keep their order
+    filters = {row.filter for row in rows}
+    columns: dict[str, list[str]] = {
+        "task": [row.task for row in rows],
+        "metric": [row.metric or "" for row in rows],
+        "filter": [row.filter or "" for row in rows] if filters - {None, "none"} else [],
+        "kv": [row.kv for row in rows],
+        "value": [number(row.value, 4) for row in rows],
+        "±": [number(row.stderr, 4) for row in rows],
+        "samples": [number(row.samples, 0) for row in rows],
+        "few-shot": [number(row.num_fewshot or None, 0) for row in rows],
+        "bits": [number(row.effective_bits, 2) for row in rows],
+        "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
+        "demotions": [number(row.demotions or None, 0) for row in rows],
+        "preemptions": [number(row.preemptions or None, 0) for row in rows],
+        "status": ["" if row.status == OK else row.status for row in rows],
+    }
+    spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits", "filter"]
+    notes = [f"{row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
+    unfilled = unfilled_notes(rows, [row.kv for row in rows], ladders)
+    table = from_columns(_title(rows), columns, [*notes, *unfilled], [*spare, "status"])
+    return table._replace(text=("task", "metric", "filter", "kv", "status"))
+
+
+def _title(rows: Sequence[HarnessRow]) -> str:
+    ran = next((row for row in rows if row.device), rows[0])
+    return " · ".join(part for part in (ran.model, ran.machine, ran.dtype, "lm-evaluation-harness") if part)

@@ -1,0 +1,87 @@
+"""``qkv-engine eval --lm-eval``: tasks of the lm-evaluation-harness through the quantized cache."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv_engine.errors import ConfigError
+
+from . import common, results
+from .model import check_ladders
+from .progress import note
+
+if TYPE_CHECKING:
+    from qkv_engine.bench.harness import HarnessPlan, HarnessRow
+
+OPTIONS = ("limit", "num_fewshot", "include_path", "apply_chat_template")  # of this mode alone
+
+
+def add_arguments(add: Callable[..., Any]) -> None:
+    """The options of the harness; ``add`` is an argument group's ``add_argument``."""
+    add(
+        "--lm-eval",
+        metavar="TASKS",
+        help="tasks of the lm-evaluation-harness instead, such as arc_easy,gsm8k (needs qkv-engine[eval])",
+    )
+    add("--limit", type=int, metavar="N", help="questions of each task (default: all)")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)")
+    add("--include-path", type=Path, metavar="DIR", help="folder with tasks of your own, as YAML")
+    add("--apply-chat-template", action="store_true", default=None, help="put contexts in the model's chat template")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what ``args`` ask for and return the exit code."""
+    from qkv_engine.bench.harness import Tasks, harness_table, require_lm_eval, run_harness
+    from qkv_engine.bench.report import render
+
+    require_lm_eval()
+    if not args.verbose and not args.debug:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what was asked for
+    ladders = common.kv_ladders(args.kv)
+    plan = _plan(args, tuple(ladders))
+    results.check_targets(args)
+    check_ladders(args, ladders.values())
+    tasks = Tasks(plan)
+    rows: list[HarnessRow] = []
+    try:
+        for row in run_harness(
+            plan,
+            tasks,
+            lambda kv: common.open_engine(args, kv=ladders[kv], prefix_caching=False),
+            begin=lambda kv: note(f"{plan.kvs.index(kv) + 1} of {len(plan.kvs)}: {kv}"),
+            describe=common.describe_with(args),
+            show_progress=sys.stderr.isatty(),
+        ):
+            rows.append(row)
+    finally:
+        if rows:  # whatever ended the run, Ctrl-C included
+            table = harness_table(rows, ladders)
+            results.deliver(args, lambda form, width: render(form, rows, table, width=width), f"{len(rows)} rows")
+    return results.exit_code(row.status for row in rows)
+
+
+def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> HarnessPlan:
+    from qkv_engine.bench.harness import HarnessPlan
+
+    for field, least in (("limit", 1), ("num_fewshot", 0)):
+        value = getattr(args, field)
+        if value is not None and value < least:
+            raise ConfigError(f"must be at least {least}", field=field, value=value)
+    names = tuple(dict.fromkeys(name.strip() for name in args.lm_eval.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("names no task", field="lm_eval", value=args.lm_eval, remedy="Give a list such as arc_easy")
+    return HarnessPlan(
+        model=args.model or common.DEMO,
+        kvs=kvs,
+        tasks=names,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
+        include_path=args.include_path,
+        apply_chat_template=bool(args.apply_chat_template),
+        seed=args.seed,
+    )

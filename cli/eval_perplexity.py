@@ -1,0 +1,54 @@
+"""``qkv-engine eval --perplexity``: perplexity of a text through the quantized cache."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import common, results
+from .model import check_ladders
+from .progress import progress_bar
+
+if TYPE_CHECKING:
+    from qkv_engine.bench.perplexity import PerplexityRow
+
+OPTIONS = ("context", "stride")  # of this mode alone
+
+
+def add_arguments(add: Callable[..., Any]) -> None:
+    """The options of perplexity; ``add`` is an argument group's ``add_argument``."""
+    add("--perplexity", type=Path, metavar="FILE", help="perplexity of a text instead of questions, in windows")
+    add("--context", type=int, metavar="N", help="tokens of a window (default: 2048, or what the model takes)")
+    add("--stride", type=int, metavar="N", help="tokens scored at the end of each window (default: half of it)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what ``args`` ask for and return the exit code."""
+    from qkv_engine.bench.perplexity import PerplexityPlan, measure_perplexity, perplexity_table, read_text
+    from qkv_engine.bench.report import render
+
+    ladders = common.kv_ladders(args.kv)
+    text = read_text(args.perplexity)
+    results.check_targets(args)
+    check_ladders(args, ladders.values())
+    plan = PerplexityPlan(
+        model=args.model or common.DEMO, kvs=tuple(ladders), text=text, context=args.context, stride=args.stride
+    )
+    rows: list[PerplexityRow] = []
+    try:
+        with progress_bar(len(plan.kvs)) as bar:
+            for row in measure_perplexity(
+                plan,
+                lambda kv: common.open_engine(args, kv=ladders[kv], prefix_caching=False),
+                watch=bar.watch,
+                describe=common.describe_with(args),
+            ):
+                rows.append(row)
+                bar.reach(len(rows))
+    finally:
+        if rows:  # whatever ended the run, Ctrl-C included
+            table = perplexity_table(rows, ladders)
+            results.deliver(args, lambda form, width: render(form, rows, table, width=width), f"{len(rows)} rows")
+    return results.exit_code(row.status for row in rows)

@@ -1,0 +1,73 @@
+"""A prompt scored behind ``num_prefill_tokens`` gives what decoding gave, token for token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qkv_engine import Engine, KVConfig, RequestError, RequestOutput, RungConfig, SamplingParams
+
+DENSE32 = RungConfig("dense32", "dense32", "dense32")  # 16 bits would make an ulp of a chunk's sums a visible step
+INT2 = RungConfig("int2", "int2-channel-32", "int2-token-32")
+PATTERNS = RungConfig("patterns", "int2-channel-128-patterns32", "int2-token-128-patterns32")
+LADDERS = (
+    KVConfig(name="sink", rungs=(DENSE32, INT2), sink=32, eager=True),
+    KVConfig(name="ratio", rungs=(DENSE32, INT2), recent_ratio=0.2, eager=True),
+    KVConfig(name="patterns", rungs=(DENSE32, PATTERNS), recent=128, eager=True),
+)
+PROMPT, OUTPUT = 300, 120
+RNG = random.Random(0)
+IDS = [RNG.randrange(300) for _ in range(PROMPT)]
+
+
+def engine_of(kv: KVConfig, **options: int) -> Engine:
+    return Engine(kv=kv, kv_memory="128MiB", max_model_len=1024, **options)
+
+
+def scores(output: RequestOutput) -> list[float]:
+    """Log-probabilities of the prompt's tokens behind ``PROMPT``."""
+    entries = (output.prompt_logprobs or [])[PROMPT:]
+    return [entry[token].logprob for entry, token in zip(entries, output.prompt_token_ids[PROMPT:], strict=True)]
+
+
+@pytest.mark.parametrize("kv", LADDERS, ids=lambda kv: kv.name)
+def test_scoring_equals_decoding(kv: KVConfig):
+    with engine_of(kv) as engine:
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=OUTPUT, logprobs=0, ignore_eos=True)
+        (decoded,) = engine.generate(IDS, params)
+        params = [SamplingParams(max_tokens=1, prompt_logprobs=0, num_prefill_tokens=n) for n in (PROMPT, None)]
+        scored, prompt = engine.generate([IDS + decoded.token_ids[:-1]] * 2, params)
+    assert scored.kv == decoded.kv and scored.kv.lowest_bits == 2
+    assert prompt.kv != scored.kv
+    entries = (decoded.outputs[0].logprobs or [])[:-1]
+    expected = [entry[token].logprob for entry, token in zip(entries, decoded.token_ids, strict=False)]
+    assert scores(scored) == pytest.approx(expected, abs=2e-3)
+    errors = [abs(a - b) for a, b in zip(scores(prompt), expected, strict=True)]
+    assert max(errors) > 0.1  # the tokens of a prompt attend to each other at full precision
+
+
+def test_small_steps_change_nothing():
+    found = []
+    for budget in (2048, 37):
+        with engine_of(LADDERS[0], max_num_batched_tokens=budget) as engine:
+            params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, num_prefill_tokens=PROMPT)
+            (output,) = engine.generate(IDS * 2, params)
+        found.append(output)
+    assert scores(found[0]) == pytest.approx(scores(found[1]), abs=2e-3)
+    assert found[0].kv == found[1].kv
+
+
+def test_more_than_the_prompt_is_refused(demo_engine: Engine):
+    with pytest.raises(RequestError, match="num_prefill_tokens=4: more than the prompt has") as caught:
+        demo_engine.generate([1, 2, 3], SamplingParams(num_prefill_tokens=4))
+    assert "at most 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_tokens_with_log_probabilities_have_a_text_where_text_is_wanted(detokenize: bool, demo_engine: Engine):
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=detokenize)
+    (output,) = demo_engine.generate([60, 61], params)
+    (own,) = (output.prompt_logprobs or [])[1].values()
+    (sampled,) = (output.outputs[0].logprobs or [])[0].values()
+    assert [isinstance(one.decoded_token, str) for one in (own, sampled)] == [detokenize] * 2
