@@ -54,7 +54,7 @@ clean:
 	fi
 	@touch $@
 
-.venv/.installed: .venv/.torch pyproject.toml
+.venv/.installed: .venv/.torch pyproject.toml setup.py
 	$(BIN)/pip install -q -e '.[bench]'
 	@touch $@
 
