@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine.errors import ConfigError
 
-from . import common, results, tasks
+from . import bench_compare, common, results, tasks
 from .model import check_ladders, check_shape, read_model
 from .progress import progress_bar
 
@@ -61,10 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and weights (default: %(default)s)")
     results.add_arguments(add)
     results.add_plot(add, "throughput and KV memory", DEFAULT_PLOT)
+    bench_compare.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
+    if args.compare is not None:
+        return bench_compare.run(args)
     from qkv_engine.bench.sweep import sweep
 
     ladders = common.kv_ladders(args.kv)
