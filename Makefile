@@ -7,7 +7,7 @@ BIN := .venv/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch>=2.10,<2.14
 
-.PHONY: demo test test-full test-gpu lint format clean
+.PHONY: demo test test-full test-gpu bench-cpu lint format clean
 
 demo: .venv/.installed
 	$(BIN)/qkv-engine env
@@ -24,6 +24,20 @@ test-full: .venv/.installed-test lint
 
 test-gpu: .venv/.installed-test
 	$(BIN)/pytest -m gpu
+
+# Measurements that the pages show, one file of JSON lines a subject. RESULTS=build/results PICTURES=build/results keeps
+# them apart from the ones of the repository, for qkv-engine bench --compare.
+RESULTS ?= results
+PICTURES ?= docs/images
+
+bench-cpu: .venv/.installed
+	@mkdir -p $(RESULTS)/cpu $(PICTURES)
+	$(BIN)/qkv-engine bench --kv bf16,int4,kivi-2 --batch-sweep 1,4,16 --input-len 256 --output-len 64 \
+		--output $(RESULTS)/cpu/batch-sweep.jsonl --plot $(PICTURES)/cpu-batch-sweep.png
+	$(BIN)/qkv-engine bench --kv bf16,auto,auto-2 --task ledger:40 --batch-sweep 12 --kv-memory 4x \
+		--output $(RESULTS)/cpu/short-of-memory.jsonl
+	$(BIN)/qkv-engine eval --kv bf16,int8,int4,kivi-2,kitty-pro,patternkv --tasks lookup:100,addition:10 --samples 16 \
+		--output $(RESULTS)/cpu/accuracy.jsonl
 
 lint: .venv/.installed-test .typecheck
 	$(BIN)/ruff check .
