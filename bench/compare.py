@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from qkv_engine.errors import ConfigError
 
@@ -19,18 +19,24 @@ from .table import Table, from_columns
 
 # Columns that rows are matched by, in the order of the table.
 SETTINGS = (
-    *("model", "preset", "kv", "method", "task", "tasks", "size", "metric", "rate", "batch", "context", "requests"),
-    *("input_len", "output_len", "samples"),
+    *("model", "preset", "kv", "method", "task", "size", "text", "metric", "filter", "rate", "limits", "batch"),
+    *("requests", "input_len", "output_len", "context", "stride", "samples", "num_fewshot", "eval_tasks"),
 )
-NAMED = ("model", "preset", "kv", "task", "tasks", "metric")  # whose values speak for themselves
+NAMED = ("model", "preset", "kv", "method", "task", "text", "metric")  # whose values speak for themselves
 MEANS = ("input_len", "output_len")  # of a task's answers: measured, no settings
 HIGHER_IS_BETTER = re.compile(r"(\w+_)?tok_s|\w*req\w*_s|goodput\w*|accuracy|right|of_\w+|max_running|capacity\w*")
-LOWER_IS_BETTER = re.compile(r"\w+_ms(_\w+)?|\w*seconds|duration\w*|perplexity|nll|bits_per_byte|kv_bytes_(?!total)\w+")
+LOWER_IS_BETTER = re.compile(
+    r"\w+_ms(_\w+)?|\w*seconds|duration\w*|perplexity|nll|bits_per_byte|kv_bytes_(?!total)\w+|floor_bytes\w*"
+)
 LOWER_SCORES = re.compile(r"perplexity|ppl|bits|loss", re.IGNORECASE)  # among the metrics of lm-evaluation-harness
 INTERVALS = (("_min", "_max"), ("_low", "_high"))  # suffixes of the bounds of a metric
 ORIGIN = [field.name for field in fields(Provenance) if field.name not in ("date", "command")]
+NEAR = 0.1  # share by which the batch of two rows may differ where nothing else does
 SAME, BETTER, WORSE = "same", "better", "worse"
 MARKS = {SAME: "", BETTER: "▲ ", WORSE: "▼ "}
+
+Settings = tuple[tuple[str, str], ...]
+Key = tuple[Settings, int]  # with a number among rows of the same settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +80,21 @@ def compare(paths: Sequence[Path], threshold: float) -> Comparison:
     varying = _varying([settings for _, rows in (first, *others) for settings, _ in rows])
     changes, missing, notes = list[Change](), list[str](), list[str]()
     for name, rows in others:
+        rows = _like(first[1], rows)
         both = [(_label(key, varying), row, rows[key]) for key, row in first[1].items() if key in rows]
         if not both:
             remedy = "Rows match by model, kv, task, batch, lengths and the like"
             raise ConfigError(f"has no row in common with {first[0]}", field="compare", value=name, remedy=remedy)
         for label, before, after in both:
-            changes += _changes(name, label, before, after, threshold)
+            beside = "" if before.get("batch") == after.get("batch") else f" beside {after['batch']}"
+            changes += _changes(name, label + beside, before, after, threshold)
         lacking = [_label(key, varying) for key in first[1] if key not in rows]
+        added = [_label(key, varying) for key in rows if key not in first[1]]
         missing += lacking
-        notes += _only_in(first[0], lacking) + _only_in(
-            name, [_label(key, varying) for key in rows if key not in first[1]]
-        )
+        notes += _only_in(first[0], lacking) + _only_in(name, added)
         notes += _origins(name, [before for _, before, _ in both], [after for _, _, after in both])
     title = f"ratios of {paths[1]} to {first[0]}" if len(others) == 1 else f"ratios to {first[0]}"
     return Comparison(changes, _table(title, changes, threshold, notes), missing)
-
-
-Settings = tuple[tuple[str, str], ...]
-Key = tuple[Settings, int]  # with a number among rows of the same settings
 
 
 def _by_settings(records: Sequence[Record]) -> dict[Key, Record]:
@@ -110,6 +113,25 @@ def _settings(record: Record) -> Settings:
     means = MEANS if record.get("task") else ()
     names = (name for name in SETTINGS if record.get(name) is not None and name not in means)
     return tuple((name, str(record[name])) for name in names)
+
+
+def _like(first: dict[Key, Record], rows: dict[Key, Record]) -> dict[Key, Record]:
+    """``rows`` with those under settings of ``first`` that differ from them by a tenth of the batch at most.
+
+    The largest batch that fits moves with the memory that is left.
+    """
+    found = dict(rows)
+    for key in [key for key in first if key not in rows]:
+        for other in [other for other in found if other not in first and _but_batch(other) == _but_batch(key)]:
+            batch, near = first[key].get("batch"), found[other].get("batch")
+            if _is_number(batch) and _is_number(near) and abs(near - batch) <= NEAR * batch:
+                found[key] = found.pop(other)
+                break
+    return found
+
+
+def _but_batch(key: Key) -> dict[str, str]:
+    return {name: value for name, value in key[0] if name != "batch"}
 
 
 def _varying(rows: Sequence[Settings]) -> set[str]:
@@ -156,7 +178,7 @@ def _metrics(record: Record) -> dict[str, float]:
     }
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -168,6 +190,8 @@ def _is_higher_better(metric: str, record: Record) -> bool:
 
 def _spread(record: Record, metric: str) -> float:
     """Half the interval of a metric, as a share of it; that of the row's throughput where it has none of its own."""
+    if record.get("metric") == metric and record["value"] and _is_number(record.get("stderr")):
+        return float(1.96 * record["stderr"] / abs(record["value"]))  # the half of a 95 % interval
     for name in (metric, "output_tok_s"):
         bounds = [(f"{name}{low}", f"{name}{high}") for low, high in INTERVALS]
         bounds += [("low", "high")] if name == "accuracy" else []

@@ -81,6 +81,8 @@ def test_accuracy_has_an_interval_of_its_own(tmp_path: Path) -> None:
 def test_rows_of_a_named_metric(metric: str, verdict: str, tmp_path: Path) -> None:
     found = verdicts(tmp_path, {"metric": metric, "value": 0.5}, {"metric": metric, "value": 0.7})
     assert found == {metric: verdict}
+    unsure = {"metric": metric, "value": 0.5, "stderr": 0.1}
+    assert verdicts(tmp_path, unsure, unsure | {"value": 0.7}) == {metric: "same"}
 
 
 def test_rows_match_by_settings_in_any_order_and_form(tmp_path: Path) -> None:
@@ -102,6 +104,15 @@ def test_rows_of_equal_settings_match_one_after_another(tmp_path: Path) -> None:
     rows = [row(output_tok_s=value) for value in (10, 20)]
     found = compare([write(tmp_path / "a.json", *rows), write(tmp_path / "b.json", *rows)], 0.05)
     assert [(change.row, change.ratio) for change in found.changes] == [("bf16", 1.0), ("bf16, number 2", 1.0)]
+
+
+def test_largest_batches_match_though_another_one_fits(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", *(row(batch=batch, output_tok_s=batch) for batch in (8, 57)))
+    second = write(tmp_path / "b.jsonl", *(row(batch=batch, output_tok_s=2 * batch) for batch in (8, 60)))
+    labels = ["bf16, batch 8", "bf16, batch 57 beside 60"]
+    assert [change.row for change in compare([first, second], 0.05).changes] == labels
+    other = write(tmp_path / "c.jsonl", *(row(batch=batch, output_tok_s=2 * batch) for batch in (8, 64)))
+    assert compare([first, other], 0.05).missing == ["bf16, batch 57"]
 
 
 def test_rows_of_one_file_and_other_origins_are_named(tmp_path: Path) -> None:
