@@ -7,7 +7,7 @@ BIN := .venv/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch>=2.10,<2.14
 
-.PHONY: demo test test-full test-gpu bench-cpu lint format clean
+.PHONY: demo test test-full test-gpu bench-cpu bench-gpu lint format clean
 
 demo: .venv/.installed
 	$(BIN)/qkv-engine env
@@ -38,6 +38,36 @@ bench-cpu: .venv/.installed
 		--output $(RESULTS)/cpu/short-of-memory.jsonl
 	$(BIN)/qkv-engine eval --kv bf16,int8,int4,kivi-2,kitty-pro,patternkv --tasks lookup:100,addition:10 --samples 16 \
 		--output $(RESULTS)/cpu/accuracy.jsonl
+
+# Each part of bench-gpu is a target of its own, such as gpu-kitty or gpu-decode-8192.
+GPU = $(or $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed -n '1s/^NVIDIA //p' | tr 'A-Z ' 'a-z-'),gpu)
+GPU_FILES = --output $(RESULTS)/$(GPU)/$(@:gpu-%=%).jsonl --plot $(PICTURES)/$(GPU)-$(@:gpu-%=%).png
+PAPERS := $(addprefix gpu-,kitty kitty-prefill kvmix kivi patternkv xquant pm-kvq)
+DECODE := $(addprefix gpu-decode-,2048 8192 32768)
+
+.PHONY: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below gpu-folders
+bench-gpu: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below
+
+gpu-folders: .venv/.installed
+	@mkdir -p $(RESULTS)/$(GPU) $(PICTURES)
+
+$(PAPERS): gpu-%: gpu-folders
+	$(BIN)/qkv-engine bench --preset $* --sampled $(GPU_FILES)
+
+$(DECODE): gpu-decode-%: gpu-folders
+	$(BIN)/qkv-engine bench --sampled --shape qwen3-8b --kv bf16,int8,int4,kivi-2,auto --batch-sweep 1..max \
+		--input-len $(shell expr $* - 256) --output-len 256 --memory 80GiB $(GPU_FILES)
+
+gpu-pareto: gpu-folders
+	$(BIN)/qkv-engine bench --pareto --sampled --shape qwen3-8b --input-len 7936 --output-len 256 --memory 80GiB $(GPU_FILES)
+
+gpu-arrivals: gpu-folders
+	$(BIN)/qkv-engine bench --arrivals 24 --requests 96 --shape qwen3-8b --kv bf16,int4,auto,auto-2 --kv-memory 12GiB \
+		--input-len 2048 --output-len 192 $(GPU_FILES)
+
+gpu-arrivals-below: gpu-folders
+	$(BIN)/qkv-engine bench --arrivals 16 --requests 128 --shape qwen3-8b --kv bf16,int4,auto,auto-2 --kv-memory 12GiB \
+		--input-len 512 --output-len 128 $(GPU_FILES)
 
 lint: .venv/.installed-test .typecheck
 	$(BIN)/ruff check .
