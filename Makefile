@@ -51,8 +51,14 @@ bench-gpu: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below
 gpu-folders: .venv/.installed
 	@mkdir -p $(RESULTS)/$(GPU) $(PICTURES)
 
+gpu-kitty: SETTING = --shape qwen3-8b --sampled
+gpu-kitty-prefill: SETTING = --shape qwen3-8b --repeats 1
+gpu-kvmix gpu-kivi: SETTING = --shape llama-2-7b --repeats 1
+gpu-patternkv: SETTING = --shape llama-3.1-8b --repeats 1
+gpu-xquant: SETTING = --shape mistral-7b --repeats 1
+gpu-pm-kvq: SETTING = --shape llama-3.1-8b --sampled
 $(PAPERS): gpu-%: gpu-folders
-	$(BIN)/qkv-engine bench --preset $* --sampled $(GPU_FILES)
+	$(BIN)/qkv-engine bench --preset $* $(SETTING) $(GPU_FILES)
 
 $(DECODE): gpu-decode-%: gpu-folders
 	$(BIN)/qkv-engine bench --sampled --shape qwen3-8b --kv bf16,int8,int4,kivi-2,auto --batch-sweep 1..max \
