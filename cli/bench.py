@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
-    if args.compare is not None:
+    if bench_compare.is_asked(args):
         return bench_compare.run(args)
     from qkv_engine.bench.sweep import sweep
 

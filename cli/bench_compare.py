@@ -10,7 +10,7 @@ from qkv_engine.errors import ConfigError
 
 from . import common, results
 
-DEFAULT_THRESHOLD = "5%"
+DEFAULT_THRESHOLD = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure nothing: print the ratios of the rows in the later of these files (.json, .jsonl or .csv, "
         "as --output of bench and eval writes them) to those of the first",
     )
-    add(
-        "--threshold",
-        default=DEFAULT_THRESHOLD,
-        metavar="PERCENT",
-        help=f"change up to which a metric counts as the same (default: {DEFAULT_THRESHOLD})".replace("%", "%%"),
-    )
+    add("--threshold", metavar="PERCENT", help="change up to which a metric counts as the same (default: 5%%)")
     add("--fail-on-regression", action="store_true", help="exit with 1 if a metric got worse or a row is missing")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether ``args`` ask for a comparison. Raises ``ConfigError`` for its options without one."""
+    if args.compare is None:
+        for field in ("threshold", "fail_on_regression"):
+            if getattr(args, field):
+                raise ConfigError("there is nothing to compare", field=field, remedy="Add --compare A B")
+    return args.compare is not None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     if len(args.compare) < 2:
         raise ConfigError("one file alone", field="compare", value=str(args.compare[0]), remedy="Give two or more")
-    threshold = _share(args.threshold)
+    threshold = DEFAULT_THRESHOLD if args.threshold is None else _share(args.threshold)
     results.check_targets(args)
     found = compare(args.compare, threshold)
     what = f"{len(found.changes)} ratios"

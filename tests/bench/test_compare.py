@@ -171,8 +171,14 @@ def test_command(words: list[str], code: int, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [(["b.json"], "--compare"), (["a", "b", "--threshold", "x"], "--threshold")]
+    ("words", "named"),
+    [
+        (["--compare", "b.json"], "--compare"),
+        (["--compare", "a", "b", "--threshold", "x"], "--threshold"),
+        (["--threshold", "5%"], "nothing to compare"),
+        (["--fail-on-regression"], "nothing to compare"),
+    ],
 )
 def test_usage(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--compare", *words]) == 2
+    assert main(["bench", *words]) == 2
     assert named in capsys.readouterr().err
