@@ -34,9 +34,9 @@ bench-cpu: .venv/.installed
 	@mkdir -p $(RESULTS)/cpu $(PICTURES)
 	$(BIN)/qkv-engine bench --kv bf16,int4,kivi-2 --batch-sweep 1,4,16 --input-len 256 --output-len 64 \
 		--output $(RESULTS)/cpu/batch-sweep.jsonl --plot $(PICTURES)/cpu-batch-sweep.png
-	$(BIN)/qkv-engine bench --kv bf16,auto,auto-2 --task ledger:40 --batch-sweep 12 --kv-memory 4x \
+	$(BIN)/qkv-engine bench --kv bf16,auto --task ledger:40 --batch-sweep 8 --kv-memory 3x \
 		--output $(RESULTS)/cpu/short-of-memory.jsonl
-	$(BIN)/qkv-engine eval --kv bf16,int8,int4,kivi-2,kitty-pro,patternkv --tasks lookup:100,addition:10 --samples 16 \
+	$(BIN)/qkv-engine eval --kv bf16,int4,kivi-2,kitty-pro,patternkv --tasks lookup:100,addition:10 --samples 12 \
 		--output $(RESULTS)/cpu/accuracy.jsonl
 
 # Each part of bench-gpu is a target of its own, such as gpu-kitty or gpu-decode-8192.
