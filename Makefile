@@ -7,7 +7,7 @@ BIN := .venv/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch>=2.10,<2.14
 
-.PHONY: demo test test-full test-gpu lint format clean
+.PHONY: demo test test-full test-gpu bench-cpu bench-gpu lint format clean
 
 demo: .venv/.installed
 	$(BIN)/qkv-engine env
@@ -24,6 +24,56 @@ test-full: .venv/.installed-test lint
 
 test-gpu: .venv/.installed-test
 	$(BIN)/pytest -m gpu
+
+# Measurements that the pages show, one file of JSON lines a subject. RESULTS=build/results PICTURES=build/results keeps
+# them apart from the ones of the repository, for qkv-engine bench --compare.
+RESULTS ?= results
+PICTURES ?= docs/images
+
+bench-cpu: .venv/.installed
+	@mkdir -p $(RESULTS)/cpu $(PICTURES)
+	$(BIN)/qkv-engine bench --kv bf16,int4,kivi-2 --batch-sweep 1,4,16 --input-len 256 --output-len 64 \
+		--output $(RESULTS)/cpu/batch-sweep.jsonl --plot $(PICTURES)/cpu-batch-sweep.png
+	$(BIN)/qkv-engine bench --kv bf16,auto --task ledger:40 --batch-sweep 8 --kv-memory 3x \
+		--output $(RESULTS)/cpu/short-of-memory.jsonl
+	$(BIN)/qkv-engine eval --kv bf16,int4,kivi-2,kitty-pro,patternkv --tasks lookup:100,addition:10 --samples 12 \
+		--output $(RESULTS)/cpu/accuracy.jsonl
+
+# Each part of bench-gpu is a target of its own, such as gpu-kitty or gpu-decode-8192.
+GPU = $(or $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed -n '1s/^NVIDIA //p' | tr 'A-Z ' 'a-z-'),gpu)
+GPU_FILES = --output $(RESULTS)/$(GPU)/$(@:gpu-%=%).jsonl --plot $(PICTURES)/$(GPU)-$(@:gpu-%=%).png
+PAPERS := $(addprefix gpu-,kitty kitty-prefill kvmix kivi patternkv xquant pm-kvq)
+DECODE := $(addprefix gpu-decode-,2048 8192 32768)
+
+.PHONY: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below gpu-folders
+bench-gpu: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below
+
+gpu-folders: .venv/.installed
+	@mkdir -p $(RESULTS)/$(GPU) $(PICTURES)
+
+gpu-kitty: SETTING = --shape qwen3-8b --sampled
+gpu-kitty-prefill: SETTING = --shape qwen3-8b --repeats 1
+gpu-kvmix gpu-kivi: SETTING = --shape llama-2-7b --repeats 1
+gpu-patternkv: SETTING = --shape llama-3.1-8b --repeats 1
+gpu-xquant: SETTING = --shape mistral-7b --repeats 1
+gpu-pm-kvq: SETTING = --shape llama-3.1-8b --sampled
+$(PAPERS): gpu-%: gpu-folders
+	$(BIN)/qkv-engine bench --preset $* $(SETTING) $(GPU_FILES)
+
+$(DECODE): gpu-decode-%: gpu-folders
+	$(BIN)/qkv-engine bench --sampled --shape qwen3-8b --kv bf16,int8,int4,kivi-2,auto --batch-sweep 1..max \
+		--input-len $(shell expr $* - 256) --output-len 256 --memory 80GiB $(GPU_FILES)
+
+gpu-pareto: gpu-folders
+	$(BIN)/qkv-engine bench --pareto --sampled --shape qwen3-8b --input-len 7936 --output-len 256 --memory 80GiB $(GPU_FILES)
+
+gpu-arrivals: gpu-folders
+	$(BIN)/qkv-engine bench --arrivals 24 --requests 96 --shape qwen3-8b --kv bf16,int4,auto,auto-2 --kv-memory 12GiB \
+		--input-len 2048 --output-len 192 $(GPU_FILES)
+
+gpu-arrivals-below: gpu-folders
+	$(BIN)/qkv-engine bench --arrivals 16 --requests 128 --shape qwen3-8b --kv bf16,int4,auto,auto-2 --kv-memory 12GiB \
+		--input-len 512 --output-len 128 $(GPU_FILES)
 
 lint: .venv/.installed-test .typecheck
 	$(BIN)/ruff check .
@@ -54,7 +104,7 @@ clean:
 	fi
 	@touch $@
 
-.venv/.installed: .venv/.torch pyproject.toml
+.venv/.installed: .venv/.torch pyproject.toml setup.py
 	$(BIN)/pip install -q -e '.[bench]'
 	@touch $@
 

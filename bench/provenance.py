@@ -1,31 +1,44 @@
-"""Where a row of measurements comes from: versions, machine, date."""
+"""The origin of a row of measurements: commit, versions, machine, date, command."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from qkv_engine import __version__
+import qkv_engine
+
+_CHECKOUT = Path(qkv_engine.__file__).resolve().parents[1]  # of an installed wheel site-packages, which is none
+_SOURCES = ("engine", "scheduler", "kernels", "models", "cli", "bench", "pyproject.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What a row was measured with.
+    """The code, the machine and the settings of a measurement.
 
-    ``date`` is UTC in ISO 8601, ``device`` "cpu" or "cuda:N", ``device_name`` the product's name, ``threads`` those of
-    the CPU, ``dtype`` that of the weights, ``seed`` that of prompts and random weights.
+    ``commit`` is the checkout's short hash, with "+" where its sources have changed since; None for a wheel.
+    ``date`` is UTC in ISO 8601. ``command`` is the command line, None where a program used the engine. ``driver`` is
+    the version of NVIDIA's kernel module. ``device`` is "cpu" or "cuda:N", ``device_name`` the product's name.
+    ``threads`` are those of the CPU, ``dtype`` is that of the weights, ``seed`` that of prompts and random weights.
     """
 
     engine_version: str | None = None
+    commit: str | None = None
     torch_version: str | None = None
+    triton_version: str | None = None
+    python_version: str | None = None
+    driver: str | None = None
     date: str | None = None
+    command: str | None = None
     device: str | None = None
     device_name: str | None = None
     threads: int | None = None
@@ -47,15 +60,64 @@ def provenance(
     import torch
 
     return {
-        "engine_version": __version__,
+        "engine_version": qkv_engine.__version__,
+        "commit": commit(),
         "torch_version": str(torch.__version__),
+        "triton_version": _triton(),
+        "python_version": platform.python_version(),
+        "driver": driver() if device is not None and device.startswith("cuda") else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
         "device": device,
         "device_name": None if device is None else device_name(device),
         "threads": threads,
         "dtype": dtype,
         "seed": seed,
     }
+
+
+@cache
+def commit(checkout: Path = _CHECKOUT) -> str | None:
+    """The short hash of ``checkout`` when it was first asked for, with "+" where its sources differ from that commit.
+
+    None without a repository or without git.
+    """
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", "-C", str(checkout), *words], capture_output=True, text=True, check=False, timeout=10
+        )
+
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        found = git("rev-parse", "--short", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", *_SOURCES).returncode != 0
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{found.stdout.strip()}{'+' * changed}" if found.returncode == 0 else None
+
+
+def command_line() -> str | None:
+    """The command line of this process where it is ``qkv-engine``."""
+    return shlex.join(["qkv-engine", *sys.argv[1:]]) if Path(sys.argv[0]).name == "qkv-engine" else None
+
+
+def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of NVIDIA's kernel module, such as "580.159.04"; None where ``path`` does not tell it."""
+    try:
+        found = re.search(r"\b\d+(?:\.\d+)+\b", path.read_text("utf-8"))
+    except (OSError, UnicodeError):
+        return None
+    return found[0] if found else None
+
+
+@cache
+def _triton() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
 
 
 def device_name(device: str) -> str:

@@ -12,7 +12,7 @@ from qkv_engine.bench.batches import MAX
 from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
 from qkv_engine.errors import CapacityError
 
-from . import bench_arrivals, bench_preset, common, quality, results, tasks
+from . import bench_arrivals, bench_compare, bench_preset, common, quality, results, tasks
 from .model import check_ladders, check_shape, kv_nbytes, machine, read_model
 from .progress import progress_bar
 
@@ -89,10 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_arguments(add)
     results.add_plot(add, "throughput and KV memory, or what --pareto compares,", DEFAULT_PLOT)
     bench_arrivals.add_arguments(parser)
+    bench_compare.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
+    if bench_compare.is_asked(args):
+        return bench_compare.run(args)
     check_shape(args)
     if args.shape == common.DEMO:
         args.shape = None

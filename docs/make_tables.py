@@ -1,0 +1,98 @@
+"""Fills the tables of measured rows in the pages from the files in ``results/``: ``python docs/make_tables.py``.
+
+A section from ``<!-- results FILE -->`` to ``<!-- end -->`` is the table that the command printed when it wrote
+``results/FILE``; ``<!-- results FILE: kv, batch, output_tok_s -->`` has these columns instead. Below it stand the
+command, the date, the commit and the versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from qkv_engine.bench.accuracy import AccuracyRow, accuracy_table
+from qkv_engine.bench.provenance import Provenance
+from qkv_engine.bench.report import number, sweep_table, workload_table
+from qkv_engine.bench.result_files import Record, read_records
+from qkv_engine.bench.sweep import Row
+from qkv_engine.bench.table import Table, as_markdown, from_columns
+from qkv_engine.sizes import format_size
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+SECTION = re.compile(
+    r"(<!-- results (\S+\.jsonl)(?:: ([^>]*?))? -->\n)(?:(?!<!-- results).)*?(<!-- end -->)", re.DOTALL
+)
+TARGETS = re.compile(r" --(?:output|plot|timeline)[ =]\S+")  # where a run wrote to, no part of its settings
+
+# Kinds of rows with the tables that commands print of them.
+KINDS: list[tuple[type[Provenance], Callable[[Sequence[Any]], Table]]] = [
+    (Row, lambda rows: (workload_table if rows[0].task else sweep_table)(rows)),
+    (AccuracyRow, accuracy_table),
+]
+
+
+def fill(page: str, results: Path = ROOT / "results") -> str:
+    """``page`` with all sections made anew."""
+
+    def section(found: re.Match[str]) -> str:
+        records = read_records(results / found[2], field="results")
+        columns = found[3] and [name.strip() for name in found[3].split(",")]
+        table = chosen_columns(records, columns) if columns else printed(records)
+        return f"{found[1]}\n{as_markdown(table)}\n{caption(found[2], records)}\n\n{found[4]}"
+
+    return SECTION.sub(section, page)
+
+
+def printed(records: Sequence[Record]) -> Table:
+    """The table that the command printed of these rows. Raises ``ValueError`` for rows of no known kind."""
+    for kind, table in KINDS:
+        if set(records[0]) <= {field.name for field in fields(kind)}:
+            return table([kind(**record) for record in records])
+    raise ValueError(f"name the columns of a table of {', '.join(records[0])}")
+
+
+def chosen_columns(records: Sequence[Record], columns: Sequence[str]) -> Table:
+    """The named columns of the rows. Raises ``ValueError`` for one that no row has."""
+    missing = [name for name in columns if not any(name in record for record in records)]
+    if missing:
+        raise ValueError(f"no column {', '.join(missing)} among {', '.join(records[0])}")
+    known = {field.name for field in fields(Provenance)}
+    origin = Provenance(**{name: value for name, value in records[0].items() if name in known})
+    title = " · ".join(part for part in (records[0].get("model"), origin.machine, origin.dtype) if part)
+    return from_columns(title, {name: [cell(name, record.get(name)) for record in records] for name in columns}, [])
+
+
+def cell(name: str, value: Any) -> str:
+    """``value`` of the column ``name`` in words."""
+    if isinstance(value, int | float) and "bytes" in name:
+        return format_size(value)
+    if isinstance(value, float):
+        return f"{value:.1%}" if name == "accuracy" else number(value, 1 if name.endswith("tok_s") else 2)
+    return number(value, 0) if isinstance(value, int) else value or ""
+
+
+def caption(file: str, records: Sequence[Record]) -> str:
+    """The origin of rows in words: command, file, dates, commits and versions."""
+    commands = [f"`{TARGETS.sub('', command)}`" for command in values(records, "command")]
+    names = ("commit", "torch_version", "triton_version", "driver")
+    origins = [f"{name.removesuffix('_version')} {' and '.join(values(records, name))}" for name in names]
+    found = [origin for origin, name in zip(origins, names, strict=True) if values(records, name)]
+    dates = dict.fromkeys(date[:10] for date in values(records, "date"))
+    return " · ".join([*commands, f"`results/{file}`", *dates, *found])
+
+
+def values(records: Sequence[Record], name: str) -> list[str]:
+    """The different values of a column, without None."""
+    return list(dict.fromkeys(str(record[name]) for record in records if record.get(name) is not None))
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        page = path.read_text()
+        if (filled := fill(page)) != page:
+            path.write_text(filled)
+            print(f"filled {path.relative_to(ROOT)}")
