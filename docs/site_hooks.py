@@ -1,0 +1,28 @@
+"""Hooks of mkdocs: README and CONTRIBUTING, which lie beside the folder of the pages, are pages of the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages of the root, whose links into ``docs/`` become links beside them."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Turns links to files of the root into links to their pages, and bars that GitHub wants escaped into bars."""
+    for source, page in PAGES.items():
+        markdown = markdown.replace(f"../{source}", page).replace(f"]({source}", f"]({page}")
+    return re.sub(r"`[^`\n]+`", lambda code: code[0].replace(r"\|", "|"), markdown)
