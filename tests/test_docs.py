@@ -16,7 +16,7 @@ import pytest
 
 from qkv_engine.cli.main import _parse
 
-from .doc_pages import PAGES, ROOT, blocks, code_spans, each_page
+from .doc_pages import FENCE, PAGES, ROOT, blocks, code_spans, each_page
 
 FOLDERS = "engine|scheduler|kernels|models|cli|bench|studies|tests|docs"
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
@@ -26,7 +26,7 @@ FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR"}
 
 @each_page
 def test_links_and_paths_lead_somewhere(page: Path):
-    text = page.read_text()
+    text = FENCE.sub("", page.read_text())
     links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in link]
     paths = re.findall(rf"`((?:{FOLDERS})/[\w/.]+\.(?:py|md|json|toml))", text)
     missing = [link for link in links if not (page.parent / link).exists()]
