@@ -148,8 +148,8 @@ def test_readme_counts_lines():
 
 
 def _snippets(page: Path) -> list[str]:
-    """Python code blocks of a page."""
-    return [block.code for block in blocks(page) if block.language == "python"]
+    """Python code blocks of a page that are no parts of our files."""
+    return [block.code for block in blocks(page) if block.language == "python" and not block.quoted_file]
 
 
 def _commands(page: Path) -> list[list[str]]:
