@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +24,15 @@ def fill(page: str) -> str:
 
 
 def reference(parser: argparse.ArgumentParser) -> str:
-    """Usage and purpose, a table for each group of arguments, and the closing words of ``--help`` as they are."""
+    """Usage and purpose, a table for each group of arguments, and the closing words of ``--help``."""
     positionals = [argument(action) for action in parser._actions if not action.option_strings]
     usage = " ".join([parser.prog, *positionals, "[OPTIONS]"])
     parts = [f"```text\n{usage}\n```", parser.description or ""]
     parts += [table for group in parser._action_groups for table in tables(group)]
-    return "\n\n".join([*parts, f"```text\n{parser.epilog.strip()}\n```"] if parser.epilog else parts)
+    if parser.epilog:
+        lines = [textwrap.fill(line, 110) for line in parser.epilog.strip().splitlines()]
+        parts.append("\n".join(["```text", *lines, "```"]))
+    return "\n\n".join(parts)
 
 
 def tables(group: argparse._ArgumentGroup) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: README and CONTRIBUTING, which lie beside the folder of the pages, are pages of the site."""
+"""Hooks of mkdocs: the pages of the repository's root are pages of the site, README its start page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {path.name: "index.md" if path.name == "README.md" else path.name.lower() for path in ROOT.glob("*.md")}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
