@@ -7,7 +7,7 @@ BIN := .venv/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch>=2.10,<2.14
 
-.PHONY: demo test test-full test-gpu bench-cpu bench-gpu lint format clean
+.PHONY: demo test test-full test-gpu bench-cpu bench-gpu lint format docs clean
 
 demo: .venv/.installed
 	$(BIN)/qkv-engine env
@@ -91,6 +91,10 @@ lint: .venv/.installed-test .typecheck
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, in build/site; links and anchors that lead nowhere are errors.
+docs: .venv/.installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .typecheck build dist *.egg-info

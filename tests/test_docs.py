@@ -1,4 +1,4 @@
-"""The documentation is true of the code: names, options and links exist, commands parse, snippets run."""
+"""The documentation is true of the code: names, options and links exist, commands parse."""
 
 from __future__ import annotations
 
@@ -11,31 +11,22 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-import qkv_engine
 from qkv_engine.cli.main import _parse
-from qkv_engine.validation import BOUNDS
 
-ROOT = Path(__file__).resolve().parents[1]
+from .doc_pages import FENCE, PAGES, ROOT, blocks, code_spans, each_page
+
 FOLDERS = "engine|scheduler|kernels|models|cli|bench|studies|tests|docs"
-DOCS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
 FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR"}
-EXPLAINED = [
-    *("Engine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics", "KVUsage"),
-    *("EngineStats", "KVConfig", "RungConfig"),
-]
-
-each_page = pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
 
 
 @each_page
 def test_links_and_paths_lead_somewhere(page: Path):
-    text = page.read_text()
+    text = FENCE.sub("", page.read_text())
     links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in link]
     paths = re.findall(rf"`((?:{FOLDERS})/[\w/.]+\.(?:py|md|json|toml))", text)
     missing = [link for link in links if not (page.parent / link).exists()]
@@ -71,7 +62,7 @@ def words() -> set[str]:
 
 @each_page
 def test_identifiers_are_in_the_code(page: Path, words: set[str]):
-    spans = " ".join(_code_spans(page))
+    spans = " ".join(code_spans(page))
     named = {
         w for w in re.findall(r"(?<![\w./-])[A-Za-z_]\w*", spans) if "_" in w.strip("_") or re.search(r"[a-z][A-Z]", w)
     }
@@ -95,10 +86,10 @@ def definitions() -> tuple[dict[str, set[str]], dict[str, list[set[str]]]]:
 @each_page
 def test_members_and_arguments_exist(page: Path, definitions):
     members, parameters = definitions
-    for span in _code_spans(page):
+    for span in code_spans(page):
         for owner, name in re.findall(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)", span):
             assert owner not in members or name in members[owner], span
-    calls = [call for span in _code_spans(page) for call in _calls(span, with_positional=True)]
+    calls = [call for span in code_spans(page) for call in _calls(span, with_positional=True)]
     for called, given in calls + [call for code in _snippets(page) for call in _calls(code)]:
         known = parameters.get(called)
         assert known is None or any(given <= names or "**" in names for names in known), (called, given)
@@ -106,59 +97,39 @@ def test_members_and_arguments_exist(page: Path, definitions):
 
 @each_page
 def test_options_are_options(page: Path):
-    known = {word for path in [*SOURCES, ROOT / "Makefile"] for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
+    files = [*SOURCES, ROOT / "Makefile", ROOT / "docs/command_line.md"]  # the page is made from the parsers
+    known = {word for path in files for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
     foreign = {"--query-gpu", "--loop-ms"}  # of nvidia-smi
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
 
 
-def test_command_lines_are_found():
-    assert len([line for page in DOCS for line in _command_lines(page)]) >= 20
-
-
 @each_page
 def test_command_lines_parse(page: Path):
-    for line in _command_lines(page):
-        words = shlex.split(line, comments=True)[1:]
+    lines = [words for words in _commands(page) if words[0] == "qkv-engine"]
+    for line in [*lines, *_command_spans(page)]:
         with contextlib.redirect_stdout(io.StringIO()):
             try:
-                _parse(words)
+                _parse(line[1:])
             except SystemExit as leaving:  # --help
                 assert leaving.code == 0, line
 
 
+def test_command_lines_are_found():
+    assert len([words for page in PAGES for words in _commands(page) if words[0] == "qkv-engine"]) >= 40
+
+
 @each_page
-def test_modules_that_are_run_exist(page: Path):
+def test_programs_targets_and_tests_that_are_run_exist(page: Path):
+    for program, *words in _commands(page):
+        if program == "python" and words[0] == "-m":
+            assert importlib.util.find_spec(words[1]), words
+        elif program == "make":
+            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        else:
+            paths = [word.split("::")[0] for word in words if word.startswith(("tests/", "docs/"))]
+            assert all((ROOT / path).exists() for path in paths), words
     for name in re.findall(r"python -m ((?:qkv_engine|studies)[\w.]*)", page.read_text()):
         assert importlib.util.find_spec(name), name
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/python_api.md", "docs/kv_cache.md"])
-def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch):
-    """Those for the demo model, one after another; where a comment shows what is printed it is."""
-    shown, expected = io.StringIO(), list[str]()
-    names: dict[str, object] = {}
-    with contextlib.redirect_stdout(shown):
-        for code in _snippets(ROOT / page):
-            program = compile(code, page, "exec")
-            if 'Engine("' not in code:
-                exec(program, names)
-                expected += re.findall(r"print\(.*\)  # (\d[\d ]*)$", code, re.MULTILINE)
-    engine = names.get("engine")
-    assert isinstance(engine, qkv_engine.Engine)
-    engine.close()
-    printed = shown.getvalue().splitlines()
-    assert expected == [line for line in expected if line in printed]
-    if page == "README.md":
-        assert printed[:2] == ["4042", "5 11 23 99"]
-
-
-def test_quotes_are_those_of_the_files():
-    """A Python block that begins with a path is a part of that file."""
-    quotes = [code for code in _snippets(ROOT / "docs/adding_a_format.md") if code.startswith("# tests/")]
-    assert len(quotes) >= 5
-    for quote in quotes:
-        path, code = quote.removeprefix("# ").split("\n", 1)
-        assert code in (ROOT / path).read_text(), path
 
 
 def test_readme_counts_lines():
@@ -176,62 +147,22 @@ def test_readme_counts_lines():
     assert int(kernels.replace(",", "")) == pytest.approx(counts["kernels"], rel=0.1)
 
 
-def test_api_page_is_up_to_date(make_api: ModuleType):
-    page = make_api.PAGE.read_text()
-    assert make_api.fill(page) == page, "run python docs/make_api.py"
-
-
-@pytest.mark.parametrize("name", EXPLAINED)
-def test_every_option_and_field_is_explained(make_api: ModuleType, name: str):
-    kind = getattr(qkv_engine, name)
-    explained = [field for entry in make_api.entries(kind) for field in entry.names]
-    assert sorted(explained) == sorted(make_api.declarations(kind))
-    assert all(entry.meaning.endswith(".") for entry in make_api.entries(kind))
-    assert f"<!-- {name} -->" in make_api.PAGE.read_text()
-
-
-def test_bounds_of_parameters_are_those_checked(make_api: ModuleType):
-    meanings = {field: entry.meaning for entry in make_api.entries(qkv_engine.SamplingParams) for field in entry.names}
-    for name, bounds in BOUNDS.items():
-        if bounds.high <= 1000:
-            assert re.search(rf"\b{bounds.high:g}\b", meanings[name]), name
-
-
-def test_api_page_lists_the_public_names():
-    page = (ROOT / "docs/python_api.md").read_text()
-    assert [name for name in qkv_engine.__all__ if f"`{name}" not in page and f"<!-- {name} " not in page] == [
-        "__version__"
-    ]
-
-
-@pytest.fixture(scope="module")
-def make_api() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs/make_api.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _code_spans(page: Path) -> list[str]:
-    """Inline code of a page."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    return [span.replace(r"\|", "|") for span in re.findall(r"`([^`\n]+)`", text)]
-
-
 def _snippets(page: Path) -> list[str]:
-    """Python code blocks of a page."""
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    """Python code blocks of a page that are no parts of our files."""
+    return [block.code for block in blocks(page) if block.language == "python" and not block.quoted_file]
 
 
-def _command_lines(page: Path) -> Iterator[str]:
-    """Lines of code blocks and inline code that begin with our command, with optional parts given."""
-    text = page.read_text()
-    for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
-        yield from re.findall(r"^(?:\$ )?(?:\.venv/bin/)?(qkv-engine .*)$", block, re.MULTILINE)
-    for span in _code_spans(page):
+def _commands(page: Path) -> list[list[str]]:
+    """The words of all commands in code blocks."""
+    return [words for block in blocks(page) if block.has_commands for words in block.commands()]
+
+
+def _command_spans(page: Path) -> Iterator[list[str]]:
+    """The words of inline code that begins with our command, with optional parts given."""
+    for span in code_spans(page):
         if span.startswith("qkv-engine "):
-            yield re.sub(r"\|\w+", "", span.translate(str.maketrans("", "", "[]"))).replace("COMMAND", "chat")
+            line = re.sub(r"\|\w+", "", span.translate(str.maketrans("", "", "[]"))).replace("COMMAND", "chat")
+            yield shlex.split(line)
 
 
 def _calls(code: str, *, with_positional: bool = False) -> list[tuple[str, set[str]]]:

@@ -1,0 +1,119 @@
+"""Commands and snippets of the documentation are run, and print what the pages say; the others give a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qkv_engine import Engine
+from qkv_engine.cli.main import COMMANDS, main
+
+from .doc_pages import PAGES, ROOT, Block, blocks, each_page
+
+REASONS = {
+    *("needs a GPU", "needs the Hub", "needs a terminal", "takes minutes"),
+    *("installs packages", "make test runs it"),
+}
+# Added to commands so that they end in seconds: few, short questions and texts. With output shown they run as they are.
+FEWER = {
+    "eval": ["--tasks", "addition:4", "--samples", "1", "--max-tokens", "32"],
+    "plan": ["--task", "addition:10", "--samples", "3"],
+    "bench": ["--batch-sweep", "1,2", "--repeats", "1", "--output-len", "16"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Each page has a folder of its own, and leaves the program's logging as it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 12+30?\n"))
+    logger = logging.getLogger("qkv_engine")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate, logger.level = before
+
+
+@each_page
+def test_blocks_name_their_language_and_why_they_are_not_run(page: Path):
+    for block in blocks(page):
+        assert block.language in {"python", "sh", "console", "text", "json"}, block.code
+        assert block.not_run is None or block.not_run.split(",")[0] in REASONS, block.not_run
+
+
+@each_page
+def test_commands_run(page: Path, capsys: pytest.CaptureFixture[str]):
+    for block in _commands_to_run(page):
+        printed = ""
+        for program, *words in block.commands():
+            assert program == "qkv-engine", f"put <!-- not run: REASON --> before the block with {program}"
+            fewer = [] if block.output() or "--from" in words else FEWER.get(words[0], [])
+            assert main([*words, *fewer]) == 0, capsys.readouterr().err
+            printed += capsys.readouterr().out
+        assert set(map(_plain, block.output())) <= set(map(_plain, printed.splitlines()))
+
+
+def test_every_command_of_the_program_is_run():
+    lines = [words for page in PAGES for block in _commands_to_run(page) for words in block.commands()]
+    assert {words[1] for words in lines} == set(COMMANDS)
+    assert len(lines) >= 20
+
+
+@each_page
+def test_snippets_run(page: Path):
+    """In order, with the names of those before; where a comment shows what is printed it is."""
+    shown, expected = io.StringIO(), list[str]()
+    with contextlib.redirect_stdout(shown), _names() as names:
+        for block in _snippets_to_run(page):
+            exec(compile(block.code, page.name, "exec"), names)
+            expected += re.findall(r"(?:print\(.*\)|end=\"\".*\))  # (\d[\d ]*)$", block.code, re.MULTILINE)
+    printed = shown.getvalue().splitlines()
+    assert [line for line in expected if line not in printed] == []
+
+
+def test_snippets_of_the_main_pages_are_run():
+    pages = {page.name for page in PAGES if _snippets_to_run(page)}
+    assert {"README.md", "python_api.md", "kv_cache.md", "xquant.md", "reliability.md"} <= pages
+
+
+@each_page
+def test_quotes_are_those_of_the_files(page: Path):
+    for block in blocks(page):
+        if block.quoted_file:
+            assert block.code.split("\n", 1)[1] in (ROOT / block.quoted_file).read_text(), block.code
+
+
+@pytest.mark.parametrize("page", ["format", "model", "kernel"])
+def test_worked_examples_quote_tested_code(page: str):
+    quotes = [block.quoted_file for block in blocks(ROOT / f"docs/adding_a_{page}.md")]
+    assert len([path for path in quotes if path]) >= 4
+
+
+def _commands_to_run(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.has_commands and not block.not_run]
+
+
+def _snippets_to_run(page: Path) -> list[Block]:
+    return [b for b in blocks(page) if b.language == "python" and not b.not_run and not b.quoted_file]
+
+
+def _plain(line: str) -> str:
+    """A printed line without its measured numbers and the width of its columns."""
+    return " ".join(re.sub(r"\d[\d,]*\.\d+", "#", line).split())
+
+
+@contextlib.contextmanager
+def _names() -> Iterator[dict[str, object]]:
+    """Names for the snippets of a page, whose engines are closed in the end."""
+    names: dict[str, object] = {}
+    try:
+        yield names
+    finally:
+        for value in names.values():
+            if isinstance(value, Engine):
+                value.close()

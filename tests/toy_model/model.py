@@ -1,0 +1,36 @@
+"""The graph: one norm a layer, and one addition to the residual stream for attention and MLP together."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from qkv_engine.models.attention import Attention, AttentionBatch
+from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.layers import Layer, RMSNorm
+from qkv_engine.models.llama import MLP, LlamaForCausalLM
+from qkv_engine.models.rope import Rotation
+
+
+class ParallelLayer(Layer):
+    """x + attention(norm(x)) + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm("input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next."""
+        x, residual = self.input_layernorm(x, residual)
+        return self.self_attn(x, rotation, batch) + self.mlp(x), residual
+
+
+class ParallelForCausalLM(LlamaForCausalLM):
+    """Llama's embedding, final norm and output embedding around parallel layers."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(ParallelLayer(config, layer) for layer in range(config.num_layers))
