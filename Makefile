@@ -17,7 +17,7 @@ demo: .venv/.installed
 	$(BIN)/qkv-engine bench --batch-sweep 1,4,16 --input-len 64 --output-len 32 --repeats 1
 
 test: .venv/.installed-test lint
-	$(BIN)/pytest -n auto --dist loadfile -m "not slow and not gpu"
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-full: .venv/.installed-test lint
 	$(BIN)/pytest -n auto --dist loadfile -m "not gpu"

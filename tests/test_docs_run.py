@@ -20,8 +20,13 @@ REASONS = {
     *("needs a GPU", "needs the Hub", "needs a terminal", "takes minutes"),
     *("installs packages", "make test runs it"),
 }
-# Added to commands so that they end in seconds: few, short questions and texts. With output shown they run as they are.
+# Added to commands with an option or a name, the first that is there, so that they end in seconds: few, short questions
+# and texts. Commands with output shown run as they are.
 FEWER = {
+    "--from": [],
+    "--compare": [],
+    "--arrivals": ["--task", "addition:4", "--requests", "2"],
+    "--perplexity": ["--context", "64", "--stride", "32"],
     "eval": ["--tasks", "addition:4", "--samples", "1", "--max-tokens", "32"],
     "plan": ["--task", "addition:10", "--samples", "3"],
     "bench": ["--batch-sweep", "1,2", "--repeats", "1", "--output-len", "16"],
@@ -32,6 +37,7 @@ FEWER = {
 def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each page has a folder of its own, and leaves the program's logging as it was."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Sort: 5 99 23 11. What is 47*86? " * 20)
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 12+30?\n"))
     logger = logging.getLogger("qkv_engine")
     before = logger.handlers[:], logger.propagate, logger.level
@@ -52,7 +58,7 @@ def test_commands_run(page: Path, capsys: pytest.CaptureFixture[str]):
         printed = ""
         for program, *words in block.commands():
             assert program == "qkv-engine", f"put <!-- not run: REASON --> before the block with {program}"
-            fewer = [] if block.output() or "--from" in words else FEWER.get(words[0], [])
+            fewer = [] if block.output() else next((FEWER[word] for word in FEWER if word in words), [])
             assert main([*words, *fewer]) == 0, capsys.readouterr().err
             printed += capsys.readouterr().out
         assert set(map(_plain, block.output())) <= set(map(_plain, printed.splitlines()))
