@@ -24,10 +24,9 @@ from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
 
-# Least bounds of work items, whose idle programs take hardly any time: larger ones make graphs fewer.
-LEAST_ITEMS = 64  # of a launch
-ITEMS_A_REQUEST = 4  # for each row of the batch
-BESIDE_CHUNKS = 512  # of a launch in a step with chunks of prompts, which is long
+# Bounds of work items: larger and coarser ones make graphs fewer, and leave more programs idle.
+LEAST_ITEMS = 64  # of a launch; so many idle ones take no time
+FEW_ITEMS = 512  # of a launch; up to here bounds are powers of two, above it there are four of them an octave
 
 
 class GpuAttentionPlanner:
@@ -57,7 +56,7 @@ class GpuAttentionPlanner:
     def split_of(
         self, counts: Sequence[int], num_decodes: int, batch: int, beside_chunks: bool = False
     ) -> tuple[int, Bounds]:
-        """``split`` for ``counts`` blocks by rung. Bounds are powers of two and have a least size.
+        """``split`` for ``counts`` blocks by rung. Bounds take few values and have a least size.
 
         Few graphs thus serve all steps: an idle program is cheap, another captured graph is not. A step with chunks of
         prompts is long beside idle programs, so ``beside_chunks`` makes shapes fewer still.
@@ -69,8 +68,8 @@ class GpuAttentionPlanner:
         others = sum(most_items(count, batch, size) for count in counts[1:])
         if others and not is_short:  # a bound for both stays while blocks step down
             first = others = max(first, others)
-        least = max(BESIDE_CHUNKS if beside_chunks else LEAST_ITEMS, ITEMS_A_REQUEST * batch)
-        return size, Bounds(_octave(first, least), _octave(others, least) if others else 0, is_short)
+        least = FEW_ITEMS if beside_chunks else max(LEAST_ITEMS, 2 * batch)
+        return size, Bounds(_rounded_up(first, least), _rounded_up(others, least) if others else 0, is_short)
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
@@ -143,9 +142,12 @@ class GpuAttention:
         return out
 
 
-def _octave(number: int, least: int) -> int:
-    """The smallest power of two that is neither below ``number`` nor below ``least``."""
-    return 1 << (max(number, least) - 1).bit_length()
+def _rounded_up(number: int, least: int) -> int:
+    """The smallest of few bounds that is neither below ``number`` nor below ``least``."""
+    number = max(number, least)
+    octave = 1 << (number - 1).bit_length()
+    step = octave if octave <= FEW_ITEMS else octave // 8
+    return -(-number // step) * step
 
 
 def page_layouts(ladder: Ladder) -> list[list[PageLayout]]:

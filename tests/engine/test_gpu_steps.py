@@ -49,8 +49,8 @@ def test_batches_are_padded_to_few_sizes():
         ([1024], 1, (16, Bounds(128, 0))),
         ([2, 63, 0], 1, (4, Bounds(64, 64, True))),
         ([65 * 32], 32, (16, Bounds(256, 0))),
-        ([128, 64 * 63], 64, (16, Bounds(256, 512, True))),  # codes have room for twice as many
-        ([128, 64 * 43, 64 * 20], 64, (16, Bounds(256, 512, True))),  # one bound for all but the first rung
+        ([128, 64 * 63], 64, (16, Bounds(128, 512, True))),  # codes have room for twice as many
+        ([128, 64 * 43, 64 * 20], 64, (16, Bounds(128, 512, True))),  # one bound for all but the first rung
         ([64 * 30, 64 * 33], 64, (16, Bounds(256, 256))),
         ([0, 8], 1, (1, Bounds(64, 64, True))),
     ],
