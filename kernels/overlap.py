@@ -1,7 +1,7 @@
 """Launches that overlap: a kernel starts while the one before it in the stream still runs (Hopper and later).
 
 Launched with ``launch_pdl``, a kernel starts once every program of the one before has begun. Each kernel of a chain
-waits for the one before only at its end, so a kernel that waits at its start may read what any of them wrote.
+waits for the one before, at its end at the latest, so what any of them wrote may be read after a wait.
 """
 
 from __future__ import annotations

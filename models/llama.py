@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from qkv_engine.kernels.swiglu import swiglu
+from qkv_engine.kernels.linear import linear_swiglu
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
@@ -23,7 +23,7 @@ class MLP(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
-        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(linear_swiglu(x, self.gate_up_proj.weight, self.gate_up_proj.bias))
         return out
 
 

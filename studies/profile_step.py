@@ -54,6 +54,8 @@ KERNELS = {
     "decode_float_kernel": "attention, 16 bits",
     "decode_int_kernel": "attention, codes",
     "merge_kernel": "attention, merge",
+    "linear_sum_kernel": "linear",
+    "linear_tile_kernel": "linear",
     "rms_norm_kernel": "norm",
     "rope_kv_write_kernel": "q/k norm, rope, KV write",
     "swiglu_kernel": "SwiGLU",

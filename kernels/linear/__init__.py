@@ -1,7 +1,7 @@
 """Matrix product of a linear layer.
 
 ``pack_weight`` is called once per layer after loading; ``linear`` then picks the back end by the weight's
-layout, so that a packed weight and a plain one are used in the same way.
+layout, so that a packed weight and a plain one are used in the same way. On a GPU few rows have kernels of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..swiglu import swiglu
 from . import cpu
 
 
@@ -25,8 +26,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; result [M, O]; one dtype.
+    On a GPU ``weight`` and ``bias`` may be read while the kernel before still runs: that kernel must not write them.
     """
-    return cpu.linear(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
+    if weight.is_mkldnn:
+        return cpu.linear(x, weight, bias)
+    if x.is_cuda:
+        from .triton import can_stream, linear_few_rows
+
+        if can_stream(x):
+            return linear_few_rows(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``swiglu(linear(x, weight, bias))``, its bits and roundings.
+
+    Shapes: x [M, I]; weight [2 O, I], gate's rows then up's; bias [2 O]; result [M, O]. Otherwise as ``linear``.
+    """
+    if x.is_cuda:
+        from .triton import can_stream, linear_few_rows
+
+        if can_stream(x):
+            return linear_few_rows(x, weight, bias, gated=True)
+    return swiglu(linear(x, weight, bias))
 
 
 def padded_rows(num_rows: int, device: torch.device) -> int:
@@ -43,4 +65,4 @@ def padded_rows(num_rows: int, device: torch.device) -> int:
     return -(-num_rows // step) * step
 
 
-__all__ = ["linear", "pack_weight", "padded_rows"]
+__all__ = ["linear", "linear_swiglu", "pack_weight", "padded_rows"]

@@ -10,7 +10,7 @@ Source:  flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..overlap import end_overlap
+from ..overlap import begin_overlap, end_overlap
 
 
 @triton.jit
@@ -26,6 +26,7 @@ def merge_kernel(
     BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    begin_overlap(OVERLAP)
     end_overlap(OVERLAP)
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HQ = tl.num_programs(1)

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qkv_engine.kernels.formats import PageLayout
+from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
@@ -124,6 +125,18 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
 
 
+def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Products of few rows, for the shapes of Qwen3 8B."""
+    for num_rows in TUNINGS:
+        for size, gated in ((4096, True), (12288, False)):
+            kernel, constexprs, num_warps = few_rows_variant(num_rows, 4096, size, gated=gated)
+            constexprs |= {"OVERLAP": True, "bias_ptr": None}
+            if "M" in (p.name for p in kernel.params if p.is_constexpr):
+                constexprs["M"] = num_rows
+            name = kernel.__name__.replace("_kernel", f" {num_rows} x {size}") + gated * " gated"
+            yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+
+
 def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Seals of pages with patterns."""
     for number, heads, _, d in PATTERN_SHAPES:
@@ -156,6 +169,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
             yield f"stage {name}", stage_kernel, {**stage_constexprs(page), **no_banks}, Tuning(4, 1)
     yield from seal_kernels()
     yield from fused_kernels()
+    yield from linear_kernels()
     yield from sample_kernels()
 
 

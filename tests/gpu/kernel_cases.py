@@ -16,11 +16,19 @@ from torch import Tensor
 from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
+from qkv_engine.kernels.linear.triton import MAX_ROWS
 from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
 from qkv_engine.kernels.seal import seal, seal_reference
 from studies.kernels.inputs import dense_page, make_case, named_page, prefill_reference, reference, uniform_page
 
-from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
+from ..kernels import (
+    block_tables_cases,
+    fused_cases,
+    linear_cases,
+    sample_cases,
+    triton_decode_cases,
+    triton_prefill_cases,
+)
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
 
 DEVICE = "cuda"
@@ -123,6 +131,15 @@ def swiglu(seed: int) -> Figure:
         ]
 
 
+def products(seed: int) -> Figure:
+    """Few rows; SwiGLU in the product is to have the bits of SwiGLU behind it."""
+    rng = random.Random(seed)
+    num_rows, size, num_out = rng.randint(1, MAX_ROWS), 8 * rng.randint(1, 2048), rng.randint(1, 5000)
+    with torch.device(DEVICE):
+        error = linear_cases.product(num_rows, size, num_out, rng.choice((BF16, FP16)), rng.random() < 0.5)
+        return error + 100 * linear_cases.gated(num_rows, num_out), 1.5
+
+
 def rope_kv_write(seed: int) -> Figure:
     """With and without norm; pages in the model's dtype or another."""
     rng = random.Random(seed)
@@ -166,6 +183,7 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     page_formats: 24,
     norms: 30,
     swiglu: 30,
+    products: 24,
     rope_kv_write: 24,
     sample: 50,
     edits: 30,

@@ -16,7 +16,14 @@ from qkv_engine.kernels.sample import sample
 from qkv_engine.kernels.seal import seal
 from studies.kernels.inputs import dense_page, make_case, uniform_page
 
-from ..kernels import block_tables_cases, fused_cases, sample_cases, triton_decode_cases, triton_prefill_cases
+from ..kernels import (
+    block_tables_cases,
+    fused_cases,
+    linear_cases,
+    sample_cases,
+    triton_decode_cases,
+    triton_prefill_cases,
+)
 from ..kernels.format_pages import all_sides, make_blocks
 
 BF16, HEADS, DIM = torch.bfloat16, 1, 64
@@ -57,6 +64,14 @@ def fused() -> None:
         fused_cases.rope_kv_write(3, 1, 64, BF16, BF16, False)
 
 
+def products() -> None:
+    """Sums and tiles, a last program that is not full, columns behind the last one."""
+    with torch.device("cuda"):
+        for num_rows in (1, 2, 5, 11):
+            linear_cases.product(num_rows, 1104, 37, BF16, True)
+            linear_cases.gated(num_rows, 19)
+
+
 def sampling() -> None:
     """Greedy rows, draws, draws with limits; edits."""
     logits = torch.randn(3, 5000, device="cuda", dtype=BF16)
@@ -84,7 +99,7 @@ def all_kernels() -> dict[str, JITFunction]:
 
 def main() -> None:
     torch.manual_seed(0)
-    for cases in (attention, page_formats, fused, sampling, block_tables):
+    for cases in (attention, page_formats, fused, products, sampling, block_tables):
         cases()
         torch.cuda.synchronize()
     ran = {name for name, kernel in all_kernels().items() if any(cache[0] for cache in kernel.device_caches.values())}

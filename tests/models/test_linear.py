@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qkv_engine.kernels.linear import cpu, linear, pack_weight, padded_rows
+from qkv_engine.kernels.linear import cpu, linear, linear_swiglu, pack_weight, padded_rows
 from qkv_engine.models.layers import Linear, RMSNorm
 
 SIZES = [(1, 1, 1), (1, 64, 32), (2, 7, 13), (3, 256, 1408), (33, 704, 256), (129, 65, 127), (0, 16, 8)]
@@ -23,6 +23,14 @@ def test_packed_equals_reference(m, i, o, dtype, with_bias):
     expected = F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
     assert out.shape == (m, o) and out.dtype == dtype
     assert (out.double() - expected).norm() <= BOUNDS[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("pack", [pack_weight, lambda weight: weight], ids=["packed", "plain"])
+def test_swiglu_of_a_product(pack):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in [(3, 16), (14, 16), (14,)])
+    gate, up = (x @ weight.T + bias).chunk(2, dim=-1)
+    assert torch.allclose(linear_swiglu(x, pack(weight), bias), F.silu(gate) * up, atol=1e-5)
 
 
 def test_float32_is_packed_here():

@@ -57,6 +57,7 @@ def test_kernels_by_name() -> None:
     found = {
         "decode_int_kernel": "attention, codes",
         "rope_kv_write_kernel": "q/k norm, rope, KV write",
+        "linear_tile_kernel": "linear",
         "nvjet_tst_64x8_64x16_2x1_v_bz_TNT": "linear",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16>": "linear",
         "cublasLt::splitKreduce_kernel<32>": "linear",

@@ -1,0 +1,222 @@
+"""Matrix product of few rows in Triton, at the speed at which the weight can be read.
+
+Rows of the weight are all that is large. Launches overlap: weights are read before a program waits for the kernel
+before it, ``x`` after.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..overlap import begin_overlap, end_overlap, overlap_options
+
+VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
+
+
+class SumTuning(NamedTuple):
+    """Launch parameters of ``linear_sum_kernel``.
+
+    ``columns`` of a row of the weight that a warp takes, at least: fewer make more warps share a row. ``loads`` of 16
+    bytes that a thread has under way: more need more registers, so that fewer programs fit.
+    """
+
+    columns: int
+    loads: int
+
+
+class TileTuning(NamedTuple):
+    """Launch parameters of ``linear_tile_kernel``: rows of the weight a program, columns of a step, steps under way."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows that each serves. With more than two the additions of ``linear_sum_kernel`` are not hidden behind the
+# reading any more; beyond the last entry torch's products are as fast.
+TUNINGS: dict[int, SumTuning | TileTuning] = {
+    1: SumTuning(columns=1024, loads=16),
+    2: SumTuning(columns=1024, loads=8),
+    8: TileTuning(block_n=32, block_k=256, num_warps=2, num_stages=5),
+}
+MAX_ROWS = max(TUNINGS)
+
+
+@triton.jit
+def linear_sum_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M: tl.constexpr, N,
+    K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T + bias`` by multiplication and addition in float32, or with GATED its SwiGLU.
+
+    A program holds BLOCK_N rows of the weight in registers, and all its loads are under way before it waits.
+
+    Shapes:  x [M, K];  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Grid:    (cdiv(N, BLOCK_N),)
+    """
+    begin_overlap(OVERLAP)
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    i_p, o_k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    o_n = _weight_rows(i_p, N, GATED, False, BLOCK_N)
+    p_weight = weight_ptr + o_n[:, None] * K
+    weights = ()
+    for part in tl.static_range(PARTS):
+        b_weight = _load_columns(p_weight, part * BLOCK_K + o_k[None, :], K, BLOCK_K, "evict_first")
+        weights += (b_weight,)  # type: ignore[assignment]
+    b_bias = _load_bias(bias_ptr, o_n)
+    end_overlap(OVERLAP)
+
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    outs = ()
+    for row in tl.static_range(M):
+        b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for part in tl.static_range(PARTS):
+            b_x = _load_columns(x_ptr + row * K, part * BLOCK_K + o_k, K, BLOCK_K, "")
+            b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
+        b_out = (tl.sum(b_acc, 1) + b_bias).to(DTYPE)
+        if GATED:
+            b_out = _swiglu(*tl.split(tl.reshape(b_out, [BLOCK_N // 2, 2])))
+        outs += (b_out,)  # type: ignore[assignment]
+    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_out = N // 2 if GATED else N
+    o_out = i_p * OUTS + tl.arange(0, OUTS)
+    for row in tl.static_range(M):  # last: a store is a barrier to later loads of ``x``
+        tl.store(out_ptr + row * num_out + o_out, outs[row], mask=o_out < num_out)
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_tile_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N,
+    K: tl.constexpr, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T + bias`` on tensor cores, or with GATED its SwiGLU.
+
+    Shapes:  x [M, K], M <= BLOCK_M;  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Grid:    (cdiv(N, BLOCK_N),)
+    """
+    begin_overlap(OVERLAP)
+    i_p, o_m, o_k = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    o_n = _weight_rows(i_p, N, GATED, FULL, BLOCK_N)
+    p_weight = weight_ptr + o_n[:, None] * K
+    b_bias = _load_bias(bias_ptr, o_n)
+    p_x, m_m = x_ptr + o_m[:, None] * K, (o_m < M)[:, None]
+    b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    end_overlap(OVERLAP)
+
+    for i in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        b_weight = _load_columns(p_weight, i + o_k[None, :], K, BLOCK_K, "evict_first")
+        m_x = m_m if K % BLOCK_K == 0 else m_m & (i + o_k < K)[None, :]
+        b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
+        b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc)
+    b_out = (b_acc + tl.reshape(b_bias, [BLOCK_N, 1])).to(out_ptr.dtype.element_ty)
+    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_out = N // 2 if GATED else N
+    if GATED:
+        b_out = _swiglu(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
+    o_out = i_p * OUTS + tl.arange(0, OUTS)
+    m_out = (o_m < M)[None, :] & (o_out < num_out)[:, None]
+    tl.store(out_ptr + o_m[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+
+
+@triton.jit
+def _weight_rows(i_p, N, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Int64 numbers [BLOCK_N] of a program's rows of the weight, with GATED a gate's and its up's by turns.
+
+    Rows beyond the last one repeat it, which needs no mask; with FULL there are none, and addresses are simpler.
+    """
+    o_n = i_p.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        o_n = o_n // 2 + o_n % 2 * (N // 2)
+    return o_n if FULL else tl.minimum(o_n, N - 1)
+
+
+@triton.jit
+def _load_columns(p, o_k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICTION: tl.constexpr):
+    """Columns ``o_k`` of rows of K, zeros beyond."""
+    if K % BLOCK_K == 0:
+        return tl.load(p + o_k, eviction_policy=EVICTION)
+    else:
+        return tl.load(p + o_k, mask=o_k < K, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _load_bias(bias_ptr, o_n):
+    """Float32 [BLOCK_N], zeros without a bias."""
+    if bias_ptr is None:
+        return tl.zeros_like(o_n).to(tl.float32)
+    else:
+        return tl.load(bias_ptr + o_n).to(tl.float32)
+
+
+@triton.jit
+def _swiglu(b_gate, b_up):
+    """As ``swiglu_kernel`` rounds."""
+    b_wide = b_gate.to(tl.float32)
+    b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)
+    return (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(b_gate.dtype)
+
+
+def can_stream(x: Tensor) -> bool:
+    """Whether ``linear_few_rows`` takes ``x``: few whole rows of 16-bit vectors, and no gradient to come."""
+    has_vectors = x.dtype.itemsize == 2 and x.shape[1] % VECTOR == 0 and x.is_contiguous()
+    return 0 < x.shape[0] <= MAX_ROWS and has_vectors and not x.requires_grad
+
+
+def linear_few_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    tuning: SumTuning | TileTuning | None = None,
+) -> Tensor:
+    """See ``linear``, and ``linear_swiglu`` for a ``gated`` one; x has 1 to ``MAX_ROWS`` rows.
+
+    ``tuning``: launch parameters, and with them the kernel.
+    """
+    num_rows, size = x.shape
+    num_out = len(weight)
+    assert can_stream(x) and weight.is_contiguous()
+    out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
+    kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
+    kernel[(triton.cdiv(num_out, constexprs["BLOCK_N"]),)](
+        x, weight, bias, out, num_rows, num_out, **constexprs, num_warps=num_warps, **overlap_options(x.device)
+    )
+    return out
+
+
+def few_rows_variant(
+    num_rows: int, num_out: int, size: int, *, gated: bool = False, tuning: SumTuning | TileTuning | None = None
+) -> tuple[Any, dict[str, Any], int]:
+    """Kernel, compile-time arguments and warps for ``num_rows`` of ``size`` and a weight [num_out, size]."""
+    if tuning is None:
+        tuning = next(tuning for most, tuning in TUNINGS.items() if num_rows <= most)
+    if isinstance(tuning, SumTuning):
+        kernel, constexprs, num_warps = linear_sum_kernel, *_sum_variant(size, tuning)
+    else:
+        kernel, constexprs, num_warps = linear_tile_kernel, *_tile_variant(num_out, tuning)
+    return kernel, {"K": size, "GATED": gated, **constexprs}, num_warps
+
+
+def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
+    num_warps = min(16, max(1, _power_of_2_below(size // tuning.columns)))
+    block_k = num_warps * 32 * VECTOR
+    rows = tuning.loads // triton.cdiv(size, block_k)
+    block_n = min(8, max(2, _power_of_2_below(rows)))  # of short rows not more: small weights want many programs
+    return {"BLOCK_N": block_n, "BLOCK_K": block_k}, num_warps
+
+
+def _tile_variant(num_out: int, tuning: TileTuning) -> tuple[dict[str, Any], int]:
+    constexprs = {"BLOCK_M": 8, "BLOCK_N": tuning.block_n, "BLOCK_K": tuning.block_k, "STAGES": tuning.num_stages}
+    return constexprs | {"FULL": num_out % tuning.block_n == 0}, tuning.num_warps
+
+
+def _power_of_2_below(number: int) -> int:
+    """The largest power of 2 up to ``number``, 0 for 0."""
+    return 1 << number.bit_length() >> 1

@@ -1,0 +1,233 @@
+"""Checks and times products of few rows on a GPU, beside torch's.
+
+python -m studies.kernels.bench_linear [--check] [--time] [--shape qwen3-8b] [--rows 1,2,4,8] [--json FILE]
+
+share = bytes of the weight / (time * 4.3e12 B/s), on copies of the weight that together exceed L2. ``ours`` is as the
+engine launches; the tunings tried are listed by the time of all products of a model, as the line to paste.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from qkv_engine.bench.roofline import BANDWIDTH
+from qkv_engine.kernels.linear import linear, linear_swiglu, reference
+from qkv_engine.kernels.linear.triton import (
+    MAX_ROWS,
+    TUNINGS,
+    SumTuning,
+    TileTuning,
+    few_rows_variant,
+    linear_few_rows,
+)
+from qkv_engine.kernels.overlap import overlap_options
+from qkv_engine.kernels.rms_norm import add_rms_norm
+from qkv_engine.kernels.swiglu import swiglu
+from qkv_engine.models import SHAPES, ModelConfig
+
+from .timing import time_calls
+
+WEIGHTS_NBYTES = 400 << 20  # of the copies of a weight, eight times the L2 cache
+CHECKS = (  # columns and rows of the weight
+    (80, 38, torch.float16),
+    (4096, 4100, torch.bfloat16),
+    (11008, 96, torch.bfloat16),
+)
+BOUND = 1.5  # of what rounding allows
+
+Product = Callable[[Tensor, Tensor], Tensor]
+Tuning = SumTuning | TileTuning
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: microseconds of a product, and its share of the bandwidth."""
+
+    product: str
+    rows: int
+    launch: str
+    us: float
+    share: float
+
+
+def sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the weights of a layer and of the output embedding."""
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    layer = {"qkv": (qkv, hidden), "o": (hidden, heads), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    return layer | {"lm_head": (config.vocab_size, hidden)}
+
+
+def tunings(num_rows: int) -> list[Tuning]:
+    """Launch parameters to try."""
+    sums = [SumTuning(columns, loads) for columns in (512, 1024, 2048) for loads in (8, 16)]
+    shapes = ((16, 256, 1, 4), (16, 512, 1, 4), (32, 256, 2, 5), (32, 256, 2, 3), (64, 128, 4, 5), (64, 256, 4, 4))
+    tiles = [TileTuning(*shape) for shape in shapes]
+    return [*(sums if num_rows <= 4 else ()), *(tiles if num_rows in (1, 4, 8) else ())]
+
+
+def check() -> dict[str, float]:
+    """Each case's largest difference from float64, as a part of half a rounding and 2^-20 of the products' sizes.
+
+    Infinity where a second run differs, or SwiGLU inside the product from SwiGLU behind it.
+    """
+    found = {}
+    for size, num_out, dtype in CHECKS:
+        weight, bias = _random(num_out, size).to(dtype), _random(num_out).to(dtype)
+        for num_rows in (1, 2, 3, MAX_ROWS):
+            x = _random(num_rows, size).to(dtype)
+            exact = reference.linear(x.double(), weight.double(), bias.double())
+            scale = reference.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+            allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2.0**-20 * scale
+            out = linear(x, weight, bias)
+            is_same = torch.equal(out, linear(x, weight, bias))
+            is_same &= torch.equal(swiglu(out), linear_swiglu(x, weight, bias))
+            error = float(((out.double() - exact).abs() / allowed).max())
+            found[f"{dtype} {num_rows} x {size} x {num_out}"] = error if is_same else float("inf")
+    return found
+
+
+class Wanted(NamedTuple):
+    """One kernel to compile."""
+
+    num_rows: int
+    num_out: int
+    size: int
+    gated: bool
+    tuning: Tuning | None = None
+    dtype: torch.dtype = torch.bfloat16
+    bias: torch.dtype | None = None
+
+
+def checked() -> Iterator[Wanted]:
+    """Kernels that ``check`` runs."""
+    for (size, num_out, dtype), num_rows, gated in itertools.product(CHECKS, TUNINGS, (False, True)):
+        yield Wanted(num_rows, num_out, size, gated, None, dtype, dtype)
+
+
+def timed(config: ModelConfig, row_numbers: list[int]) -> Iterator[Wanted]:
+    """Kernels that are timed."""
+    for num_rows, (num_out, size) in itertools.product(row_numbers, sizes(config).values()):
+        if num_rows <= MAX_ROWS:
+            yield from (Wanted(num_rows, num_out, size, False, t) for t in (None, *tunings(num_rows)))
+            if size == config.hidden_size:
+                yield Wanted(num_rows, num_out, size, True)
+
+
+def compile_all(kernels: Iterable[Wanted]) -> None:
+    """Several at a time."""
+    options = overlap_options(torch.device("cuda", torch.cuda.current_device()))
+    with ThreadPoolExecutor(12) as pool, triton.AsyncCompileMode(pool):
+        for rows, num_out, size, gated, tuning, dtype, bias in kernels:
+            kernel, constexprs, num_warps = few_rows_variant(rows, num_out, size, gated=gated, tuning=tuning)
+            operands = (dtype, dtype, bias, dtype, rows, num_out)
+            kernel.warmup(*operands, grid=(1,), num_warps=num_warps, **constexprs, **options)
+
+
+def time_product(name: str, shape: tuple[int, int], row_numbers: list[int]) -> Iterator[Row]:
+    """Torch's product, ours, and ours in every tuning."""
+    nbytes = 2 * shape[0] * shape[1]
+    weights = [_random(*shape) for _ in range(max(2, -(-WEIGHTS_NBYTES // nbytes)))]
+    for num_rows in row_numbers:
+        x = _random(num_rows, shape[1])
+        products: dict[str, Product] = {"torch": F.linear, "ours": linear}
+        products |= {str(t): partial(linear_few_rows, bias=None, tuning=t) for t in tunings(num_rows)}
+        for launch, product in products.items():
+            try:
+                us = 1e6 * time_calls([partial(product, x, weight) for weight in weights])
+            except Exception as error:
+                print(f"  {launch}: {type(error).__name__} {str(error)[:80]}")
+                continue
+            yield Row(name, num_rows, launch, us, nbytes / (us * 1e-6 * BANDWIDTH))
+
+
+def layer_products() -> Iterator[tuple[str, Product, Product]]:
+    """Name, product, and product with SwiGLU: torch's and ours."""
+    yield "torch", F.linear, lambda x, weight: swiglu(F.linear(x, weight))
+    yield "ours, SwiGLU behind", linear, lambda x, weight: swiglu(linear(x, weight))
+    yield "ours", linear, linear_swiglu
+
+
+def time_layer(config: ModelConfig, num_rows: int, product: Product, gated: Product) -> float:
+    """Microseconds of a layer's norms, products and SwiGLU, without attention, over eight layers of weights."""
+    shapes = [shape for name, shape in sizes(config).items() if name != "lm_head"]
+    x, residual, attended = (_random(num_rows, size) for size in (config.hidden_size, config.hidden_size, shapes[1][1]))
+    norm = _random(config.hidden_size)
+
+    def layer(qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor) -> None:
+        product(add_rms_norm(x, residual, norm, 1e-6), qkv)
+        product(gated(add_rms_norm(product(attended, o), residual, norm, 1e-6), gate_up), down)
+
+    weights = [[_random(*shape) for shape in shapes] for _ in range(8)]
+    return 1e6 * time_calls([partial(layer, *layer_weights) for layer_weights in weights])
+
+
+def best(rows: list[Row], num_rows: int, layers: int) -> Iterator[tuple[float, str]]:
+    """Microseconds of all of a model's products in each launch, the fastest first."""
+    total: dict[str, list[float]] = {}
+    for row in rows:
+        if row.rows == num_rows:
+            total.setdefault(row.launch, []).append(row.us * (1 if row.product == "lm_head" else layers))
+    number = len({row.product for row in rows})
+    yield from sorted((sum(us), launch) for launch, us in total.items() if len(us) == number)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--rows", default="1,2,4,8")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config, row_numbers = ModelConfig.from_hf(SHAPES[args.shape]), [int(n) for n in args.rows.split(",")]
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if args.check:
+        compile_all(checked())
+        result["errors"] = check()
+        wrong = {name: error for name, error in result["errors"].items() if not error <= BOUND}
+        worst = max(result["errors"].values())
+        print(f"{len(result['errors'])} products, largest error {worst:.3f} of what is allowed")
+        if wrong:
+            raise SystemExit(f"wrong: {wrong}")
+    if args.time:
+        compile_all(timed(config, row_numbers))
+        rows: list[Row] = []
+        for name, shape in sizes(config).items():
+            for row in time_product(name, shape, row_numbers):
+                print(
+                    f"{row.product:8} {row.rows:3} rows {row.us:8.2f} us  share {row.share:.3f}  {row.launch}",
+                    flush=True,
+                )
+                rows.append(row)
+        for n in row_numbers:
+            print(f"\n{n} rows, all products of {args.shape}; paste the fastest of ours into TUNINGS")
+            for us, launch in best(rows, n, config.num_layers):
+                print(f"{us:9.1f} us  {n}: {launch},")
+            for name, product, gated in layer_products():
+                us = result[f"layer, {n} rows, {name}"] = time_layer(config, n, product, gated)
+                print(f"{us:9.2f} us  a layer without attention: {name}", flush=True)
+        result["rows"] = [asdict(row) for row in rows]
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

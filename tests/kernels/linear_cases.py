@@ -1,0 +1,74 @@
+"""Cases of the products of few rows for Triton's interpreter: the largest error as a part of what rounding allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.linear import reference
+from qkv_engine.kernels.linear.triton import MAX_ROWS, SumTuning, TileTuning, linear_few_rows
+from qkv_engine.kernels.swiglu.triton import swiglu_triton
+
+from .fused_cases import DTYPES, fenced
+from .interpreted import report
+
+SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in float32
+TUNINGS: dict[str, SumTuning | TileTuning] = {
+    "sums": SumTuning(columns=256, loads=8),
+    "sums of one warp": SumTuning(columns=4096, loads=4),
+    "tiles": TileTuning(block_n=32, block_k=64, num_warps=2, num_stages=3),
+}
+
+
+def product(num_rows: int, size: int, num_out: int, dtype: torch.dtype, bias: bool, tuning: str | None = None) -> float:
+    """NaNs lie around every operand. ``x`` is written last: only that may happen right before the launch."""
+    biases = fenced(num_out, dtype=dtype)[0] if bias else None
+    weight, x = fenced(num_out, size, dtype=dtype)[0], fenced(num_rows, size, dtype=dtype)[0]
+    found = linear_few_rows(x, weight, biases, tuning=TUNINGS[tuning] if tuning else None)
+    assert found.shape == (num_rows, num_out) and found.dtype == dtype
+    return error(found, x, weight, biases)
+
+
+def error(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    """Largest difference from the product in float64, of half a rounding of the result and ``SUM_UNIT``."""
+    operands = [None if part is None else part.double() for part in (x, weight, bias)]
+    exact = reference.linear(*operands)
+    size = reference.linear(*(None if part is None else part.abs() for part in operands))
+    allowed = torch.finfo(found.dtype).eps / 2 * exact.abs() + SUM_UNIT * size
+    return float(((found.double() - exact).abs() / allowed).max())
+
+
+def gated(num_rows: int, num_out: int) -> float:
+    """The bits of the product, then SwiGLU; gates of all sizes."""
+    bias, weight, x = (torch.randn(shape).bfloat16() for shape in ((2 * num_out,), (2 * num_out, 80), (num_rows, 80)))
+    expected = swiglu_triton(linear_few_rows(x, weight, bias))
+    return float(not torch.equal(linear_few_rows(x, weight, bias, gated=True), expected))
+
+
+def alone() -> float:
+    """A row of a tile has the same bits whichever rows are beside it."""
+    weight, x = torch.randn(37, 80).bfloat16(), torch.randn(8, 80).bfloat16()
+    together = linear_few_rows(x, weight)
+    return float(any(not torch.equal(linear_few_rows(x[:n], weight), together[:n]) for n in (3, 5)))
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    torch.manual_seed(0)
+    found: dict[str, Callable[[], float]] = {"alone": alone}
+    for name in ("bf16", "fp16"):
+        dtype = DTYPES[name]
+        for num_rows in (1, 2, 3, MAX_ROWS):
+            for size, num_out, bias in ((80, 37, False), (1104, 9, True), (1024, 64, True)):
+                key = f"{name} {num_rows} x {size} x {num_out} bias {bias}"
+                found[key] = lambda m=num_rows, i=size, o=num_out, d=dtype, b=bias: product(m, i, o, d, b)
+    for num_rows in (1, 2, 7, MAX_ROWS):
+        found[f"gated {num_rows}"] = lambda m=num_rows: gated(m, 37)
+    for tuning in TUNINGS:
+        found[f"{tuning}"] = lambda t=tuning: product(4, 1416, 35, torch.bfloat16, True, t)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases())

@@ -1,0 +1,47 @@
+"""Products of few rows: Triton kernels under the interpreter against float64, and which products they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .interpreted import run_cases
+
+pytest.importorskip("triton")
+
+from qkv_engine.kernels.linear.triton import MAX_ROWS, can_stream
+from studies.kernels.compiled import compile_kernel, describe, linear_kernels
+
+
+def test_linear_cases() -> None:
+    figures = run_cases(Path(__file__).with_name("linear_cases.py"))
+    equal = ("alone", "gated")  # bit for bit
+    wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
+    assert len(figures) == 32 and not wrong
+
+
+def test_other_products_are_torchs() -> None:
+    x = torch.zeros(MAX_ROWS, 80, dtype=torch.bfloat16)
+    assert can_stream(x) and can_stream(x[:1]) and can_stream(x.half())
+    many = torch.zeros(MAX_ROWS + 1, 80, dtype=torch.bfloat16)
+    others = x[:0], many, x[:, :72], x[:, :79].contiguous(), x.float(), x.clone().requires_grad_()
+    assert not any(map(can_stream, others))
+
+
+@pytest.mark.parametrize("case", linear_kernels(), ids=lambda case: case[0])
+def test_weights_stream(case) -> None:
+    """Next to nothing spills, and weights are read 16 bytes at a time, by sums all of them before waiting for ``x``."""
+    name, kernel, constexprs, tuning = case
+    built = compile_kernel(kernel, constexprs, tuning)
+    found = describe(built)
+    assert found["spilled"] <= 16 and found["registers"] <= 128
+    ptx = built.asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait")
+    if "tile" in name:
+        assert found["HMMA"] and "ld.global" not in ptx
+        assert "cp.async.cg" in after and "cp.async.ca" not in ptx  # 16 bytes; the other kind may be fewer
+    else:
+        loads = constexprs["BLOCK_N"] * -(-constexprs["K"] // constexprs["BLOCK_K"])
+        assert before.count("ld.global") == before.count("v4.b32") == loads
