@@ -52,10 +52,10 @@ gpu-folders: .venv/.installed
 	@mkdir -p $(RESULTS)/$(GPU) $(PICTURES)
 
 gpu-kitty: SETTING = --shape qwen3-8b --sampled
-gpu-kitty-prefill: SETTING = --shape qwen3-8b --repeats 1
-gpu-kvmix gpu-kivi: SETTING = --shape llama-2-7b --repeats 1
-gpu-patternkv: SETTING = --shape llama-3.1-8b --repeats 1
-gpu-xquant: SETTING = --shape mistral-7b --repeats 1
+gpu-kitty-prefill: SETTING = --shape qwen3-8b --repeats 1 --kv bf16,kitty,kitty-pro
+gpu-kvmix gpu-kivi: SETTING = --shape llama-2-7b --sampled
+gpu-patternkv: SETTING = --shape llama-3.1-8b --sampled --batch-sweep 16,32,48,64,96,128,160
+gpu-xquant: SETTING = --shape mistral-7b --sampled
 gpu-pm-kvq: SETTING = --shape llama-3.1-8b --sampled
 $(PAPERS): gpu-%: gpu-folders
 	$(BIN)/qkv-engine bench --preset $* $(SETTING) $(GPU_FILES)

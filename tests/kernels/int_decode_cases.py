@@ -241,14 +241,13 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"K{k} V{v}"] = one_page(k, v)
         found[f"K{k} per token"] = one_page(k, 2, k_axis="token")
         found[f"K{k} groups of 32"] = one_page(k, 4, k_group=32)
-        found[f"K{k} groups of 64"] = one_page(k, 4, k_group=64)
         found[f"V{k} groups of 32"] = one_page(4, k, v_group=32, head_dim=128)
-        found[f"V{k} groups of 64"] = one_page(4, k, v_group=64, head_dim=128)
         found[f"K{k} V{k} eta"] = one_page(k, k, k_group=32, v_group=32, eta=Fraction(1, 6))
         found[f"K{k} per token eta"] = one_page(k, k, k_axis="token", eta=Fraction(1, 6))
-        for d in (80, 96, 256):
+        for d in (80, 256):
             found[f"K{k} V{k} D{d}"] = one_page(k, k, head_dim=d)
             found[f"K{k} V{k} D{d} groups of 32"] = one_page(k, k, head_dim=d, k_group=32, v_group=32)
+    found["K2 V3 groups of 64"] = one_page(2, 3, k_group=64, v_group=64, head_dim=96)
     found["V1 D80 groups of 64"] = one_page(3, 1, head_dim=80, k_group=64, v_group=64)
     found["K3 per token D80"] = one_page(3, 3, head_dim=80, k_axis="token")
     for g in (1, 3, 8, 16):

@@ -44,7 +44,7 @@ def attention(name: str, head_dim: int, group: int, v_name: str = "int2-token-12
 
 def cases() -> dict[str, Callable[[], float]]:
     found: dict[str, Callable[[], float]] = {}
-    for head_dim in (6, 24, 80, 128):
+    for head_dim in (6, 80, 128):
         sides = kitty_sides(head_dim)
         found[f"seal D{head_dim}"] = partial(seal_case, sides, BF16)
         found[f"tile D{head_dim}"] = partial(tile_case, sides)
@@ -54,7 +54,7 @@ def cases() -> dict[str, Callable[[], float]]:
     found["seal D256"] = partial(seal_case, kitty_sides(256, heads=1)[3:4], BF16)
     for share in SHARES:
         found[f"decode {share} % D64"] = attention(f"kitty-{share}", 64, 4)
-    for head_dim in (24, 80, 96, 128, 256):
+    for head_dim in (80, 256):
         found[f"decode D{head_dim}"] = attention("kitty-25", head_dim, 4)
     for group in (1, 3, 8):
         found[f"decode G{group}"] = attention("kitty-12.5", 128, group)

@@ -325,7 +325,7 @@ def test_device_functions() -> None:
     figures = run_cases(kitty_cases.__file__)
     limits = {"seal": 0.0, "demote": 0.0, "tile": 1e-5, "decode": 5e-4}
     wrong = {name: figure for name, figure in figures.items() if not figure <= limits[name.split()[0]]}
-    assert len(figures) > 25 and not wrong
+    assert len(figures) > 24 and not wrong
 
 
 def test_values_of_v_do_not_exist() -> None:

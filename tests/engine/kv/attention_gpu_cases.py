@@ -119,10 +119,8 @@ def triton_step(
 if __name__ == "__main__":
     report(
         {
-            "one rung": lambda: compare((), 0, 64),
             "one rung, sink, padded": lambda: compare((), 16, 64, is_padded=True),
-            "8 and 4 bits, sink": lambda: compare((uniform_rung(8), uniform_rung(4)), 32, 64),
-            "nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 0, 64),
+            "nested rungs, sink": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, 64),
             "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
             "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
