@@ -313,5 +313,5 @@ def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCac
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
         f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits"
         f"{at_floor}; "
-        f"at most {concurrency:,} requests of {max_model_len:,} tokens",
+        f"at most {concurrency:,} request{'' if concurrency == 1 else 's'} of {max_model_len:,} tokens",
     ]
