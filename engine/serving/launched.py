@@ -23,8 +23,12 @@ class NotLaunched:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way: its batch, the moves before it, and its results to come."""
+    """A step under way: its batch, the moves before it, its results to come, and when work on it began.
+
+    ``began_at`` is in seconds of ``time.monotonic()``.
+    """
 
     batch: ScheduledBatch
     moves: PendingMoves
     pending: Pending | NotLaunched
+    began_at: float
