@@ -54,8 +54,8 @@ class Engine(Closable):
         extend_context: allow ``max_model_len`` beyond what the model was made for.
         max_num_seqs: requests that run at once, 1 to 4,096; others wait.
         max_num_batched_tokens: tokens that one step computes, 1 to 1,048,576; longer prompts are computed in chunks.
-        max_itl_ms: limit in milliseconds for the time between two tokens of a request, above 0 to 60,000, kept by smaller
-            chunks of prompts, whose first tokens come later; None for no limit.
+        max_itl_ms: limit in milliseconds for the time between two tokens of a request, above 0 to 60,000, kept by
+            smaller chunks of prompts, whose first tokens come later; None for no limit.
 
     Machine
         cuda_graphs: replay captured steps on a GPU; False saves their memory and makes small steps slower.

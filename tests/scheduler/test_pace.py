@@ -12,7 +12,7 @@ from qkv_engine.request import FinishReason
 from qkv_engine.scheduler import Pace, Scheduler
 from qkv_engine.scheduler.pace import CHUNK_STEP, FIRST_CHUNK, LEAST_CHUNK, NUM_STEPS
 
-from .common import BLOCK, DENSE, LADDER, make_request, make_space, run, shape
+from .common import BLOCK, DENSE, LADDER, FixedPace, make_request, make_space, run, shape
 from .test_prefill_tokens import EAGER
 
 BASE, SLOPE = 0.005, 2e-5  # seconds of a step without chunks, and of a chunk token
@@ -116,16 +116,6 @@ def test_noise_leaves_the_limit_to_most_steps():
 
 
 # The scheduler
-
-
-class FixedPace(Pace):
-    def __init__(self, chunk_tokens: int):
-        super().__init__(1.0)
-        self.fixed = chunk_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.fixed
 
 
 def paced(chunk_tokens: int, num_blocks: int = 40, budget: int = 512, ladder=LADDER, seqs: int = 8) -> Scheduler:
