@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 NUM_STEPS = 8  # steps of a kind that are remembered: after as many, a slow spell is forgotten
-LEAST_CHUNK = 64  # tokens: prompts go on at this pace whatever the limit, since less saves no time
+LEAST_CHUNK = 64  # tokens: prompts go on at this pace whatever the limit; a GPU takes as long for fewer
 CHUNK_STEP = 128  # tokens: a captured step is padded to a multiple, so that a part of it takes as long
 FIRST_CHUNK = 256  # tokens, while no step with a chunk has been timed
 GROWTH = 2  # of a chunk over the largest that was timed lately: the line is not trusted further
@@ -20,7 +20,7 @@ class Pace:
     """The most chunk tokens of a step with single tokens, from the times of earlier steps; ``max_itl`` is in seconds.
 
     Base and slope are each the second slowest of the last steps: one slow step, such as one that compiles a kernel,
-    counts for nothing, and two in a row are heeded at once. Limits are kept by most steps then, not by the mean.
+    counts for nothing, and two in a row are heeded at once. So most steps keep the limit, and not just their mean.
     """
 
     def __init__(self, max_itl: float):

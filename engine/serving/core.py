@@ -24,7 +24,7 @@ from ..request import FINISHED, FinishReason, Request, SamplingParams
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampler import SampledToken, SampleRow
 from ..text.tokenizer import Tokenizer
-from .launched import Launched, NotLaunched
+from .launched import Launched, NotLaunched, StepTimer
 from .stream import OutputStream, wake
 from .submission import Completion, Submission
 from .trials import Trials
@@ -60,7 +60,7 @@ class EngineCore:
         self._owners: dict[Request, tuple[Submission, Completion]] = {}
         self._rows: dict[Request, SampleRow] = {}
         self._in_flight: deque[Launched] = deque()
-        self._collected_at = 0.0  # seconds of ``time.monotonic()`` when the results of a step had last been accepted
+        self._timer = StepTimer(scheduler.pace)
         self._suspects: set[Request] = set()  # live when a step broke off
         self._trials: Trials | None = None  # while the submission at fault is looked for
 
@@ -177,17 +177,7 @@ class EngineCore:
                 raise  # everything starts over
             results = self._narrow_down(step.batch, error)
         self._accept_all(results)
-        self._note_time(step)
-
-    def _note_time(self, step: Launched) -> None:
-        """Tells the pace what a step took: from the end of the one before, or from its own beginning if that is later.
-
-        A step without single tokens lies between no two tokens of a request.
-        """
-        now, pace = time.monotonic(), self.scheduler.pace
-        if pace is not None and step.batch.has_single_tokens:
-            pace.note(now - max(step.began_at, self._collected_at), step.batch.num_chunk_tokens)
-        self._collected_at = now
+        self._timer.note(step)
 
     def _accept_all(self, results: list[StepResult]) -> None:
         now, changed = time.monotonic(), dict[str, Submission]()

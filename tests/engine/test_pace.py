@@ -13,6 +13,7 @@ from qkv_engine.request import Request
 from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledBatch
 from qkv_engine.serving import core as core_module
+from qkv_engine.serving import launched as launched_module
 from qkv_engine.serving.core import EngineCore
 
 from .test_run_ahead import LateRunner, begin, make_load, play
@@ -54,7 +55,8 @@ class TimedRunner(LateRunner):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_core_notes_what_each_step_took_and_no_time_without_work(ahead: bool, monkeypatch: pytest.MonkeyPatch):
     clock, noted = Clock(), list[tuple[float, int]]()
-    monkeypatch.setattr(core_module, "time", clock)
+    for module in (core_module, launched_module):
+        monkeypatch.setattr(module, "time", clock)
     started = begin("fp32", "16MiB", max_itl_ms=5000)
     core, pace = started.core, started.core.scheduler.pace
     assert pace is not None and pace.max_itl == 5.0

@@ -12,7 +12,7 @@ from qkv_engine.request import FinishReason
 from qkv_engine.scheduler import Pace, Scheduler
 from qkv_engine.scheduler.pace import CHUNK_STEP, FIRST_CHUNK, LEAST_CHUNK, NUM_STEPS
 
-from .common import BLOCK, DENSE, LADDER, FixedPace, make_request, make_space, run, shape
+from .common import BLOCK, DENSE, LADDER, FixedPace, make_request, make_scheduler, make_space, run, shape
 from .test_prefill_tokens import EAGER
 
 BASE, SLOPE = 0.005, 2e-5  # seconds of a step without chunks, and of a chunk token
@@ -197,6 +197,14 @@ def test_a_limit_above_the_budget_changes_nothing():
         scheduler.add(make_request("long", 500))
         batches.append(steps(scheduler, 8))
     assert batches[0] == batches[1]
+
+
+def test_a_step_computes_so_many_tokens_of_prompts_at_least():
+    scheduler = paced(LEAST_CHUNK)
+    begin(scheduler, "a")
+    scheduler.add(make_request("long", 300))
+    assert scheduler.schedule().num_chunk_tokens == scheduler.min_step_tokens
+    assert paced(LEAST_CHUNK, budget=20).min_step_tokens == 20 and make_scheduler(4, budget=300).min_step_tokens == 300
 
 
 def test_a_token_in_flight_counts_as_decoding_until_it_is_the_last():
