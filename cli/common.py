@@ -34,7 +34,7 @@ _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
     *("model", "kv", "kv_memory", "dtype", "device"),
-    *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "num_threads", "revision"),
+    *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "num_threads", "revision"),
 )
 
 
@@ -68,6 +68,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
         "--warm-up",
         choices=WARM_UPS,
         help="capture steps on a GPU when they are met (lazy, default) or all of them at start (full)",
+    )
+    group.add_argument(
+        "--max-itl-ms",
+        type=float,
+        metavar="MS",
+        help="keep the time between two tokens under this, by smaller chunks of prompts (default: no limit)",
     )
 
 

@@ -18,6 +18,7 @@ from .sizes import MAX_SIZE, parse_size
 if TYPE_CHECKING:
     from .fingerprint import ModelFingerprint
 
+MAX_MS = 60_000.0  # of a limit of time: a minute, beyond which nobody waits for a token
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
 MAX_RUNGS = 16  # of a ladder; each rung in use has one slab that is not full
 MAX_NAME_CHARS = 64  # of a ladder's or a rung's name, shown in tables and every output
@@ -33,6 +34,12 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
 def _check_ratio(field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ConfigError("not a ratio", field=field, value=value, remedy="Give a number from 0 to below 1")
+
+
+def _check_ms(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_MS:
+        remedy = f"Give a number of milliseconds above 0, at most {MAX_MS:,.0f}"
+        raise ConfigError("out of range", field=field, value=value, remedy=remedy)
 
 
 def _check_flag(field: str, value: object) -> None:
@@ -311,6 +318,7 @@ class EngineConfig:
     extend_context: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_itl_ms: float | None = None
     cuda_graphs: bool = True
     warm_up: str = "lazy"
     num_threads: int | None = None
@@ -331,6 +339,8 @@ class EngineConfig:
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2, 2**24)
+        if self.max_itl_ms is not None:
+            _check_ms("max_itl_ms", self.max_itl_ms)
         if self.num_threads is not None:
             _check_int("num_threads", self.num_threads, 1, 1024)
         for name in _FLAGS:

@@ -54,6 +54,8 @@ class Engine(Closable):
         extend_context: allow ``max_model_len`` beyond what the model was made for.
         max_num_seqs: requests that run at once, 1 to 4,096; others wait.
         max_num_batched_tokens: tokens that one step computes, 1 to 1,048,576; longer prompts are computed in chunks.
+        max_itl_ms: limit in milliseconds for the time between two tokens of a request, above 0 to 60,000, kept by
+            smaller chunks of prompts, whose first tokens come later; None for no limit.
 
     Machine
         cuda_graphs: replay captured steps on a GPU; False saves their memory and makes small steps slower.
@@ -77,6 +79,7 @@ class Engine(Closable):
         extend_context: bool = False,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        max_itl_ms: float | None = None,
         cuda_graphs: bool = True,
         warm_up: str = "lazy",
         num_threads: int | None = None,
@@ -97,6 +100,7 @@ class Engine(Closable):
             extend_context=extend_context,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_itl_ms=max_itl_ms,
             cuda_graphs=cuda_graphs,
             warm_up=warm_up,
             num_threads=num_threads,

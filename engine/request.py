@@ -306,6 +306,11 @@ class Request:
         return self.num_tokens - len(self.token_ids)
 
     @property
+    def decodes(self) -> bool:
+        """Whether a single token is left to compute, behind which another one may be sampled."""
+        return self.num_tokens == self.num_computed_tokens + 1 and self.num_tokens <= self.max_num_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

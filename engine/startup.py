@@ -20,7 +20,7 @@ from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.files import file_names, read_json_object
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
-from qkv_engine.scheduler import Scheduler
+from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
 from .device.memory import default_kv_memory, free_memory
@@ -95,7 +95,10 @@ def start(config: EngineConfig) -> Started:
 
     name = "demo" if config.model is None else loaded.name
     scheduler = Scheduler(
-        make_space(), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        make_space(),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
     runner = Runner(
         cast(CausalLM, loaded.model),

@@ -49,6 +49,15 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
 
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Tokens of the chunks."""
+        return sum(item.num_tokens for item in self.items if item.num_tokens > 1)
+
+    @property
+    def has_single_tokens(self) -> bool:
+        return self.items[0].num_tokens == 1
+
     def halves(self) -> tuple[ScheduledBatch, ScheduledBatch]:
         """The batch cut in two, to find out which request makes a step fail; a single chunk becomes two chunks."""
         if len(self.items) == 1:

@@ -12,6 +12,7 @@ from qkv_engine.errors import CapacityError, QKVError, RequestError
 from qkv_engine.request import FinishReason, Request, RequestStatus
 
 from .output import ScheduledBatch, ScheduledRequest
+from .pace import LEAST_CHUNK, Pace
 from .pressure import Pressure, choose_victim
 from .queue import ArrivalQueue
 from .space import KVSpace
@@ -24,12 +25,14 @@ class Scheduler:
 
     A step is ``schedule`` -> run the batch -> ``computed`` for each item -> ``append_token`` where one was sampled. The
     next step may be scheduled before the last two calls: its batch then starts from tokens not known to the host yet.
+    With a ``pace`` chunks of prompts beside requests that decode have together no more tokens than it says.
     """
 
-    def __init__(self, space: KVSpace, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, space: KVSpace, *, max_num_seqs: int, max_num_batched_tokens: int, pace: Pace | None = None):
         self.space = space
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.pace = pace
         self.requests: dict[str, Request] = {}
         self.waiting = ArrivalQueue()
         self.running = ArrivalQueue()
@@ -42,6 +45,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def min_step_tokens(self) -> int:
+        """Tokens that a step computes at least of requests that have as many, while there is room."""
+        return self.max_num_batched_tokens if self.pace is None else min(self.max_num_batched_tokens, LEAST_CHUNK)
 
     def add(self, request: Request) -> None:
         """Adds a request. Raises ``RequestError`` for a live id, ``CapacityError`` if it could never fit."""
@@ -63,7 +71,7 @@ class Scheduler:
 
         Empty only when there is no request, or when all wait for tokens in flight.
         """
-        budget = self.max_num_batched_tokens
+        budget, chunk_budget = self.max_num_batched_tokens, self._chunk_budget()
         items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted = self.num_preemptions
         self._num_steps += 1
@@ -75,14 +83,20 @@ class Scheduler:
             if (request.needs_tokens or target > request.max_num_tokens) and target > len(request.token_ids):
                 continue  # its last token is in flight, or the host has to see the one in flight first
             num_tokens = target - start
-            if num_tokens > 1 or start == request.num_reserved_tokens:
-                num_tokens = self._make_room(request, self._wanted(request, budget))
+            is_chunk = num_tokens > 1
+            if is_chunk and not chunk_budget:
+                continue
+            if is_chunk or start == request.num_reserved_tokens:
+                wanted = self._wanted(request, min(budget, chunk_budget) if is_chunk else budget)
+                num_tokens = self._make_room(request, wanted)
             if num_tokens:
                 end = start + num_tokens
                 item = ScheduledRequest(request, start, num_tokens, end, end == target)
                 (items if num_tokens == 1 else chunks).append(item)
                 budget -= num_tokens
-        started = self._admit(budget) if self.num_preemptions == preempted else []
+                if is_chunk:
+                    chunk_budget -= num_tokens
+        started = self._admit(min(budget, chunk_budget)) if self.num_preemptions == preempted else []
         for item in started:
             (items if item.num_tokens == 1 else chunks).append(item)
         items += chunks
@@ -142,6 +156,12 @@ class Scheduler:
         for request in list(self.requests.values()):
             self.waiting.remove(request)
             del self.requests[request.request_id]
+
+    def _chunk_budget(self) -> int:
+        """Tokens that the next step may compute of prompts: those of the pace, if a running request decodes."""
+        if self.pace is None or not any(request.decodes for request in self.running):
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, self.pace.chunk_tokens)
 
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         """Lets waiting requests run as far as there is room; returns their work."""

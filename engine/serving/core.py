@@ -24,7 +24,7 @@ from ..request import FINISHED, FinishReason, Request, SamplingParams
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampler import SampledToken, SampleRow
 from ..text.tokenizer import Tokenizer
-from .launched import Launched, NotLaunched
+from .launched import Launched, NotLaunched, StepTimer
 from .stream import OutputStream, wake
 from .submission import Completion, Submission
 from .trials import Trials
@@ -60,6 +60,7 @@ class EngineCore:
         self._owners: dict[Request, tuple[Submission, Completion]] = {}
         self._rows: dict[Request, SampleRow] = {}
         self._in_flight: deque[Launched] = deque()
+        self._timer = StepTimer(scheduler.pace)
         self._suspects: set[Request] = set()  # live when a step broke off
         self._trials: Trials | None = None  # while the submission at fault is looked for
 
@@ -136,14 +137,15 @@ class EngineCore:
         if self._trials is not None:
             self._go_on_with_trials(self._trials)
         num_followed = len(self._in_flight)  # steps under way that the next one builds on
-        launched = self._launch(self.scheduler.schedule())
+        began_at = time.monotonic()
+        launched = self._launch(self.scheduler.schedule(), began_at)
         may_run_ahead = self.runs_ahead and launched and not self._suspects
         while len(self._in_flight) > may_run_ahead:
             self._collect(is_followed=num_followed > 0)
             num_followed -= 1
         self.counters.num_preemptions = self.scheduler.num_preemptions
 
-    def _launch(self, batch: ScheduledBatch) -> bool:
+    def _launch(self, batch: ScheduledBatch, began_at: float) -> bool:
         """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched."""
         if not batch.items:
             return False
@@ -157,7 +159,7 @@ class EngineCore:
             pending = self.runner.launch(batch, self._rows)
         except Exception as error:
             pending = NotLaunched(error)
-        self._in_flight.append(Launched(batch, moves, pending))
+        self._in_flight.append(Launched(batch, moves, pending, began_at))
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
 
@@ -175,6 +177,7 @@ class EngineCore:
                 raise  # everything starts over
             results = self._narrow_down(step.batch, error)
         self._accept_all(results)
+        self._timer.note(step)
 
     def _accept_all(self, results: list[StepResult]) -> None:
         now, changed = time.monotonic(), dict[str, Submission]()
@@ -254,7 +257,7 @@ class EngineCore:
         """Begins trials if asked, or goes on with them; returns whether they began or came a step further."""
         begin = isolate and self._trials is None
         if begin:
-            self._trials = Trials(list(self.live.values()), self.scheduler.max_num_batched_tokens)
+            self._trials = Trials(list(self.live.values()), self.scheduler.min_step_tokens)
         if self._trials is None:
             return False
         self.scheduler.withdraw_all()

@@ -1,11 +1,12 @@
-"""Launched steps whose results have not been read yet."""
+"""Launched steps whose results have not been read yet, and their times."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from qkv_engine.scheduler import ScheduledBatch
+from qkv_engine.scheduler import Pace, ScheduledBatch
 
 from ..device.runner import Pending
 from ..kv.mover import PendingMoves
@@ -23,8 +24,31 @@ class NotLaunched:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way: its batch, the moves before it, and its results to come."""
+    """A step under way: its batch, the moves before it, its results to come, and when work on it began.
+
+    ``began_at`` is in seconds of ``time.monotonic()``.
+    """
 
     batch: ScheduledBatch
     moves: PendingMoves
     pending: Pending | NotLaunched
+    began_at: float
+
+
+class StepTimer:
+    """Tells a pace, if there is one, what each step with single tokens took.
+
+    That is the time from the end of the step before, or from its own beginning if that is later: time without work
+    belongs to no step. A step without single tokens lies between no two tokens of a request.
+    """
+
+    def __init__(self, pace: Pace | None):
+        self._pace = pace
+        self._ended_at = 0.0  # the step before, in seconds of ``time.monotonic()``
+
+    def note(self, step: Launched) -> None:
+        """Notes that the results of ``step`` have been accepted."""
+        now = time.monotonic()
+        if self._pace is not None and step.batch.has_single_tokens:
+            self._pace.note(now - max(step.began_at, self._ended_at), step.batch.num_chunk_tokens)
+        self._ended_at = now

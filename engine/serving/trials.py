@@ -15,7 +15,7 @@ class Trials:
     """The turns in which submissions run alone. A submission that passes waits until all have been tried."""
 
     def __init__(self, submissions: Iterable[Submission], step_tokens: int):
-        """``step_tokens`` are the most tokens of one step."""
+        """``step_tokens`` are those that one step computes of a long prompt."""
         self._step_tokens = step_tokens
         self._untried = deque(submissions)
         self._current: Submission | None = None  # the one that runs alone now

@@ -110,6 +110,7 @@ def test_a_least_size_in_words_suffices(nbytes: int):
         ("device", [None, True, *OBJECTS, *NUMBERS, *TEXTS, "cpu:7", "cpu:0", "tpu", "cuda:99", "cuda:-1", "meta"]),
         ("max_model_len", [True, 1, 2.0, *OBJECTS, *NUMBERS, *TEXTS]),
         ("max_num_seqs", [None, True, 0, 5000, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("max_itl_ms", [True, 0, -1, 60_001, *OBJECTS, *TEXTS, float("nan"), float("inf"), 10**5000]),
         ("max_num_batched_tokens", [None, True, 0, *OBJECTS, *NUMBERS, *TEXTS]),
         ("load_format", [None, True, *OBJECTS, *NUMBERS, *TEXTS]),
         ("revision", [True, *OBJECTS, *NUMBERS]),

@@ -13,7 +13,7 @@ from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.table import BlockTables, num_reserve_slabs
 from qkv_engine.kv.window import RecentWindow
 from qkv_engine.request import FinishReason, Request, SamplingParams
-from qkv_engine.scheduler import ScheduledBatch, Scheduler
+from qkv_engine.scheduler import Pace, ScheduledBatch, Scheduler
 
 BLOCK = 128
 
@@ -78,6 +78,18 @@ def make_scheduler(
 ) -> Scheduler:
     space = make_space(num_blocks, ladder, **options)
     return Scheduler(space, max_num_seqs=seqs, max_num_batched_tokens=budget)
+
+
+class FixedPace(Pace):
+    """The same chunk tokens whatever steps take."""
+
+    def __init__(self, chunk_tokens: int):
+        super().__init__(1.0)
+        self._fixed = chunk_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._fixed
 
 
 def make_request(name: str, prompt: int | list[int], max_tokens: int = 8, **params) -> Request:

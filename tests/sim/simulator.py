@@ -18,6 +18,7 @@ from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.sampling.sampler import SampledToken
 
+from ..scheduler.common import FixedPace
 from .code import Code, Patch, load
 from .device import Device, Record, mix
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -64,7 +65,10 @@ class Simulation:
         self.truths: dict[Request, Truth] = {}
         self.space: SpySpace = self._new_space()
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
-            self.space, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.budget
+            self.space,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.budget,
+            pace=None if options.chunk_tokens is None else FixedPace(options.chunk_tokens),
         )
         self.space.scheduler = self.scheduler
         self.core: Any = self.code.EngineCore(

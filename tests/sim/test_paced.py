@@ -1,0 +1,51 @@
+"""Chunks of few tokens beside requests that decode: every invariant, as elsewhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from .code import Patch
+from .options import Options, draw
+from .simulator import Simulation
+from .spy import Broken
+from .test_scored import with_scored
+from .test_simulator import check_loads
+
+BUGS = (
+    Patch(
+        "chunks are not counted",
+        "scheduler",
+        "                    chunk_budget -= num_tokens\n",
+        "                    pass\n",
+    ),
+    Patch("new requests know no limit", "scheduler", "self._admit(min(budget, chunk_budget))", "self._admit(budget)"),
+)
+
+
+def with_pace(options: Options) -> Options:
+    """The same options with few chunk tokens, half of them with scored requests."""
+    rng = random.Random(options.seed)
+    changed = with_scored(options) if rng.random() < 0.5 else options
+    return replace(changed, chunk_tokens=rng.randint(1, max(1, min(options.budget, 3 * options.block))))
+
+
+def test_paced_requests_keep_every_invariant(report: list[str]):
+    check_loads(report, range(6100, 6140), 400, with_pace)
+
+
+@pytest.mark.slow
+def test_paced_requests_for_long(report: list[str]):
+    check_loads(report, range(7000, 7500), 500, with_pace)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_seeded_bug_is_found(bug: Patch):
+    def run() -> None:
+        for seed in range(6100, 6140):
+            Simulation(with_pace(draw(seed)), bug).run(400)
+
+    with pytest.raises(Broken, match="over the limit"):
+        run()
