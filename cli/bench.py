@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
-from qkv_engine.errors import CapacityError
+from qkv_engine.errors import CapacityError, ConfigError
 
 from . import bench_arrivals, bench_compare, bench_preset, common, quality, results, tasks
+from .bench_arrivals import DEFAULT_LEN
+from .combinations import check_combinations
 from .model import check_ladders, check_shape, kv_nbytes, machine, read_model
 from .progress import progress_bar
 
@@ -24,7 +26,15 @@ if TYPE_CHECKING:
 
 DEFAULT_SWEEP = "1..32"
 DEFAULT_PLOT = Path("bench.png")
-DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
+EXCLUDED: dict[str, tuple[str, ...]] = {
+    **bench_arrivals.EXCLUDED,
+    "memory": ("kv_memory",),
+    "pareto": ("preset",),
+    "task": ("tasks", "input_len", "output_len", "preset", "sampled", "eval", "pareto"),
+    "tasks": ("input_len", "output_len", "preset", "sampled", "eval", "pareto"),
+    "sampled": ("repeats", "warmup"),
+}
+NEEDED = {**bench_compare.NEEDED, **bench_arrivals.NEEDED, "samples": ("eval", "pareto")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,13 +104,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
-    if bench_compare.is_asked(args):
+    of_measurements = tuple(field for field in args.options if field not in bench_compare.OPTIONS)
+    check_combinations(args, excluded={"compare": of_measurements, **EXCLUDED}, needed=NEEDED)
+    if args.compare is not None:
         return bench_compare.run(args)
     check_shape(args)
     if args.shape == common.DEMO:
         args.shape = None
-    if bench_arrivals.is_asked(args):
+    if args.arrivals is not None:
         return bench_arrivals.run(args)
+    bench_arrivals.refuse_ranges(args)
     from qkv_engine.bench.quality import rate
     from qkv_engine.bench.sweep import sweep
 
@@ -148,8 +161,10 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
     from qkv_engine.bench.sweep import SweepPlan
 
     parse_requests(args.kv_memory)
-    is_asking = tasks.given(args) is not None
-    batches = parse_batches(args.batch_sweep or "1", None if is_asking else 1)  # the largest is known later
+    if tasks.given(args) is not None and MAX in (args.batch_sweep or ""):
+        message, remedy = f"{MAX} cannot be combined with --task", "Give the number of questions"
+        raise ConfigError(message, field="batch_sweep", value=args.batch_sweep, remedy=remedy)
+    batches = parse_batches("1" if args.batch_sweep is None else args.batch_sweep, 1)  # the largest is known later
     workload = tasks.workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
 DEFAULT_REQUESTS = 128
 MAX_REQUESTS = 65_536
-OF_ARRIVALS = ("requests", "trace", "goodput", "timeline")  # options that nothing else has
-OF_BATCHES = ("batch_sweep", "repeats", "preset", "sampled", "eval", "samples", "pareto")
+EXCLUDED = {
+    "arrivals": ("batch_sweep", "repeats", "preset", "sampled", "eval", "samples", "pareto"),
+    "trace": ("task", "tasks", "input_len", "output_len"),  # it has lengths of its own
+}
+NEEDED = dict.fromkeys(("requests", "trace", "goodput", "timeline"), ("arrivals",))
 TIMELINE_SUFFIXES = (".jsonl",)
 
 
@@ -57,22 +60,12 @@ def length(word: str) -> int | str:
     return word if ".." in word else int(word)
 
 
-def is_asked(args: argparse.Namespace) -> bool:
-    """Whether ``args`` ask for arrivals. Raises ``ConfigError`` for options that do not go together."""
-    if args.arrivals is None:
-        for field in OF_ARRIVALS:
-            if (value := getattr(args, field)) is not None:
-                remedy = "Say how fast requests come: --arrivals 8"
-                raise ConfigError("is for runs with --arrivals", field=field, value=str(value), remedy=remedy)
-        for field in ("input_len", "output_len"):
-            if isinstance(value := getattr(args, field), str):
-                raise ConfigError("a range is for runs with --arrivals", field=field, value=value)
-        return False
-    for field in OF_BATCHES:
-        if (value := getattr(args, field)) not in (None, False):
-            remedy = f"Leave --{field.replace('_', '-')} out, or --arrivals"
-            raise ConfigError("requests that arrive are no batches", field=field, value=value, remedy=remedy)
-    return True
+def refuse_ranges(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for lengths of batches that are ranges."""
+    for field in ("input_len", "output_len"):
+        if isinstance(value := getattr(args, field), str):
+            remedy = "Give one length, or add --arrivals"
+            raise ConfigError("a range needs --arrivals", field=field, value=value, remedy=remedy)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,7 +104,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> ArrivalsPlan:
 
     parse_requests(args.kv_memory)
     number = _number(args)
-    workload = tasks.workload(args, number, ("input_len", "output_len", "trace"))
+    workload = tasks.workload(args, number)
     requests = _asked(workload) if workload else _requests(args, number)
     return ArrivalsPlan(
         model=args.shape or args.model or "demo",
@@ -146,7 +139,6 @@ def _requests(args: argparse.Namespace, number: int) -> list[Arrival]:
 
     if args.trace is None:
         return draw_requests(number, _lengths(args, "input_len"), _lengths(args, "output_len"), args.seed)
-    _refuse(args, ("input_len", "output_len"), "a trace has lengths of its own", "trace")
     context = args.max_model_len
     if context is None and not args.extend_context:
         context = read_model(args, args.shape).config.max_context
@@ -158,13 +150,6 @@ def _lengths(args: argparse.Namespace, field: str) -> Range:
 
     value = getattr(args, field)
     return parse_lengths(str(DEFAULT_LEN if value is None else value), field)
-
-
-def _refuse(args: argparse.Namespace, fields: Sequence[str], why: str, other: str) -> None:
-    """Raises ``ConfigError`` if one of ``fields`` was given beside the option ``other``."""
-    for field in fields:
-        if (value := getattr(args, field)) is not None:
-            raise ConfigError(why, field=field, value=str(value), remedy=f"Leave it or --{other} out")
 
 
 def _open_engine(args: argparse.Namespace, plan: ArrivalsPlan, kv: KVConfig) -> Engine:

@@ -1,4 +1,4 @@
-"""Options of ``bench`` that exclude each other, and those that ``--preset`` fills in from a paper's record."""
+"""Options of ``bench`` that ``--preset`` fills in from a paper's record."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from qkv_engine.errors import ConfigError
 
 from . import common
 
-EXCLUDED = {
-    "preset": ("task", "tasks", "pareto"),
-    "sampled": ("task", "tasks", "repeats", "warmup"),
-    "memory": ("kv_memory",),
-}
-
 
 def resolve(args: argparse.Namespace) -> None:
     """Gives options that were not given the values of the paper that ``--preset`` names.
 
     The setting is the paper's own for a shape or MODEL, and a small one for the demo model. Raises ``ConfigError`` for
-    an unknown paper and for options that exclude each other.
+    an unknown paper.
     """
-    _check_combinations(args)
     if args.preset is not None:
         _fill_in(args, _find(args.preset))
 
@@ -31,14 +24,6 @@ def resolve(args: argparse.Namespace) -> None:
 def is_demo(args: argparse.Namespace) -> bool:
     """Whether the model is the demo model, for which experiments are scaled down."""
     return args.model is None and args.shape is None
-
-
-def _check_combinations(args: argparse.Namespace) -> None:
-    for field, others in EXCLUDED.items():
-        value = getattr(args, field)
-        other = next((args.options[name] for name in others if getattr(args, name) not in (None, False)), None)
-        if value and other is not None:
-            raise ConfigError(f"cannot be combined with {other}", field=field, value=value, remedy="Leave one out")
 
 
 def _find(name: str) -> Paper:

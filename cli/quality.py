@@ -12,7 +12,7 @@ from qkv_engine.bench.batches import MAX
 from qkv_engine.config import KVConfig, main_presets
 from qkv_engine.errors import ConfigError
 
-from . import common, results, tasks
+from . import common, results
 from .eval import DEFAULT_SAMPLES, DEFAULT_TASKS
 from .model import read_model
 
@@ -61,22 +61,15 @@ class Questions(NamedTuple):
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for options that exclude one another."""
+    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for no ``--samples``."""
     if args.pareto:
         args.kv = args.kv or ",".join(main_presets())
         args.batch_sweep = args.batch_sweep or MAX
         if args.memory is None:
             args.kv_memory = args.kv_memory or PARETO_MEMORY
         args.input_len = PARETO_INPUT_LEN if args.input_len is None else args.input_len
-    field = "eval" if args.eval is not None else "pareto" if args.pareto else None
-    if field is not None and tasks.given(args) is not None:
-        remedy = "Leave one of them out: --task counts the right answers of the requests that it measures"
-        raise ConfigError("cannot be combined with --task", field=field, value=args.eval, remedy=remedy)
     if args.samples is None:
         args.samples = DEFAULT_SAMPLES
-    elif field is None:
-        remedy = "Name the tasks: --eval ledger:40,lookup"
-        raise ConfigError("is of no use without --eval", field="samples", value=args.samples, remedy=remedy)
     elif args.samples < 1:
         raise ConfigError("must be at least 1", field="samples", value=args.samples)
 
