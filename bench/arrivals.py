@@ -20,7 +20,7 @@ from .arrivals_row import ArrivalsRow, Served, figures, origin
 from .grading import is_correct
 from .runs import BenchEngine, greedy, ordinary_tokens
 from .series import Sample, sampled, thinned
-from .sweep import FAILED, NO_FIT
+from .status import FAILED, FAILURES, NO_FIT, cause
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -124,9 +124,8 @@ class _Measurement:
                 found = self._run(kv, rate, engine, requests, 1 / (warmup + 1))
             except (ConfigError, ModelError):
                 raise
-            except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-                detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-                yield self._unmeasured(kv, rate, FAILED, detail)
+            except FAILURES as error:
+                yield self._unmeasured(kv, rate, FAILED, cause(error, self.describe))
                 return
             yield found
             warmup = 0

@@ -9,7 +9,7 @@ from qkv_engine.sizes import format_size
 
 from .arrivals_row import PERCENTILES, ArrivalsRow
 from .report import number, render, unfilled_notes
-from .sweep import OK
+from .status import status_cells, status_notes
 from .table import PLAIN_WIDTH, Table, from_columns
 
 TABLES = ("table", "md")  # the forms that show tables instead of every field
@@ -49,10 +49,12 @@ def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PR
         "lowest": [number(row.lowest_bits, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
         "KV peak": [format_size(row.kv_bytes_peak) if row.kv_bytes_peak else "" for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["failed", "seconds", "req/s", "KV peak", "bits", ratio, "finished", "lowest", "status"]
-    return from_columns(_title(rows), columns, _notes(rows, ladders), spare)
+    notes = status_notes(rows, [f"{row.kv} {row.rate}" for row in rows])
+    notes += unfilled_notes(rows, [row.kv for row in rows], ladders)
+    return from_columns(_title(rows), columns, notes, spare)
 
 
 def latency_table(rows: Sequence[ArrivalsRow]) -> Table:
@@ -97,16 +99,6 @@ def _title(rows: Sequence[ArrivalsRow]) -> str:
     parts.append(f"KV memory {format_size(ran.kv_bytes_total)}" if ran.kv_bytes_total else None)
     parts.append(f"limits {ran.limits} ms" if ran.limits else None)
     return " · ".join(part for part in parts if part)
-
-
-def _notes(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]) -> list[str]:
-    """Why rows are not "ok", each reason once, and ladders that never stepped down."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.status != OK:
-            reasons.setdefault(f"{row.status}: {row.detail}", []).append(f"{row.kv} {row.rate}")
-    notes = [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
-    return [*notes, *unfilled_notes(rows, [row.kv for row in rows], ladders)]
 
 
 def _ratio(row: ArrivalsRow, base: Mapping[str, float | None]) -> str:

@@ -12,7 +12,7 @@ from qkv_engine.request import RequestOutput
 from .load import meets
 from .provenance import Provenance, provenance
 from .series import Sample, Step, steps_of
-from .sweep import FAILED, OK
+from .status import FAILED, OK
 from .timing import Timeline, percentile
 
 if TYPE_CHECKING:

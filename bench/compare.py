@@ -14,7 +14,7 @@ from qkv_engine.errors import ConfigError
 
 from .provenance import Provenance
 from .result_files import Record, read_records
-from .sweep import OK, QUEUED
+from .status import OK, QUEUED
 from .table import Table, from_columns
 
 # Columns that rows are matched by, in the order of the table.

@@ -16,7 +16,7 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from .provenance import Provenance, provenance
 from .report import number, unfilled_notes
 from .scoring import ScoringEngine
-from .sweep import FAILED, NO_FIT, OK
+from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
 from .table import Table, from_columns
 
 if TYPE_CHECKING:
@@ -145,10 +145,8 @@ def run_harness(
             rows = [replace(failed, status=NO_FIT, detail=describe(error))]
         except (ConfigError, ModelError):
             raise
-        except QKVError as error:
-            rows = [replace(failed, detail=describe(error))]
-        except Exception as error:  # of the harness or a task's own code, or torch's out of memory
-            rows = [replace(failed, detail=f"{type(error).__name__}: {error}")]
+        except Exception as error:  # ours, of the harness or a task's own code, or torch's out of memory
+            rows = [replace(failed, detail=cause(error, describe))]
         yield from rows
 
 
@@ -226,12 +224,12 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
         "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits", "filter"]
-    notes = [f"{row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
-    unfilled = unfilled_notes(rows, [row.kv for row in rows], ladders)
-    table = from_columns(_title(rows), columns, [*notes, *unfilled], [*spare, "status"])
+    names = [row.kv for row in rows]
+    notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
+    table = from_columns(_title(rows), columns, notes, [*spare, "status"])
     return table._replace(text=("task", "metric", "filter", "kv", "status"))
 
 

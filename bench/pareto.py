@@ -13,7 +13,7 @@ from qkv_engine.sizes import format_size
 from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title
 from .report import number
 from .sizing import make_ladder, planned_cache
-from .sweep import OK
+from .status import status_cells, status_notes
 from .table import Table, from_columns
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ def pareto_table(rows: Sequence[ParetoRow], ladders: Mapping[str, KVConfig] = PR
         right_header(asked): [accuracy_cell(row) for row in rows],
         "95 %": [interval_cell(row) for row in rows],
         "frontier": [", ".join(name for name, on in fronts.items() if row.kv in on) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
-    failed = [f"{row.kv} {row.batch:,} {row.status}: {row.detail}" for row in rows if row.status != OK]
+    failed = status_notes(rows, [f"{row.kv} {row.batch:,}" for row in rows])
     spare = ["bytes per token", "95 %", "batch", f"vs {rows[0].kv}", "status", "bits"]
     return from_columns(_title(rows, asked), columns, [*failed, *answer_notes(rows, ladders)], spare)
 

@@ -18,7 +18,7 @@ from .provenance import Provenance, provenance
 from .questions import MAX_FILE_NBYTES
 from .report import number, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
-from .sweep import FAILED, NO_FIT, OK
+from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
 from .table import Table, from_columns
 from .watch import Watch, Work, no_watch
 
@@ -145,9 +145,8 @@ def measure_perplexity(
             row = replace(row, status=NO_FIT, detail=describe(error))
         except (ConfigError, ModelError):
             raise
-        except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-            detail = describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            row = replace(row, detail=detail)
+        except FAILURES as error:
+            row = replace(row, detail=cause(error, describe))
         base = base or row.perplexity
         yield replace(row, ratio=row.perplexity / base if row.perplexity and base else None)
 
@@ -230,12 +229,12 @@ def perplexity_table(rows: Sequence[PerplexityRow], ladders: Mapping[str, KVConf
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "tok/s": [number(row.tok_s, 0) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["tok/s", "preemptions", "demotions", "lowest", "nll", "bits/byte", "bits", "tokens"]
-    notes = [f"{row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
     names = [row.kv for row in rows]
-    return from_columns(_title(rows), columns, [*notes, *unfilled_notes(rows, names, ladders)], [*spare, "status"])
+    notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
+    return from_columns(_title(rows), columns, notes, [*spare, "status"])
 
 
 def _title(rows: Sequence[PerplexityRow]) -> str:

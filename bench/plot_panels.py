@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.sizes import format_size
 
-from .sweep import QUEUED, Row
+from .status import QUEUED
+from .sweep import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,8 @@ from qkv_engine.errors import ConfigError
 
 from .plot_panels import GREY, Presets, draw_bars, draw_lines
 from .plot_paper import draw_ratios
-from .sweep import QUEUED, SAMPLED, Row
+from .status import QUEUED
+from .sweep import SAMPLED, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,8 @@ from qkv_engine.errors import QKVError
 
 from .accuracy import AccuracyPlan, AccuracyRow, EvalEngine, evaluate
 from .grading import wilson_interval
-from .sweep import OK, OpenEngine, Row
+from .status import FAILURES, OK, cause
+from .sweep import OpenEngine, Row
 from .table import Table
 from .watch import Watch, Watched, Work, no_watch
 
@@ -86,9 +87,8 @@ class Answering:
         try:
             rows = list(evaluate(plan, open_engine, watch=self._watch_task, describe=self.describe))
             self.found[kv] = quality_of(rows)
-        except (QKVError, RuntimeError, MemoryError) as error:  # such as a plan for another model than the one asked
-            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            self.found[kv] = Quality(eval_detail=detail)
+        except FAILURES as error:  # such as a plan for another model than the one asked
+            self.found[kv] = Quality(eval_detail=cause(error, self.describe))
         self.on_found()
 
     def _watch_task(self, work: Work, engine: Watched) -> AbstractContextManager[None]:

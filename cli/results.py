@@ -135,7 +135,7 @@ def show_and_write(kind: str, form: Form, files: Sequence[Extra]) -> None:
 
 def exit_code(statuses: Iterable[str]) -> int:
     """What rows of these statuses stand for: failure if any failed, capacity if none fitted."""
-    from qkv_engine.bench.sweep import FAILED, NO_FIT
+    from qkv_engine.bench.status import FAILED, NO_FIT
 
     found = set(statuses)
     if FAILED in found:
