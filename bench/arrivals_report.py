@@ -1,4 +1,4 @@
-"""Rows of runs with arrivals as text: tables of the load, the latencies and the steps; or every field."""
+"""Tables of runs with arrivals: of the load, the latencies and the steps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import PERCENTILES, ArrivalsRow
-from .report import number, render, unfilled_notes
+from .report import number, unfilled_notes
 from .status import status_cells, status_notes
-from .table import PLAIN_WIDTH, Table, from_columns
-
-TABLES = ("table", "md")  # the forms that show tables instead of every field
+from .table import Table, from_columns
 
 
-def render_arrivals(
-    kind: str,
-    rows: Sequence[ArrivalsRow],
-    ladders: Mapping[str, KVConfig] = PRESETS,
-    *,
-    width: int | None = PLAIN_WIDTH,
-) -> str:
-    """``rows`` in a form that ``report.render`` knows: three tables, or every field."""
+def arrivals_tables(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[Table]:
+    """The tables of runs of ``ladders``: of the load, and if anything ran of the latencies and the steps."""
     tables = [load_table(rows, ladders), latency_table(rows), steps_table(rows)]
-    shown = [table for table in tables if table.cells] if kind in TABLES else tables[:1]
-    return "\n".join(render(kind, rows, table, width=width) for table in shown)
+    return [table for table in tables if table.cells]
 
 
 def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:

@@ -13,6 +13,8 @@ from qkv_engine.errors import QKVError
 
 from .accuracy import AccuracyPlan, AccuracyRow, EvalEngine, evaluate
 from .grading import wilson_interval
+from .papers import Experiment
+from .report import paper_tables, sweep_table, workload_table
 from .status import FAILURES, OK, cause
 from .sweep import OpenEngine, Row
 from .table import Table
@@ -124,6 +126,14 @@ def at_floor(kv: KVConfig) -> KVConfig:
     return replace(kv, eager=True) if len(kv.rungs) > 1 else kv
 
 
+def sweep_tables(rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[Table]:
+    """The tables of a sweep of ``ladders``: speed or questions, with the answers, and a paper's published rows."""
+    table = (sweep_table if rows[0].task is None else workload_table)(rows, ladders)
+    ours = with_answers(table, rows, ladders)
+    experiment = Experiment.of(rows[0].preset, rows[0].model)
+    return [ours] if experiment is None else list(paper_tables(ours, experiment))
+
+
 def with_answers(table: Table, rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """``table`` of ``rows`` of ``ladders`` with their accuracy, if any of them was asked."""
     notes = [*table.notes, *answer_notes(rows, ladders)]
@@ -169,7 +179,8 @@ def answer_notes(rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRE
     """Lines on the answers of ``ladders``: of which there are none, and how low the others' precision was."""
     by_kv = {row.kv: row for row in rows}
     notes = [f"{kv} without answers: {row.eval_detail}" for kv, row in by_kv.items() if row.eval_detail]
-    steps = {kv: row for kv, row in by_kv.items() if row.accuracy is not None and len(ladders[kv].rungs) > 1}
+    asked = {kv: row for kv, row in by_kv.items() if row.accuracy is not None and kv in ladders}
+    steps = {kv: row for kv, row in asked.items() if len(ladders[kv].rungs) > 1}
     reasons = {
         "answers with all blocks on the floor, as when memory is full": [
             kv for kv in steps if ladders[kv] != at_floor(ladders[kv])

@@ -96,7 +96,6 @@ class Runs:
         replies = [output.text for output in outputs]
         first = self.first_replies.setdefault(batch, replies)
         return {
-            "task": workload.task.label,
             "finished": sum(output.finished for output in outputs),
             "right": score(replies, list(workload.task.examples[:batch])).correct,
             "same": sum(map(str.__eq__, replies, first)),

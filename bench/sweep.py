@@ -193,4 +193,5 @@ class _Sweep:
         origin = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len}
         method = SAMPLED if plan.sampled else RUN
         named: dict[str, Any] = {"model": plan.model, "preset": plan.preset, "kv": kv, "batch": batch, "method": method}
+        named["task"] = plan.workload and plan.workload.task.label
         return Row(**named, status=status, **origin | values)

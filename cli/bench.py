@@ -226,19 +226,10 @@ def _deliver(
 ) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
-    from qkv_engine.bench.quality import with_answers
-    from qkv_engine.bench.report import paper_tables, render, sweep_table, workload_table
+    from qkv_engine.bench.quality import sweep_tables
 
     if args.pareto:
         return quality.deliver_pareto(args, ladders, rows)
-    table = (sweep_table if plan.workload is None else workload_table)(rows, ladders)
-    tables = [with_answers(table, rows, ladders)]
-    experiment = None if plan.preset is None else Experiment(PAPERS[plan.preset], bench_preset.is_demo(args))
-    if experiment is not None:
-        tables[:] = paper_tables(tables[0], experiment)
-    extras = []
-    if args.plot is not None:
-        kind = args.plot.suffix.lower().removeprefix(".")
-        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind, experiment=experiment), "a plot"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, rows, *tables, width=width), what, *extras)
+    experiment = Experiment.of(plan.preset, plan.model)
+    picture = results.plot(args, lambda kind: plot_sweep(rows, kind=kind, experiment=experiment))
+    results.deliver_rows(args, rows, sweep_tables(rows, ladders), *picture)

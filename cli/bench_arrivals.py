@@ -169,21 +169,14 @@ def _open_engine(args: argparse.Namespace, plan: ArrivalsPlan, kv: KVConfig) -> 
 
 def _deliver(args: argparse.Namespace, ladders: Mapping[str, KVConfig], found: Sequence[Measured]) -> None:
     """Rows to stdout, to the file and into the plot; the series to theirs."""
-    from qkv_engine.bench.arrivals_report import render_arrivals
+    from qkv_engine.bench.arrivals_report import arrivals_tables
+    from qkv_engine.bench.plot_arrivals import plot_arrivals
 
     rows, extras = [one.row for one in found], []
     if args.timeline is not None:
         extras.append(results.Extra(args.timeline, lambda: _timeline(found), "a timeline"))
-    if args.plot is not None:
-        extras.append(results.Extra(args.plot, lambda: _picture(args, ladders, found), "a plot"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render_arrivals(form, rows, ladders, width=width), what, *extras)
-
-
-def _picture(args: argparse.Namespace, ladders: Mapping[str, KVConfig], found: Sequence[Measured]) -> bytes:
-    from qkv_engine.bench.plot_arrivals import plot_arrivals
-
-    return plot_arrivals(found, _bits_of_rungs(args, ladders), kind=args.plot.suffix.lower().removeprefix("."))
+    extras += results.plot(args, lambda kind: plot_arrivals(found, _bits_of_rungs(args, ladders), kind=kind))
+    results.deliver_rows(args, rows, arrivals_tables(rows, ladders), *extras)
 
 
 def _timeline(found: Sequence[Measured]) -> bytes:

@@ -135,14 +135,13 @@ def _deliver(
 ) -> None:
     """Rows to stdout and to the file, samples to theirs."""
     from qkv_engine.bench.accuracy import accuracy_table
-    from qkv_engine.bench.report import as_json, render
+    from qkv_engine.bench.report import as_json
 
-    table, extras = accuracy_table(rows, ladders), []
+    extras = []
     if args.log_samples is not None:
         lines = "".join(as_json(asdict(sample)) + "\n" for sample in samples)
         extras.append(results.Extra(args.log_samples, lines.encode, f"{len(samples)} samples"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, rows, table, width=width), what, *extras)
+    results.deliver_rows(args, rows, [accuracy_table(rows, ladders)], *extras)
 
 
 def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:

@@ -125,16 +125,11 @@ def deliver_pareto(args: argparse.Namespace, ladders: Mapping[str, KVConfig], ro
     """All rows with their capacities to the file; the best of each preset to stdout and into the plot."""
     from qkv_engine.bench.pareto import pareto_table, with_capacity
     from qkv_engine.bench.plot_pareto import plot_pareto
-    from qkv_engine.bench.report import render
 
     config = read_model(args, args.shape).config
     found = [with_capacity(row, ladders[row.kv], config) for row in rows]
-    table, extras = pareto_table(found, ladders), []
-    if args.plot is not None:
-        kind = args.plot.suffix.lower().removeprefix(".")
-        extras.append(results.Extra(args.plot, lambda: plot_pareto(found, kind=kind), "a plot"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, found, table, width=width), what, *extras)
+    picture = results.plot(args, lambda kind: plot_pareto(found, kind=kind))
+    results.deliver_rows(args, found, [pareto_table(found, ladders)], *picture)
 
 
 def _demo(args: argparse.Namespace) -> argparse.Namespace:

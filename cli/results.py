@@ -7,13 +7,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
 from .progress import note
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from qkv_engine.bench.table import Table
 
 Form = Callable[[str, int | None], str]  # the text of a format, in so many columns; None: the terminal's
 
@@ -91,6 +96,24 @@ def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None
         if path.resolve() in seen:
             raise ConfigError("another option writes this file", field=field, value=str(path))
         seen.add(path.resolve())
+
+
+def plot(args: argparse.Namespace, draw: Callable[[str], bytes]) -> list[Extra]:
+    """The picture for ``--plot`` if it was asked for; ``draw`` makes it as "png", "svg" or "pdf"."""
+    if args.plot is None:
+        return []
+    kind = args.plot.suffix.lower().removeprefix(".")
+    return [Extra(args.plot, lambda: draw(kind), "a plot")]
+
+
+def deliver_rows(
+    args: argparse.Namespace, rows: Sequence[DataclassInstance], tables: Sequence[Table], *extras: Extra
+) -> None:
+    """``deliver`` for measured rows, of which ``tables`` are for people."""
+    from qkv_engine.bench.report import render
+
+    what = f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
+    deliver(args, lambda form, width: render(form, rows, *tables, width=width), what, *extras)
 
 
 def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> None:
