@@ -16,11 +16,11 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .grading import final_answer, is_correct, score
-from .provenance import Provenance, provenance
+from .provenance import Provenance, provenance, provenance_of
 from .questions import Task, ask
 from .report import number, unfilled_notes
 from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
-from .table import Table, from_columns
+from .table import Table, from_columns, joined
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class _Evaluation:
         row = self._failure(kv, task, OK, None)
         return replace(
             row,
-            **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=self.plan.seed),
+            **provenance_of(stats, self.plan.seed),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),
@@ -268,4 +268,4 @@ def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] 
 
 def _title(rows: Sequence[AccuracyRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
-    return " · ".join(part for part in (ran.model, ran.machine, ran.dtype, "greedy, exact match") if part)
+    return joined(ran.model, ran.machine, ran.dtype, "greedy, exact match")

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, RequestError
 from qkv_engine.request import RequestOutput, SamplingParams
 
-from .arrivals_row import ArrivalsRow, Served, figures, origin
+from .arrivals_row import ArrivalsRow, Served, figures
 from .grading import is_correct
+from .provenance import provenance, provenance_of
 from .runs import BenchEngine, greedy, ordinary_tokens
 from .series import Sample, sampled, thinned
 from .status import FAILED, FAILURES, NO_FIT, cause
@@ -147,7 +148,7 @@ class _Measurement:
             served = asyncio.run(_serve_all(engine, requests, times, self.describe))
         stats = engine.stats()
         found = figures(served, samples, stats, self.plan.limits)
-        row = self._row(kv, rate, **origin(stats, self.plan.seed), **found, right=self._num_right(served))
+        row = self._row(kv, rate, **provenance_of(stats, self.plan.seed), **found, right=self._num_right(served))
         return Measured(row, thinned(samples))
 
     def _num_right(self, served: Sequence[Served]) -> int | None:
@@ -158,7 +159,7 @@ class _Measurement:
         return sum(output is not None and is_correct(output.text, example.answer) for output, example in finished)
 
     def _unmeasured(self, kv: str, rate: Rate, status: str, detail: str) -> Measured:
-        return Measured(self._row(kv, rate, **origin(None, self.plan.seed), status=status, detail=detail), [])
+        return Measured(self._row(kv, rate, **provenance(seed=self.plan.seed), status=status, detail=detail), [])
 
     def _row(self, kv: str, rate: Rate, **values: Any) -> ArrivalsRow:
         plan = self.plan

@@ -10,7 +10,7 @@ from qkv_engine.sizes import format_size
 from .arrivals_row import PERCENTILES, ArrivalsRow
 from .report import number, unfilled_notes
 from .status import status_cells, status_notes
-from .table import Table, from_columns
+from .table import Table, from_columns, joined
 
 
 def arrivals_tables(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[Table]:
@@ -89,7 +89,7 @@ def _title(rows: Sequence[ArrivalsRow]) -> str:
     parts = [ran.model, ran.machine, ran.dtype, f"{ran.requests:,} requests", ran.task, lengths]
     parts.append(f"KV memory {format_size(ran.kv_bytes_total)}" if ran.kv_bytes_total else None)
     parts.append(f"limits {ran.limits} ms" if ran.limits else None)
-    return " · ".join(part for part in parts if part)
+    return joined(*parts)
 
 
 def _ratio(row: ArrivalsRow, base: Mapping[str, float | None]) -> str:

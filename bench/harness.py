@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
-from .provenance import Provenance, provenance
+from .provenance import Provenance, provenance, provenance_of
 from .report import number, unfilled_notes
 from .scoring import ScoringEngine
 from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
-from .table import Table, from_columns
+from .table import Table, from_columns, joined
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -173,7 +173,7 @@ def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_p
     )
     stats = engine.stats()
     figures: dict[str, Any] = {
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=plan.seed),
+        **provenance_of(stats, plan.seed),
         "model": plan.model,
         "kv": kv,
         "kv_bytes_total": stats.kv_bytes_total,
@@ -235,4 +235,4 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
 
 def _title(rows: Sequence[HarnessRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
-    return " · ".join(part for part in (ran.model, ran.machine, ran.dtype, "lm-evaluation-harness") if part)
+    return joined(ran.model, ran.machine, ran.dtype, "lm-evaluation-harness")

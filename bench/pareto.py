@@ -14,7 +14,7 @@ from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right
 from .report import number
 from .sizing import make_ladder, planned_cache
 from .status import status_cells, status_notes
-from .table import Table, from_columns
+from .table import Table, from_columns, joined
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -115,4 +115,4 @@ def _title(rows: Sequence[ParetoRow], asked: ParetoRow) -> str:
         parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
     if asked.accuracy is not None:
         parts.append(right_title(asked))
-    return " · ".join(part for part in parts if part)
+    return joined(*parts)

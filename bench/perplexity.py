@@ -14,12 +14,12 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.input_files import read_input
 
-from .provenance import Provenance, provenance
+from .provenance import Provenance, provenance, provenance_of
 from .questions import MAX_FILE_NBYTES
 from .report import number, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
 from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
-from .table import Table, from_columns
+from .table import Table, from_columns, joined
 from .watch import Watch, Work, no_watch
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _with_figures(
     tokens = sum(len(pair.continuation) for pair in pairs)
     bits = [one.lowest_bits for one in scores if one.lowest_bits is not None]
     figures: dict[str, Any] = {
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads),
+        **provenance_of(stats),
         "windows": len(pairs),
         "tokens": tokens,
         "nll": total / tokens,
@@ -240,4 +240,4 @@ def perplexity_table(rows: Sequence[PerplexityRow], ladders: Mapping[str, KVConf
 def _title(rows: Sequence[PerplexityRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
     windows = f"windows of {ran.context:,} tokens, the last {ran.stride:,} scored" if ran.device else None
-    return " · ".join(part for part in (ran.text, ran.model, ran.machine, ran.dtype, windows) if part)
+    return joined(ran.text, ran.model, ran.machine, ran.dtype, windows)

@@ -14,7 +14,7 @@ from qkv_engine.sizes import format_size
 
 from .status import FAILED, NO_FIT, QUEUED, status_cells, status_notes
 from .sweep import SAMPLED, Row
-from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
+from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns, joined
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -163,7 +163,7 @@ def _title(rows: Sequence[Row]) -> str:
             parts.append(f"weights and KV {format_size(ran.weight_bytes + ran.kv_bytes_total)}")
     elif ran.repeats > 1:
         parts.append(f"median of {ran.repeats} runs")
-    return " · ".join(part for part in parts if part)
+    return joined(*parts)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .grading import score
-from .provenance import provenance
-from .timing import RunFigures, Timeline, median, run_figures
+from .provenance import provenance_of
+from .timing import RunFigures, Timeline, median, rounded, run_figures
 from .watch import Watch, no_watch, work_of
 
 if TYPE_CHECKING:
@@ -159,14 +159,9 @@ def engine_values(stats: EngineStats, seed: int) -> dict[str, Any]:
     """Fields of a row that an engine tells: origin, KV memory and counters."""
     kept = ("kv_bytes_total", "kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
     return {
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=seed),
+        **provenance_of(stats, seed),
         **{name: getattr(stats, name) for name in kept},
         "effective_bits": rounded(stats.effective_bits),
         "demotions": stats.num_demotions,
         "preemptions": stats.num_preemptions,
     }
-
-
-def rounded(value: float | None) -> float | None:
-    """``value`` with four decimals."""
-    return None if value is None else round(value, 4)

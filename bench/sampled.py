@@ -15,8 +15,9 @@ from qkv_engine.errors import CapacityError, ConfigError
 
 from .filled import FilledEngine, spread_prompts
 from .roofline import GPU, count_weights, limit_seconds
-from .runs import engine_values, rounded
+from .runs import engine_values
 from .sizing import largest_batch
+from .timing import rounded
 from .watch import Watch, Work, no_watch
 
 if TYPE_CHECKING:

@@ -118,5 +118,10 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
+def rounded(value: float | None) -> float | None:
+    """``value`` with four decimals, as rows have it."""
+    return None if value is None else round(value, 4)
+
+
 def _in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds

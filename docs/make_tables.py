@@ -23,7 +23,7 @@ from qkv_engine.bench.provenance import Provenance
 from qkv_engine.bench.quality import RatedRow, sweep_tables
 from qkv_engine.bench.report import number
 from qkv_engine.bench.result_files import Record, read_records
-from qkv_engine.bench.table import Table, as_markdown, from_columns
+from qkv_engine.bench.table import Table, as_markdown, from_columns, joined
 from qkv_engine.sizes import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +72,7 @@ def chosen_columns(records: Sequence[Record], columns: Sequence[str]) -> Table:
         raise ValueError(f"no column {', '.join(missing)} among {', '.join(records[0])}")
     known = {field.name for field in fields(Provenance)}
     origin = Provenance(**{name: value for name, value in records[0].items() if name in known})
-    title = " · ".join(part for part in (records[0].get("model"), origin.machine, origin.dtype) if part)
+    title = joined(records[0].get("model"), origin.machine, origin.dtype)
     return from_columns(title, {name: [cell(name, record.get(name)) for record in records] for name in columns}, [])
 
 
