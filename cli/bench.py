@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
@@ -15,7 +15,7 @@ from qkv_engine.errors import CapacityError, ConfigError
 from . import bench_arrivals, bench_compare, bench_preset, common, quality, results, tasks
 from .bench_arrivals import DEFAULT_LEN
 from .combinations import check_combinations
-from .model import check_ladders, check_shape, kv_nbytes, machine, read_model
+from .model import bench_options, check_ladders, check_shape, kv_nbytes, machine, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -113,10 +113,14 @@ def run(args: argparse.Namespace) -> int:
         args.shape = None
     if args.arrivals is not None:
         return bench_arrivals.run(args)
-    bench_arrivals.refuse_ranges(args)
+    return _run_sweep(args)
+
+
+def _run_sweep(args: argparse.Namespace) -> int:
     from qkv_engine.bench.quality import rate
     from qkv_engine.bench.sweep import sweep
 
+    bench_arrivals.refuse_ranges(args)
     quality.set_defaults(args)
     bench_preset.resolve(args)
     results.check_targets_and_plot(args)
@@ -168,7 +172,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
     workload = tasks.workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
-        model=args.shape or args.model or "demo",
+        model=args.shape or args.model or common.DEMO,
         kvs=kvs,
         batches=batches,
         workload=workload,
@@ -201,18 +205,9 @@ def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[st
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine | FilledEngine:
     """An engine for one ladder, large enough for the longest request and the ladder's largest batch."""
-    from qkv_engine.bench.batches import parse_requests
-
     most = max(plan.batches_of(kv.name))
-    options: dict[str, Any] = {"kv": kv, "max_num_seqs": most, "max_num_batched_tokens": max(2048, most)}
-    if args.max_model_len is None:
-        options["max_model_len"] = plan.num_tokens + 1
-    if args.shape is not None:
-        options |= {"model": args.shape, "load_format": "random"}
-    if args.memory or parse_requests(args.kv_memory) or plan.own_batches:
-        options["kv_memory"] = kv_nbytes(args, plan.num_tokens)
-    # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
-    options |= {"seed": plan.seed, "prefix_caching": False}
+    options = bench_options(args, plan.num_tokens)
+    options |= {"kv": kv, "max_num_seqs": most, "max_num_batched_tokens": max(2048, most)}
     if not plan.sampled:
         return common.open_engine(args, **options)
     from qkv_engine.bench.filled import FilledEngine

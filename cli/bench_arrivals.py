@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
-from .model import check_ladders, kv_nbytes, read_model
+from .model import bench_options, check_ladders, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> ArrivalsPlan:
     workload = tasks.workload(args, number)
     requests = _asked(workload) if workload else _requests(args, number)
     return ArrivalsPlan(
-        model=args.shape or args.model or "demo",
+        model=args.shape or args.model or common.DEMO,
         kvs=kvs,
         rates=parse_rates(args.arrivals, has_times=requests[0].seconds is not None),
         requests=tuple(requests),
@@ -154,17 +154,7 @@ def _lengths(args: argparse.Namespace, field: str) -> Range:
 
 def _open_engine(args: argparse.Namespace, plan: ArrivalsPlan, kv: KVConfig) -> Engine:
     """An engine for one ladder, large enough for the longest request of the plan."""
-    from qkv_engine.bench.batches import parse_requests
-
-    options: dict[str, Any] = {"kv": kv, "seed": plan.seed}
-    if args.max_model_len is None:
-        options["max_model_len"] = plan.num_tokens + 1
-    if args.shape is not None:
-        options |= {"model": args.shape, "load_format": "random"}
-    if args.memory or parse_requests(args.kv_memory):
-        options["kv_memory"] = kv_nbytes(args, plan.num_tokens)
-    # Every run has the same prompts: none may profit from an earlier one.
-    return common.open_engine(args, **options, prefix_caching=False)
+    return common.open_engine(args, kv=kv, **bench_options(args, plan.num_tokens))
 
 
 def _deliver(args: argparse.Namespace, ladders: Mapping[str, KVConfig], found: Sequence[Measured]) -> None:

@@ -160,7 +160,8 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:
         asked = parse_tasks(text, samples=samples, seed=args.seed, field=field)
     if args.data is not None:
         asked += (read_questions(args.data, samples=samples),)
-    return AccuracyPlan(model=args.model or "demo", kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
+    model = args.model or common.DEMO
+    return AccuracyPlan(model=model, kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
 
 
 def _open_engine(args: argparse.Namespace, kv: KVConfig) -> Engine:
