@@ -14,6 +14,7 @@ from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right
 from .report import number
 from .sizing import make_ladder, planned_cache
 from .status import status_cells, status_notes
+from .sweep import SAMPLED
 from .table import Table, from_columns, joined
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def _title(rows: Sequence[ParetoRow], asked: ParetoRow) -> str:
     parts = [ran.model, ran.machine, ran.dtype, f"{ran.input_len:,} in, {ran.output_len:,} out"]
     if ran.kv_bytes_total:
         parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
+    if ran.method == SAMPLED:
+        parts.append("decode steps sampled")
     if asked.accuracy is not None:
         parts.append(right_title(asked))
     return joined(*parts)

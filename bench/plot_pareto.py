@@ -12,6 +12,7 @@ from .picture import as_file, literal, new_figure, plain_axes
 from .plot_labels import Box, Line, Scene, place_labels
 from .plot_panels import COLORS, GREY, MARKERS
 from .quality import right_header
+from .sweep import SAMPLED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,6 +120,7 @@ def _title(rows: Sequence[ParetoRow]) -> str:
     ran = next((row for row in rows if row.repeats), rows[0])
     where = ", ".join(part for part in (ran.machine, ran.dtype) if part)
     head = f"{ran.model}{f' on {where}' if where else ''}: {ran.input_len:,} tokens in, {ran.output_len:,} out"
+    head += ", decode steps sampled" if ran.method == SAMPLED else ""
     return f"{head}\nright: mean of {ran.eval_tasks}, {ran.answers:,} answers, bars 95 %; dashed: frontier"
 
 

@@ -21,11 +21,6 @@ def resolve(args: argparse.Namespace) -> None:
         _fill_in(args, _find(args.preset))
 
 
-def is_demo(args: argparse.Namespace) -> bool:
-    """Whether the model is the demo model, for which experiments are scaled down."""
-    return args.model is None and args.shape is None
-
-
 def _find(name: str) -> Paper:
     if name not in PAPERS:
         remedy = common.nearest(name, PAPERS, f"Choose from {', '.join(PAPERS)}")
@@ -34,7 +29,8 @@ def _find(name: str) -> Paper:
 
 
 def _fill_in(args: argparse.Namespace, paper: Paper) -> None:
-    setting = paper.scaled if is_demo(args) else paper.full
+    is_demo = args.model is None and args.shape is None
+    setting = paper.scaled if is_demo else paper.full
     values: dict[str, Any] = {
         "kv": paper.kvs,
         "batch_sweep": setting.batches,
@@ -46,6 +42,4 @@ def _fill_in(args: argparse.Namespace, paper: Paper) -> None:
         values |= {"memory": setting.memory, "kv_memory": setting.kv_memory}
     if not args.sampled:
         values |= {"repeats": setting.repeats, "warmup": setting.warmup}
-    for name, value in values.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    common.fill_in(args, **values)

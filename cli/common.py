@@ -141,6 +141,13 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
     return Engine(**engine_options(args) | options)
 
 
+def fill_in(args: argparse.Namespace, **values: Any) -> None:
+    """Gives the options that were not given these values."""
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:
     """How a command words an error that it does not end with."""
     return lambda error: str(name_options(error, args.options))

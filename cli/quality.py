@@ -61,16 +61,13 @@ class Questions(NamedTuple):
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for no ``--samples``."""
+    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for ``--samples`` below 1."""
     if args.pareto:
-        args.kv = args.kv or ",".join(main_presets())
-        args.batch_sweep = args.batch_sweep or MAX
-        if args.memory is None:
-            args.kv_memory = args.kv_memory or PARETO_MEMORY
-        args.input_len = PARETO_INPUT_LEN if args.input_len is None else args.input_len
-    if args.samples is None:
-        args.samples = DEFAULT_SAMPLES
-    elif args.samples < 1:
+        memory = PARETO_MEMORY if args.memory is None else None
+        kvs = ",".join(main_presets())
+        common.fill_in(args, kv=kvs, batch_sweep=MAX, kv_memory=memory, input_len=PARETO_INPUT_LEN)
+    common.fill_in(args, samples=DEFAULT_SAMPLES)
+    if args.samples < 1:
         raise ConfigError("must be at least 1", field="samples", value=args.samples)
 
 
