@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EvalEngine(AbstractContextManager["EvalEngine"], Protocol):
-    """What an evaluation needs of ``Engine``."""
+    """The part of ``Engine`` for an evaluation."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -48,7 +48,7 @@ OpenEngine = Callable[[str], AbstractContextManager[EvalEngine]]
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyPlan:
-    """What to ask, of which presets. ``max_tokens`` of a reply; None: a little more than the right one has."""
+    """Questions and presets. ``max_tokens`` limit a reply; None is a little more than the right reply has."""
 
     model: str
     kvs: tuple[str, ...]
@@ -91,7 +91,7 @@ class AccuracyRow(Provenance):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question with one KV preset: what was expected, and what was said.
+    """One question with one KV preset: the expected and the given answer.
 
     ``answer`` is the reply without its chain of thought, which is compared with ``expected``. ``index`` counts the
     questions of a task from 0.

@@ -1,6 +1,6 @@
 """Requests that arrive one by one and are streamed: a row and a time series for every KV preset at every rate.
 
-What does not fit or breaks becomes a row that says so. Nothing here prints; tables are in ``arrivals_report.py``.
+A run that does not fit or breaks is a row with the cause. Nothing here prints; tables are in ``arrivals_report.py``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class StreamingEngine(BenchEngine, Protocol):
-    """What a run needs of ``Engine``."""
+    """The part of ``Engine`` for a run with arrivals."""
 
     def generate_async(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsPlan:
-    """What to measure: ``requests`` at every rate with every KV preset; the same ones each time.
+    """Settings of a measurement: the same ``requests`` at every rate with every KV preset.
 
     ``warmup`` runs, which do not count, come first on each engine, at the highest rate.
     """

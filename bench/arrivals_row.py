@@ -23,7 +23,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsRow(Provenance):
-    """One KV preset at one rate; None where there is nothing to tell.
+    """One KV preset at one rate; None where nothing was measured.
 
     Load
         ``rate`` is in requests a second, "inf" or "trace"; ``input_len`` and ``output_len`` are mean tokens.

@@ -26,7 +26,7 @@ BOOTSTRAP_ITERS = 1000  # resamples behind the standard errors of metrics that a
 
 
 class HarnessEngine(ScoringEngine, AbstractContextManager["HarnessEngine"], Protocol):
-    """What the harness needs of ``Engine``."""
+    """The part of ``Engine`` for the harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Tasks:
         raise problem
 
     def _load(self) -> ConfigError | None:
-        """What keeps the tasks from being loaded, if anything does."""
+        """Loads the tasks; returns the error if they cannot be loaded."""
         try:
             self.manager.load(self.names)
         except Exception as error:  # of YAML, of the task's own code, of the library that loads its data
@@ -105,7 +105,7 @@ class Tasks:
 
 
 def _managers(folder: Path | None) -> Iterator[TaskManager]:
-    """Those who know the tasks of ``folder`` alone, then the harness's own too, which take seconds to look through."""
+    """Task managers of ``folder`` alone, then with the harness's own tasks, which take seconds to look through."""
     from lm_eval.tasks import TaskManager
 
     if folder is None:

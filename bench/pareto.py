@@ -61,7 +61,7 @@ def best_rows(rows: Sequence[ParetoRow]) -> list[ParetoRow]:
 
 
 def frontier(values: Mapping[str, tuple[float | None, float | None]]) -> list[str]:
-    """The names whose gain and accuracy no other has both of, or more, from the highest accuracy down.
+    """The names that no other name equals or exceeds in both gain and accuracy, from the highest accuracy down.
 
     ``values`` has gain and accuracy by name; a name that lacks one is on no frontier. Of equals the first counts.
     """

@@ -29,7 +29,7 @@ DEFAULT_CONTEXT = 2048  # tokens of a window, where the model takes as many
 
 
 class PerplexityEngine(ScoringEngine, AbstractContextManager["PerplexityEngine"], Protocol):
-    """What perplexity needs of ``Engine``."""
+    """The part of ``Engine`` for perplexity."""
 
 
 class PerplexityText(NamedTuple):

@@ -27,7 +27,7 @@ MARK_ROW = 8.0  # points between rows of marks below the axis
 
 
 class Preset(NamedTuple):
-    """How the rows of a preset are drawn."""
+    """Color and marker of a preset's rows."""
 
     kv: str
     color: str

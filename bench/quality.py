@@ -176,7 +176,7 @@ def interval_cell(row: RatedRow) -> str:
 
 
 def answer_notes(rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[str]:
-    """Lines on the answers of ``ladders``: of which there are none, and how low the others' precision was."""
+    """Notes on the answers of ``ladders``: presets without any, and the precision of the others under the questions."""
     by_kv = {row.kv: row for row in rows}
     notes = [f"{kv} without answers: {row.eval_detail}" for kv, row in by_kv.items() if row.eval_detail]
     asked = {kv: row for kv, row in by_kv.items() if row.accuracy is not None and kv in ladders}

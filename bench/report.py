@@ -183,9 +183,9 @@ class _Stored(Protocol):
 def unfilled_notes(
     rows: Sequence[_Stored], names: Sequence[str], ladders: Mapping[str, KVConfig] = PRESETS
 ) -> list[str]:
-    """``ladders`` that could have lowered the precision of KV and never did: such rows show nothing of them.
+    """Notes on ``ladders`` of several rungs that never lowered the precision of KV: their rows show 16 bits alone.
 
-    Rows of one name are looked at together.
+    Rows of one name count together.
     """
     demotions: dict[tuple[str, str], int] = {}
     for row, name in zip(rows, names, strict=True):

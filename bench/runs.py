@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
-    """What a run needs of ``Engine``."""
+    """The part of ``Engine`` for a run."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -156,7 +156,7 @@ def _summary(runs: Sequence[Run], seed: int) -> dict[str, Any]:
 
 
 def engine_values(stats: EngineStats, seed: int) -> dict[str, Any]:
-    """Fields of a row that an engine tells: origin, KV memory and counters."""
+    """Fields of a row from an engine's counters: origin, KV memory, demotions and preemptions."""
     kept = ("kv_bytes_total", "kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
     return {
         **provenance_of(stats, seed),

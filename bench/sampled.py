@@ -101,7 +101,7 @@ class Samples:
 
 
 def sample_contexts(input_len: int, output_len: int) -> tuple[list[int], int]:
-    """Where steps are timed, the middles of equal parts of the output; and how many at each."""
+    """Contexts at which steps are timed, the middles of equal parts of the output, and the number of steps at each."""
     number = max(1, min(POINTS, output_len // (2 * (1 + WARMUP_STEPS) + STEPS)))
     part = output_len / number
     steps = min(STEPS, 2 * (int(part) // 2 - 1 - WARMUP_STEPS))

@@ -1,6 +1,6 @@
 """Throughput against batch size: runs every batch of a plan through an engine and gives one row for each.
 
-What does not fit becomes a row that says so. Nothing here prints; rendering is in ``report.py``.
+A batch that does not fit becomes a row with the cause. Nothing here prints; rendering is in ``report.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What to measure: every batch size with every KV preset; lengths are exact, in tokens."""
+    """Settings of a sweep: every batch size with every KV preset; lengths are exact, in tokens."""
 
     model: str
     kvs: tuple[str, ...]
@@ -76,7 +76,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Provenance):
-    """One batch size with one KV preset: medians over the repeats, None where there is nothing to tell.
+    """One batch size with one KV preset: medians over the repeats, None where nothing was measured.
 
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
     those of the repeat with the highest ``kv_bytes_peak``, which ``_codes``, ``_meta`` and ``_dense`` split.

@@ -1,4 +1,4 @@
-"""What one run's token times say: throughput and latency, by the definitions vLLM's benchmarks use.
+"""Throughput and latency of a run by its token times, as vLLM's benchmarks define them.
 
 Pure arithmetic on times in seconds; nothing here runs an engine.
 """

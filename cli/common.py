@@ -1,4 +1,4 @@
-"""What the sub-commands share: options, logging, and how errors become messages and exit codes."""
+"""Common parts of the sub-commands: options, logging, and messages and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def fill_in(args: argparse.Namespace, **values: Any) -> None:
 
 
 def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:
-    """How a command words an error that it does not end with."""
+    """The function that words an error as a row's detail, in the options of the command line."""
     return lambda error: str(name_options(error, args.options))
 
 

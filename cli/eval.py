@@ -1,4 +1,4 @@
-"""``qkv-engine eval``: what each KV preset costs in accuracy, through the real quantized cache.
+"""``qkv-engine eval``: accuracy of each KV preset through the real quantized cache.
 
 Questions with one right answer here; perplexity and the lm-evaluation-harness in modules of their own.
 """
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what ``args`` ask for and return the exit code."""
+    """Measures accuracy as ``args`` say and returns the exit code."""
     check_combinations(args, excluded=EXCLUDED, needed=NEEDED)
     if args.perplexity is not None:
         return eval_perplexity.run(args)

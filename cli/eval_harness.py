@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     require_lm_eval()
     if not args.verbose and not args.debug:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what was asked for
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of options that were given
     ladders = common.kv_ladders(args.kv)
     plan = _plan(args, tuple(ladders))
     results.check_targets(args)

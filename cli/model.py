@@ -1,4 +1,4 @@
-"""What can be known of a model before its weights are loaded: configuration, tokenizer, dtype."""
+"""A model before its weights are loaded: configuration, tokenizer, dtype, and the KV memory of a benchmark."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_ladders(args: argparse.Namespace, ladders: Iterable[KVConfig], shape: 
 
 
 def weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What ``--dtype`` stands for. Raises ``ConfigError`` for an unknown name."""
+    """The dtype that ``--dtype`` means. Raises ``ConfigError`` for an unknown name."""
     from qkv_engine.models.loader import resolve_dtype
 
     return resolve_dtype(name, config, device)
@@ -94,7 +94,7 @@ def machine(args: argparse.Namespace) -> Machine:
 
 
 def bench_options(args: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
-    """What a benchmark asks of every engine, whose longest request keeps KV of ``num_tokens`` tokens."""
+    """Options of a benchmark's engines, whose longest request keeps KV of ``num_tokens`` tokens."""
     from qkv_engine.bench.batches import MAX, parse_requests
 
     # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.

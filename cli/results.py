@@ -1,4 +1,4 @@
-"""Where results go: stdout in the form asked for, and files; the exit code they stand for."""
+"""Delivery of results to stdout and to files, and their exit code."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_targets_and_plot(args: argparse.Namespace, **suffixes: tuple[str, ...]
 
 
 def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
-    """Refuse before the run what could not be written after it: ``--output``, and other files by option.
+    """Refuses files that could not be written after the run: ``--output``, and other files by option.
 
     ``suffixes`` are those that an option's file may have; rows, which ``--output`` writes by default, have many.
     """
@@ -157,7 +157,7 @@ def show_and_write(kind: str, form: Form, files: Sequence[Extra]) -> None:
 
 
 def exit_code(statuses: Iterable[str]) -> int:
-    """What rows of these statuses stand for: failure if any failed, capacity if none fitted."""
+    """The exit code of rows of these statuses: failure if any failed, capacity if none fitted."""
     from qkv_engine.bench.status import FAILED, NO_FIT
 
     found = set(statuses)
