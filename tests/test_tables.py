@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from qkv_engine.cli import bench
+from qkv_engine.cli.combinations import check_combinations
 from qkv_engine.cli.main import _parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,11 +113,14 @@ def test_unknown_columns_and_kinds_are_errors(
         filled(make_tables, tmp_path, columns, row)
 
 
-@pytest.mark.parametrize("target", ["bench-cpu"])
+@pytest.mark.parametrize("target", ["bench-cpu", "bench-gpu"])
 def test_commands_of_the_makefile_parse_and_write_results(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = re.sub(r"\\\n\s*", "", done.stdout).splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith(".venv/bin/qkv-engine ")]
     assert len(commands) >= 3
-    files = [_parse(words).output for words in commands]
+    parsed = [_parse(words) for words in commands]
+    for args in (args for args in parsed if args.run is bench.run):
+        check_combinations(args, excluded=bench.EXCLUDED, needed=bench.NEEDED)
+    files = [args.output for args in parsed]
     assert len(set(files)) == len(files) and all(file.suffix == ".jsonl" for file in files)
