@@ -16,11 +16,11 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .grading import final_answer, is_correct, score
-from .provenance import Provenance, provenance
+from .provenance import Provenance, provenance, provenance_of
 from .questions import Task, ask
 from .report import number, unfilled_notes
-from .sweep import FAILED, NO_FIT, OK
-from .table import Table, from_columns
+from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
+from .table import Table, from_columns, joined
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EvalEngine(AbstractContextManager["EvalEngine"], Protocol):
-    """What an evaluation needs of ``Engine``."""
+    """The part of ``Engine`` for an evaluation."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -48,7 +48,7 @@ OpenEngine = Callable[[str], AbstractContextManager[EvalEngine]]
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyPlan:
-    """What to ask, of which presets. ``max_tokens`` of a reply; None: a little more than the right one has."""
+    """Questions and presets. ``max_tokens`` limit a reply; None is a little more than the right reply has."""
 
     model: str
     kvs: tuple[str, ...]
@@ -91,7 +91,7 @@ class AccuracyRow(Provenance):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question with one KV preset: what was expected, and what was said.
+    """One question with one KV preset: the expected and the given answer.
 
     ``answer`` is the reply without its chain of thought, which is compared with ``expected``. ``index`` counts the
     questions of a task from 0.
@@ -177,9 +177,8 @@ class _Evaluation:
             return self._failure(kv, task, NO_FIT, self.describe(error))
         except (ConfigError, ModelError):
             raise
-        except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            return self._failure(kv, task, FAILED, detail)
+        except FAILURES as error:
+            return self._failure(kv, task, FAILED, cause(error, self.describe))
 
     def _row(
         self, kv: str, task: Task, outputs: list[RequestOutput], stats: EngineStats, seconds: float
@@ -192,7 +191,7 @@ class _Evaluation:
         row = self._failure(kv, task, OK, None)
         return replace(
             row,
-            **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=self.plan.seed),
+            **provenance_of(stats, self.plan.seed),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),
@@ -255,19 +254,18 @@ def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] 
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "seconds": [number(row.seconds, 1) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, "95 % interval", "samples", "bits"]
     names = [f"{row.task} {row.kv}" for row in rows]
     return from_columns(
-        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, names, ladders)], [*spare, "status", "size"]
+        _title(rows),
+        columns,
+        [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)],
+        [*spare, "status", "size"],
     )
 
 
 def _title(rows: Sequence[AccuracyRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
-    return " · ".join(part for part in (ran.model, ran.machine, ran.dtype, "greedy, exact match") if part)
-
-
-def _notes(rows: Sequence[AccuracyRow]) -> list[str]:
-    return [f"{row.task} {row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
+    return joined(ran.model, ran.machine, ran.dtype, "greedy, exact match")

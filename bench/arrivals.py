@@ -1,6 +1,6 @@
 """Requests that arrive one by one and are streamed: a row and a time series for every KV preset at every rate.
 
-What does not fit or breaks becomes a row that says so. Nothing here prints; tables are in ``arrivals_report.py``.
+A run that does not fit or breaks is a row with the cause. Nothing here prints; tables are in ``arrivals_report.py``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, RequestError
 from qkv_engine.request import RequestOutput, SamplingParams
 
-from .arrivals_row import ArrivalsRow, Served, figures, origin
+from .arrivals_row import ArrivalsRow, Served, figures
 from .grading import is_correct
+from .provenance import provenance, provenance_of
 from .runs import BenchEngine, greedy, ordinary_tokens
 from .series import Sample, sampled, thinned
-from .sweep import FAILED, NO_FIT
+from .status import FAILED, FAILURES, NO_FIT, cause
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class StreamingEngine(BenchEngine, Protocol):
-    """What a run needs of ``Engine``."""
+    """The part of ``Engine`` for a run with arrivals."""
 
     def generate_async(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsPlan:
-    """What to measure: ``requests`` at every rate with every KV preset; the same ones each time.
+    """Settings of a measurement: the same ``requests`` at every rate with every KV preset.
 
     ``warmup`` runs, which do not count, come first on each engine, at the highest rate.
     """
@@ -124,9 +125,8 @@ class _Measurement:
                 found = self._run(kv, rate, engine, requests, 1 / (warmup + 1))
             except (ConfigError, ModelError):
                 raise
-            except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-                detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-                yield self._unmeasured(kv, rate, FAILED, detail)
+            except FAILURES as error:
+                yield self._unmeasured(kv, rate, FAILED, cause(error, self.describe))
                 return
             yield found
             warmup = 0
@@ -148,7 +148,7 @@ class _Measurement:
             served = asyncio.run(_serve_all(engine, requests, times, self.describe))
         stats = engine.stats()
         found = figures(served, samples, stats, self.plan.limits)
-        row = self._row(kv, rate, **origin(stats, self.plan.seed), **found, right=self._num_right(served))
+        row = self._row(kv, rate, **provenance_of(stats, self.plan.seed), **found, right=self._num_right(served))
         return Measured(row, thinned(samples))
 
     def _num_right(self, served: Sequence[Served]) -> int | None:
@@ -159,7 +159,7 @@ class _Measurement:
         return sum(output is not None and is_correct(output.text, example.answer) for output, example in finished)
 
     def _unmeasured(self, kv: str, rate: Rate, status: str, detail: str) -> Measured:
-        return Measured(self._row(kv, rate, **origin(None, self.plan.seed), status=status, detail=detail), [])
+        return Measured(self._row(kv, rate, **provenance(seed=self.plan.seed), status=status, detail=detail), [])
 
     def _row(self, kv: str, rate: Rate, **values: Any) -> ArrivalsRow:
         plan = self.plan

@@ -1,4 +1,4 @@
-"""Rows of runs with arrivals as text: tables of the load, the latencies and the steps; or every field."""
+"""Tables of runs with arrivals: of the load, the latencies and the steps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import PERCENTILES, ArrivalsRow
-from .report import number, render, unfilled_notes
-from .sweep import OK
-from .table import PLAIN_WIDTH, Table, from_columns
-
-TABLES = ("table", "md")  # the forms that show tables instead of every field
+from .report import number, unfilled_notes
+from .status import status_cells, status_notes
+from .table import Table, from_columns, joined
 
 
-def render_arrivals(
-    kind: str,
-    rows: Sequence[ArrivalsRow],
-    ladders: Mapping[str, KVConfig] = PRESETS,
-    *,
-    width: int | None = PLAIN_WIDTH,
-) -> str:
-    """``rows`` in a form that ``report.render`` knows: three tables, or every field."""
+def arrivals_tables(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[Table]:
+    """The tables of runs of ``ladders``: of the load, and if anything ran of the latencies and the steps."""
     tables = [load_table(rows, ladders), latency_table(rows), steps_table(rows)]
-    shown = [table for table in tables if table.cells] if kind in TABLES else tables[:1]
-    return "\n".join(render(kind, rows, table, width=width) for table in shown)
+    return [table for table in tables if table.cells]
 
 
 def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
@@ -49,10 +40,12 @@ def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PR
         "lowest": [number(row.lowest_bits, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
         "KV peak": [format_size(row.kv_bytes_peak) if row.kv_bytes_peak else "" for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["failed", "seconds", "req/s", "KV peak", "bits", ratio, "finished", "lowest", "status"]
-    return from_columns(_title(rows), columns, _notes(rows, ladders), spare)
+    notes = status_notes(rows, [f"{row.kv} {row.rate}" for row in rows])
+    notes += unfilled_notes(rows, [row.kv for row in rows], ladders)
+    return from_columns(_title(rows), columns, notes, spare)
 
 
 def latency_table(rows: Sequence[ArrivalsRow]) -> Table:
@@ -96,17 +89,7 @@ def _title(rows: Sequence[ArrivalsRow]) -> str:
     parts = [ran.model, ran.machine, ran.dtype, f"{ran.requests:,} requests", ran.task, lengths]
     parts.append(f"KV memory {format_size(ran.kv_bytes_total)}" if ran.kv_bytes_total else None)
     parts.append(f"limits {ran.limits} ms" if ran.limits else None)
-    return " · ".join(part for part in parts if part)
-
-
-def _notes(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]) -> list[str]:
-    """Why rows are not "ok", each reason once, and ladders that never stepped down."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.status != OK:
-            reasons.setdefault(f"{row.status}: {row.detail}", []).append(f"{row.kv} {row.rate}")
-    notes = [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
-    return [*notes, *unfilled_notes(rows, [row.kv for row in rows], ladders)]
+    return joined(*parts)
 
 
 def _ratio(row: ArrivalsRow, base: Mapping[str, float | None]) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qkv_engine.request import RequestOutput
 
 from .load import meets
-from .provenance import Provenance, provenance
+from .provenance import Provenance
 from .series import Sample, Step, steps_of
-from .sweep import FAILED, OK
-from .timing import Timeline, percentile
+from .status import FAILED, OK
+from .timing import Timeline, percentile, rounded
 
 if TYPE_CHECKING:
     from qkv_engine.metrics import EngineStats
@@ -23,7 +23,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsRow(Provenance):
-    """One KV preset at one rate; None where there is nothing to tell.
+    """One KV preset at one rate; None where nothing was measured.
 
     Load
         ``rate`` is in requests a second, "inf" or "trace"; ``input_len`` and ``output_len`` are mean tokens.
@@ -139,7 +139,7 @@ def figures(
         "preemptions": stats.num_preemptions,
         "demotions": stats.num_demotions,
         "lowest_bits": min((b for one in finished if (b := _lowest_bits(one)) is not None), default=None),
-        "effective_bits": _rounded(stats.effective_bits),
+        "effective_bits": rounded(stats.effective_bits),
         "kv_bytes_total": stats.kv_bytes_total,
         "kv_bytes_peak": stats.kv_bytes_peak,
         **step_times("decode_steps", [step for step in steps if not step.prompt_tokens]),
@@ -160,11 +160,11 @@ def throughput(finished: Sequence[Served], limits: Mapping[str, float]) -> dict[
     good = sum(meets(t, limits) for t in timelines)
     return {
         "output_len": round(output_tokens / len(finished), 1),
-        "seconds": _rounded(seconds),
-        "output_tok_s": _rounded(output_tokens / seconds),
-        "total_tok_s": _rounded((prompt_tokens + output_tokens) / seconds),
-        "requests_s": _rounded(len(finished) / seconds),
-        "goodput": _rounded(good / seconds) if limits else None,
+        "seconds": rounded(seconds),
+        "output_tok_s": rounded(output_tokens / seconds),
+        "total_tok_s": rounded((prompt_tokens + output_tokens) / seconds),
+        "requests_s": rounded(len(finished) / seconds),
+        "goodput": rounded(good / seconds) if limits else None,
     }
 
 
@@ -179,8 +179,8 @@ def latencies(timelines: Sequence[Timeline]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, values in seconds.items():
         ms = [1e3 * value for value in values]
-        found[f"{name}_ms_mean"] = _rounded(fmean(ms) if ms else None)
-        found |= {f"{name}_ms_p{p}": _rounded(percentile(ms, p)) for p in PERCENTILES}
+        found[f"{name}_ms_mean"] = rounded(fmean(ms) if ms else None)
+        found |= {f"{name}_ms_p{p}": rounded(percentile(ms, p)) for p in PERCENTILES}
     return found
 
 
@@ -190,20 +190,9 @@ def step_times(name: str, steps: Sequence[Step]) -> dict[str, float | None]:
     for field, is_demoting in ((name, False), (f"{name}_demoting", True)):
         ms = [step.ms for step in steps if bool(step.demotions) == is_demoting]
         found[field] = len(ms)
-        found |= {f"{field}_ms_p{p}": _rounded(percentile(ms, p)) for p in (50, 99)}
+        found |= {f"{field}_ms_p{p}": rounded(percentile(ms, p)) for p in (50, 99)}
     return found
-
-
-def origin(stats: EngineStats | None, seed: int) -> dict[str, Any]:
-    """The fields of ``Provenance``; without ``stats`` where nothing ran."""
-    if stats is None:
-        return provenance(seed=seed)
-    return provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=seed)
 
 
 def _lowest_bits(served: Served) -> float | None:
     return None if served.output is None else served.output.kv.lowest_bits
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

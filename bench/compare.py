@@ -14,7 +14,7 @@ from qkv_engine.errors import ConfigError
 
 from .provenance import Provenance
 from .result_files import Record, read_records
-from .sweep import OK, QUEUED
+from .status import OK, QUEUED
 from .table import Table, from_columns
 
 # Columns that rows are matched by, in the order of the table.
@@ -22,8 +22,8 @@ SETTINGS = (
     *("model", "preset", "kv", "method", "task", "size", "text", "metric", "filter", "rate", "limits", "batch"),
     *("requests", "input_len", "output_len", "context", "stride", "samples", "num_fewshot", "eval_tasks"),
 )
-NAMED = ("model", "preset", "kv", "method", "task", "text", "metric")  # whose values speak for themselves
-MEANS = ("input_len", "output_len")  # of a task's answers: measured, no settings
+NAMED = ("model", "preset", "kv", "method", "task", "text", "metric")  # settings shown by their values alone
+MEANS = ("input_len", "output_len")  # settings of random prompts, but measured means of a task
 HIGHER_IS_BETTER = re.compile(r"(\w+_)?tok_s|\w*req\w*_s|goodput\w*|accuracy|right|of_\w+|max_running|capacity\w*")
 LOWER_IS_BETTER = re.compile(
     r"\w+_ms(_\w+)?|\w*seconds|duration\w*|perplexity|nll|bits_per_byte|kv_bytes_(?!total)\w+|floor_bytes\w*"
@@ -71,7 +71,7 @@ class Comparison(NamedTuple):
 
 
 def compare(paths: Sequence[Path], threshold: float) -> Comparison:
-    """The rows of each later file beside those of the first; changes up to the share ``threshold`` are none.
+    """The rows of each later file beside those of the first; a change up to the share ``threshold`` counts as none.
 
     Rows that did not run count as missing. Raises ``ConfigError`` for a file that holds no rows, or none in common
     with the first.
@@ -116,7 +116,7 @@ def _settings(record: Record) -> Settings:
 
 
 def _like(first: dict[Key, Record], rows: dict[Key, Record]) -> dict[Key, Record]:
-    """``rows`` with those under settings of ``first`` that differ from them by a tenth of the batch at most.
+    """``rows``, renamed to the settings of ``first`` where only the batch differs, by a tenth at most.
 
     The largest batch that fits moves with the memory that is left.
     """

@@ -50,7 +50,7 @@ def sample_examples(task: str, size: int, count: int, seed: int = 0) -> list[Exa
 
 
 def final_answer(text: str) -> str:
-    """What a reply says after its ``<think>`` block; nothing if the block never ends."""
+    """The text of a reply after its ``<think>`` block; nothing if the block never ends."""
     stripped = _THOUGHT.sub("", text.removesuffix(_END), count=1).strip()
     return "" if stripped.startswith("<think>") else stripped
 
@@ -61,7 +61,7 @@ def is_correct(reply: str, answer: str) -> bool:
 
 
 def score(replies: list[str], examples: list[Example]) -> Score:
-    """How many of ``replies`` are right, in the order of ``examples``."""
+    """The number of right ``replies``, which are in the order of ``examples``."""
     correct = sum(is_correct(reply, e.answer) for reply, e in zip(replies, examples, strict=True))
     return Score(correct, len(examples), *wilson_interval(correct, len(examples)))
 

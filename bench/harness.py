@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
-from .provenance import Provenance, provenance
+from .provenance import Provenance, provenance, provenance_of
 from .report import number, unfilled_notes
 from .scoring import ScoringEngine
-from .sweep import FAILED, NO_FIT, OK
-from .table import Table, from_columns
+from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
+from .table import Table, from_columns, joined
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -26,7 +26,7 @@ BOOTSTRAP_ITERS = 1000  # resamples behind the standard errors of metrics that a
 
 
 class HarnessEngine(ScoringEngine, AbstractContextManager["HarnessEngine"], Protocol):
-    """What the harness needs of ``Engine``."""
+    """The part of ``Engine`` for the harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Tasks:
         raise problem
 
     def _load(self) -> ConfigError | None:
-        """What keeps the tasks from being loaded, if anything does."""
+        """Loads the tasks; returns the error if they cannot be loaded."""
         try:
             self.manager.load(self.names)
         except Exception as error:  # of YAML, of the task's own code, of the library that loads its data
@@ -105,7 +105,7 @@ class Tasks:
 
 
 def _managers(folder: Path | None) -> Iterator[TaskManager]:
-    """Those who know the tasks of ``folder`` alone, then the harness's own too, which take seconds to look through."""
+    """Task managers of ``folder`` alone, then with the harness's own tasks, which take seconds to look through."""
     from lm_eval.tasks import TaskManager
 
     if folder is None:
@@ -145,10 +145,8 @@ def run_harness(
             rows = [replace(failed, status=NO_FIT, detail=describe(error))]
         except (ConfigError, ModelError):
             raise
-        except QKVError as error:
-            rows = [replace(failed, detail=describe(error))]
-        except Exception as error:  # of the harness or a task's own code, or torch's out of memory
-            rows = [replace(failed, detail=f"{type(error).__name__}: {error}")]
+        except Exception as error:  # ours, of the harness or a task's own code, or torch's out of memory
+            rows = [replace(failed, detail=cause(error, describe))]
         yield from rows
 
 
@@ -175,7 +173,7 @@ def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_p
     )
     stats = engine.stats()
     figures: dict[str, Any] = {
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=plan.seed),
+        **provenance_of(stats, plan.seed),
         "model": plan.model,
         "kv": kv,
         "kv_bytes_total": stats.kv_bytes_total,
@@ -226,15 +224,15 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
         "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits", "filter"]
-    notes = [f"{row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
-    unfilled = unfilled_notes(rows, [row.kv for row in rows], ladders)
-    table = from_columns(_title(rows), columns, [*notes, *unfilled], [*spare, "status"])
+    names = [row.kv for row in rows]
+    notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
+    table = from_columns(_title(rows), columns, notes, [*spare, "status"])
     return table._replace(text=("task", "metric", "filter", "kv", "status"))
 
 
 def _title(rows: Sequence[HarnessRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
-    return " · ".join(part for part in (ran.model, ran.machine, ran.dtype, "lm-evaluation-harness") if part)
+    return joined(ran.model, ran.machine, ran.dtype, "lm-evaluation-harness")

@@ -73,7 +73,7 @@ class EngineLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; without a generation prompt it ends with its last message, which is gone on."""
+        """The text of a conversation; without a generation prompt the last message ends it."""
         variables = {"add_generation_prompt": add_generation_prompt}
         text = self.tokenizer.chat_prompt(chat_history, variables)[0]
         if add_generation_prompt:

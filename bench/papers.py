@@ -73,6 +73,11 @@ class Experiment(NamedTuple):
         """The experiment's name, for tables and pictures."""
         return f"{self.paper.title}, scaled down" if self.is_scaled else self.paper.title
 
+    @classmethod
+    def of(cls, preset: str | None, model: str) -> Experiment | None:
+        """The experiment in the rows of ``preset``, which is scaled down for the demo model; None without a preset."""
+        return None if preset is None else cls(PAPERS[preset], model == "demo")
+
 
 _RERUN = "authors' rerun, branch jisen/rerun"
 

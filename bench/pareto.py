@@ -13,8 +13,9 @@ from qkv_engine.sizes import format_size
 from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title
 from .report import number
 from .sizing import make_ladder, planned_cache
-from .sweep import OK
-from .table import Table, from_columns
+from .status import status_cells, status_notes
+from .sweep import SAMPLED
+from .table import Table, from_columns, joined
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -60,7 +61,7 @@ def best_rows(rows: Sequence[ParetoRow]) -> list[ParetoRow]:
 
 
 def frontier(values: Mapping[str, tuple[float | None, float | None]]) -> list[str]:
-    """The names whose gain and accuracy no other has both of, or more, from the highest accuracy down.
+    """The names that no other name equals or exceeds in both gain and accuracy, from the highest accuracy down.
 
     ``values`` has gain and accuracy by name; a name that lacks one is on no frontier. Of equals the first counts.
     """
@@ -101,9 +102,9 @@ def pareto_table(rows: Sequence[ParetoRow], ladders: Mapping[str, KVConfig] = PR
         right_header(asked): [accuracy_cell(row) for row in rows],
         "95 %": [interval_cell(row) for row in rows],
         "frontier": [", ".join(name for name, on in fronts.items() if row.kv in on) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
-    failed = [f"{row.kv} {row.batch:,} {row.status}: {row.detail}" for row in rows if row.status != OK]
+    failed = status_notes(rows, [f"{row.kv} {row.batch:,}" for row in rows])
     spare = ["bytes per token", "95 %", "batch", f"vs {rows[0].kv}", "status", "bits"]
     return from_columns(_title(rows, asked), columns, [*failed, *answer_notes(rows, ladders)], spare)
 
@@ -113,6 +114,8 @@ def _title(rows: Sequence[ParetoRow], asked: ParetoRow) -> str:
     parts = [ran.model, ran.machine, ran.dtype, f"{ran.input_len:,} in, {ran.output_len:,} out"]
     if ran.kv_bytes_total:
         parts.append(f"KV memory {format_size(ran.kv_bytes_total)}")
+    if ran.method == SAMPLED:
+        parts.append("decode steps sampled")
     if asked.accuracy is not None:
         parts.append(right_title(asked))
-    return " · ".join(part for part in parts if part)
+    return joined(*parts)

@@ -14,12 +14,12 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.input_files import read_input
 
-from .provenance import Provenance, provenance
+from .provenance import Provenance, provenance, provenance_of
 from .questions import MAX_FILE_NBYTES
 from .report import number, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
-from .sweep import FAILED, NO_FIT, OK
-from .table import Table, from_columns
+from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
+from .table import Table, from_columns, joined
 from .watch import Watch, Work, no_watch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ DEFAULT_CONTEXT = 2048  # tokens of a window, where the model takes as many
 
 
 class PerplexityEngine(ScoringEngine, AbstractContextManager["PerplexityEngine"], Protocol):
-    """What perplexity needs of ``Engine``."""
+    """The part of ``Engine`` for perplexity."""
 
 
 class PerplexityText(NamedTuple):
@@ -145,9 +145,8 @@ def measure_perplexity(
             row = replace(row, status=NO_FIT, detail=describe(error))
         except (ConfigError, ModelError):
             raise
-        except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-            detail = describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            row = replace(row, detail=detail)
+        except FAILURES as error:
+            row = replace(row, detail=cause(error, describe))
         base = base or row.perplexity
         yield replace(row, ratio=row.perplexity / base if row.perplexity and base else None)
 
@@ -197,7 +196,7 @@ def _with_figures(
     tokens = sum(len(pair.continuation) for pair in pairs)
     bits = [one.lowest_bits for one in scores if one.lowest_bits is not None]
     figures: dict[str, Any] = {
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads),
+        **provenance_of(stats),
         "windows": len(pairs),
         "tokens": tokens,
         "nll": total / tokens,
@@ -230,15 +229,15 @@ def perplexity_table(rows: Sequence[PerplexityRow], ladders: Mapping[str, KVConf
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "tok/s": [number(row.tok_s, 0) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["tok/s", "preemptions", "demotions", "lowest", "nll", "bits/byte", "bits", "tokens"]
-    notes = [f"{row.kv} {row.status}: {row.detail}" for row in rows if row.status != OK]
     names = [row.kv for row in rows]
-    return from_columns(_title(rows), columns, [*notes, *unfilled_notes(rows, names, ladders)], [*spare, "status"])
+    notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
+    return from_columns(_title(rows), columns, notes, [*spare, "status"])
 
 
 def _title(rows: Sequence[PerplexityRow]) -> str:
     ran = next((row for row in rows if row.device), rows[0])
     windows = f"windows of {ran.context:,} tokens, the last {ran.stride:,} scored" if ran.device else None
-    return " · ".join(part for part in (ran.text, ran.model, ran.machine, ran.dtype, windows) if part)
+    return joined(ran.text, ran.model, ran.machine, ran.dtype, windows)

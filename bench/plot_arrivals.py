@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import ArrivalsRow
-from .plots import require_matplotlib
+from .picture import as_file, literal, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,16 +31,9 @@ TRACE = "trace"  # the rate without a number
 
 def plot_arrivals(found: Sequence[Measured], bits: Mapping[str, float], *, kind: str = "png", dpi: int = 150) -> bytes:
     """The picture of the runs at the highest rate, as "png", "svg" or "pdf"; ``bits`` of a KV element by rung."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     shown = _at_highest_rate(found)
     width = max(LEAST_WIDTH, COLUMN_WIDTH * len(shown) + 1)
-    margins = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)  # inches
-    figure = Figure(figsize=(width, HEIGHT), dpi=dpi, layout=margins)
-    FigureCanvasAgg(figure)
+    figure = new_figure((width, HEIGHT), dpi)
     grid = figure.subplots(3, len(shown), squeeze=False, sharex=True, sharey="row", height_ratios=HEIGHTS)
     rungs = _colors(shown, bits)
     unit, divisor = _unit(shown)
@@ -56,9 +48,7 @@ def plot_arrivals(found: Sequence[Measured], bits: Mapping[str, float], *, kind:
     figure.align_ylabels(grid[:, 0])
     figure.suptitle(_title(next((one.row for one in shown if one.series), shown[0].row)), fontweight="bold")
     _legend(figure, rungs, has_preemptions=any(one.row.preemptions for one in shown))
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind)
-    return picture.getvalue()
+    return as_file(figure, kind)
 
 
 def _at_highest_rate(found: Sequence[Measured]) -> list[Measured]:
@@ -85,7 +75,7 @@ def _unit(shown: Sequence[Measured]) -> tuple[str, int]:
 
 
 def _draw_blocks(axes: Axes, one: Measured, rungs: Mapping[str, Any]) -> None:
-    axes.set_title(_literal(one.row.kv), fontweight="bold", pad=18)
+    axes.set_title(literal(one.row.kv), fontweight="bold", pad=18)
     style: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
     axes.annotate(_counts(one.row), (0.5, 1), (0, 5), fontsize="small", color=GREY, **style)
     layers = [[sample.blocks.get(name, 0) for sample in one.series] for name in rungs]
@@ -121,9 +111,7 @@ def _draw_requests(axes: Axes, one: Measured) -> None:
 def _dress(axes: Axes) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(0, max(1.0, axes.dataLim.y1 * HEADROOM, axes.get_ylim()[1]))
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain_axes(axes, "y")
     axes.yaxis.set_major_formatter("{x:,g}")
 
 
@@ -142,7 +130,7 @@ def _title(row: ArrivalsRow) -> str:
     lengths = f"{row.input_len:,.0f} tokens in, {row.output_len:,.0f} out"
     memory = f"; KV memory {format_size(row.kv_bytes_total)}" if row.kv_bytes_total else ""
     load = f"{row.requests:,} requests, {rate}: {row.task or lengths}{memory}"
-    return _literal(f"{row.model}{f' on {where}' if where else ''}\n{load}")
+    return literal(f"{row.model}{f' on {where}' if where else ''}\n{load}")
 
 
 def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) -> None:
@@ -150,13 +138,8 @@ def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) 
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Patch | Line2D] = [Patch(color=color, label=_literal(name)) for name, color in rungs.items()]
+    handles: list[Patch | Line2D] = [Patch(color=color, label=literal(name)) for name, color in rungs.items()]
     handles += [Line2D([], [], color=color, label=name) for name, color in (("running", RUNNING), ("waiting", WAITING))]
     if has_preemptions:
         handles.append(Line2D([], [], color=WAITING, marker="x", markersize=4, linestyle="", label="preempted"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), LEGEND_COLUMNS), frameon=False)
-
-
-def _literal(text: str) -> str:
-    """``text`` without mathematics: a name may hold dollar signs."""
-    return text.replace("$", r"\$")

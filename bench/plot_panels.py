@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.sizes import format_size
 
-from .sweep import QUEUED, Row
+from .picture import literal, plain_axes
+from .status import QUEUED
+from .sweep import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +27,7 @@ MARK_ROW = 8.0  # points between rows of marks below the axis
 
 
 class Preset(NamedTuple):
-    """How the rows of a preset are drawn."""
+    """Color and marker of a preset's rows."""
 
     kv: str
     color: str
@@ -86,7 +88,7 @@ def draw_bars(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets) 
     for axes in (speed, memory):
         queued = {row.kv for row in rows if row.status == QUEUED}
         names = [f"{p.kv}\n(queued)" if p.kv in queued else p.kv for p in presets]
-        axes.set_xticks(range(len(presets)), [name.replace("$", r"\$") for name in names])
+        axes.set_xticks(range(len(presets)), [literal(name) for name in names])
         axes.set_xlim(-0.7, len(presets) - 0.3)
     _finish(speed, memory, rows, unit, divisor)
 
@@ -175,9 +177,7 @@ def _finish(speed: Axes, memory: Axes, rows: Sequence[Row], unit: str, divisor: 
         )
     for axes, most in ((speed, fastest), (memory, max(peak, limit or 0))):
         axes.set_ylim(0, HEADROOM * most or 1)
-        axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes, "y")
         axes.yaxis.set_major_formatter("{x:,g}")
 
 

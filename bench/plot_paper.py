@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .papers import Paper
+from .picture import literal
 from .plot_panels import GREY, Presets
 from .sweep import Row
 
@@ -40,12 +41,12 @@ def draw_ratios(axes: Axes, rows: Sequence[Row], presets: Presets, paper: Paper)
         axes.barh(i, end - start, left=start, height=BAR, color=color)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line at 1
         axes.annotate(text, (end, i), (5, 0), textcoords="offset points", va="center", fontsize="small", bbox=box)
-    axes.set_yticks(range(len(bars)), [name.replace("$", r"\$") for name, *_ in bars])
+    axes.set_yticks(range(len(bars)), [literal(name) for name, *_ in bars])
     axes.invert_yaxis()
     axes.set_xlim(0, ROOM * max((end for _, _, end, *_ in bars), default=1.0))
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1, zorder=0)
     label = f"times {rows[0].kv} at its best batch"
-    axes.set_xlabel("\n".join([label, *caption(paper)]).replace("$", r"\$"), fontsize="small")
+    axes.set_xlabel(literal("\n".join([label, *caption(paper)])), fontsize="small")
     axes.set_title("Best throughput", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .pareto import ParetoRow, best_rows, capacity_frontier, speed_frontier
+from .picture import as_file, literal, new_figure, plain_axes
 from .plot_labels import Box, Line, Scene, place_labels
 from .plot_panels import COLORS, GREY, MARKERS
-from .plots import require_matplotlib
 from .quality import right_header
+from .sweep import SAMPLED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,13 +45,7 @@ class Panel(NamedTuple):
 
 def plot_pareto(rows: Sequence[ParetoRow], *, kind: str = "png", dpi: int = 150) -> bytes:
     """The best row of each preset with answers, 10 x 5.4 inches, as "png", "svg" or "pdf"."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=SIZE, dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    FigureCanvasAgg(figure)
+    figure = new_figure(SIZE, dpi)
     left, right = figure.subplots(1, 2, sharey=True)
     rows = [row for row in best_rows(rows) if row.accuracy is not None]
     speeds = [(row, row.output_tok_s) for row in rows if row.output_tok_s is not None]
@@ -64,9 +58,7 @@ def plot_pareto(rows: Sequence[ParetoRow], *, kind: str = "png", dpi: int = 150)
     figure.draw_without_rendering()  # labels need the axes where they will stand
     for panel in panels:
         _label(panel)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind)
-    return picture.getvalue()
+    return as_file(figure, kind)
 
 
 def family_of(kv: str) -> str:
@@ -110,11 +102,9 @@ def _dress(figure: Figure, speed: Panel, capacity: Panel, rows: Sequence[ParetoR
     for axes, points, _ in (speed, capacity):
         axes.set_xlim(0, MARGIN * max((gain for _, gain in points), default=1))
         axes.locator_params(axis="x", nbins=6)
-        axes.grid(color="#DDDDDD", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         axes.xaxis.set_major_formatter(_short)
-    figure.suptitle(_title(rows).replace("$", r"\$"), fontsize="medium", fontweight="bold")
+    figure.suptitle(literal(_title(rows)), fontsize="medium", fontweight="bold")
 
 
 def _short(value: float, _: object = None) -> str:
@@ -130,6 +120,7 @@ def _title(rows: Sequence[ParetoRow]) -> str:
     ran = next((row for row in rows if row.repeats), rows[0])
     where = ", ".join(part for part in (ran.machine, ran.dtype) if part)
     head = f"{ran.model}{f' on {where}' if where else ''}: {ran.input_len:,} tokens in, {ran.output_len:,} out"
+    head += ", decode steps sampled" if ran.method == SAMPLED else ""
     return f"{head}\nright: mean of {ran.eval_tasks}, {ran.answers:,} answers, bars 95 %; dashed: frontier"
 
 
@@ -138,7 +129,7 @@ def _label(panel: Panel) -> None:
     styles: list[dict[str, Any]] = [
         {"fontsize": LABEL, "fontweight": "bold" if row.kv in panel.front else "normal"} for row, _ in panel.points
     ]
-    names = [row.kv.replace("$", r"\$") for row, _ in panel.points]
+    names = [literal(row.kv) for row, _ in panel.points]
     scene, sizes = _scene(panel), []
     for name, style in zip(names, styles, strict=True):
         text = panel.axes.text(0, 0, name, **style)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qkv_engine.calibrate.kvmix import KVmix
 from qkv_engine.calibrate.plan import KVPlan
 
+from .picture import as_file, literal, new_figure, plain_axes
 from .plan_report import LayerRow, layer_rows, plan_title, rung_rows
 from .plot_panels import COLORS
-from .plots import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,16 +27,11 @@ LOW, HIGH = "#BBBBBB", COLORS[0]
 
 def plot_plan(plan: KVPlan, *, kind: str = "png", dpi: int = 150) -> bytes:
     """K's bars above V's, layer by layer, then bits by rung and predicted losses, as "png", "svg" or "pdf"."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows, is_ranked = layer_rows(plan), isinstance(plan.settings, KVmix)
     width = max(LEAST_WIDTH, WIDTH_PER_LAYER * len(rows) + 1)
     inner = RUNG_HEIGHT * len(plan.ladder.rungs) + 0.5
     heights = [HEIGHT / 2, HEIGHT / 2] if is_ranked else [HEIGHT / 2, inner, HEIGHT / 2, inner, LOSS_HEIGHT]
-    figure = Figure(figsize=(width, sum(heights)), dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((width, sum(heights)), dpi)
     panels = list(figure.subplots(len(heights), 1, height_ratios=heights))
     if is_ranked:
         _draw_bars(panels[0], "gradient norm of W$_K$", [row.k_score for row in rows], [row.k_bits for row in rows])
@@ -45,10 +39,8 @@ def plot_plan(plan: KVPlan, *, kind: str = "png", dpi: int = 150) -> bytes:
     else:
         _draw_sides(figure, panels, plan, rows)
     panels[1 if is_ranked else 3].set_xlabel("layer; above each bar its bits")
-    figure.suptitle(plan_title(plan).replace("$", r"\$"), fontsize="medium", wrap=True)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind)
-    return picture.getvalue()
+    figure.suptitle(literal(plan_title(plan)), fontsize="medium", wrap=True)
+    return as_file(figure, kind)
 
 
 def _draw_sides(figure: Figure, panels: Sequence[Axes], plan: KVPlan, rows: Sequence[LayerRow]) -> None:
@@ -68,9 +60,7 @@ def _draw_bars(axes: Axes, label: str, heights: list[float], bits: list[float]) 
         axes.annotate(f"{width:g}", (layer, height), (0, 2), textcoords="offset points", ha="center", fontsize="small")
     axes.set_ylim(0, HEADROOM * max(heights) or 1)
     axes.set_ylabel(label)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain_axes(axes, "y")
     _number_layers(axes, len(heights))
 
 
@@ -96,8 +86,7 @@ def _draw_losses(axes: Axes, plan: KVPlan) -> None:
         axes.set_yscale("log")
     axes.set_xlabel("bits an element, metadata counted")
     axes.set_ylabel("predicted loss, nats")
-    axes.grid(color="#DDDDDD", linewidth=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain_axes(axes)
 
 
 def _number_layers(axes: Axes, number: int) -> None:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qkv_engine.errors import ConfigError
-
+from .picture import as_file, literal, new_figure
 from .plot_panels import GREY, Presets, draw_bars, draw_lines
 from .plot_paper import draw_ratios
-from .sweep import QUEUED, SAMPLED, Row
+from .status import QUEUED
+from .sweep import SAMPLED, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .papers import Experiment
 
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-SIZE, PAPER_SIZE = (11.0, 5.2), (14.0, 5.6)  # inches
-
-
-def require_matplotlib() -> None:
-    """Raises ``ConfigError`` naming the extra that has it, so that nobody learns it after a long run."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "plots need matplotlib", field="plot", remedy="Install it with: pip install 'qkv-engine[bench]'"
-        ) from None
+SIZE, PAPER_SIZE, PAD = (11.0, 5.2), (14.0, 5.6), 0.12  # inches
 
 
 def plot_sweep(
@@ -38,14 +26,7 @@ def plot_sweep(
 
     A paper's ``experiment`` is 14 x 5.6 inches, with the published ratio in a third panel.
     """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    margins = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)  # inches
-    figure = Figure(figsize=SIZE if experiment is None else PAPER_SIZE, dpi=dpi, layout=margins)
-    FigureCanvasAgg(figure)
+    figure = new_figure(SIZE if experiment is None else PAPER_SIZE, dpi, pad=PAD)
     ratios = (1, 1) if experiment is None else (1, 1, 0.62)
     speed, memory, *others = figure.subplots(1, len(ratios), width_ratios=ratios)
     presets = Presets.of(rows)
@@ -60,9 +41,7 @@ def plot_sweep(
     figure.suptitle(title, fontweight="bold")
     if not is_one_batch:
         _legend(figure, rows, presets)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind)
-    return picture.getvalue()
+    return as_file(figure, kind)
 
 
 def _band(rows: Sequence[Row], is_one_batch: bool) -> str:
@@ -82,19 +61,14 @@ def _title(rows: Sequence[Row], is_one_batch: bool) -> str:
         batch = f", batch {ran.batch:,}" if is_one_batch else ""
         what = f"{ran.input_len:,} tokens in, {ran.output_len:,} out{batch}"
     what += ", decode steps sampled" if ran.method == SAMPLED else ""
-    return _literal(f"{ran.model}{f' on {where}' if where else ''}: {what}")
-
-
-def _literal(text: str) -> str:
-    """``text`` without mathematics: a name may hold dollar signs."""
-    return text.replace("$", r"\$")
+    return literal(f"{ran.model}{f' on {where}' if where else ''}: {what}")
 
 
 def _legend(figure: Figure, rows: Sequence[Row], presets: Presets) -> None:
     """Below both panels, where no line runs."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=p.color, marker=p.marker, label=_literal(p.kv)) for p in presets]
+    handles = [Line2D([], [], color=p.color, marker=p.marker, label=literal(p.kv)) for p in presets]
     if any(row.status == QUEUED for row in rows):
         label = "queued: not all at once"
         handles.append(Line2D([], [], color=GREY, marker="o", markerfacecolor="white", linestyle="", label=label))

@@ -13,9 +13,12 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import qkv_engine
+
+if TYPE_CHECKING:
+    from qkv_engine.metrics import EngineStats
 
 _CHECKOUT = Path(qkv_engine.__file__).resolve().parents[1]  # of an installed wheel site-packages, which is none
 _SOURCES = ("engine", "scheduler", "kernels", "models", "cli", "bench", "pyproject.toml")
@@ -74,6 +77,11 @@ def provenance(
         "dtype": dtype,
         "seed": seed,
     }
+
+
+def provenance_of(stats: EngineStats, seed: int | None = None) -> dict[str, Any]:
+    """The fields of ``Provenance`` of what the engine behind ``stats`` did just now."""
+    return provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=seed)
 
 
 @cache

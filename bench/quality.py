@@ -13,7 +13,10 @@ from qkv_engine.errors import QKVError
 
 from .accuracy import AccuracyPlan, AccuracyRow, EvalEngine, evaluate
 from .grading import wilson_interval
-from .sweep import OK, OpenEngine, Row
+from .papers import Experiment
+from .report import paper_tables, sweep_table, workload_table
+from .status import FAILURES, OK, cause
+from .sweep import OpenEngine, Row
 from .table import Table
 from .watch import Watch, Watched, Work, no_watch
 
@@ -86,9 +89,8 @@ class Answering:
         try:
             rows = list(evaluate(plan, open_engine, watch=self._watch_task, describe=self.describe))
             self.found[kv] = quality_of(rows)
-        except (QKVError, RuntimeError, MemoryError) as error:  # such as a plan for another model than the one asked
-            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            self.found[kv] = Quality(eval_detail=detail)
+        except FAILURES as error:  # such as a plan for another model than the one asked
+            self.found[kv] = Quality(eval_detail=cause(error, self.describe))
         self.on_found()
 
     def _watch_task(self, work: Work, engine: Watched) -> AbstractContextManager[None]:
@@ -122,6 +124,14 @@ def rate(rows: Sequence[Row], found: Mapping[str, Quality]) -> list[RatedRow]:
 def at_floor(kv: KVConfig) -> KVConfig:
     """``kv`` with every block on its last rung as soon as it may be there."""
     return replace(kv, eager=True) if len(kv.rungs) > 1 else kv
+
+
+def sweep_tables(rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[Table]:
+    """The tables of a sweep of ``ladders``: speed or questions, with the answers, and a paper's published rows."""
+    table = (sweep_table if rows[0].task is None else workload_table)(rows, ladders)
+    ours = with_answers(table, rows, ladders)
+    experiment = Experiment.of(rows[0].preset, rows[0].model)
+    return [ours] if experiment is None else list(paper_tables(ours, experiment))
 
 
 def with_answers(table: Table, rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
@@ -166,10 +176,11 @@ def interval_cell(row: RatedRow) -> str:
 
 
 def answer_notes(rows: Sequence[RatedRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[str]:
-    """Lines on the answers of ``ladders``: of which there are none, and how low the others' precision was."""
+    """Notes on the answers of ``ladders``: presets without any, and the precision of the others under the questions."""
     by_kv = {row.kv: row for row in rows}
     notes = [f"{kv} without answers: {row.eval_detail}" for kv, row in by_kv.items() if row.eval_detail]
-    steps = {kv: row for kv, row in by_kv.items() if row.accuracy is not None and len(ladders[kv].rungs) > 1}
+    asked = {kv: row for kv, row in by_kv.items() if row.accuracy is not None and kv in ladders}
+    steps = {kv: row for kv, row in asked.items() if len(ladders[kv].rungs) > 1}
     reasons = {
         "answers with all blocks on the floor, as when memory is full": [
             kv for kv in steps if ladders[kv] != at_floor(ladders[kv])

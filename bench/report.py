@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
-from .sweep import FAILED, NO_FIT, OK, QUEUED, SAMPLED, Row
-from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns
+from .status import FAILED, NO_FIT, QUEUED, status_cells, status_notes
+from .sweep import SAMPLED, Row
+from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns, joined
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -78,13 +79,12 @@ def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) 
         "bits": [number(row.effective_bits, 2) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "status": ["" if row.status == OK else row.status for row in rows],
+        "status": status_cells(rows),
     }
     spare = ["±", "p99", "ITL ms", "total tok/s", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "of limit"]
     spare += ["demotions", "preemptions", "TTFT ms", best_ratio, "status", ratio, "bits", "KV peak"]
-    return from_columns(
-        _title(rows), columns, [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows], ladders)], spare
-    )
+    notes = [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows], ladders)]
+    return from_columns(_title(rows), columns, notes, spare)
 
 
 def paper_tables(ours: Table, experiment: Experiment) -> tuple[Table, Table]:
@@ -163,16 +163,11 @@ def _title(rows: Sequence[Row]) -> str:
             parts.append(f"weights and KV {format_size(ran.weight_bytes + ran.kv_bytes_total)}")
     elif ran.repeats > 1:
         parts.append(f"median of {ran.repeats} runs")
-    return " · ".join(part for part in parts if part)
+    return joined(*parts)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Why rows are not "ok", each reason once."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.status != OK:
-            reasons.setdefault(f"{row.status}: {row.detail}", []).append(f"{row.kv} {row.batch:,}")
-    return [f"{', '.join(sizes)} {reason}" for reason, sizes in reasons.items()]
+    return status_notes(rows, [f"{row.kv} {row.batch:,}" for row in rows])
 
 
 class _Stored(Protocol):
@@ -188,9 +183,9 @@ class _Stored(Protocol):
 def unfilled_notes(
     rows: Sequence[_Stored], names: Sequence[str], ladders: Mapping[str, KVConfig] = PRESETS
 ) -> list[str]:
-    """``ladders`` that could have lowered the precision of KV and never did: such rows show nothing of them.
+    """Notes on ``ladders`` of several rungs that never lowered the precision of KV: their rows show 16 bits alone.
 
-    Rows of one name are looked at together.
+    Rows of one name count together.
     """
     demotions: dict[tuple[str, str], int] = {}
     for row, name in zip(rows, names, strict=True):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .grading import score
-from .provenance import provenance
-from .timing import RunFigures, Timeline, median, run_figures
+from .provenance import provenance_of
+from .timing import RunFigures, Timeline, median, rounded, run_figures
 from .watch import Watch, no_watch, work_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
-    """What a run needs of ``Engine``."""
+    """The part of ``Engine`` for a run."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -96,7 +96,6 @@ class Runs:
         replies = [output.text for output in outputs]
         first = self.first_replies.setdefault(batch, replies)
         return {
-            "task": workload.task.label,
             "finished": sum(output.finished for output in outputs),
             "right": score(replies, list(workload.task.examples[:batch])).correct,
             "same": sum(map(str.__eq__, replies, first)),
@@ -157,17 +156,12 @@ def _summary(runs: Sequence[Run], seed: int) -> dict[str, Any]:
 
 
 def engine_values(stats: EngineStats, seed: int) -> dict[str, Any]:
-    """Fields of a row that an engine tells: origin, KV memory and counters."""
+    """Fields of a row from an engine's counters: origin, KV memory, demotions and preemptions."""
     kept = ("kv_bytes_total", "kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
     return {
-        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=seed),
+        **provenance_of(stats, seed),
         **{name: getattr(stats, name) for name in kept},
         "effective_bits": rounded(stats.effective_bits),
         "demotions": stats.num_demotions,
         "preemptions": stats.num_preemptions,
     }
-
-
-def rounded(value: float | None) -> float | None:
-    """``value`` with four decimals."""
-    return None if value is None else round(value, 4)

@@ -15,8 +15,9 @@ from qkv_engine.errors import CapacityError, ConfigError
 
 from .filled import FilledEngine, spread_prompts
 from .roofline import GPU, count_weights, limit_seconds
-from .runs import engine_values, rounded
+from .runs import engine_values
 from .sizing import largest_batch
+from .timing import rounded
 from .watch import Watch, Work, no_watch
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Samples:
 
 
 def sample_contexts(input_len: int, output_len: int) -> tuple[list[int], int]:
-    """Where steps are timed, the middles of equal parts of the output; and how many at each."""
+    """Contexts at which steps are timed, the middles of equal parts of the output, and the number of steps at each."""
     number = max(1, min(POINTS, output_len // (2 * (1 + WARMUP_STEPS) + STEPS)))
     part = output_len / number
     steps = min(STEPS, 2 * (int(part) // 2 - 1 - WARMUP_STEPS))

@@ -16,7 +16,7 @@ TOKENS_AT_ONCE = 2**20  # handed over together: their log-probabilities take som
 
 
 class ScoringEngine(Protocol):
-    """What scoring needs of ``Engine``."""
+    """The part of ``Engine`` for scoring."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...

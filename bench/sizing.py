@@ -1,4 +1,4 @@
-"""What a KV memory of so many bytes holds, and how many bytes so many requests need: asked of the cache itself."""
+"""Requests that a KV memory holds, and bytes that requests need, by the cache's own admission."""
 
 from __future__ import annotations
 

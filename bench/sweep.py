@@ -1,6 +1,6 @@
 """Throughput against batch size: runs every batch of a plan through an engine and gives one row for each.
 
-What does not fit becomes a row that says so. Nothing here prints; rendering is in ``report.py``.
+A batch that does not fit becomes a row with the cause. Nothing here prints; rendering is in ``report.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
 from .provenance import Provenance, provenance
 from .runs import BenchEngine, Runs
+from .status import FAILED, FAILURES, NO_FIT, OK, QUEUED, cause
 from .watch import no_watch
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .questions import Workload
     from .watch import Watch
 
-OK, QUEUED, NO_FIT, FAILED = "ok", "queued", "does not fit", "failed"
 RUN, SAMPLED = "run", "sampled"  # methods
 
 OpenEngine = Callable[[str], AbstractContextManager["BenchEngine | FilledEngine"]]
@@ -38,7 +38,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What to measure: every batch size with every KV preset; lengths are exact, in tokens."""
+    """Settings of a sweep: every batch size with every KV preset; lengths are exact, in tokens."""
 
     model: str
     kvs: tuple[str, ...]
@@ -76,7 +76,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Provenance):
-    """One batch size with one KV preset: medians over the repeats, None where there is nothing to tell.
+    """One batch size with one KV preset: medians over the repeats, None where nothing was measured.
 
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
     those of the repeat with the highest ``kv_bytes_peak``, which ``_codes``, ``_meta`` and ``_dense`` split.
@@ -84,8 +84,8 @@ class Row(Provenance):
     with the first preset, and the lengths are means. ``method`` is "run" or "sampled". A sampled row has the mean
     step over the output in ``tpot_ms``, the KV that such a step reads in ``kv_bytes_read``, and in ``of_limit`` the
     least time that an H200 needs for it as a share of its time. ``preset`` is the paper whose setting was run.
-    ``status`` is "ok", "queued" (the batch did not fit at once and ran part after part), "does not fit" or "failed";
-    ``detail`` says why.
+    ``status`` is "ok", "queued" (the batch never ran all at once: memory was full, or the first requests ended before
+    the prompts of the last had their turn), "does not fit" or "failed"; ``detail`` says why.
     """
 
     model: str
@@ -180,17 +180,18 @@ class _Sweep:
             return self._row(kv, batch, status=NO_FIT, detail=self.describe(error))
         except (ConfigError, ModelError):
             raise
-        except (QKVError, RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-            detail = self.describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
-            return self._row(kv, batch, status=FAILED, detail=detail)
+        except FAILURES as error:
+            return self._row(kv, batch, status=FAILED, detail=cause(error, self.describe))
         most = values["max_running"]
         if most == batch:
             return self._row(kv, batch, status=OK, **values)
-        return self._row(kv, batch, status=QUEUED, detail=f"at most {most} requests ran at once", **values)
+        detail = f"at most {most} requests ran at once: memory was full, or the first ended before the last began"
+        return self._row(kv, batch, status=QUEUED, detail=detail, **values)
 
     def _row(self, kv: str, batch: int, *, status: str, **values: Any) -> Row:
         plan = self.plan
         origin = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len}
         method = SAMPLED if plan.sampled else RUN
         named: dict[str, Any] = {"model": plan.model, "preset": plan.preset, "kv": kv, "batch": batch, "method": method}
+        named["task"] = plan.workload and plan.workload.task.label
         return Row(**named, status=status, **origin | values)

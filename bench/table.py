@@ -53,6 +53,11 @@ def from_columns(title: str, columns: Mapping[str, list[str]], notes: list[str],
     return Table(title, list(shown), cells, notes, text=("task", "kv", "status"), spare=spare)
 
 
+def joined(*parts: str | None) -> str:
+    """A title of those of its ``parts`` that there are."""
+    return " · ".join(part for part in parts if part)
+
+
 def as_markdown(table: Table) -> str:
     """``table`` in Markdown, its columns aligned."""
     body = [[cell.replace("|", "\\|") for cell in row] for row in [table.headers, *table.cells]]

@@ -1,4 +1,4 @@
-"""What one run's token times say: throughput and latency, by the definitions vLLM's benchmarks use.
+"""Throughput and latency of a run by its token times, as vLLM's benchmarks define them.
 
 Pure arithmetic on times in seconds; nothing here runs an engine.
 """
@@ -116,6 +116,11 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def rounded(value: float | None) -> float | None:
+    """``value`` with four decimals, as rows have it."""
+    return None if value is None else round(value, 4)
 
 
 def _in_ms(seconds: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What whoever waits for a measurement may follow: requests handed over together, and how far they are."""
+"""Progress of a measurement: requests handed over together, and the tokens that they have so far."""
 
 from __future__ import annotations
 

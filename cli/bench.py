@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.bench.papers import KVMIX_RANDOM, PAPERS, Experiment
-from qkv_engine.errors import CapacityError
+from qkv_engine.errors import CapacityError, ConfigError
 
 from . import bench_arrivals, bench_compare, bench_preset, common, quality, results, tasks
-from .model import check_ladders, check_shape, kv_nbytes, machine, read_model
+from .bench_arrivals import DEFAULT_LEN
+from .combinations import check_combinations
+from .model import bench_options, check_ladders, check_shape, kv_nbytes, machine, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -24,7 +26,15 @@ if TYPE_CHECKING:
 
 DEFAULT_SWEEP = "1..32"
 DEFAULT_PLOT = Path("bench.png")
-DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
+EXCLUDED: dict[str, tuple[str, ...]] = {
+    **bench_arrivals.EXCLUDED,
+    "memory": ("kv_memory",),
+    "pareto": ("preset",),
+    "task": ("tasks", "input_len", "output_len", "preset", "sampled", "eval", "pareto"),
+    "tasks": ("input_len", "output_len", "preset", "sampled", "eval", "pareto"),
+    "sampled": ("repeats", "warmup"),
+}
+NEEDED = {**bench_compare.NEEDED, **bench_arrivals.NEEDED, "samples": ("eval", "pareto")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,16 +104,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
-    if bench_compare.is_asked(args):
+    of_measurements = tuple(field for field in args.options if field not in bench_compare.OPTIONS)
+    check_combinations(args, excluded={"compare": of_measurements, **EXCLUDED}, needed=NEEDED)
+    if args.compare is not None:
         return bench_compare.run(args)
     check_shape(args)
     if args.shape == common.DEMO:
         args.shape = None
-    if bench_arrivals.is_asked(args):
+    if args.arrivals is not None:
         return bench_arrivals.run(args)
+    return _run_sweep(args)
+
+
+def _run_sweep(args: argparse.Namespace) -> int:
     from qkv_engine.bench.quality import rate
     from qkv_engine.bench.sweep import sweep
 
+    bench_arrivals.refuse_ranges(args)
     quality.set_defaults(args)
     bench_preset.resolve(args)
     results.check_targets_and_plot(args)
@@ -148,12 +165,14 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:
     from qkv_engine.bench.sweep import SweepPlan
 
     parse_requests(args.kv_memory)
-    is_asking = tasks.given(args) is not None
-    batches = parse_batches(args.batch_sweep or "1", None if is_asking else 1)  # the largest is known later
+    if tasks.given(args) is not None and MAX in (args.batch_sweep or ""):
+        message, remedy = f"{MAX} cannot be combined with --task", "Give the number of questions"
+        raise ConfigError(message, field="batch_sweep", value=args.batch_sweep, remedy=remedy)
+    batches = parse_batches("1" if args.batch_sweep is None else args.batch_sweep, 1)  # the largest is known later
     workload = tasks.workload(args, max(batches))
     repeats, warmup = (3, 1) if workload is None else (1, 0)
     return SweepPlan(
-        model=args.shape or args.model or "demo",
+        model=args.shape or args.model or common.DEMO,
         kvs=kvs,
         batches=batches,
         workload=workload,
@@ -186,18 +205,9 @@ def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[st
 
 def _open_engine(args: argparse.Namespace, plan: SweepPlan, kv: KVConfig) -> Engine | FilledEngine:
     """An engine for one ladder, large enough for the longest request and the ladder's largest batch."""
-    from qkv_engine.bench.batches import parse_requests
-
     most = max(plan.batches_of(kv.name))
-    options: dict[str, Any] = {"kv": kv, "max_num_seqs": most, "max_num_batched_tokens": max(2048, most)}
-    if args.max_model_len is None:
-        options["max_model_len"] = plan.num_tokens + 1
-    if args.shape is not None:
-        options |= {"model": args.shape, "load_format": "random"}
-    if args.memory or parse_requests(args.kv_memory) or plan.own_batches:
-        options["kv_memory"] = kv_nbytes(args, plan.num_tokens)
-    # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
-    options |= {"seed": plan.seed, "prefix_caching": False}
+    options = bench_options(args, plan.num_tokens)
+    options |= {"kv": kv, "max_num_seqs": most, "max_num_batched_tokens": max(2048, most)}
     if not plan.sampled:
         return common.open_engine(args, **options)
     from qkv_engine.bench.filled import FilledEngine
@@ -211,19 +221,10 @@ def _deliver(
 ) -> None:
     """Rows to stdout, to the file and into the plot."""
     from qkv_engine.bench.plots import plot_sweep
-    from qkv_engine.bench.quality import with_answers
-    from qkv_engine.bench.report import paper_tables, render, sweep_table, workload_table
+    from qkv_engine.bench.quality import sweep_tables
 
     if args.pareto:
         return quality.deliver_pareto(args, ladders, rows)
-    table = (sweep_table if plan.workload is None else workload_table)(rows, ladders)
-    tables = [with_answers(table, rows, ladders)]
-    experiment = None if plan.preset is None else Experiment(PAPERS[plan.preset], bench_preset.is_demo(args))
-    if experiment is not None:
-        tables[:] = paper_tables(tables[0], experiment)
-    extras = []
-    if args.plot is not None:
-        kind = args.plot.suffix.lower().removeprefix(".")
-        extras.append(results.Extra(args.plot, lambda: plot_sweep(rows, kind=kind, experiment=experiment), "a plot"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, rows, *tables, width=width), what, *extras)
+    experiment = Experiment.of(plan.preset, plan.model)
+    picture = results.plot(args, lambda kind: plot_sweep(rows, kind=kind, experiment=experiment))
+    results.deliver_rows(args, rows, sweep_tables(rows, ladders), *picture)

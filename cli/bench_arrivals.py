@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv_engine.errors import ConfigError
 
 from . import common, results, tasks
-from .model import check_ladders, kv_nbytes, read_model
+from .model import bench_options, check_ladders, read_model
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 DEFAULT_LEN = 128  # tokens of a random prompt, and of its output
 DEFAULT_REQUESTS = 128
 MAX_REQUESTS = 65_536
-OF_ARRIVALS = ("requests", "trace", "goodput", "timeline")  # options that nothing else has
-OF_BATCHES = ("batch_sweep", "repeats", "preset", "sampled", "eval", "samples", "pareto")
+EXCLUDED = {
+    "arrivals": ("batch_sweep", "repeats", "preset", "sampled", "eval", "samples", "pareto"),
+    "trace": ("task", "tasks", "input_len", "output_len"),  # it has lengths of its own
+}
+NEEDED = dict.fromkeys(("requests", "trace", "goodput", "timeline"), ("arrivals",))
 TIMELINE_SUFFIXES = (".jsonl",)
 
 
@@ -57,22 +60,12 @@ def length(word: str) -> int | str:
     return word if ".." in word else int(word)
 
 
-def is_asked(args: argparse.Namespace) -> bool:
-    """Whether ``args`` ask for arrivals. Raises ``ConfigError`` for options that do not go together."""
-    if args.arrivals is None:
-        for field in OF_ARRIVALS:
-            if (value := getattr(args, field)) is not None:
-                remedy = "Say how fast requests come: --arrivals 8"
-                raise ConfigError("is for runs with --arrivals", field=field, value=str(value), remedy=remedy)
-        for field in ("input_len", "output_len"):
-            if isinstance(value := getattr(args, field), str):
-                raise ConfigError("a range is for runs with --arrivals", field=field, value=value)
-        return False
-    for field in OF_BATCHES:
-        if (value := getattr(args, field)) not in (None, False):
-            remedy = f"Leave --{field.replace('_', '-')} out, or --arrivals"
-            raise ConfigError("requests that arrive are no batches", field=field, value=value, remedy=remedy)
-    return True
+def refuse_ranges(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for lengths of batches that are ranges."""
+    for field in ("input_len", "output_len"):
+        if isinstance(value := getattr(args, field), str):
+            remedy = "Give one length, or add --arrivals"
+            raise ConfigError("a range needs --arrivals", field=field, value=value, remedy=remedy)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,10 +104,10 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> ArrivalsPlan:
 
     parse_requests(args.kv_memory)
     number = _number(args)
-    workload = tasks.workload(args, number, ("input_len", "output_len", "trace"))
+    workload = tasks.workload(args, number)
     requests = _asked(workload) if workload else _requests(args, number)
     return ArrivalsPlan(
-        model=args.shape or args.model or "demo",
+        model=args.shape or args.model or common.DEMO,
         kvs=kvs,
         rates=parse_rates(args.arrivals, has_times=requests[0].seconds is not None),
         requests=tuple(requests),
@@ -146,7 +139,6 @@ def _requests(args: argparse.Namespace, number: int) -> list[Arrival]:
 
     if args.trace is None:
         return draw_requests(number, _lengths(args, "input_len"), _lengths(args, "output_len"), args.seed)
-    _refuse(args, ("input_len", "output_len"), "a trace has lengths of its own", "trace")
     context = args.max_model_len
     if context is None and not args.extend_context:
         context = read_model(args, args.shape).config.max_context
@@ -160,45 +152,21 @@ def _lengths(args: argparse.Namespace, field: str) -> Range:
     return parse_lengths(str(DEFAULT_LEN if value is None else value), field)
 
 
-def _refuse(args: argparse.Namespace, fields: Sequence[str], why: str, other: str) -> None:
-    """Raises ``ConfigError`` if one of ``fields`` was given beside the option ``other``."""
-    for field in fields:
-        if (value := getattr(args, field)) is not None:
-            raise ConfigError(why, field=field, value=str(value), remedy=f"Leave it or --{other} out")
-
-
 def _open_engine(args: argparse.Namespace, plan: ArrivalsPlan, kv: KVConfig) -> Engine:
     """An engine for one ladder, large enough for the longest request of the plan."""
-    from qkv_engine.bench.batches import parse_requests
-
-    options: dict[str, Any] = {"kv": kv, "seed": plan.seed}
-    if args.max_model_len is None:
-        options["max_model_len"] = plan.num_tokens + 1
-    if args.shape is not None:
-        options |= {"model": args.shape, "load_format": "random"}
-    if args.memory or parse_requests(args.kv_memory):
-        options["kv_memory"] = kv_nbytes(args, plan.num_tokens)
-    # Every run has the same prompts: none may profit from an earlier one.
-    return common.open_engine(args, **options, prefix_caching=False)
+    return common.open_engine(args, kv=kv, **bench_options(args, plan.num_tokens))
 
 
 def _deliver(args: argparse.Namespace, ladders: Mapping[str, KVConfig], found: Sequence[Measured]) -> None:
     """Rows to stdout, to the file and into the plot; the series to theirs."""
-    from qkv_engine.bench.arrivals_report import render_arrivals
+    from qkv_engine.bench.arrivals_report import arrivals_tables
+    from qkv_engine.bench.plot_arrivals import plot_arrivals
 
     rows, extras = [one.row for one in found], []
     if args.timeline is not None:
         extras.append(results.Extra(args.timeline, lambda: _timeline(found), "a timeline"))
-    if args.plot is not None:
-        extras.append(results.Extra(args.plot, lambda: _picture(args, ladders, found), "a plot"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render_arrivals(form, rows, ladders, width=width), what, *extras)
-
-
-def _picture(args: argparse.Namespace, ladders: Mapping[str, KVConfig], found: Sequence[Measured]) -> bytes:
-    from qkv_engine.bench.plot_arrivals import plot_arrivals
-
-    return plot_arrivals(found, _bits_of_rungs(args, ladders), kind=args.plot.suffix.lower().removeprefix("."))
+    extras += results.plot(args, lambda kind: plot_arrivals(found, _bits_of_rungs(args, ladders), kind=kind))
+    results.deliver_rows(args, rows, arrivals_tables(rows, ladders), *extras)
 
 
 def _timeline(found: Sequence[Measured]) -> bytes:

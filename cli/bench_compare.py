@@ -11,6 +11,8 @@ from qkv_engine.errors import ConfigError
 from . import common, results
 
 DEFAULT_THRESHOLD = 0.05
+NEEDED = {"threshold": ("compare",), "fail_on_regression": ("compare",)}
+OPTIONS = {"compare", *NEEDED, "format", "output", "seed", "verbose", "debug"}  # beside which no other has a meaning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,15 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--threshold", metavar="PERCENT", help="change up to which a metric counts as the same (default: 5%%)")
     add("--fail-on-regression", action="store_true", help="exit with 1 if a metric got worse or a row is missing")
-
-
-def is_asked(args: argparse.Namespace) -> bool:
-    """Whether ``args`` ask for a comparison. Raises ``ConfigError`` for its options without one."""
-    if args.compare is None:
-        for field in ("threshold", "fail_on_regression"):
-            if getattr(args, field):
-                raise ConfigError("there is nothing to compare", field=field, remedy="Add --compare A B")
-    return args.compare is not None
 
 
 def run(args: argparse.Namespace) -> int:

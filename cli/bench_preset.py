@@ -1,4 +1,4 @@
-"""Options of ``bench`` that exclude each other, and those that ``--preset`` fills in from a paper's record."""
+"""Options of ``bench`` that ``--preset`` fills in from a paper's record."""
 
 from __future__ import annotations
 
@@ -10,35 +10,15 @@ from qkv_engine.errors import ConfigError
 
 from . import common
 
-EXCLUDED = {
-    "preset": ("task", "tasks", "pareto"),
-    "sampled": ("task", "tasks", "repeats", "warmup"),
-    "memory": ("kv_memory",),
-}
-
 
 def resolve(args: argparse.Namespace) -> None:
     """Gives options that were not given the values of the paper that ``--preset`` names.
 
     The setting is the paper's own for a shape or MODEL, and a small one for the demo model. Raises ``ConfigError`` for
-    an unknown paper and for options that exclude each other.
+    an unknown paper.
     """
-    _check_combinations(args)
     if args.preset is not None:
         _fill_in(args, _find(args.preset))
-
-
-def is_demo(args: argparse.Namespace) -> bool:
-    """Whether the model is the demo model, for which experiments are scaled down."""
-    return args.model is None and args.shape is None
-
-
-def _check_combinations(args: argparse.Namespace) -> None:
-    for field, others in EXCLUDED.items():
-        value = getattr(args, field)
-        other = next((args.options[name] for name in others if getattr(args, name) not in (None, False)), None)
-        if value and other is not None:
-            raise ConfigError(f"cannot be combined with {other}", field=field, value=value, remedy="Leave one out")
 
 
 def _find(name: str) -> Paper:
@@ -49,7 +29,8 @@ def _find(name: str) -> Paper:
 
 
 def _fill_in(args: argparse.Namespace, paper: Paper) -> None:
-    setting = paper.scaled if is_demo(args) else paper.full
+    is_demo = args.model is None and args.shape is None
+    setting = paper.scaled if is_demo else paper.full
     values: dict[str, Any] = {
         "kv": paper.kvs,
         "batch_sweep": setting.batches,
@@ -61,6 +42,4 @@ def _fill_in(args: argparse.Namespace, paper: Paper) -> None:
         values |= {"memory": setting.memory, "kv_memory": setting.kv_memory}
     if not args.sampled:
         values |= {"repeats": setting.repeats, "warmup": setting.warmup}
-    for name, value in values.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    common.fill_in(args, **values)

@@ -1,4 +1,4 @@
-"""What the sub-commands share: options, logging, and how errors become messages and exit codes."""
+"""Common parts of the sub-commands: options, logging, and messages and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -147,8 +147,15 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
     return Engine(**engine_options(args) | options)
 
 
+def fill_in(args: argparse.Namespace, **values: Any) -> None:
+    """Gives the options that were not given these values."""
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:
-    """How a command words an error that it does not end with."""
+    """The function that words an error as a row's detail, in the options of the command line."""
     return lambda error: str(name_options(error, args.options))
 
 

@@ -1,4 +1,4 @@
-"""``qkv-engine eval``: what each KV preset costs in accuracy, through the real quantized cache.
+"""``qkv-engine eval``: accuracy of each KV preset through the real quantized cache.
 
 Questions with one right answer here; perplexity and the lm-evaluation-harness in modules of their own.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from qkv_engine.errors import ConfigError
 
 from . import common, eval_harness, eval_perplexity, results, tasks
+from .combinations import check_combinations
 from .model import check_ladders
 from .progress import progress_bar
 
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 DEFAULT_TASKS = "ledger:40,lookup:100,addition:10"
 DEFAULT_SAMPLES = 24
-
+_OF_QUESTIONS = ("task", "tasks", "data", "samples", "max_tokens", "log_samples")
+EXCLUDED = {"perplexity": (*_OF_QUESTIONS, "lm_eval"), "lm_eval": _OF_QUESTIONS, **tasks.EXCLUDED}
+NEEDED = {
+    **dict.fromkeys(eval_perplexity.OPTIONS, ("perplexity",)),
+    **dict.fromkeys(eval_harness.OPTIONS, ("lm_eval",)),
+}
 
 EPILOG = """\
 A reply is right if what follows its <think> block is exactly the answer. Outputs
@@ -74,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help='questions of your own: {"prompt": "...", "answer": "..."} a line; alone unless --tasks is given too',
     )
-    add("--samples", type=int, default=DEFAULT_SAMPLES, metavar="N", help="questions a task (default: %(default)s)")
+    add("--samples", type=int, metavar="N", help=f"questions a task (default: {DEFAULT_SAMPLES})")
     add("--seed", type=int, default=0, metavar="N", help="seed of the demo tasks (default: %(default)s)")
     add(
         "--max-tokens",
@@ -94,27 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what ``args`` ask for and return the exit code."""
-    _check_modes(args)
+    """Measures accuracy as ``args`` say and returns the exit code."""
+    check_combinations(args, excluded=EXCLUDED, needed=NEEDED)
     if args.perplexity is not None:
         return eval_perplexity.run(args)
     if args.lm_eval is not None:
         return eval_harness.run(args)
     return _run_questions(args)
-
-
-def _check_modes(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for options of one kind of evaluation beside another kind, or without theirs."""
-    modes = {"perplexity": eval_perplexity.OPTIONS, "lm_eval": eval_harness.OPTIONS}
-    questions = ("task", "tasks", "data", "max_tokens", "log_samples")
-    for mode, options in modes.items():
-        option = args.options[mode]
-        others = [*questions, *(name for name in modes if name != mode)]
-        for field in options if getattr(args, mode) is None else others:
-            value = getattr(args, field)
-            if value is not None:
-                problem = f"is for {option}" if field in options else f"cannot be combined with {option}"
-                raise ConfigError(problem, field=field, value=value if isinstance(value, int) else str(value))
 
 
 def _run_questions(args: argparse.Namespace) -> int:
@@ -143,14 +135,13 @@ def _deliver(
 ) -> None:
     """Rows to stdout and to the file, samples to theirs."""
     from qkv_engine.bench.accuracy import accuracy_table
-    from qkv_engine.bench.report import as_json, render
+    from qkv_engine.bench.report import as_json
 
-    table, extras = accuracy_table(rows, ladders), []
+    extras = []
     if args.log_samples is not None:
         lines = "".join(as_json(asdict(sample)) + "\n" for sample in samples)
         extras.append(results.Extra(args.log_samples, lines.encode, f"{len(samples)} samples"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, rows, table, width=width), what, *extras)
+    results.deliver_rows(args, rows, [accuracy_table(rows, ladders)], *extras)
 
 
 def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:
@@ -161,14 +152,16 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:
         value = getattr(args, field)
         if value is not None and value < 1:
             raise ConfigError("must be at least 1", field=field, value=value)
+    samples = DEFAULT_SAMPLES if args.samples is None else args.samples
     asked: tuple[Task, ...] = ()
     given = tasks.given(args)
     if given is not None or args.data is None:
         text, field = (DEFAULT_TASKS, "tasks") if given is None else (given.text, given.field)
-        asked = parse_tasks(text, samples=args.samples, seed=args.seed, field=field)
+        asked = parse_tasks(text, samples=samples, seed=args.seed, field=field)
     if args.data is not None:
-        asked += (read_questions(args.data, samples=args.samples),)
-    return AccuracyPlan(model=args.model or "demo", kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
+        asked += (read_questions(args.data, samples=samples),)
+    model = args.model or common.DEMO
+    return AccuracyPlan(model=model, kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
 
 
 def _open_engine(args: argparse.Namespace, kv: KVConfig) -> Engine:

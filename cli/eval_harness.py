@@ -37,11 +37,10 @@ def add_arguments(add: Callable[..., Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what ``args`` ask for and return the exit code."""
     from qkv_engine.bench.harness import Tasks, harness_table, require_lm_eval, run_harness
-    from qkv_engine.bench.report import render
 
     require_lm_eval()
     if not args.verbose and not args.debug:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what was asked for
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of options that were given
     ladders = common.kv_ladders(args.kv)
     plan = _plan(args, tuple(ladders))
     results.check_targets(args)
@@ -60,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(row)
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            table = harness_table(rows, ladders)
-            results.deliver(args, lambda form, width: render(form, rows, table, width=width), f"{len(rows)} rows")
+            results.deliver_rows(args, rows, [harness_table(rows, ladders)])
     return results.exit_code(row.status for row in rows)
 
 

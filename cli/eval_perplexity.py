@@ -27,7 +27,6 @@ def add_arguments(add: Callable[..., Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
     from qkv_engine.bench.perplexity import PerplexityPlan, measure_perplexity, perplexity_table, read_text
-    from qkv_engine.bench.report import render
 
     ladders = common.kv_ladders(args.kv)
     text = read_text(args.perplexity)
@@ -49,6 +48,5 @@ def run(args: argparse.Namespace) -> int:
                 bar.reach(len(rows))
     finally:
         if rows:  # whatever ended the run, Ctrl-C included
-            table = perplexity_table(rows, ladders)
-            results.deliver(args, lambda form, width: render(form, rows, table, width=width), f"{len(rows)} rows")
+            results.deliver_rows(args, rows, [perplexity_table(rows, ladders)])
     return results.exit_code(row.status for row in rows)

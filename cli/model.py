@@ -1,11 +1,11 @@
-"""What can be known of a model before its weights are loaded: configuration, tokenizer, dtype."""
+"""A model before its weights are loaded: configuration, tokenizer, dtype, and the KV memory of a benchmark."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.errors import ConfigError
 
@@ -77,7 +77,7 @@ def check_ladders(args: argparse.Namespace, ladders: Iterable[KVConfig], shape: 
 
 
 def weight_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What ``--dtype`` stands for. Raises ``ConfigError`` for an unknown name."""
+    """The dtype that ``--dtype`` means. Raises ``ConfigError`` for an unknown name."""
     from qkv_engine.models.loader import resolve_dtype
 
     return resolve_dtype(name, config, device)
@@ -93,10 +93,25 @@ def machine(args: argparse.Namespace) -> Machine:
     return Machine(config, weight_dtype(args.dtype or "auto", config, device), device)
 
 
+def bench_options(args: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+    """Options of a benchmark's engines, whose longest request keeps KV of ``num_tokens`` tokens."""
+    from qkv_engine.bench.batches import MAX, parse_requests
+
+    # Repeats ask the same questions and random prompts share beginnings by chance: neither may profit from the other.
+    options: dict[str, Any] = {"seed": args.seed, "prefix_caching": False}
+    if args.max_model_len is None:
+        options["max_model_len"] = num_tokens + 1
+    if args.shape is not None:
+        options |= {"model": args.shape, "load_format": "random"}
+    if args.memory is not None or parse_requests(args.kv_memory) or MAX in (args.batch_sweep or ""):
+        options["kv_memory"] = kv_nbytes(args, num_tokens)
+    return options
+
+
 def kv_nbytes(args: argparse.Namespace, num_tokens: int) -> int:
     """Bytes of KV memory that ``--memory`` or ``--kv-memory`` mean for requests of ``num_tokens`` tokens."""
     from qkv_engine.bench import sizing
 
-    if args.memory:
+    if args.memory is not None:
         args.options["kv_memory"] = args.options["memory"]  # which errors are to name
     return sizing.kv_nbytes(machine(args), args.memory, args.kv_memory, num_tokens)

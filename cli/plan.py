@@ -15,6 +15,7 @@ from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.sizes import MAX_SIZE, parse_size
 
 from . import common, plan_settings, results, tasks
+from .combinations import check_combinations
 from .eval import DEFAULT_TASKS
 from .model import ModelFiles, check_shape, read_model, weight_dtype
 from .progress import progress_bar
@@ -30,6 +31,7 @@ DEFAULT_SAMPLES, DEFAULT_TOKENS = 24, 1024
 MAX_SAMPLES, MAX_TOKENS = 10_000, 2**20  # texts are held in memory; a slip of the pen ends before they are made
 MAX_POSITION_SCALE = 64  # four times what made PM-KVQ's results worse
 DEFAULT_PLAN, DEFAULT_PLOT = Path("plan.json"), Path("scores.png")
+EXCLUDED = {"task": ("tasks", "data"), "tasks": ("data",)}
 PROFILED = ("data", "shape", "samples", "max_tokens", "position_scale", "key_scale")  # options of a new profile
 
 EPILOG = """\
@@ -79,6 +81,7 @@ def _add_texts(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan that ``args`` ask for and return the exit code."""
+    check_combinations(args, excluded=EXCLUDED, needed={})
     check_shape(args)
     results.check_targets_and_plot(args, output=(PLAN_SUFFIX,))
     memory = None if args.kv_memory is None else parse_size(args.kv_memory, field="kv_memory", free=MAX_SIZE)
@@ -159,8 +162,6 @@ def _texts(args: argparse.Namespace, files: ModelFiles) -> TextSet:
         )
     )
     given = tasks.given(args)
-    if given is not None and args.data is not None:
-        raise ConfigError(f"cannot be combined with --{given.field}", field="data", value=str(args.data))
     limits = {"samples": samples, "max_tokens": min(max_tokens, files.config.max_context)}
     if given is None and args.data is None and files.folder is None:
         return random_texts(files.config.vocab_size, **limits, seed=args.seed)

@@ -23,7 +23,7 @@ SPEED_SECONDS = 600.0  # of the past from which the time left is told; sizes dif
 
 
 class Bar:
-    """How many of ``total`` rows are there, and what is being done. ``progress`` is None where no bar can be drawn."""
+    """Rows done of ``total``, and the work under way. ``progress`` is None where no bar can be drawn."""
 
     def __init__(self, progress: Progress | None, total: int):
         self._progress, self._total = progress, total

@@ -12,7 +12,7 @@ from qkv_engine.bench.batches import MAX
 from qkv_engine.config import KVConfig, main_presets
 from qkv_engine.errors import ConfigError
 
-from . import common, results, tasks
+from . import common, results
 from .eval import DEFAULT_SAMPLES, DEFAULT_TASKS
 from .model import read_model
 
@@ -61,23 +61,13 @@ class Questions(NamedTuple):
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for options that exclude one another."""
+    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for ``--samples`` below 1."""
     if args.pareto:
-        args.kv = args.kv or ",".join(main_presets())
-        args.batch_sweep = args.batch_sweep or MAX
-        if args.memory is None:
-            args.kv_memory = args.kv_memory or PARETO_MEMORY
-        args.input_len = PARETO_INPUT_LEN if args.input_len is None else args.input_len
-    field = "eval" if args.eval is not None else "pareto" if args.pareto else None
-    if field is not None and tasks.given(args) is not None:
-        remedy = "Leave one of them out: --task counts the right answers of the requests that it measures"
-        raise ConfigError("cannot be combined with --task", field=field, value=args.eval, remedy=remedy)
-    if args.samples is None:
-        args.samples = DEFAULT_SAMPLES
-    elif field is None:
-        remedy = "Name the tasks: --eval ledger:40,lookup"
-        raise ConfigError("is of no use without --eval", field="samples", value=args.samples, remedy=remedy)
-    elif args.samples < 1:
+        memory = PARETO_MEMORY if args.memory is None else None
+        kvs = ",".join(main_presets())
+        common.fill_in(args, kv=kvs, batch_sweep=MAX, kv_memory=memory, input_len=PARETO_INPUT_LEN)
+    common.fill_in(args, samples=DEFAULT_SAMPLES)
+    if args.samples < 1:
         raise ConfigError("must be at least 1", field="samples", value=args.samples)
 
 
@@ -132,16 +122,11 @@ def deliver_pareto(args: argparse.Namespace, ladders: Mapping[str, KVConfig], ro
     """All rows with their capacities to the file; the best of each preset to stdout and into the plot."""
     from qkv_engine.bench.pareto import pareto_table, with_capacity
     from qkv_engine.bench.plot_pareto import plot_pareto
-    from qkv_engine.bench.report import render
 
     config = read_model(args, args.shape).config
     found = [with_capacity(row, ladders[row.kv], config) for row in rows]
-    table, extras = pareto_table(found, ladders), []
-    if args.plot is not None:
-        kind = args.plot.suffix.lower().removeprefix(".")
-        extras.append(results.Extra(args.plot, lambda: plot_pareto(found, kind=kind), "a plot"))
-    what = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-    results.deliver(args, lambda form, width: render(form, found, table, width=width), what, *extras)
+    picture = results.plot(args, lambda kind: plot_pareto(found, kind=kind))
+    results.deliver_rows(args, found, [pareto_table(found, ladders)], *picture)
 
 
 def _demo(args: argparse.Namespace) -> argparse.Namespace:

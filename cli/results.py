@@ -1,4 +1,4 @@
-"""Where results go: stdout in the form asked for, and files; the exit code they stand for."""
+"""Delivery of results to stdout and to files, and their exit code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
 from .progress import note
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from qkv_engine.bench.table import Table
 
 Form = Callable[[str, int | None], str]  # the text of a format, in so many columns; None: the terminal's
 
@@ -63,7 +68,7 @@ def add_plot(add: Callable[..., Any], what: str, default: Path) -> None:
 
 def check_targets_and_plot(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
     """``check_targets``, for ``--plot`` too. Raises ``ConfigError`` if what draws it is not installed."""
-    from qkv_engine.bench.plots import PLOT_SUFFIXES, require_matplotlib
+    from qkv_engine.bench.picture import PLOT_SUFFIXES, require_matplotlib
 
     check_targets(args, **suffixes, plot=PLOT_SUFFIXES)
     if args.plot is not None:
@@ -71,7 +76,7 @@ def check_targets_and_plot(args: argparse.Namespace, **suffixes: tuple[str, ...]
 
 
 def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
-    """Refuse before the run what could not be written after it: ``--output``, and other files by option.
+    """Refuses files that could not be written after the run: ``--output``, and other files by option.
 
     ``suffixes`` are those that an option's file may have; rows, which ``--output`` writes by default, have many.
     """
@@ -91,6 +96,24 @@ def check_targets(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None
         if path.resolve() in seen:
             raise ConfigError("another option writes this file", field=field, value=str(path))
         seen.add(path.resolve())
+
+
+def plot(args: argparse.Namespace, draw: Callable[[str], bytes]) -> list[Extra]:
+    """The picture for ``--plot`` if it was asked for; ``draw`` makes it as "png", "svg" or "pdf"."""
+    if args.plot is None:
+        return []
+    kind = args.plot.suffix.lower().removeprefix(".")
+    return [Extra(args.plot, lambda: draw(kind), "a plot")]
+
+
+def deliver_rows(
+    args: argparse.Namespace, rows: Sequence[DataclassInstance], tables: Sequence[Table], *extras: Extra
+) -> None:
+    """``deliver`` for measured rows, of which ``tables`` are for people."""
+    from qkv_engine.bench.report import render
+
+    what = f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
+    deliver(args, lambda form, width: render(form, rows, *tables, width=width), what, *extras)
 
 
 def deliver(args: argparse.Namespace, form: Form, what: str, *extras: Extra) -> None:
@@ -134,8 +157,8 @@ def show_and_write(kind: str, form: Form, files: Sequence[Extra]) -> None:
 
 
 def exit_code(statuses: Iterable[str]) -> int:
-    """What rows of these statuses stand for: failure if any failed, capacity if none fitted."""
-    from qkv_engine.bench.sweep import FAILED, NO_FIT
+    """The exit code of rows of these statuses: failure if any failed, capacity if none fitted."""
+    from qkv_engine.bench.status import FAILED, NO_FIT
 
     found = set(statuses)
     if FAILED in found:

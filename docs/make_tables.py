@@ -1,6 +1,6 @@
 """Fills the tables of measured rows in the pages from the files in ``results/``: ``python docs/make_tables.py``.
 
-A section from ``<!-- results FILE -->`` to ``<!-- end -->`` is the table that the command printed when it wrote
+A section from ``<!-- results FILE -->`` to ``<!-- end -->`` has the tables that the command printed when it wrote
 ``results/FILE``; ``<!-- results FILE: kv, batch, output_tok_s -->`` has these columns instead. Below it stand the
 command, the date, the commit and the versions.
 """
@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from qkv_engine.bench.accuracy import AccuracyRow, accuracy_table
+from qkv_engine.bench.arrivals_report import arrivals_tables
+from qkv_engine.bench.arrivals_row import ArrivalsRow
+from qkv_engine.bench.harness import HarnessRow, harness_table
+from qkv_engine.bench.pareto import ParetoRow, pareto_table
+from qkv_engine.bench.perplexity import PerplexityRow, perplexity_table
 from qkv_engine.bench.provenance import Provenance
-from qkv_engine.bench.report import number, sweep_table, workload_table
+from qkv_engine.bench.quality import RatedRow, sweep_tables
+from qkv_engine.bench.report import number
 from qkv_engine.bench.result_files import Record, read_records
-from qkv_engine.bench.sweep import Row
-from qkv_engine.bench.table import Table, as_markdown, from_columns
+from qkv_engine.bench.table import Table, as_markdown, from_columns, joined
 from qkv_engine.sizes import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,10 +33,14 @@ SECTION = re.compile(
 )
 TARGETS = re.compile(r" --(?:output|plot|timeline)[ =]\S+")  # where a run wrote to, no part of its settings
 
-# Kinds of rows with the tables that commands print of them.
-KINDS: list[tuple[type[Provenance], Callable[[Sequence[Any]], Table]]] = [
-    (Row, lambda rows: (workload_table if rows[0].task else sweep_table)(rows)),
-    (AccuracyRow, accuracy_table),
+# Kinds of rows with the tables that commands print of them, those with fewer columns first.
+KINDS: list[tuple[type[Provenance], Callable[[Sequence[Any]], Sequence[Table]]]] = [
+    (RatedRow, sweep_tables),
+    (ParetoRow, lambda rows: [pareto_table(rows)]),
+    (ArrivalsRow, arrivals_tables),
+    (AccuracyRow, lambda rows: [accuracy_table(rows)]),
+    (PerplexityRow, lambda rows: [perplexity_table(rows)]),
+    (HarnessRow, lambda rows: [harness_table(rows)]),
 ]
 
 
@@ -41,14 +50,15 @@ def fill(page: str, results: Path = ROOT / "results") -> str:
     def section(found: re.Match[str]) -> str:
         records = read_records(results / found[2], field="results")
         columns = found[3] and [name.strip() for name in found[3].split(",")]
-        table = chosen_columns(records, columns) if columns else printed(records)
-        return f"{found[1]}\n{as_markdown(table)}\n{caption(found[2], records)}\n\n{found[4]}"
+        tables = [chosen_columns(records, columns)] if columns else printed(records)
+        text = "\n".join(map(as_markdown, tables))
+        return f"{found[1]}\n{text}\n{caption(found[2], records)}\n\n{found[4]}"
 
     return SECTION.sub(section, page)
 
 
-def printed(records: Sequence[Record]) -> Table:
-    """The table that the command printed of these rows. Raises ``ValueError`` for rows of no known kind."""
+def printed(records: Sequence[Record]) -> Sequence[Table]:
+    """The tables that the command printed of these rows. Raises ``ValueError`` for rows of no known kind."""
     for kind, table in KINDS:
         if set(records[0]) <= {field.name for field in fields(kind)}:
             return table([kind(**record) for record in records])
@@ -62,7 +72,7 @@ def chosen_columns(records: Sequence[Record], columns: Sequence[str]) -> Table:
         raise ValueError(f"no column {', '.join(missing)} among {', '.join(records[0])}")
     known = {field.name for field in fields(Provenance)}
     origin = Provenance(**{name: value for name, value in records[0].items() if name in known})
-    title = " · ".join(part for part in (records[0].get("model"), origin.machine, origin.dtype) if part)
+    title = joined(records[0].get("model"), origin.machine, origin.dtype)
     return from_columns(title, {name: [cell(name, record.get(name)) for record in records] for name in columns}, [])
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from qkv_engine.cli import bench
+from qkv_engine.cli.combinations import check_combinations
 from qkv_engine.cli.main import _parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +61,39 @@ def test_tables_are_those_that_the_commands_print(make_tables: ModuleType, tmp_p
     assert "| lookup |    9 | int4 |" in filled(make_tables, tmp_path, "", TASK | {"right": 2, "accuracy": 0.67})
 
 
+LOAD = {"rate": "8", "requests": 4, "seconds": 1.5, "output_tok_s": 99.0, "ttft_ms_p50": 1.0}
+RATED = {"eval_model": "demo", "eval_tasks": "lookup 9", "answers": 4, "accuracy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        (ROW | RATED, ["| kv   | batch | right |", "| 75.0% |", "right: mean of lookup 9"]),
+        (ROW | RATED | {"kv": "a-plan"}, ["| a-plan |"]),
+        (ROW | {"preset": "kivi"}, ["KIVI, prompts as of ShareGPT, scaled down", "| published "]),
+        (ROW | RATED | {"capacity_tokens": 12_345}, [" 12,345 |"]),
+        (
+            {key: value for key, value in ROW.items() if key != "batch"} | LOAD,
+            ["| kv   | rate |", " 99.0 |", "4 requests"],
+        ),
+        (
+            {**ORIGIN, "model": "demo", "text": "a.txt", "kv": "int4", "context": 64, "stride": 32, "perplexity": 7.25}
+            | {"status": "ok"},
+            ["|     7.2500 |", "windows of 64 tokens"],
+        ),
+        (
+            {**ORIGIN, "model": "demo", "task": "arc", "kv": "int4", "metric": "acc", "value": 0.5, "status": "ok"},
+            ["| arc  | acc    | int4 | 0.5000 |"],
+        ),
+    ],
+)
+def test_every_kind_of_rows_has_its_tables(
+    row: dict[str, Any], shown: list[str], make_tables: ModuleType, tmp_path: Path
+) -> None:
+    found = filled(make_tables, tmp_path, "", row)
+    assert [text for text in shown if text not in found] == []
+
+
 def test_chosen_columns_and_the_origin_below_them(make_tables: ModuleType, tmp_path: Path) -> None:
     rows = [ROW | {"ttft_ms": 1.234, "kv_bytes_peak": 2**21, "accuracy": 0.5}, ROW | {"commit": "def5678+"}]
     found = filled(make_tables, tmp_path, ": kv, batch, ttft_ms, kv_bytes_peak, accuracy", *rows)
@@ -78,11 +113,14 @@ def test_unknown_columns_and_kinds_are_errors(
         filled(make_tables, tmp_path, columns, row)
 
 
-@pytest.mark.parametrize("target", ["bench-cpu"])
+@pytest.mark.parametrize("target", ["bench-cpu", "bench-gpu"])
 def test_commands_of_the_makefile_parse_and_write_results(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = re.sub(r"\\\n\s*", "", done.stdout).splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith(".venv/bin/qkv-engine ")]
     assert len(commands) >= 3
-    files = [_parse(words).output for words in commands]
+    parsed = [_parse(words) for words in commands]
+    for args in (args for args in parsed if args.run is bench.run):
+        check_combinations(args, excluded=bench.EXCLUDED, needed=bench.NEEDED)
+    files = [args.output for args in parsed]
     assert len(set(files)) == len(files) and all(file.suffix == ".jsonl" for file in files)

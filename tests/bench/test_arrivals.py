@@ -11,11 +11,13 @@ import pytest
 
 from qkv_engine import Engine
 from qkv_engine.bench.arrivals import ArrivalsPlan, Measured, measure
-from qkv_engine.bench.arrivals_report import render_arrivals
+from qkv_engine.bench.arrivals_report import arrivals_tables
 from qkv_engine.bench.arrivals_row import Served, figures, latencies, step_times, throughput
 from qkv_engine.bench.load import Rate, parse_rates
+from qkv_engine.bench.report import as_csv
 from qkv_engine.bench.series import Step
 from qkv_engine.bench.sizing import nbytes_for
+from qkv_engine.bench.table import as_markdown
 from qkv_engine.bench.timing import Timeline
 from qkv_engine.bench.traces import Arrival
 from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
@@ -198,9 +200,9 @@ def test_the_series_shows_blocks_move_to_lower_rungs(pressed: list[Measured]) ->
 
 
 def test_tables_hold_what_was_measured(pressed: list[Measured]) -> None:
-    text = render_arrivals("md", [one.row for one in pressed])
+    text = "\n".join(map(as_markdown, arrivals_tables([one.row for one in pressed])))
     load, latency, steps = text.split("\n\n| kv")[1:]
     assert "vs bf16" in load and "goodput" in load and "1.00x" in load and "failed" not in load
     assert "TTFT ms p50 / p90 / p99" in latency and "with a prompt and demotions" in steps
-    rows = render_arrivals("csv", [one.row for one in pressed]).splitlines()
+    rows = as_csv([one.row for one in pressed]).splitlines()
     assert len(rows) == 3 and rows[0].count(",") == rows[1].count(",")

@@ -175,8 +175,8 @@ def test_command(words: list[str], code: int, tmp_path: Path, capsys: pytest.Cap
     [
         (["--compare", "b.json"], "--compare"),
         (["--compare", "a", "b", "--threshold", "x"], "--threshold"),
-        (["--threshold", "5%"], "nothing to compare"),
-        (["--fail-on-regression"], "nothing to compare"),
+        (["--threshold", "5%"], "--threshold='5%': needs --compare"),
+        (["--fail-on-regression"], "--fail-on-regression: needs --compare"),
     ],
 )
 def test_usage(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]):
         (["--lm-eval", "demo_choice", "--limit", "0"], "must be at least 1"),
         (["--lm-eval", "demo_choice", "--num-fewshot", "-1"], "must be at least 0"),
         (["--lm-eval", "demo_choice", "--data", "x.jsonl"], "cannot be combined with --lm-eval"),
-        (["--apply-chat-template"], "is for --lm-eval"),
+        (["--apply-chat-template"], "needs --lm-eval"),
     ],
 )
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

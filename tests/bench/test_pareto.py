@@ -134,6 +134,12 @@ def test_odd_rows_can_be_drawn(rows: list[ParetoRow]) -> None:
     assert plot_pareto(rows, dpi=40).startswith(b"\x89PNG")
 
 
+def test_titles_say_that_steps_were_sampled() -> None:
+    rows = [point("bf16", method="sampled"), point("auto", method="sampled")]
+    assert "decode steps sampled" in pareto_table(rows).title
+    assert any("decode steps sampled" in text for text in texts(svg_of(rows)))
+
+
 def test_families() -> None:
     families = dict.fromkeys(family_of(kv) for kv in PRESETS)
     assert list(families) == ["bf", "fp", "int", "kivi", "xquant", "kitty", "patternkv", "pm", "auto"]

@@ -126,7 +126,7 @@ def test_the_command_takes_what_the_model_takes(capsys: pytest.CaptureFixture[st
         (b"x", ["--tasks", "ledger"], "cannot be combined with --perplexity"),
         (b"x", ["--log-samples", "x.jsonl"], "cannot be combined with --perplexity"),
         (b"x", ["--lm-eval", "x"], "cannot be combined with --perplexity"),
-        (b"x", ["--limit", "3"], "is for --lm-eval"),
+        (b"x", ["--limit", "3"], "needs --lm-eval"),
     ],
 )
 def test_mistakes(
@@ -143,4 +143,4 @@ def test_a_folder_is_no_text_and_windows_need_one(tmp_path: Path, capsys: pytest
     assert main(["eval", "--perplexity", str(tmp_path)]) == 2
     assert "--perplexity" in (error := capsys.readouterr().err) and "not a regular file" in error
     assert main(["eval", "--context", "400"]) == 2
-    assert "--context=400: is for --perplexity" in capsys.readouterr().err
+    assert "--context=400: needs --perplexity" in capsys.readouterr().err

@@ -154,9 +154,6 @@ def test_only_ladders_under_pressure_change_at_their_floor() -> None:
     ("words", "said"),
     [
         (["--eval", "lokup:4"], "--eval='lokup:4': not a task. Did you mean lookup?"),
-        (["--eval", "lookup", "--task", "lookup"], "--eval='lookup': cannot be combined with --task"),
-        (["--pareto", "--task", "lookup"], "--pareto: cannot be combined with --task"),
-        (["--samples", "4"], "--samples=4: is of no use without --eval"),
         (["--eval", "lookup", "--samples", "0"], "--samples=0: must be at least 1"),
         (["--eval", "lookup:2", "{empty}"], "has no tokenizer.json"),
     ],

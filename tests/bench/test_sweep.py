@@ -87,6 +87,7 @@ def test_a_preset_may_have_batches_of_its_own() -> None:
 def test_a_batch_that_runs_part_after_part_says_so() -> None:
     row = rows_of(plan(), FakeEngine(slots=3))[1]
     assert (row.status, row.max_running) == ("queued", 3)
+    assert row.detail == "at most 3 requests ran at once: memory was full, or the first ended before the last began"
     assert row.decode_tok_s is None
     assert "3 requests" in row.detail
 
