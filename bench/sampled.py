@@ -79,9 +79,10 @@ class Samples:
         """The fields from the windows of each context; memory and counters are those of the last context's steps."""
         # The median piece, so that a graph captured meanwhile does not count.
         seconds = fmean(median(w.seconds for w in piece) for piece in pieces)
-        # Within a point windows differ by chance, between points by design: the spread is that of the points' means.
-        slow = fmean(max(w.seconds for w in piece) for piece in pieces)
-        fast = fmean(min(w.seconds for w in piece) for piece in pieces)
+        # Within a point windows differ by chance, between points by design: the spread is that of the points' means,
+        # without the slowest and the fastest window, in which a kernel may have been compiled.
+        ordered = [sorted(w.seconds for w in piece)[1:-1] for piece in pieces]
+        slow, fast = fmean(each[-1] for each in ordered), fmean(each[0] for each in ordered)
         values = engine_values(engine.stats(), self.plan.seed)
         weights = count_weights(engine.started.config, engine.started.dtype)
         kv_read = fmean(w.kv_nbytes for piece in pieces for w in piece)
