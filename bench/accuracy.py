@@ -18,7 +18,7 @@ from qkv_engine.request import RequestOutput, SamplingParams
 from .grading import final_answer, is_correct, score
 from .provenance import Provenance, provenance, provenance_of
 from .questions import Task, ask
-from .report import number, unfilled_notes
+from .report import number, short, unfilled_notes
 from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
 from .table import Table, from_columns, joined
 from .watch import no_watch, work_of
@@ -249,7 +249,7 @@ def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] 
         same: [number(row.same, 0) for row in rows] if len({r.kv for r in rows}) > 1 else [],
         "cut": [number(row.cut or None, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
+        "lowest": [short(row.lowest_bits) for row in rows],
         "tokens": [number(row.output_tokens, 0) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],

@@ -8,7 +8,7 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import PERCENTILES, ArrivalsRow
-from .report import number, unfilled_notes
+from .report import number, short, unfilled_notes
 from .status import status_cells, status_notes
 from .table import Table, from_columns, joined
 
@@ -37,7 +37,7 @@ def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PR
         "waiting": [number(row.max_waiting, 0) for row in rows],
         "preemptions": [number(row.preemptions, 0) for row in rows],
         "demotions": [number(row.demotions, 0) for row in rows],
-        "lowest": [number(row.lowest_bits, 0) for row in rows],
+        "lowest": [short(row.lowest_bits) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
         "KV peak": [format_size(row.kv_bytes_peak) if row.kv_bytes_peak else "" for row in rows],
         "status": status_cells(rows),

@@ -14,7 +14,7 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
 from .provenance import Provenance, provenance, provenance_of
-from .report import number, unfilled_notes
+from .report import number, short, unfilled_notes
 from .scoring import ScoringEngine
 from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
 from .table import Table, from_columns, joined
@@ -221,7 +221,7 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
         "samples": [number(row.samples, 0) for row in rows],
         "few-shot": [number(row.num_fewshot or None, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
+        "lowest": [short(row.lowest_bits) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "status": status_cells(rows),

@@ -16,7 +16,7 @@ from qkv_engine.input_files import read_input
 
 from .provenance import Provenance, provenance, provenance_of
 from .questions import MAX_FILE_NBYTES
-from .report import number, unfilled_notes
+from .report import number, short, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
 from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
 from .table import Table, from_columns, joined
@@ -225,7 +225,7 @@ def perplexity_table(rows: Sequence[PerplexityRow], ladders: Mapping[str, KVConf
         "bits/byte": [number(row.bits_per_byte, 4) for row in rows],
         ratio: ["" if row.ratio is None else f"{row.ratio:.4f}x" for row in rows] if len(rows) > 1 else [],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "lowest": ["" if row.lowest_bits is None else f"{row.lowest_bits:g}" for row in rows],
+        "lowest": [short(row.lowest_bits) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "tok/s": [number(row.tok_s, 0) for row in rows],

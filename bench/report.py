@@ -219,5 +219,10 @@ def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
+def short(value: float | None) -> str:
+    """``value`` without zeros at its end; nothing for None."""
+    return "" if value is None else f"{value:g}"
+
+
 def _size(nbytes: int | None) -> str:
     return format_size(nbytes) if nbytes else ""

@@ -125,6 +125,7 @@ def test_the_command_takes_what_the_model_takes(capsys: pytest.CaptureFixture[st
         (b"caf\xe9", [], "is not UTF-8 at byte 3"),
         (b"x", ["--tasks", "ledger"], "cannot be combined with --perplexity"),
         (b"x", ["--log-samples", "x.jsonl"], "cannot be combined with --perplexity"),
+        (b"x", ["--samples", "4"], "--samples=4: cannot be combined with --perplexity"),
         (b"x", ["--lm-eval", "x"], "cannot be combined with --perplexity"),
         (b"x", ["--limit", "3"], "needs --lm-eval"),
     ],

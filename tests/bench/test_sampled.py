@@ -81,6 +81,7 @@ def test_a_preset_that_fits_nowhere_is_a_row(capsys: pytest.CaptureFixture[str])
     "words",
     [
         ["--memory", "lots"],
+        ["--memory", ""],
         ["--kv-memory", "1GiB"],
         ["--batch-sweep", "max..2"],
         ["--sampled", "--output-len", "19"],
