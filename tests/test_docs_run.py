@@ -28,7 +28,7 @@ FEWER = {
     "--arrivals": ["--task", "addition:4", "--requests", "2"],
     "--perplexity": ["--context", "64", "--stride", "32"],
     "eval": ["--tasks", "addition:4", "--samples", "1", "--max-tokens", "32"],
-    "plan": ["--task", "addition:10", "--samples", "3"],
+    "plan": ["--task", "addition:10", "--samples", "1"],
     "bench": ["--batch-sweep", "1,2", "--repeats", "1", "--output-len", "16"],
 }
 

@@ -76,8 +76,8 @@ class MixedSteps:
     def shape(self, num_decodes: int, num_chunk_tokens: int, work: PrefillWork) -> tuple[int, MixedShape] | None:
         """The most blocks of a work item and a step's shape, as the tables stand; ``None``: run operator by operator.
 
-        That are steps of many tokens, and those whose chunks see blocks on other rungs than the widest: such blocks
-        are written out in launches whose number depends on theirs.
+        A step has no shape if it has many tokens, or if its chunks see blocks on other rungs than the widest: such
+        blocks are written out in launches whose number depends on that of the blocks.
         """
         if num_chunk_tokens > MAX_CHUNK_TOKENS or work.rungs != (0,):
             return None
@@ -114,7 +114,7 @@ class MixedSteps:
         self._graphs.capture(shape, lambda: self._run(shape))
 
     def _run(self, shape: MixedShape) -> None:
-        """All of a step on the device up to ``_hidden``: what a graph captures."""
+        """The device's work in a step up to ``_hidden``: the contents of a graph."""
         number = shape.num_decodes + shape.num_chunk_tokens
         work = self._plan.work(shape.num_tiles)
         placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, work)

@@ -25,4 +25,4 @@ def test_the_engine_runs_that_many_together_and_no_more(num_requests: int, num_t
     assert needed <= nbytes <= 1.06 * needed + 2**20
     if nbytes < 2**27:
         with Engine(kv="bf16", kv_memory=nbytes, max_model_len=max(2, num_tokens)) as engine:
-            assert f"at most {num_requests} requests of" in engine.describe()[1]
+            assert f"at most {num_requests} request" in engine.describe()[1]

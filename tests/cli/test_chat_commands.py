@@ -345,9 +345,9 @@ def test_think_off_says_where_the_template_has_no_switch(shell: Shell, monkeypat
     assert "hidden only" in run(shell, "/think off")
 
 
-def test_the_readme_shows_the_kv_listing_as_it_is(shell: Shell):
+def test_the_page_shows_the_kv_listing_as_it_is(shell: Shell):
     ask(shell, "hello")
-    shown = (Path(__file__).parents[2] / "README.md").read_text().split("\n> /kv\n")[1].split("```")[0]
+    shown = (Path(__file__).parents[2] / "docs/kv_cache.md").read_text().split("\n> /kv\n")[1].split("```")[0]
     assert [line[:16].strip() for line in shown.splitlines()] == [
         line[:16].strip() for line in run(shell, "/kv").splitlines()
     ]

@@ -68,7 +68,7 @@ def test_as_a_module_too():
 
 
 @pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.7, 2.0])
+@pytest.mark.parametrize("delay", [0.1, 0.7, *(pytest.param(at, marks=pytest.mark.slow) for at in (0.0, 2.0))])
 def test_while_a_large_model_loads(number: signal.Signals, delay: float):
     with program(*SLOW) as child:
         wait_for_import(child, "qkv_engine.engine")

@@ -20,7 +20,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="reads /proc")
-@pytest.mark.parametrize("rounds", [3, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_load_under_pressure_leaves_memory_as_it_was(rounds: int):
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     with Engine(kv="auto", kv_memory="24MiB", max_num_batched_tokens=256) as engine:

@@ -11,7 +11,7 @@ import pytest
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
 
-NUM_REQUESTS = 90
+NUM_REQUESTS = 60
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def test_answers_do_not_depend_on_chunks_or_company_under_an_eager_ladder():
 
 def test_pinned_and_floored_requests_keep_their_precision():
     with Engine(kv="auto", kv_memory=32 * BLOCK_NBYTES, prefix_caching=False) as engine:
-        shared = {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True}
+        shared = {"temperature": 0.0, "max_tokens": 180, "ignore_eos": True}
         params = [SamplingParams(kv_pinned=True, **shared), SamplingParams(kv_floor="int8", **shared)]
         params += [SamplingParams(**shared)] * 8
         pinned, floored, *others = engine.generate(long_prompts(10, 500), params)
@@ -126,7 +126,7 @@ def test_cached_blocks_give_way_before_anything_steps_down():
 
 
 def test_with_a_quota_one_tenant_does_not_push_anothers_blocks_down():
-    params = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True}
+    params = {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True}
     with Engine(kv="auto", kv_memory=32 * BLOCK_NBYTES, kv_quota=0.5, prefix_caching=False) as engine:
         victim = SamplingParams(tenant="victim", **params)
         attacker = SamplingParams(tenant="attacker", **params)

@@ -88,7 +88,7 @@ def crowd(number: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.mark.parametrize("kv", [PRESSURE, EAGER], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("kv", [PRESSURE, pytest.param(EAGER, marks=pytest.mark.slow)], ids=lambda kv: kv.name)
 def test_a_recorded_precision_schedule_gives_the_same_answer_alone(kv: KVConfig, monkeypatch: pytest.MonkeyPatch):
     prompts, params = crowd(8)
     with Engine(kv=kv, kv_memory=KV_MEMORY, prefix_caching=False, max_num_batched_tokens=160) as engine:

@@ -146,6 +146,7 @@ def test_an_interrupt_prints_the_rows_there_are(
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
+@pytest.mark.slow
 def test_hugging_face_gives_the_same_greedy_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--kv", "fp32", "--batch", "1,3", "--input-len", "9", "--output-len", "12", "--repeats", "1"]
     assert main(["hf", *words, "--warmup", "1", "-o", "json"]) == 0

@@ -9,6 +9,7 @@ import pytest
 from studies.schedule import LOADS, main
 
 
+@pytest.mark.slow
 def test_every_load_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--running", "24", "-o", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
