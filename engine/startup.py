@@ -110,7 +110,9 @@ def start(config: EngineConfig) -> Started:
     )
     if device.type == "cuda":
         warm_up(runner)
-    captured = runner.capture_all(config.max_num_batched_tokens) if config.warm_up == "full" else None
+    captured = None
+    if config.warm_up == "full":
+        captured = runner.capture_all(config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
     core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
     summary = _summarize(name, device, dtype, cache, max_model_len)
     if captured is not None:

@@ -16,13 +16,7 @@ from ..kv.table import BlockTables
 from .gpu_steps import DecodeShape, GpuSteps, padded_batch
 from .graphs import MAX_GRAPHS
 from .memory import free_memory
-from .mixed_steps import (
-    MAX_CHUNK_TOKENS,
-    MixedShape,
-    least_tiles,
-    padded_chunk,
-    padded_decodes,
-)
+from .mixed_steps import MAX_CHUNK_TOKENS, MixedShape, least_tiles, padded_chunk, padded_decodes
 
 GROWTH = 2**0.125  # between two numbers of blocks that are looked at; with fewer, a shape might be missed
 

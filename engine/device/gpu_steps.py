@@ -117,7 +117,7 @@ class GpuSteps:
             self.mixed.capture(shape)
             return
         padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
-        self._pinned.send(self.tables.step_input(pack_tokens(*padding)))
+        self._pinned.send(self.tables.step_input(padding.packed()))
         self._graphs.capture(shape, lambda: self._decode(shape))
 
     def likeliest(self) -> PendingTokens:
@@ -133,8 +133,7 @@ class GpuSteps:
         """``forward`` operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
-        tokens = pack_tokens(*(a + b for a, b in zip(decodes, chunks, strict=True)))
-        words = self.tables.step_input(tokens, item_blocks=item_blocks)
+        words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
         on_device = None if work is None else work.to(self.device)
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
@@ -148,9 +147,7 @@ class GpuSteps:
         positions = [item.start for item in items]
         known = [(item.request.token_ids, item.start) for item in items]
         ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]
-        padding = self._batch - len(items)
-        rows = self._step_rows + [self.tables.spare_row] * padding
-        self._tokens = pack_tokens(ids + [0] * padding, positions + [-1] * padding, rows)
+        self._tokens = Tokens(ids, positions, self._step_rows).padded(self._batch, self.tables.spare_row).packed()
 
     def _decode(self, shape: DecodeShape) -> None:
         """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: the contents of a graph."""

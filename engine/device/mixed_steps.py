@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,6 +44,10 @@ class Tokens(NamedTuple):
         """The tokens followed by padding, ``number`` in all."""
         padding = number - len(self.ids)
         return Tokens(self.ids + [0] * padding, self.positions + [-1] * padding, self.rows + [spare_row] * padding)
+
+    def packed(self, *others: Tokens) -> array[int]:
+        """The words of the tokens and of ``others`` behind them, as a step's input wants them."""
+        return pack_tokens(*(list(chain(*column)) for column in zip(self, *others, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,7 @@ class MixedSteps:
         """Hidden states [N, E] of single tokens and of chunks, without padding."""
         spare = self._tables.spare_row
         first, second = decodes.padded(shape.num_decodes, spare), chunks.padded(shape.num_chunk_tokens, spare)
-        tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
-        self._ring.send(self._tables.step_input(tokens, item_blocks=item_blocks))
+        self._ring.send(self._tables.step_input(first.packed(second), item_blocks=item_blocks))
         self._plan.send(work)
         self._graphs.run(shape, lambda: self._run(shape))
         assert self._hidden is not None
@@ -109,7 +113,7 @@ class MixedSteps:
     def capture(self, shape: MixedShape) -> None:
         """Captures a step, which is run with padding alone."""
         padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
-        self._ring.send(self._tables.step_input(pack_tokens(*padding)))
+        self._ring.send(self._tables.step_input(padding.packed()))
         self._plan.clear()
         self._graphs.capture(shape, lambda: self._run(shape))
 

@@ -93,7 +93,6 @@ class Runner:
     ):
         self.model, self.cache, self.device = model, cache, device
         self.sampler = Sampler()
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._gpu: GpuSteps | None = None
         self._steady: SteadyBatch | None = None  # of the last step launched
         if device.type == "cuda":
@@ -105,14 +104,14 @@ class Runner:
         """``launch`` and ``wait`` in one."""
         return self.launch(batch, rows).wait()
 
-    def capture_all(self, max_num_batched_tokens: int) -> Captured | None:
+    def capture_all(self, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Captured | None:
         """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
         if self._gpu is None or self._gpu.mixed is None:
             return None
         from .captures import capture_all
 
         with torch.inference_mode():
-            return capture_all(self._gpu, self._max_num_seqs, self._max_model_len, max_num_batched_tokens)
+            return capture_all(self._gpu, max_num_seqs, max_model_len, max_num_batched_tokens)
 
     def check_device(self) -> None:
         """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""
