@@ -65,14 +65,20 @@ $(DECODE): gpu-decode-%: gpu-folders
 		--input-len $(shell expr $* - 256) --output-len 256 --memory 80GiB $(GPU_FILES)
 
 gpu-pareto: gpu-folders
-	$(BIN)/qkv-engine bench --pareto --sampled --shape qwen3-8b --input-len 7936 --output-len 256 --memory 80GiB $(GPU_FILES)
+	$(BIN)/qkv-engine bench --pareto --sampled --shape qwen3-8b --input-len 7936 --output-len 256 --memory 80GiB \
+		--eval ledger:40,lookup:100,addition:10,sorting:40 --samples 100 $(GPU_FILES)
+
+plan.json: .venv/.installed
+	$(BIN)/qkv-engine plan --shape qwen3-8b --budget 3bits --rungs 12 -o $@
+
+gpu-arrivals gpu-arrivals-below: plan.json
 
 gpu-arrivals: gpu-folders
-	$(BIN)/qkv-engine bench --arrivals 24 --requests 96 --shape qwen3-8b --kv bf16,int4,auto,auto-2 --kv-memory 12GiB \
-		--input-len 2048 --output-len 192 $(GPU_FILES)
+	$(BIN)/qkv-engine bench --arrivals 24 --requests 96 --shape qwen3-8b --kv bf16,int4,auto,auto-2,plan.json --kv-memory 12GiB \
+		--input-len 2048 --output-len 192 --goodput ttft:1000,tpot:50 $(GPU_FILES)
 
 gpu-arrivals-below: gpu-folders
-	$(BIN)/qkv-engine bench --arrivals 16 --requests 128 --shape qwen3-8b --kv bf16,int4,auto,auto-2 --kv-memory 12GiB \
+	$(BIN)/qkv-engine bench --arrivals 16 --requests 128 --shape qwen3-8b --kv bf16,int4,auto,auto-2,plan.json --kv-memory 12GiB \
 		--input-len 512 --output-len 128 $(GPU_FILES)
 
 lint: .venv/.installed-test .typecheck
