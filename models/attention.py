@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from .config import ModelConfig
-from .layers import HeadNorm, Layer, Linear
+from .layers import HeadNorm, Layer, Linear, RowParallelLinear
+from .ranks import ALONE, Ranks
 from .rope import Rotation
 
 
@@ -24,17 +25,22 @@ class AttentionBatch(Protocol):
 
 
 class Attention(Layer):
-    """Grouped-query attention of one layer, with the biases and the q/k norm that ``config`` asks for."""
+    """Grouped-query attention of one layer, with the biases and the q/k norm that ``config`` asks for.
 
-    def __init__(self, config: ModelConfig, layer: int):
+    Each of ``ranks`` has its part of the query heads and the KV heads that they share.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.layer, self.head_dim = layer, head_dim
-        self.num_heads, self.num_kv_heads = heads, kv_heads
-        shards = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        heads, kv_heads, head_dim = ranks.part(config.num_heads), ranks.part(config.num_kv_heads), config.head_dim
+        self.layer, self.head_dim, self.kv_heads = layer, head_dim, kv_heads
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
+        queries, keys = heads.times(head_dim), kv_heads.times(head_dim)
+        shards = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv_proj = Linear(config.hidden_size, shards, bias=config.attention_bias)
-        self.o_proj = Linear(heads * head_dim, {"o_proj": config.hidden_size}, bias=config.attention_output_bias)
-        norm_shards = {"q_norm": heads, "k_norm": kv_heads}
+        out = {"o_proj": config.hidden_size}
+        self.o_proj = RowParallelLinear(queries, out, ranks, bias=config.attention_output_bias)
+        norm_shards = {"q_norm": heads.size, "k_norm": kv_heads.size}
         self.qk_norm = HeadNorm(head_dim, config.rms_norm_eps, norm_shards) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:

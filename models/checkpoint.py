@@ -101,17 +101,21 @@ class Checkpoint:
     def file_names(self) -> list[str]:
         return list(self._files)
 
-    def pieces(self, name: str) -> Iterator[tuple[int, int, Tensor]]:
-        """Rows ``[start, stop)`` of a tensor in order; each piece is valid until the next one is asked for."""
+    def pieces(self, name: str, first: int = 0, count: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+        """Rows ``[start, stop)`` of ``count`` rows of a tensor from ``first`` on, or of all, in order.
+
+        Each piece is valid until the next one is asked for.
+        """
         stored = self.tensors[name]
         dtype = TENSOR_DTYPES[stored.dtype]
-        rows = stored.shape[0]
-        row_bytes = stored.nbytes // rows
+        row_bytes = stored.nbytes // stored.shape[0]
+        rows = stored.shape[0] if count is None else count
         step = max(1, _PIECE_BYTES // row_bytes)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             piece = self._view((stop - start) * row_bytes)
-            read_into(self._files[stored.file_name], stored.offset + start * row_bytes, piece, stored.file_name)
+            offset = stored.offset + (first + start) * row_bytes
+            read_into(self._files[stored.file_name], offset, piece, stored.file_name)
             yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:])
 
     def first_elements(self, name: str, count: int) -> Tensor:

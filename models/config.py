@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qkv_engine.errors import ModelError
+from qkv_engine.errors import ConfigError, ModelError
 
 from .fields import Fields
 from .rope import RopeConfig
@@ -120,6 +120,18 @@ class ModelConfig:
         if rope.rope_type == "yarn":
             return max(positions, int(rope.original_max_position_embeddings * rope.factor))
         return positions
+
+    def check_ranks(self, size: int) -> None:
+        """Raises ``ConfigError`` unless heads and inner features can be split over ``size`` tensor-parallel ranks."""
+        problem = None
+        for name, number in (("attention heads", self.num_heads), ("inner features", self.intermediate_size)):
+            if number % size:
+                problem = f"the model's {number} {name} cannot be split evenly"
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            problem = f"the model's {self.num_kv_heads} KV heads can be neither split nor repeated evenly"
+        if problem is not None:
+            remedy = "Use a number of ranks that divides the model's heads, such as 2"
+            raise ConfigError(problem, field="tensor_parallel", value=size, remedy=remedy)
 
     @property
     def num_parameters(self) -> int:

@@ -19,10 +19,11 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
     """Divides the keys of an unpacked ``net`` by ``scale``, and multiplies the matching queries.
 
     The factors go into the weights of the q/k norm, which has a row a head, or else into the rows and biases of the
-    projections. Shapes:  scale [layers, H, D / 2]. Raises ``ConfigError`` for other shapes.
+    projections. Shapes:  scale [layers, H, D / 2], for the KV heads of all ranks. Raises ``ConfigError`` for others.
     """
     attentions = [module for module in net.modules() if isinstance(module, Attention)]
-    shape = [len(attentions), attentions[0].num_kv_heads, attentions[0].head_dim // 2]
+    kv_heads = attentions[0].kv_heads
+    shape = [len(attentions), kv_heads.whole, attentions[0].head_dim // 2]
     try:
         divisors = torch.tensor(scale, dtype=torch.float32)
     except (TypeError, ValueError) as error:  # a ragged list
@@ -32,7 +33,7 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
     if not bool((divisors.isfinite() & (divisors > 0)).all()):
         raise _refusal("has divisors that are not positive", shape)
     with torch.no_grad():
-        for attention, divisor in zip(attentions, divisors, strict=True):
+        for attention, divisor in zip(attentions, divisors[:, kv_heads.first :][:, : kv_heads.size], strict=True):
             _fold(attention, divisor)
 
 

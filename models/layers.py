@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from qkv_engine.kernels.linear import linear, pack_weight
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
+
+from .ranks import Part, Ranks
 
 
 class Layer(nn.Module):
@@ -30,26 +32,57 @@ class Layer(nn.Module):
 
 
 class CheckpointRows(NamedTuple):
-    """The target of one checkpoint tensor: rows ``[start, stop)`` of a module's parameter."""
+    """The target of one checkpoint tensor: rows ``[start, stop)`` of a module's parameter.
+
+    They are rows of the tensor from ``first_row`` on, and columns from ``first_column`` on.
+    """
 
     name: str  # in the checkpoint, below the path of the module's parent
     shape: tuple[int, ...]  # in the checkpoint; broadcast over the rows where it has fewer dimensions
     parameter: nn.Parameter
     start: int
     stop: int
+    first_row: int = 0
+    first_column: int = 0
+
+    @property
+    def target(self) -> Tensor:
+        """The rows of the parameter."""
+        return self.parameter[self.start : self.stop]
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether the whole tensor fills every row, as the one of a head norm does."""
+        return len(self.shape) < self.parameter.dim()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks hold other elements of the tensor."""
+        return not self.is_broadcast and self.shape != tuple(self.target.shape)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tensor that are read."""
+        return self.shape[0] if self.is_broadcast else self.stop - self.start
+
+    def columns_of(self, rows: Tensor) -> Tensor:
+        """The target's columns of ``rows`` of the tensor, which may have none."""
+        return rows[:, self.first_column :][:, : self.parameter.shape[1]] if rows.dim() == 2 else rows
 
 
 class Linear(Layer):
     """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
-    ``shards`` maps each projection's name to its rows. ``pack`` ends loading; after it the weight is opaque.
+    ``shards`` maps each projection's name to its rows, of which the rank may hold a part: a column-parallel layer.
+    ``pack`` ends loading; after it the weight is opaque.
     """
 
-    def __init__(self, in_features: int, shards: dict[str, int], *, bias: bool):
+    def __init__(self, in_features: int | Part, shards: Mapping[str, int | Part], *, bias: bool):
         super().__init__()
-        out_features = sum(shards.values())
-        self.in_features, self.shards = in_features, shards
-        self.weight: Tensor = _empty(out_features, in_features)
+        self.columns = _part(in_features)
+        self.shards = {name: _part(rows) for name, rows in shards.items()}
+        out_features = sum(rows.size for rows in self.shards.values())
+        self.weight: Tensor = _empty(out_features, self.columns.size)
         self.bias = _empty(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,12 +91,13 @@ class Linear(Layer):
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         start = 0
+        columns = self.columns
         for name, rows in self.shards.items():
-            stop = start + rows
+            stop, shape = start + rows.size, (rows.whole, columns.whole)
             assert isinstance(self.weight, nn.Parameter), "asked for before packing"
-            yield CheckpointRows(f"{name}.weight", (rows, self.in_features), self.weight, start, stop)
+            yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, rows.first, columns.first)
             if self.bias is not None:
-                yield CheckpointRows(f"{name}.bias", (rows,), self.bias, start, stop)
+                yield CheckpointRows(f"{name}.bias", (rows.whole,), self.bias, start, stop, rows.first)
             start = stop
 
     def pack(self) -> None:
@@ -72,6 +106,21 @@ class Linear(Layer):
         if packed is not self.weight:
             del self.weight
             self.weight = packed
+
+
+class RowParallelLinear(Linear):
+    """A linear layer of which each of ``ranks`` has a part of the input; its output is the sum over them."""
+
+    def __init__(self, in_features: Part, shards: Mapping[str, int], ranks: Ranks, *, bias: bool):
+        super().__init__(in_features, shards, bias=bias)
+        self.ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M, I] -> [M, O], the same bits on all ranks."""
+        if self.ranks.size == 1:
+            return linear(x, self.weight, self.bias)
+        out = self.ranks.sum(linear(x, self.weight))
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class RMSNorm(Layer):
@@ -134,6 +183,10 @@ class Embedding(Layer):
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         yield CheckpointRows(f"{self.name}.weight", tuple(self.weight.shape), self.weight, 0, self.weight.shape[0])
+
+
+def _part(features: int | Part) -> Part:
+    return features if isinstance(features, Part) else Part.all(features)
 
 
 def _empty(*shape: int) -> nn.Parameter:

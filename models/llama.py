@@ -8,18 +8,19 @@ from qkv_engine.kernels.linear import linear_swiglu
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
-from .layers import Embedding, Layer, Linear, RMSNorm
+from .layers import Embedding, Layer, Linear, RMSNorm, RowParallelLinear
+from .ranks import ALONE, Part, Ranks
 from .rope import RotaryEmbedding, Rotation
 
 
 class MLP(Layer):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``. Each of ``ranks`` has its part of the inner features."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, ranks.part(config.intermediate_size)
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
-        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=config.mlp_bias)
+        self.down_proj = RowParallelLinear(inner, {"down_proj": hidden}, ranks, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
@@ -30,12 +31,12 @@ class MLP(Layer):
 class DecoderLayer(Layer):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
         self.input_layernorm = RMSNorm("input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, ranks)
         self.post_attention_layernorm = RMSNorm("post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, ranks)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
@@ -53,10 +54,10 @@ class DecoderLayer(Layer):
 class LlamaModel(Layer):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
         self.embed_tokens = Embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, ranks) for layer in range(config.num_layers))
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
 
@@ -70,13 +71,21 @@ class LlamaModel(Layer):
 
 
 class LlamaForCausalLM(Layer):
-    """A decoder with its output embedding. The loader builds, fills and packs it; it holds no KV."""
+    """A decoder with its output embedding. The loader builds, fills and packs it; it holds no KV.
 
-    def __init__(self, config: ModelConfig):
+    Each of ``ranks`` computes all hidden states and all logits; it has a part of the output embedding where that is a
+    matrix of its own with a number of rows that the ranks divide.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
-        self.config = config
-        self.model = LlamaModel(config)
-        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+        self.config, self.ranks = config, ranks
+        self.model = LlamaModel(config, ranks)
+        vocab = Part.all(config.vocab_size)
+        self.splits_vocab = ranks.size > 1 and not config.tie_word_embeddings and config.vocab_size % ranks.size == 0
+        if self.splits_vocab:
+            vocab = ranks.part(config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": vocab}, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -92,4 +101,4 @@ class LlamaForCausalLM(Layer):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden ``[M, E]`` -> logits ``[M, V]``, in the model's dtype."""
         logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.ranks.gather(logits) if self.splits_vocab else logits

@@ -23,6 +23,7 @@ from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
 from .files import file_names, has_file, read_json
 from .layers import CheckpointRows, Embedding, Layer, Linear, RMSNorm
+from .ranks import ALONE, Ranks
 from .registry import MODELS
 from .shapes import SHAPES
 
@@ -114,21 +115,23 @@ def load_weights(
     stopped: Callable[[], bool] = lambda: False,
     prepare: Callable[[nn.Module], object] = lambda net: None,
     pack: bool = True,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """The model of ``source`` on ``device``: filled from its checkpoint, or with seeded random weights; then packed.
 
     ``prepare`` may change the weights before they are packed. Without ``pack`` they stay plain matrices, which
-    gradients need. ``stopped`` is asked a few times a second.
+    gradients need. ``stopped`` is asked a few times a second. Of split weights only the part of
+    ``ranks`` is made or read.
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """
     if load_format == "random":
-        net = _build(source.config)
+        net = _build(source.config, ranks)
         _materialize(net, dtype, device)
-        _fill_randomly(net, torch.Generator(device).manual_seed(seed), stopped)
+        _fill_randomly(net, source.config, ranks, seed, stopped)
     else:
         assert source.folder is not None, "only random weights have no folder"
-        net = _load_checkpoint(source.folder, source.config, dtype, device, stopped)
+        net = _load_checkpoint(source.folder, source.config, dtype, device, stopped, ranks)
     prepare(net)
     for module in net.modules():
         if pack and isinstance(module, Layer):
@@ -146,19 +149,21 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_hf(read_json(folder, "config.json"))
 
 
-def weights_nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all weights of a model in ``dtype``, a tied output embedding counted once."""
-    return config.num_parameters * dtype.itemsize
+def weights_nbytes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """Bytes of a rank's weights of a model in ``dtype``, a tied output embedding counted once."""
+    if num_ranks == 1:
+        return config.num_parameters * dtype.itemsize
+    return sum(weight.numel() for weight in _build(config, Ranks(0, num_ranks)).parameters()) * dtype.itemsize
 
 
-def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """The most bytes of ``device`` in use while the weights are loaded.
+def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> int:
+    """The most bytes of a rank's ``device`` in use while the weights are loaded.
 
     On the CPU a packed copy of the output embedding, the largest matrix, comes on top: during packing, and for life
     where the input embedding shares the matrix.
     """
     packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
-    return weights_nbytes(config, dtype) + packed
+    return weights_nbytes(config, dtype, num_ranks) + packed
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, CheckpointRows]:
@@ -214,10 +219,10 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def _build(config: ModelConfig) -> nn.Module:
+def _build(config: ModelConfig, ranks: Ranks) -> nn.Module:
     """The model on the meta device: its parameters have shapes and no memory."""
     with torch.device("meta"):
-        return MODELS[config.architecture](config)
+        return MODELS[config.architecture](config, ranks)
 
 
 def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -241,9 +246,14 @@ def _go_on_unless(stopped: Callable[[], bool]) -> None:
         raise CancelledError
 
 
-def _fill_randomly(net: nn.Module, generator: torch.Generator, stopped: Callable[[], bool]) -> None:
+def _fill_randomly(net: nn.Module, config: ModelConfig, ranks: Ranks, seed: int, stopped: Callable[[], bool]) -> None:
+    """Random weights, the same on all ranks but for those of which each rank has a part."""
     norms = {module.weight for module in net.modules() if isinstance(module, RMSNorm)}
+    split = {part.parameter for part in expected_tensors(net, config).values() if part.is_split}
+    device = next(net.parameters()).device
+    common, own = (torch.Generator(device).manual_seed(number) for number in (seed, seed + ranks.rank + 1))
     for parameter in net.parameters():
+        generator = own if parameter in split else common
         for piece in torch.split(parameter.view(-1), _RANDOM_PIECE):
             _go_on_unless(stopped)
             if parameter in norms:
@@ -253,7 +263,12 @@ def _fill_randomly(net: nn.Module, generator: torch.Generator, stopped: Callable
 
 
 def _load_checkpoint(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, stopped: Callable[[], bool]
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    ranks: Ranks,
 ) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
         # No supported dtype takes less than a byte an element: the config cannot belong to these files.
@@ -262,7 +277,7 @@ def _load_checkpoint(
                 f"config.json describes {config.num_parameters:,} parameters, "
                 f"but {', '.join(checkpoint.file_names[:3])} hold {checkpoint.nbytes:,} bytes in all"
             )
-        net = _build(config)
+        net = _build(config, ranks)
         _check_tensors(checkpoint, expected_tensors(net, config), config)
         _materialize(net, dtype, device)
         _fill(checkpoint, expected_tensors(net, config), stopped)
@@ -294,14 +309,13 @@ def _check_tensors(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], co
 
 
 def _fill(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], stopped: Callable[[], bool]) -> None:
-    with _progress(sum(checkpoint.tensors[name].nbytes for name in wanted)) as advance:
+    total = sum(checkpoint.tensors[name].nbytes * part.num_rows // part.shape[0] for name, part in wanted.items())
+    with _progress(total) as advance:
         for name, part in wanted.items():
-            target = part.parameter[part.start : part.stop]
-            for start, end, piece in checkpoint.pieces(name):
+            for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
                 _go_on_unless(stopped)
-                # A head norm's [D] fills every row; all other tensors have the target's rows.
-                rows = target if piece.dim() < target.dim() else target[start:end]
-                rows.copy_(piece)
+                rows = part.target if part.is_broadcast else part.target[start:end]
+                rows.copy_(part.columns_of(piece))
                 advance(piece.nbytes)
 
 

@@ -147,7 +147,7 @@ def _loss_gradient(model: LlamaForCausalLM, x: Tensor, labels: Tensor) -> Tensor
 
 def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> Tensor:
     """Frobenius norms [2] of the gradients of W_k and W_v, the rows of the fused weight that belong to each."""
-    shards = list(layer.self_attn.qkv_proj.shards.values())
+    shards = [rows.size for rows in layer.self_attn.qkv_proj.shards.values()]
     _, k, v = ((part.T @ normed).float().norm() for part in torch.split(qkv_gradient, shards, dim=1))
     return torch.stack((k, v))
 

@@ -8,17 +8,18 @@ from qkv_engine.models.attention import Attention, AttentionBatch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.layers import Layer, RMSNorm
 from qkv_engine.models.llama import MLP, LlamaForCausalLM
+from qkv_engine.models.ranks import Ranks
 from qkv_engine.models.rope import Rotation
 
 
 class ParallelLayer(Layer):
     """x + attention(norm(x)) + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks):
         super().__init__()
         self.input_layernorm = RMSNorm("input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(config, layer, ranks)
+        self.mlp = MLP(config, ranks)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
@@ -31,6 +32,6 @@ class ParallelLayer(Layer):
 class ParallelForCausalLM(LlamaForCausalLM):
     """Llama's embedding, final norm and output embedding around parallel layers."""
 
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.model.layers = nn.ModuleList(ParallelLayer(config, layer) for layer in range(config.num_layers))
+    def __init__(self, config: ModelConfig, ranks: Ranks):
+        super().__init__(config, ranks)
+        self.model.layers = nn.ModuleList(ParallelLayer(config, layer, ranks) for layer in range(config.num_layers))
