@@ -23,7 +23,15 @@ if TYPE_CHECKING:
         RequestError,
     )
     from qkv_engine.metrics import EngineStats
-    from qkv_engine.request import CompletionOutput, KVUsage, Logprob, RequestMetrics, RequestOutput, SamplingParams
+    from qkv_engine.request import (
+        CompletionOutput,
+        KVUsage,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+    )
 
 __version__ = "0.1.0"
 
@@ -48,6 +56,7 @@ _HOMES = {
     "Logprob": "request",
     "RequestMetrics": "request",
     "RequestOutput": "request",
+    "RequestOutputKind": "request",
     "SamplingParams": "request",
 }
 
@@ -68,6 +77,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "RequestStream",
     "RungConfig",
     "SamplingParams",

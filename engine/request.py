@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from qkv_engine.errors import QKVError
 
 
+class RequestOutputKind(enum.StrEnum):
+    """What the outputs of a stream hold."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling, stopping and output options of one request. Checked when it is submitted.
 
@@ -52,6 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         skip_special_tokens: leave them out of the text.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
             out of ``text``; False gives one raw text.
+        output_kind: "cumulative" for outputs of a stream with all text and tokens so far, "delta" for outputs with new
+            ones alone, whose cost does not grow with their number; or a ``RequestOutputKind``.
 
     KV memory
         kv_floor: name of the narrowest rung its KV may step down to, such as "int8"; None for the ladder's last.
@@ -84,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     separate_reasoning: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     kv_floor: str | None = None
     kv_pinned: bool = False
     tenant: str = ""
@@ -117,11 +130,14 @@ class Logprob(msgspec.Struct, frozen=True):
 class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     """One of the ``n`` continuations of a prompt so far.
 
+    Of requests with ``output_kind`` "delta" text, reasoning, token ids and log-probabilities are the new ones alone.
+
     Fields
         index: number of the completion, from 0.
         text: all text so far, without the reasoning.
         token_ids: all output tokens so far, those of the reasoning included.
         delta: text since the previous output of the stream.
+        delta_token_ids: output tokens since the previous output of the stream.
         reasoning: thinking that the model marked in a conversation, without the marks; None where there was none.
         reasoning_delta: reasoning since the previous output of the stream.
         cumulative_logprob: sum of the output tokens' log-probabilities; None unless ``logprobs`` were asked for.
@@ -134,6 +150,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     text: str = ""
     token_ids: list[int] = []
     delta: str = ""
+    delta_token_ids: list[int] = []
     reasoning: str | None = None
     reasoning_delta: str = ""
     cumulative_logprob: float | None = None

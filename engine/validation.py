@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import ModelError, RequestError
-from .request import SamplingParams
+from .request import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .text.tokenizer import Tokenizer
@@ -87,6 +87,7 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
     for name in ("tenant", "cache_salt"):
         fields[name] = check_name(name, getattr(params, name))
     fields["kv_floor"] = None if params.kv_floor is None else check_name("kv_floor", params.kv_floor)
+    fields["output_kind"] = _output_kind(params.output_kind)
     fields["top_k"] = max(fields["top_k"], 0)
     fields["stop"] = _strings("stop", _as_list(params.stop), MAX_STOP_STRINGS)
     words, bias = params.bad_words, params.logit_bias
@@ -105,6 +106,13 @@ def check_flag(name: str, value: object) -> bool:
     if value is not True and value is not False:
         raise RequestError("must be True or False", field=name, value=value)
     return value
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    if isinstance(value, str) and value in list(RequestOutputKind):
+        return RequestOutputKind(value)
+    remedy = f"Choose from {', '.join(RequestOutputKind)}"
+    raise RequestError("unknown", field="output_kind", value=value, remedy=remedy)
 
 
 def check_name(name: str, value: object, *, may_be_empty: bool = True) -> str:

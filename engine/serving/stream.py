@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 
 from ..errors import EngineDeadError, QKVError
 from ..request import RequestOutput
-from .report import Report
+from .report import Had, Report
 
 Bell = SimpleQueue[None] | asyncio.Future[None]  # of a reader in a thread, or in an event loop
 
@@ -24,14 +24,14 @@ Bell = SimpleQueue[None] | asyncio.Future[None]  # of a reader in a thread, or i
 class OutputStream:
     """The newest output of one request, until its reader takes it. An output not read in time is replaced, not queued.
 
-    So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop; ``delta`` and
-    ``reasoning_delta`` are the text that the reader has not had yet.
+    So a slow or vanished reader costs the engine nothing. One reader, in a thread or in an event loop. The deltas of an
+    output begin where the reader's last output ended.
     """
 
     def __init__(self) -> None:
         self._newest: Report | None = None
         self._last_read: Report | None = None
-        self._num_read: list[tuple[int, int]] = []  # characters read of each completion's text and reasoning
+        self._had: list[Had] = []  # by the reader, of each completion
         self._error: QKVError | None = None
         self._bells: deque[Bell] = deque()  # each wakes a reader that found nothing to read
         self._pid = os.getpid()
@@ -89,13 +89,9 @@ class OutputStream:
                 raise self._error
             return None
         assert report is not None
-        output = report.read()
-        starts = self._num_read or [(0, 0)] * len(output.outputs)
-        for completion, (text, reasoning) in zip(output.outputs, starts, strict=True):
-            completion.delta = completion.text[text:]
-            completion.reasoning_delta = (completion.reasoning or "")[reasoning:]
-        self._num_read = [(len(c.text), len(c.reasoning or "")) for c in output.outputs]
+        output, had = report.read(self._had)
         self._last_read = report
+        self._had = had
         return output
 
     def take_bell(self) -> Bell | None:

@@ -17,6 +17,7 @@ from ..request import (
     Request,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     RequestStatus,
     SamplingParams,
 )
@@ -24,7 +25,7 @@ from ..sampling.sample_row import SampleRow
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import OutputText, ReasoningMarks
 from ..text.tokenizer import Tokenizer
-from .report import CompletionReport, Report
+from .report import CompletionReport, Extent, Report
 from .stream import OutputStream
 
 NO_USAGE = KVUsage()  # of a request that has not ended
@@ -75,13 +76,13 @@ class Completion:
         request, output_text = self.request, self.output_text
         output = CompletionOutput(
             index=self.index,
-            text="" if output_text is None else output_text.text,
-            reasoning=None if output_text is None else output_text.reasoning,
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=None if request.finish_reason is None else str(request.finish_reason),
             stop_reason=request.stop_reason,
         )
-        return CompletionReport(output, request, self.logprobs, request.num_output_tokens)
+        pieces, thoughts = ([], None) if output_text is None else (output_text.pieces, output_text.thoughts)
+        extent = Extent(request.num_output_tokens, len(pieces), len(thoughts or ()))
+        return CompletionReport(output, request, self.logprobs, pieces, thoughts, extent)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -199,7 +200,7 @@ class Submission:
             kv=self._usage() if finished else NO_USAGE,
             error=None if self.error is None else str(self.error),
         )
-        return Report(output, completions)
+        return Report(output, completions, self.params.output_kind is RequestOutputKind.DELTA)
 
     def _usage(self) -> KVUsage:
         """The rungs of the blocks of all completions when they ended."""

@@ -41,18 +41,31 @@ class OutputText:
 
     With ``marks`` reasoning is kept apart: it begins with the opening mark, if no answer has begun, or in the prompt,
     and ends with the closing one; neither part begins with white space. Stop strings are looked for in each part.
+
+    Text is kept in ``pieces`` and ``thoughts``, the pieces of the reasoning, to which tokens add at the end alone: a
+    long text is joined by its reader and not after every token. None is empty; ``thoughts`` is None without reasoning.
     """
 
-    __slots__ = ("_detokenizer", "_is_open", "_make", "_marks", "_num_pushed", "reasoning", "text")
+    __slots__ = ("_detokenizer", "_is_open", "_make", "_marks", "_num_pushed", "pieces", "thoughts")
 
     def __init__(self, make: Callable[[int], Detokenizer], marks: ReasoningMarks | None = None):
         """``make(n)`` is a detokenizer for the tokens after the first ``n``."""
-        self.text = ""
-        self.reasoning: str | None = None  # None unless there was some
+        self.pieces: list[str] = []
+        self.thoughts: list[str] | None = None
         self._make, self._marks = make, marks
         self._is_open = marks is not None and marks.is_open
         self._detokenizer = make(0)
         self._num_pushed = 0
+
+    @property
+    def text(self) -> str:
+        """The text without the reasoning."""
+        return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning; None unless there was some."""
+        return None if self.thoughts is None else "".join(self.thoughts)
 
     @property
     def stopped(self) -> str | None:
@@ -63,8 +76,10 @@ class OutputText:
         """Adds the text that ``token_id`` makes certain."""
         self._num_pushed += 1
         if self._marks is None:
-            self.text += self._detokenizer.push(token_id)
-        elif token_id == (self._marks.closing if self._is_open else self._marks.opening) and not self.text:
+            text = self._detokenizer.push(token_id)
+            if text:
+                self.pieces.append(text)
+        elif token_id == (self._marks.closing if self._is_open else self._marks.opening) and not self.pieces:
             self._turn()
         else:
             self._add(self._detokenizer.push(token_id))
@@ -81,7 +96,9 @@ class OutputText:
             self._detokenizer = self._make(self._num_pushed)
 
     def _add(self, text: str) -> None:
-        if self._is_open:
-            self.reasoning = (self.reasoning or "") + (text if self.reasoning else text.lstrip())
-        else:
-            self.text += text if self.text or self._marks is None else text.lstrip()
+        if self._is_open and self.thoughts is None:
+            self.thoughts = []
+        part = self.thoughts if self._is_open and self.thoughts is not None else self.pieces
+        text = text if part or self._marks is None else text.lstrip()
+        if text:
+            part.append(text)

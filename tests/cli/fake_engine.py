@@ -11,8 +11,6 @@ from typing import Any
 from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
 from qkv_engine.metrics import EngineStats
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from qkv_engine.serving.report import Report
-from qkv_engine.serving.stream import OutputStream
 
 LOGGER = logging.getLogger("qkv_engine")
 
@@ -106,7 +104,6 @@ class FakeEngine:
     def _outputs(self, reasoning: str, text: str, is_cut: bool, delay: float) -> Iterator[RequestOutput]:
         metrics = RequestMetrics(arrival_time=time.monotonic())
         finished, length = False, len(reasoning) + len(text)
-        stream = OutputStream()
         try:
             for end in range(5, length + 5, 5):
                 time.sleep(delay)
@@ -114,31 +111,26 @@ class FakeEngine:
                 metrics.first_token_time = metrics.first_token_time or now
                 metrics.last_token_time = now
                 finished = end >= length
+                start, begin = max(0, end - 5 - len(reasoning)), max(0, end - len(reasoning))
                 completion = CompletionOutput(
                     index=0,
-                    text=text[: max(0, end - len(reasoning))],
+                    text=text[:begin],
+                    delta=text[start:begin],
                     reasoning=reasoning[:end] or None,
+                    reasoning_delta=reasoning[end - 5 : end],
                     token_ids=list(range(min(end, length))),
                     finish_reason=("length" if is_cut else "stop") if finished else None,
                 )
                 if text == ANSWERS["logged"]:
                     LOGGER.warning("block %d stepped down", end)
-                stream.put(
-                    Report(
-                        RequestOutput(
-                            request_id="0",
-                            prompt=None,
-                            prompt_token_ids=[60, 61],
-                            outputs=[completion],
-                            finished=finished,
-                            metrics=metrics,
-                        ),
-                        [],
-                    )
+                yield RequestOutput(
+                    request_id="0",
+                    prompt=None,
+                    prompt_token_ids=[60, 61],
+                    outputs=[completion],
+                    finished=finished,
+                    metrics=metrics,
                 )
-                output = stream.get()
-                assert output is not None
-                yield output
         finally:
             self.aborted += not finished
 

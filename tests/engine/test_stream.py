@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from qkv_engine.errors import EngineDeadError
-from qkv_engine.request import Logprob, SamplingParams
+from qkv_engine.request import CompletionOutput, Logprob, RequestOutputKind, SamplingParams
 from qkv_engine.serving.stream import OutputStream, wake
 from qkv_engine.serving.submission import Submission
+from qkv_engine.text.reasoning import OutputText
 
 
 def streamed(name: str, **params: Any) -> Submission:
@@ -40,6 +41,39 @@ def test_a_report_read_late_is_of_the_step_it_was_made_after():
     add_token(submission, 7)
     newer = submission.stream.get(0)
     assert newer is not None and newer.token_ids == [5, 6] and output.token_ids == [5]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_outputs_hold_all_or_what_is_new_to_the_reader(kind: RequestOutputKind):
+    submission = streamed("a", logprobs=0, output_kind=kind)
+    text = OutputText(lambda before: None, None)  # type: ignore[arg-type, return-value]
+    submission.completions[0].output_text = text
+
+    def step(token_id: int) -> None:
+        add_token(submission, token_id)
+        text.pieces.append(str(token_id))
+        submission.stream.put(submission.report(finished=False))
+
+    def read() -> CompletionOutput:
+        output = submission.stream.get(0)
+        assert output is not None and [list(one) for one in output.outputs[0].logprobs or ()] == [
+            [token_id] for token_id in output.token_ids
+        ]
+        return output.outputs[0]
+
+    is_delta = kind is RequestOutputKind.DELTA
+    step(5)
+    first = read()
+    assert first.delta == first.text == "5" and first.delta_token_ids == first.token_ids == [5]
+    step(6)
+    step(7)
+    second = read()
+    assert second.delta == "67" and second.delta_token_ids == [6, 7]
+    assert (second.text, second.token_ids) == (("67", [6, 7]) if is_delta else ("567", [5, 6, 7]))
+    assert second.reasoning is None and second.reasoning_delta == ""
+    text.thoughts = ["why", "not"]
+    step(8)
+    assert (last := read()).reasoning == last.reasoning_delta == "whynot" and last.delta == "8"
 
 
 @pytest.fixture
