@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -50,24 +48,6 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """``x`` [N, C] of all ranks side by side, [N, C * size]."""
         return x
-
-
-@dataclass(frozen=True)
-class ProcessRanks(Ranks):
-    """A rank among processes that a group of ``torch.distributed`` joins."""
-
-    group: dist.ProcessGroup | None = None
-
-    def sum(self, x: Tensor) -> Tensor:
-        """See ``Ranks``."""
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """See ``Ranks``."""
-        parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return torch.cat(tuple(parts), dim=-1)
 
 
 ALONE = Ranks()

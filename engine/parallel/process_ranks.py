@@ -1,0 +1,55 @@
+"""The ranks of a tensor-parallel group as processes of one machine, which exchange tensors by NCCL or gloo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qkv_engine.models.ranks import Ranks
+
+# Of an exchange: longer than any step. A rank that ended is noticed by its process, long before.
+EXCHANGE_TIMEOUT = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class ProcessRanks(Ranks):
+    """A rank among processes. The group is no default of ``torch.distributed``, which a caller's own code may use."""
+
+    backend: Any = None  # of torch.distributed; builds of torch without CUDA have no type for NCCL's
+
+    @classmethod
+    def join(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> ProcessRanks:
+        """Joins the group of ``size`` ranks that meets at ``store``; returns when all have."""
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = EXCHANGE_TIMEOUT
+            backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            backend = dist.ProcessGroupGloo(store, rank, size, EXCHANGE_TIMEOUT)
+        ranks = cls(rank, size, backend)
+        ranks.sum(torch.ones(1, device=device))  # NCCL connects at its first exchange, which must not be in a graph
+        return ranks
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See ``Ranks``."""
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # on the current stream
+        self.backend.allreduce([x], options).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See ``Ranks``."""
+        parts = x.new_empty(self.size * x.shape[0], x.shape[1])
+        options = dist.AllgatherOptions()
+        options.asyncOp = False
+        self.backend._allgather_base(parts, x.contiguous(), options).wait()
+        return torch.cat(parts.chunk(self.size), dim=1)
+
+    def abort(self) -> None:
+        """Ends exchanges that wait for a rank that is gone. From any thread."""
+        self.backend.abort()
