@@ -8,7 +8,7 @@ shape for it. Any other step is run operator by operator, over the same tables.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
 from qkv_engine.scheduler import ScheduledRequest
@@ -44,6 +45,11 @@ class DecodeShape:
     def num_rows(self) -> int:
         """Rows of the step's matrix products."""
         return self.batch
+
+    @property
+    def kernels(self) -> list[Hashable]:
+        """Names of the kernels that the step launches: those that depend on its rows have one name."""
+        return [("decode", self.batch), *kernel_names(self.bounds, self.batch)]
 
 
 class GpuSteps:
@@ -118,7 +124,7 @@ class GpuSteps:
             return
         padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
         self._pinned.send(self.tables.step_input(padding.packed()))
-        self._graphs.capture(shape, lambda: self._decode(shape))
+        self._graphs.capture(shape, lambda: self._decode(shape), shape.kernels)
 
     def likeliest(self) -> PendingTokens:
         """The tokens of the last step of single tokens, one a row; rows of padding come last."""
@@ -167,14 +173,13 @@ class GpuSteps:
 
 
 def padded_batch(num_rows: int) -> int:
-    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 24, ...; sixteen sizes an octave from 128 on.
+    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, then eight sizes an octave.
 
-    Fewer sizes would save graphs and compute up to an eighth more rows for nothing.
+    Up to 128 rows products take as long as their weights take to be read. Beyond, fewer sizes would compute up to a
+    quarter more rows for nothing.
     """
     octave = 1 << (num_rows - 1).bit_length()
-    if octave <= 8:
-        return octave
-    step = max(8, octave // 32)
+    step = octave if octave <= 32 else octave // 4 if octave <= 128 else octave // 16
     return -(-num_rows // step) * step
 
 

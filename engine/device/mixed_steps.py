@@ -7,7 +7,7 @@ device memory, where the captured launches read it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 from qkv_engine.device.pinned import PinnedRing
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 
 from ..kv.attention_gpu import GpuAttentionPlanner
@@ -63,6 +64,12 @@ class MixedShape:
     def num_rows(self) -> int:
         """Rows of the step's matrix products."""
         return self.num_decodes + self.num_chunk_tokens
+
+    @property
+    def kernels(self) -> list[Hashable]:
+        """Names of the kernels that the step launches: those that depend on its rows have one name."""
+        attention = [] if self.bounds is None else kernel_names(self.bounds, self.num_decodes)
+        return [("mixed", self.num_rows), *attention]
 
 
 class MixedSteps:
@@ -115,7 +122,7 @@ class MixedSteps:
         padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
         self._ring.send(self._tables.step_input(padding.packed()))
         self._plan.clear()
-        self._graphs.capture(shape, lambda: self._run(shape))
+        self._graphs.capture(shape, lambda: self._run(shape), shape.kernels)
 
     def _run(self, shape: MixedShape) -> None:
         """The device's work in a step up to ``_hidden``: the contents of a graph."""
@@ -173,10 +180,10 @@ def least_tiles(num_tokens: int, tile_tokens: int) -> int:
 
 
 def padded_decodes(number: int) -> int:
-    """Rows for ``number`` single tokens beside chunks: none, 8, 16, 32, 64, and from there on multiples of 64."""
+    """Rows for ``number`` single tokens beside chunks: none, 16, 32, 64, and from there on multiples of 64."""
     if number == 0:
         return 0
-    return max(8, 1 << (number - 1).bit_length()) if number <= 64 else -(-number // 64) * 64
+    return max(16, 1 << (number - 1).bit_length()) if number <= 64 else -(-number // 64) * 64
 
 
 def padded_chunk(number: int) -> int:

@@ -130,7 +130,7 @@ class UncapturedGraphs:
     def __init__(self, device: torch.device):
         self.keys.clear()
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+    def run(self, key: Hashable, work: Callable[[], None], kernels: object = None) -> None:
         self.keys.add(key)
         work()
 
