@@ -51,8 +51,7 @@ def main() -> None:
 
 
 def _num_graphs(core: EngineCore) -> int:
-    graphs = core.runner._gpu and core.runner._gpu._graphs
-    return len(graphs) if graphs else 0
+    return len(getattr(core.runner.steps, "_graphs", None) or ())
 
 
 def _run(core: EngineCore, number: int, input_len: int, output_len: int) -> float:

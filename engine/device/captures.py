@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from qkv_engine.kernels.paged_decode.split import SHORT_ITEM
 
+from ..kv.attention_gpu import GpuAttentionPlanner
 from ..kv.table import BlockTables
 from .gpu_steps import DecodeShape, GpuSteps, padded_batch
 from .graphs import MAX_GRAPHS
@@ -28,14 +29,16 @@ class Captured(NamedTuple):
     nbytes: int
 
 
-def capture_all(steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Captured:
+def capture_all(
+    steps: GpuSteps, tables: BlockTables, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+) -> Captured:
     """Captures every shape of a step of up to ``max_num_seqs`` requests, with a bar on stderr if that is a terminal.
 
     Steps over many blocks that requests share are captured when they are met, and so are those with many short chunks,
     and those beyond the most graphs that are kept.
     """
     start, before = time.monotonic(), free_memory(steps.device)
-    shapes = list(all_shapes(steps, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
+    shapes = list(all_shapes(steps.planner, tables, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
         steps.capture(shape)
@@ -43,10 +46,14 @@ def capture_all(steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_
 
 
 def all_shapes(
-    steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+    planner: GpuAttentionPlanner,
+    tables: BlockTables,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
 ) -> Iterator[DecodeShape | MixedShape]:
     """Shapes of steps, each once: those of single tokens first, then those with chunks of prompts."""
-    tables, shapes = steps.cache.tables, steps.planner.shapes
+    shapes = planner.shapes
     for batch, numbers in groupby(range(1, max_num_seqs + 1), padded_batch):
         for bounds in shapes.all_bounds(batch, block_counts(tables, batch, max_model_len), list(numbers)):
             yield DecodeShape(batch, bounds)
@@ -56,7 +63,7 @@ def all_shapes(
     for batch in sorted({padded_decodes(n) for n in range(max_num_seqs)}):
         beside = shapes.split(no_blocks, batch, batch, beside_chunks=True)[1] if batch else None
         for size in sizes:
-            yield MixedShape(batch, beside, size, least_tiles(size, steps.planner.tile_tokens))
+            yield MixedShape(batch, beside, size, least_tiles(size, planner.tile_tokens))
 
 
 def block_counts(tables: BlockTables, batch: int, max_model_len: int) -> Iterator[tuple[int, ...]]:

@@ -42,12 +42,12 @@ class GpuAttentionPlanner:
         self.shapes = LaunchShapes(tables.ladder.widest.shape.num_kv_heads, num_multiprocessors)
 
     def split(self, num_decodes: int, batch: int, beside_chunks: bool = False) -> tuple[int, Bounds]:
-        """``LaunchShapes.split`` as the tables stand.
+        """``LaunchShapes.split`` for the blocks of the last command.
 
         The rounding of a request's attention depends on how much its neighbours hold, as that of its matrix products
         depends on the batch size.
         """
-        return self.shapes.split(self.tables.num_entries(), num_decodes, batch, beside_chunks)
+        return self.shapes.split(self.tables.num_blocks, num_decodes, batch, beside_chunks)
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""

@@ -20,6 +20,7 @@ from qkv_engine.device.mixed_steps import MixedShape, padded_decodes
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import build_ladder
 from qkv_engine.kv.launch_shapes import LaunchShapes
+from qkv_engine.kv.table import BlockTables
 
 LADDERS = ["bf16", "int4", "kivi-2", "auto"]
 LENGTHS = [8192, 32768]
@@ -28,17 +29,16 @@ SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 
 
 @cache
-def steps_of(kv: str) -> Any:
-    """As much of ``GpuSteps`` as the listing wants: an 8B shape with 60 GiB of KV memory, none of it allocated."""
+def planner_and_tables(kv: str) -> tuple[Any, BlockTables]:
+    """As much as the listing wants: an 8B shape with 60 GiB of KV memory, none of it allocated."""
     ladder = build_ladder(resolve_kv(kv), num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    return SimpleNamespace(
-        cache=KVCache(ladder, 60 << 30, torch.device("meta")), planner=SimpleNamespace(shapes=SHAPES, tile_tokens=16)
-    )
+    tables = KVCache(ladder, 60 << 30, torch.device("meta")).tables
+    return SimpleNamespace(shapes=SHAPES, tile_tokens=16), tables
 
 
 @cache
 def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
-    return list(all_shapes(steps_of(kv), MAX_NUM_SEQS, max_model_len, 2048))
+    return list(all_shapes(*planner_and_tables(kv), MAX_NUM_SEQS, max_model_len, 2048))
 
 
 @pytest.mark.parametrize("max_model_len", LENGTHS)
@@ -59,7 +59,7 @@ def test_few_shapes_are_captured_and_fewer_are_run_first(kv: str, max_model_len:
 @settings(max_examples=100, deadline=None)
 @given(number=st.integers(1, MAX_NUM_SEQS), seed=st.integers(0, 2**32))
 def test_every_state_has_a_listed_shape(kv: str, max_model_len: int, number: int, seed: int):
-    tables, rng = steps_of(kv).cache.tables, random.Random(seed)
+    tables, rng = planner_and_tables(kv)[1], random.Random(seed)
     counts = random_counts(tables, number, max_model_len, rng)
     shapes = set(listed(kv, max_model_len))
     batch = padded_batch(number)
