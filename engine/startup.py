@@ -23,8 +23,9 @@ from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
+from .device.logits import CausalLM
 from .device.memory import default_kv_memory, free_memory
-from .device.runner import CausalLM, Runner
+from .device.runner import Runner
 from .device.threads import choose_num_threads
 from .device.warm_up import warm_up
 from .errors import CapacityError, ConfigError

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import groupby
 from typing import NamedTuple
 
-from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds
+from qkv_engine.kernels.paged_decode.split import SHORT_ITEM
 
-from ..config import BLOCK_TOKENS
 from ..kv.attention_gpu import GpuAttentionPlanner
 from ..kv.table import BlockTables
 from .gpu_steps import DecodeShape, GpuSteps, padded_batch
@@ -18,7 +18,7 @@ from .graphs import MAX_GRAPHS
 from .memory import free_memory
 from .mixed_steps import MAX_CHUNK_TOKENS, MixedShape, least_tiles, padded_chunk, padded_decodes
 
-GROWTH = 2**0.125  # between two numbers of blocks that are looked at; with fewer, a shape might be missed
+GROWTH = 2**0.25  # between two numbers of blocks that are looked at, fewer than the octave between most shapes
 
 
 class Captured(NamedTuple):
@@ -29,14 +29,16 @@ class Captured(NamedTuple):
     nbytes: int
 
 
-def capture_all(steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Captured:
+def capture_all(
+    steps: GpuSteps, tables: BlockTables, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+) -> Captured:
     """Captures every shape of a step of up to ``max_num_seqs`` requests, with a bar on stderr if that is a terminal.
 
-    Steps whose blocks are spread over the rungs in some rare way are captured when they are met, and so are those
-    beyond the most graphs that are kept.
+    Steps over many blocks that requests share are captured when they are met, and so are those with many short chunks,
+    and those beyond the most graphs that are kept.
     """
     start, before = time.monotonic(), free_memory(steps.device)
-    shapes = list(all_shapes(steps, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
+    shapes = list(all_shapes(steps.planner, tables, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
         steps.capture(shape)
@@ -44,49 +46,55 @@ def capture_all(steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_
 
 
 def all_shapes(
-    steps: GpuSteps, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+    planner: GpuAttentionPlanner,
+    tables: BlockTables,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
 ) -> Iterator[DecodeShape | MixedShape]:
     """Shapes of steps, each once: those of single tokens first, then those with chunks of prompts."""
-    tables = steps.cache.tables
-    for batch in sorted({padded_batch(n) for n in range(1, max_num_seqs + 1)}):
-        for bounds in all_bounds(steps.planner, tables, batch, max_model_len):
+    shapes = planner.shapes
+    for batch, numbers in groupby(range(1, max_num_seqs + 1), padded_batch):
+        for bounds in shapes.all_bounds(batch, block_counts(tables, batch, max_model_len), list(numbers)):
             yield DecodeShape(batch, bounds)
     most = min(MAX_CHUNK_TOKENS, max_num_batched_tokens)
     sizes = sorted({padded_chunk(n) for n in range(1, most + 1)})
+    no_blocks = [0] * len(tables.ladder.rungs)
     for batch in sorted({padded_decodes(n) for n in range(max_num_seqs)}):
-        found: list[Bounds | None] = [None]
-        if batch:
-            found = [*all_bounds(steps.planner, tables, batch, max_model_len, beside_chunks=True)]
-        for beside, size in product(found, sizes):
-            yield MixedShape(batch, beside, size, least_tiles(size, steps.planner.tile_tokens))
+        beside = shapes.split(no_blocks, batch, batch, beside_chunks=True)[1] if batch else None
+        for size in sizes:
+            yield MixedShape(batch, beside, size, least_tiles(size, planner.tile_tokens))
 
 
-def all_bounds(
-    planner: GpuAttentionPlanner, tables: BlockTables, batch: int, max_model_len: int, beside_chunks: bool = False
-) -> list[Bounds]:
-    """Launch shapes of attention for ``batch`` single tokens."""
-    counts = block_counts(tables, batch, max_model_len)
-    return sorted({planner.split_of(each, batch, batch, beside_chunks)[1] for each in counts})
+def block_counts(tables: BlockTables, batch: int, max_model_len: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of blocks by rung that ``batch`` requests may hold together if they share none.
 
-
-def block_counts(tables: BlockTables, batch: int, max_model_len: int) -> Iterator[list[int]]:
-    """Numbers of blocks by rung that ``batch`` requests may hold together.
-
-    Either all stand on the first rung, or all but a few, short ones or not, stand on the last one, or half of them do.
+    All stand on the first rung, or all but a few, short ones or not, or half of them; the others stand on the last
+    rung, or evenly on all but the first.
     """
-    last = len(tables.ladder.rungs) - 1
+    num_others = len(tables.ladder.rungs) - 1
     most = batch * (tables.blocks_for(max_model_len) + 2)  # sinks, and blocks of requests that are not in the step
-    capacity = [tables.max_tokens(rung) // BLOCK_TOKENS + batch for rung in (0, last)]
-    total = float(batch)
-    while total < most * GROWTH:
-        number = min(most, round(total))
-        if number <= capacity[0]:
-            yield [number] + [0] * last
-        if last and batch < number <= capacity[1]:
-            for first in (SHORT_ITEM * batch, SHORT_ITEM * batch + 1, number // 2):
-                first = min(number - 1, first)
-                yield [first] + [0] * (last - 1) + [number - first]
-        total *= GROWTH
+    total = batch
+    while total <= most:
+        found = {(total, *[0] * num_others)}
+        for first in (batch, SHORT_ITEM * batch, SHORT_ITEM * batch + 1, total // 2):
+            if num_others and 0 < first < total:
+                found |= {(first, *_last(total - first, num_others)), (first, *_evenly(total - first, num_others))}
+        # A sink or an open block takes less than a block.
+        yield from (counts for counts in found if _fits([counts[0] - batch, *counts[1:]], tables))
+        total = total + 1 if total == most else min(most, math.ceil(total * GROWTH))
+
+
+def _last(number: int, num_rungs: int) -> list[int]:
+    return [0] * (num_rungs - 1) + [number]
+
+
+def _evenly(number: int, num_rungs: int) -> list[int]:
+    return [(number + i) // num_rungs for i in range(num_rungs)]
+
+
+def _fits(counts: list[int], tables: BlockTables) -> bool:
+    return sum(count * tables.sizes[rung] for rung, count in enumerate(counts)) <= tables.arena.nbytes
 
 
 def _with_bar(shapes: list[DecodeShape | MixedShape]) -> Iterable[DecodeShape | MixedShape]:

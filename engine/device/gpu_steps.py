@@ -8,9 +8,8 @@ shape for it. Any other step is run operator by operator, over the same tables.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,19 +17,19 @@ from torch import Tensor
 from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
-from qkv_engine.scheduler import ScheduledRequest
 
 from ..kv.attention_gpu import GpuAttentionPlanner
-from ..kv.cache import KVCache
 from ..kv.device_tables import DeviceTables
-from ..sampling.sampler import PendingTokens
+from ..kv.ladder import Ladder
+from ..kv.table_rows import TableLayout
+from ..sampling.sampler import PendingTokens, Sampler
+from .command import StepCommand, Tokens
 from .graphs import Graphs
-from .mixed_steps import MixedShape, MixedSteps, Tokens, tokens_of
-
-if TYPE_CHECKING:
-    from .runner import CausalLM
+from .logits import CausalLM, Computed, read_hidden
+from .mixed_steps import MixedShape, MixedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,70 +44,53 @@ class DecodeShape:
         """Rows of the step's matrix products."""
         return self.batch
 
+    @property
+    def kernels(self) -> list[Hashable]:
+        """Names of the kernels that the step launches: those that depend on its rows have one name."""
+        return [("decode", self.batch), *kernel_names(self.bounds, self.batch)]
+
 
 class GpuSteps:
-    """Runs steps on a GPU; owns the state they share: device tables, input and output buffers, CUDA graphs."""
+    """Carries out commands on a GPU over ``memory``; owns device tables, input and output buffers, CUDA graphs."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, max_num_seqs: int, max_model_len: int, cuda_graphs: bool):
-        device = cache.memory.device
-        self.model, self.cache, self.device = model, cache, device
-        self.tables = DeviceTables(cache.tables, max_num_seqs, max_model_len, device)
-        self.planner = GpuAttentionPlanner(cache.memory, self.tables, model.config.num_heads)
-        self._graphs = Graphs(device) if cuda_graphs else None
+    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
+        self.model, self.device = model, memory.device
+        self.tables = DeviceTables(layout, ladder, self.device)
+        self.planner = GpuAttentionPlanner(memory, self.tables, model.config.num_heads)
+        self._sampler = Sampler()
+        self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None:
-            self.mixed = MixedSteps(model, self.tables, self.planner, self._graphs, max_num_seqs)
-        most = padded_batch(max_num_seqs)
-        self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=device)
+            self.mixed = MixedSteps(model, self.tables, self.planner, self._graphs, layout.num_rows)
+        most = padded_batch(layout.num_rows)
+        self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=self.device)
         self._pinned = PinnedRing(self._input)
-        self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=device)
+        self._sampled = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
         self._copies = HostCopies(self._sampled)
         self._logits: Tensor | None = None  # [most, V], made by the first step
         self._most = most
-        # State of the last launch: its table rows; for a decode step the token words of the first step of its run, the
+        # State of the last command: its table rows; for a decode step the token words of the first step of its run, the
         # padded batch size, the steps since then, and the view of the output.
-        self._step_rows: list[int] = []
+        self._rows: list[int] = []
         self._tokens, self._batch = pack_tokens((), (), ()), 0
         self._advance = 0
         self._likeliest = self._sampled
 
-    def forward(self, items: Sequence[ScheduledRequest]) -> Tensor:
-        """Hidden states [N, E] of a step's tokens, single tokens first."""
-        rows, num_decodes = self._rows(items), sum(item.num_tokens == 1 for item in items)
-        ids, starts = [_token_ids(item) for item in items], [item.start for item in items]
-        decodes, chunks = (
-            tokens_of(rows[part], ids[part], starts[part]) for part in (slice(num_decodes), slice(num_decodes, None))
-        )
-        if not chunks.ids:
-            return self._forward(decodes, chunks, None)
-        counts = [item.num_tokens for item in items[num_decodes:]]
-        work = self.planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts)
-        found = None if self.mixed is None else self.mixed.shape(num_decodes, len(chunks.ids), work)
-        if self.mixed is None or found is None:
-            return self._forward(decodes, chunks, work)
-        return self.mixed.run(*found, decodes, chunks, work)
+    def execute(self, command: StepCommand) -> Computed:
+        """Enqueues the KV of the command's tokens and what it asks for.
 
-    def decode(self, items: Sequence[ScheduledRequest], goes_on: bool) -> Tensor:
-        """Logits [N, V] of a step of single tokens alone; the next step overwrites them.
-
-        The likeliest token of each row becomes its last one. ``goes_on``: the items are those of the last step in the
-        same order, each with the token that was sampled there.
+        The token of each item that samples becomes its row's last one.
         """
-        if goes_on and self.tables.keep_up(self.cache.tables):
-            self._advance += 1
-            # The tokens are on the device, whether the host knows them by now or not.
-            self._tokens[: len(items)] = array("q", [-1]) * len(items)
-        else:
-            self._begin(items)
-        item_blocks, bounds = self.planner.split(len(items), self._batch)
-        self._pinned.send(self.tables.step_input(self._tokens, self._advance, item_blocks))
-        shape = DecodeShape(self._batch, bounds)
-        if self._graphs is None:
-            self._decode(shape)
-        else:
-            self._graphs.run(shape, lambda: self._decode(shape))
-        assert self._logits is not None
-        return self._logits[: len(items)]
+        self.tables.apply(command.changes)
+        self.tables.num_blocks = command.num_blocks
+        if not command.goes_on:
+            self._rows = command.rows
+        if command.is_decode:
+            return self._execute_decode(command)
+        computed = read_hidden(self.model, self._sampler, self._hidden(command), command, command.lengths)
+        if computed.tokens is not None:
+            self._keep_tokens(command.sampling, computed.tokens.token_ids)
+        return computed
 
     def capture(self, shape: DecodeShape | MixedShape) -> None:
         """Captures a step, which is run with padding alone. Needs graphs."""
@@ -118,15 +100,58 @@ class GpuSteps:
             return
         padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
         self._pinned.send(self.tables.step_input(padding.packed()))
-        self._graphs.capture(shape, lambda: self._decode(shape))
+        self._graphs.capture(shape, lambda: self._decode(shape), shape.kernels)
 
-    def likeliest(self) -> PendingTokens:
-        """The tokens of the last step of single tokens, one a row; rows of padding come last."""
-        return PendingTokens(self._likeliest, self._copies.begin(2, self._batch))
+    def _execute_decode(self, command: StepCommand) -> Computed:
+        """A step of single tokens alone: likeliest tokens come from its graph, all others from the sampler."""
+        logits, sampling = self._decode_logits(command), command.sampling
+        if command.tables is None:
+            return Computed(PendingTokens(self._likeliest, self._copies.begin(2, self._batch)), True, {})
+        if len(sampling) < len(logits):
+            logits = logits[to_device(torch.tensor(sampling), self.device)]
+        tokens = self._sampler.run(logits, command.tables)
+        self._keep_tokens(sampling, tokens.token_ids)
+        return Computed(tokens, False, {})
 
-    def keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
-        """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling`` of the last step."""
-        rows = to_device(torch.tensor([self._step_rows[i] for i in sampling]), self.device)
+    def _decode_logits(self, command: StepCommand) -> Tensor:
+        """Logits [N, V] of a step of single tokens alone; the next step overwrites them."""
+        number = len(self._rows)
+        if command.goes_on:
+            self._advance += 1
+            # The tokens are on the device, whether the host knows them by now or not.
+            self._tokens[:number] = array("q", [-1]) * number
+        else:
+            self._batch, self._advance = padded_batch(number), 0
+            self._likeliest = self._sampled[: 2 * self._batch].view(2, self._batch)
+            tokens = Tokens(command.ids, command.starts, command.rows)
+            self._tokens = tokens.padded(self._batch, self.tables.spare_row).packed()
+        item_blocks, bounds = self.planner.split(number, self._batch)
+        self._pinned.send(self.tables.step_input(self._tokens, self._advance, item_blocks))
+        shape = DecodeShape(self._batch, bounds)
+        if self._graphs is None:
+            self._decode(shape)
+        else:
+            self._graphs.run(shape, lambda: self._decode(shape))
+        assert self._logits is not None
+        return self._logits[:number]
+
+    def _hidden(self, command: StepCommand) -> Tensor:
+        """Hidden states [N, E] of a step's tokens, single tokens first."""
+        rows, starts, lengths = command.rows, command.starts, command.lengths
+        number = sum(length == 1 for length in lengths)
+        decodes = Tokens(command.ids[:number], starts[:number], rows[:number])
+        chunks = Tokens.of(rows[number:], starts[number:], lengths[number:], command.ids[number:])
+        if not chunks.ids:
+            return self._forward(decodes, chunks, None)
+        work = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
+        found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), work)
+        if self.mixed is None or found is None:
+            return self._forward(decodes, chunks, work)
+        return self.mixed.run(*found, decodes, chunks, work)
+
+    def _keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
+        """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling``."""
+        rows = to_device(torch.tensor([self._rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
 
     def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
@@ -138,16 +163,6 @@ class GpuSteps:
         on_device = None if work is None else work.to(self.device)
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
         return self.model(placed.input_ids, placed.positions, step)
-
-    def _begin(self, items: Sequence[ScheduledRequest]) -> None:
-        """Makes the token words of a step that does not continue the last one."""
-        self._rows(items)
-        self._batch, self._advance = padded_batch(len(items)), 0
-        self._likeliest = self._sampled[: 2 * self._batch].view(2, self._batch)
-        positions = [item.start for item in items]
-        known = [(item.request.token_ids, item.start) for item in items]
-        ids = [tokens[p] if p < len(tokens) else -1 for tokens, p in known]
-        self._tokens = Tokens(ids, positions, self._step_rows).padded(self._batch, self.tables.spare_row).packed()
 
     def _decode(self, shape: DecodeShape) -> None:
         """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: the contents of a graph."""
@@ -161,24 +176,13 @@ class GpuSteps:
         self._sampled[: 2 * batch].view(2, batch).copy_(sampled)
         self.tables.last_tokens.index_copy_(0, placed.rows, sampled[0])
 
-    def _rows(self, items: Sequence[ScheduledRequest]) -> list[int]:
-        self._step_rows = self.tables.follow(self.cache.tables, [item.request.request_id for item in items])
-        return self._step_rows
-
 
 def padded_batch(num_rows: int) -> int:
-    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 24, ...; sixteen sizes an octave from 128 on.
+    """Rows of the graph for ``num_rows``: 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, then eight sizes an octave.
 
-    Fewer sizes would save graphs and compute up to an eighth more rows for nothing.
+    Up to 128 rows products take as long as their weights take to be read. Beyond, fewer sizes would compute up to a
+    quarter more rows for nothing.
     """
     octave = 1 << (num_rows - 1).bit_length()
-    if octave <= 8:
-        return octave
-    step = max(8, octave // 32)
+    step = octave if octave <= 32 else octave // 4 if octave <= 128 else octave // 16
     return -(-num_rows // step) * step
-
-
-def _token_ids(item: ScheduledRequest) -> list[int]:
-    """A request's token ids in a step; -1 stands for its last token on the device, which the host does not know yet."""
-    ids = item.request.token_ids[item.start : item.end]
-    return ids + [-1] * (item.num_tokens - len(ids))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 import torch
 
 logger = logging.getLogger("qkv_engine")
 
-MAX_GRAPHS = 640  # kept at once; a graph of 36 layers takes about 1 MiB of device memory
+MAX_GRAPHS = 512  # kept at once; a graph of 36 layers takes about 1 MiB of device memory
 
 
 class Graphs:
@@ -24,6 +24,7 @@ class Graphs:
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._met: set[Hashable] = set()  # keys of work that was run once
+        self._ran: set[Hashable] = set()  # kernels that are compiled and loaded
         self._works = True
 
     def __len__(self) -> int:
@@ -36,19 +37,25 @@ class Graphs:
             self._graphs.move_to_end(key)
             graph.replay()
             return
-        if key in self._met:
-            self.capture(key, work)  # takes several steps' time, which a key that never returns would not repay
-        else:
-            work()
+        work()
+        if key in self._met:  # a capture takes several steps' time, which a key that never returns would not repay
+            self._capture(key, work)
         self._met.add(key)
 
-    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Runs ``work``, which compiles its kernels, and captures it."""
-        work()
-        if self._works:
-            self._capture(key, work)
+    def capture(self, key: Hashable, work: Callable[[], None], kernels: Collection[Hashable]) -> None:
+        """Captures ``work``, which is run before unless all its ``kernels`` have run.
+
+        ``kernels``: names of what ``work`` launches, whatever the sizes of grids; a kernel that never ran would be
+        compiled, and memory outside the pool be made, in the middle of the capture.
+        """
+        if not self._ran.issuperset(kernels):
+            work()
+            self._ran.update(kernels)
+        self._capture(key, work)
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
+        if not self._works:
+            return
         graph = torch.cuda.CUDAGraph()
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph

@@ -7,47 +7,28 @@ device memory, where the captured launches read it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qkv_engine.device.pinned import PinnedRing
-from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
+from qkv_engine.kernels.block_tables import input_nwords
 from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 
 from ..kv.attention_gpu import GpuAttentionPlanner
 from ..kv.device_tables import DeviceTables
+from .command import Tokens
 from .graphs import Graphs
-
-if TYPE_CHECKING:
-    from .runner import CausalLM
+from .logits import CausalLM
 
 MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longer than the host takes to enqueue it
 CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing
 MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
 SPARE_TILES = 16  # query tiles beside those that are full
-
-
-class Tokens(NamedTuple):
-    """Ids, positions and rows of the tables of some tokens of a step."""
-
-    ids: list[int]
-    positions: list[int]
-    rows: list[int]
-
-    def padded(self, number: int, spare_row: int) -> Tokens:
-        """The tokens followed by padding, ``number`` in all."""
-        padding = number - len(self.ids)
-        return Tokens(self.ids + [0] * padding, self.positions + [-1] * padding, self.rows + [spare_row] * padding)
-
-    def packed(self, *others: Tokens) -> array[int]:
-        """The words of the tokens and of ``others`` behind them, as a step's input wants them."""
-        return pack_tokens(*(list(chain(*column)) for column in zip(self, *others, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +44,12 @@ class MixedShape:
     def num_rows(self) -> int:
         """Rows of the step's matrix products."""
         return self.num_decodes + self.num_chunk_tokens
+
+    @property
+    def kernels(self) -> list[Hashable]:
+        """Names of the kernels that the step launches: those that depend on its rows have one name."""
+        attention = [] if self.bounds is None else kernel_names(self.bounds, self.num_decodes)
+        return [("mixed", self.num_rows), *attention]
 
 
 class MixedSteps:
@@ -115,7 +102,7 @@ class MixedSteps:
         padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
         self._ring.send(self._tables.step_input(padding.packed()))
         self._plan.clear()
-        self._graphs.capture(shape, lambda: self._run(shape))
+        self._graphs.capture(shape, lambda: self._run(shape), shape.kernels)
 
     def _run(self, shape: MixedShape) -> None:
         """The device's work in a step up to ``_hidden``: the contents of a graph."""
@@ -173,22 +160,12 @@ def least_tiles(num_tokens: int, tile_tokens: int) -> int:
 
 
 def padded_decodes(number: int) -> int:
-    """Rows for ``number`` single tokens beside chunks: none, 8, 16, 32, 64, and from there on multiples of 64."""
+    """Rows for ``number`` single tokens beside chunks: none, 16, 32, 64, and from there on multiples of 64."""
     if number == 0:
         return 0
-    return max(8, 1 << (number - 1).bit_length()) if number <= 64 else -(-number // 64) * 64
+    return max(16, 1 << (number - 1).bit_length()) if number <= 64 else -(-number // 64) * 64
 
 
 def padded_chunk(number: int) -> int:
     """Rows for ``number`` tokens of chunks: 64, or a multiple of ``CHUNK_STEP``."""
     return 64 if number <= 64 else -(-number // CHUNK_STEP) * CHUNK_STEP
-
-
-def tokens_of(rows: Sequence[int], ids: Sequence[list[int]], starts: Sequence[int]) -> Tokens:
-    """Runs of tokens, each of one row from its start on, one after another."""
-    found = Tokens([], [], [])
-    for row, run, start in zip(rows, ids, starts, strict=True):
-        found.ids.extend(run)
-        found.positions.extend(range(start, start + len(run)))
-        found.rows.extend([row] * len(run))
-    return found

@@ -1,41 +1,34 @@
-"""The runner: one step on the device, batch -> hidden states -> logits of the rows that sample -> tokens."""
+"""The runner: a scheduled batch becomes a command, a backend carries it out, its tokens go back to the items."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from qkv_engine.device.pinned import to_device
-from qkv_engine.kernels.linear import padded_rows
-from qkv_engine.models.attention import AttentionBatch
-from qkv_engine.models.config import ModelConfig
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..errors import DeviceLostError
 from ..kv.cache import KVCache
+from ..kv.table_rows import TableLayout, TableRows
 from ..request import Request
-from ..sampling.logprobs import TokenLogprobs, token_logprobs
-from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens, Sampler, SampleRow
+from ..sampling.logprobs import TokenLogprobs
+from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens, SampleRow
+from .command import StepCommand
+from .cpu_steps import CpuSteps
+from .logits import CausalLM, Computed
 from .memory import is_out_of_memory
-from .steady_batch import SteadyBatch, prompt_targets
+from .prepare import StepMaker
 
 if TYPE_CHECKING:
     from .captures import Captured
-    from .gpu_steps import GpuSteps
 
 
-class CausalLM(Protocol):
-    """A model as the runner calls it; see ``models/llama.py``."""
+class Steps(Protocol):
+    """A backend: carries out commands over KV memory of its own. Nobody else knows its plans, graphs and buffers."""
 
-    config: ModelConfig
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+    def execute(self, command: StepCommand) -> Computed: ...
 
 
 class StepResult(NamedTuple):
@@ -79,7 +72,7 @@ class Pending:
 
 
 class Runner:
-    """Owns the model and the sampler of an engine. Steps are repeatable: a failed one may simply be run again."""
+    """Owns the backend of an engine. Steps are repeatable: a failed one may simply be run again."""
 
     def __init__(
         self,
@@ -91,14 +84,16 @@ class Runner:
         max_model_len: int = 1,
         cuda_graphs: bool = True,
     ):
-        self.model, self.cache, self.device = model, cache, device
-        self.sampler = Sampler()
-        self._gpu: GpuSteps | None = None
-        self._steady: SteadyBatch | None = None  # of the last step launched
+        self.cache, self.device = cache, device
+        layout = TableLayout.of(cache.tables, max_num_seqs, max_model_len)
+        self._maker = StepMaker(TableRows(layout, cache.ladder))
+        self.steps: Steps
         if device.type == "cuda":
             from .gpu_steps import GpuSteps  # needs Triton
 
-            self._gpu = GpuSteps(model, cache, max_num_seqs, max_model_len, cuda_graphs)
+            self.steps = GpuSteps(model, cache.memory, layout, cache.ladder, cuda_graphs)
+        else:
+            self.steps = CpuSteps(model, cache.memory, layout, cache.ladder)
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
@@ -106,12 +101,16 @@ class Runner:
 
     def capture_all(self, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Captured | None:
         """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
-        if self._gpu is None or self._gpu.mixed is None:
+        if self.device.type != "cuda":
             return None
         from .captures import capture_all
+        from .gpu_steps import GpuSteps
 
+        if not isinstance(self.steps, GpuSteps) or self.steps.mixed is None:
+            return None
+        limits = max_num_seqs, max_model_len, max_num_batched_tokens
         with torch.inference_mode():
-            return capture_all(self._gpu, max_num_seqs, max_model_len, max_num_batched_tokens)
+            return capture_all(self.steps, self.cache.tables, *limits)
 
     def check_device(self) -> None:
         """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""
@@ -137,76 +136,13 @@ class Runner:
         such an item samples, since ``rows`` lack the missing token. After an error all tokens must be known.
         """
         try:
-            return self._launch(batch, rows)
+            command, sampling = self._maker.make(batch, rows, self.cache.tables)
+            computed = self.steps.execute(command)
         except BaseException:
-            self._steady = None
-            if self._gpu is not None:
-                self._gpu.tables.forget()
+            self._maker.forget()
             raise
-
-    def _launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
-        items, steady = batch.items, self._steady
-        continues = steady is not None and steady.continues(items)
-        if steady is None or not continues:
-            steady = self._steady = SteadyBatch(items, rows)
-        steady.note_positions(items)
-        if self._gpu is not None and steady.is_decode:
-            return self._launch_decode(self._gpu, items, steady, continues)
-        hidden = self._forward(batch) if self._gpu is None else self._gpu.forward(items)
-        tokens = self._sample(hidden, items, steady)
-        if self._gpu is not None and tokens is not None:
-            self._gpu.keep_tokens(steady.sampling, tokens.token_ids)
-        places = _places(items, steady.sampling, range(len(steady.sampling)))
-        return Pending(items, tokens, places, self._prompt_logprobs(hidden, items))
-
-    def _forward(self, batch: ScheduledBatch) -> Tensor:
-        """Hidden states [N, E] of the batch's tokens, on the CPU."""
-        items = batch.items
-        ids = [t for item in items for t in item.request.token_ids[item.start : item.end]]
-        positions = [p for item in items for p in range(item.start, item.end)]
-        num_tokens = len(ids)
-        padding = [0] * (padded_rows(num_tokens, self.device) - num_tokens)
-        step = self.cache.begin_step(batch)
-        return self.model(torch.tensor(ids + padding), torch.tensor(positions + padding), step)[:num_tokens]
-
-    def _launch_decode(
-        self, gpu: GpuSteps, items: list[ScheduledRequest], steady: SteadyBatch, continues: bool
-    ) -> Pending:
-        """Launches a step of single tokens alone: greedy tokens come from its graph, all others from the sampler."""
-        logits = gpu.decode(items, goes_on=continues)
-        sampling = steady.sampling
-        if steady.is_plain:
-            return Pending(items, gpu.likeliest(), _places(items, sampling, sampling), {})
-        if len(sampling) < len(items):
-            logits = logits[to_device(torch.tensor(sampling), self.device)]
-        tokens = self.sampler.launch(logits, steady.states)
-        gpu.keep_tokens(sampling, tokens.token_ids)
-        return Pending(items, tokens, _places(items, sampling, range(len(sampling))), {})
-
-    def _sample(self, hidden: Tensor, items: list[ScheduledRequest], steady: SteadyBatch) -> PendingTokens | None:
-        if not steady.sampling:
-            return None
-        ends = list(accumulate(item.num_tokens for item in items))
-        return self.sampler.launch(self._logits(hidden, [ends[i] - 1 for i in steady.sampling]), steady.states)
-
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Logits of some rows of ``hidden`` [N, E]."""
-        num_rows = padded_rows(len(rows), self.device)
-        if rows != list(range(len(hidden))) or num_rows > len(rows):
-            padding = rows[:1] * (num_rows - len(rows))
-            hidden = hidden[to_device(torch.tensor(rows + padding), self.device)]
-        return self.model.compute_logits(hidden)[: len(rows)]
-
-    def _prompt_logprobs(self, hidden: Tensor, items: list[ScheduledRequest]) -> dict[int, list[TokenLogprobs]]:
-        """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
-        found, first = {}, 0
-        for i, item in enumerate(items):
-            wanted, targets = item.request.params.prompt_logprobs, prompt_targets(item)
-            if wanted is not None and targets:
-                logits = self._logits(hidden, list(range(first, first + len(targets))))
-                found[i] = token_logprobs(logits, targets, wanted)
-            first += item.num_tokens
-        return found
+        places = _places(batch.items, sampling, sampling if computed.of_all_items else range(len(sampling)))
+        return Pending(batch.items, computed.tokens, places, computed.prompt_logprobs)
 
 
 def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +16,10 @@ from qkv_engine.kernels.rope_kv_write.cpu import head_rows, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
-from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..config import BLOCK_TOKENS
-from .block import BlockTable
+from .device_tables import HostTables
 from .ladder import Ladder
-from .table import BlockTables
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class Chunk:
 
 
 class Extent(NamedTuple):
-    """A request's first tokens, counted in the sink, in full blocks, and in the block after them."""
+    """The first tokens of a table's row, counted in the sink, in full blocks, and in the block after them."""
 
-    table: BlockTable
+    row: int
     num_sink: int
     num_full: int
     num_open: int
@@ -46,81 +45,83 @@ class Extent(NamedTuple):
 
     def is_like(self, other: Extent) -> bool:
         """Whether both extents end in the same block, and differ there at most."""
-        same = self.table is other.table and self.num_full == other.num_full and self.num_sink == other.num_sink
+        same = self.row == other.row and self.num_full == other.num_full and self.num_sink == other.num_sink
         return same and bool(self.num_open) == bool(other.num_open)
 
 
 class CpuAttentionPlanner:
-    """Planner of a scheduled batch's attention over the block tables, made once for all layers."""
+    """Planner of a step's attention over a backend's block tables, made once for all layers."""
 
-    def __init__(self, memory: Tensor, ladder: Ladder):
-        self.memory, self.ladder = memory, ladder
+    def __init__(self, memory: Tensor, tables: HostTables, ladder: Ladder):
+        self.memory, self.tables, self.ladder = memory, tables, ladder
         self._pages = _layer_pages(memory, ladder)
         self._rows = memory.view(self._pages[0].blocks.dtype).view(-1, ladder.widest.shape.head_dim)
         self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step
 
     def forget(self) -> None:
-        """Drops the last step's plan; to be called when blocks have moved."""
+        """Drops the last step's plan; to be called when the tables have changed."""
         self._decodes = None
 
-    def plan(self, batch: ScheduledBatch, tables: BlockTables) -> AttentionBatch:
-        """The plan of ``batch``, in which single tokens come first."""
-        rows = torch.tensor(self._token_rows(batch, tables))
-        num_decodes = sum(1 for item in batch.items if item.num_tokens == 1)
-        plan = self._plan_decodes(batch.items[:num_decodes], tables) if num_decodes else None
+    def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> AttentionBatch:
+        """The plan of ``lengths`` tokens from ``starts`` of the requests in ``rows``; single tokens come first."""
+        token_rows = torch.tensor(self._token_rows(rows, starts, lengths))
+        num_decodes = sum(1 for length in lengths if length == 1)
+        plan = self._plan_decodes(rows[:num_decodes], starts[:num_decodes]) if num_decodes else None
         chunks, first = [], num_decodes
-        for item in batch.items[num_decodes:]:
-            extent = self._extent(tables[item.request.request_id], item.start)
-            chunks.append(Chunk(first, first + item.num_tokens, self._locate(extent)))
-            first += item.num_tokens
+        for row, start, length in list(zip(rows, starts, lengths, strict=True))[num_decodes:]:
+            chunks.append(Chunk(first, first + length, self._locate(self._extent(row, start))))
+            first += length
         heads = self.ladder.widest.shape.num_kv_heads
-        by_layer = head_rows(rows, len(self._pages), heads)
+        by_layer = head_rows(token_rows, len(self._pages), heads)
         return CpuAttention(self._pages, self._rows, by_layer, num_decodes, plan, chunks)
 
-    def _plan_decodes(self, items: list[ScheduledRequest], tables: BlockTables) -> DecodePlan:
+    def _plan_decodes(self, rows: Sequence[int], starts: Sequence[int]) -> DecodePlan:
         """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
-        extents = [self._extent(tables[item.request.request_id], item.end) for item in items]
+        extents = [self._extent(row, start + 1) for row, start in zip(rows, starts, strict=True)]
         if self._decodes is None or not _are_alike(extents, self._decodes[0]):
             plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS, self.memory.device)
             self._decodes = extents, plan
             return plan
         return self._decodes[1].with_lengths([e.num_open for e in extents if e.num_open], self.memory.device)
 
-    def _extent(self, table: BlockTable, length: int) -> Extent:
+    def _extent(self, row: int, length: int) -> Extent:
         num_sink = min(length, self.ladder.sink)
-        return Extent(table, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
+        return Extent(row, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
 
     def _locate(self, extent: Extent) -> RequestPages:
         """The pages of the tokens of ``extent``."""
-        table, dense = extent.table, self.ladder.widest.block_nbytes
-        found = RequestPages(extent.num_tokens, bank=table.bank.block.slot.address if table.bank else None)
+        tables, dense, sink = self.tables, self.ladder.widest.block_nbytes, self.ladder.sink
+        found = RequestPages(extent.num_tokens, bank=tables.bank(extent.row))
         if extent.num_sink:
-            slot = table.slots[0].slot
-            found.sink = slot.address // slot.nbytes, extent.num_sink
-        for block in table.blocks[: extent.num_full]:
-            if block.rung:
-                found.sealed.setdefault(block.rung, []).append(block.slot.address)
+            found.sink = tables.entry(extent.row, 0)[0] // self.ladder.slots[0].nbytes, extent.num_sink
+        first = bool(sink)
+        for index in range(first, first + extent.num_full):
+            address, rung = tables.entry(extent.row, index)
+            if rung:
+                found.sealed.setdefault(rung, []).append(address)
             else:
-                found.full.append(block.slot.address // dense)
+                found.full.append(address // dense)
         if extent.num_open:
-            found.open = table.blocks[extent.num_full].slot.address // dense, extent.num_open
+            found.open = tables.entry(extent.row, first + extent.num_full)[0] // dense, extent.num_open
         return found
 
-    def _token_rows(self, batch: ScheduledBatch, tables: BlockTables) -> list[tuple[int, int]]:
+    def _token_rows(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Rows and strides by which the step's K and V are written, one a token; see ``kernels/rope_kv_write``."""
         shape, sink = self.ladder.widest.shape, self.ladder.sink
         row_nbytes = shape.head_dim * self.ladder.widest.dtype.itemsize
-        rows: list[tuple[int, int]] = []
-        for item in batch.items:
-            table, start = tables[item.request.request_id], item.start
-            while start < item.end:
-                is_sink = start < sink
-                index, offset = (0, start) if is_sink else divmod(start - sink, BLOCK_TOKENS)
-                block, stride = (table.slots[0], sink) if is_sink else (table.blocks[index], BLOCK_TOKENS)
-                row, num_tokens = block.slot.address // row_nbytes + offset, min(item.end - start, stride - offset)
-                rows.extend((row + i, stride) for i in range(num_tokens))
+        found: list[tuple[int, int]] = []
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            end = start + length
+            while start < end:
+                index, offset, stride = 0, start, sink
+                if start >= sink:
+                    index, offset = divmod(start - sink, BLOCK_TOKENS)
+                    index, stride = index + bool(sink), BLOCK_TOKENS
+                first = self.tables.entry(row, index)[0] // row_nbytes + offset
+                num_tokens = min(end - start, stride - offset)
+                found.extend((first + i, stride) for i in range(num_tokens))
                 start += num_tokens
-        return rows
+        return found
 
 
 class CpuAttention:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
-from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds, choose_split, most_items
+from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
@@ -23,10 +21,7 @@ from qkv_engine.models.rope import Rotation
 from ..config import BLOCK_TOKENS
 from .device_tables import DeviceTables
 from .ladder import Ladder
-
-# Bounds of work items: larger and coarser ones make graphs fewer, and leave more programs idle.
-LEAST_ITEMS = 64  # of a launch; so many idle ones take no time
-FEW_ITEMS = 512  # of a launch; up to here bounds are powers of two, above it there are four of them an octave
+from .launch_shapes import LaunchShapes
 
 
 class GpuAttentionPlanner:
@@ -41,35 +36,18 @@ class GpuAttentionPlanner:
         dtype, head_dim = tables.ladder.widest.dtype, tables.ladder.widest.shape.head_dim
         self.kv_rows = memory.view(dtype).view(-1, head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = head_dim * dtype.itemsize
-        self.num_multiprocessors = 1
+        num_multiprocessors = 1
         if memory.is_cuda:
-            self.num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+            num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+        self.shapes = LaunchShapes(tables.ladder.widest.shape.num_kv_heads, num_multiprocessors)
 
     def split(self, num_decodes: int, batch: int, beside_chunks: bool = False) -> tuple[int, Bounds]:
-        """The most blocks of a work item and the launch shape of single tokens' attention, as the tables stand.
+        """``LaunchShapes.split`` for the blocks of the last command.
 
-        The tokens belong to ``num_decodes`` requests and are padded to ``batch``. The rounding of a request's attention
-        depends on how much its neighbours hold, as that of its matrix products depends on the batch size.
+        The rounding of a request's attention depends on how much its neighbours hold, as that of its matrix products
+        depends on the batch size.
         """
-        return self.split_of(self.tables.num_entries(), num_decodes, batch, beside_chunks)
-
-    def split_of(
-        self, counts: Sequence[int], num_decodes: int, batch: int, beside_chunks: bool = False
-    ) -> tuple[int, Bounds]:
-        """``split`` for ``counts`` blocks by rung. Bounds take few values and have a least size.
-
-        Few graphs thus serve all steps: an idle program is cheap, another captured graph is not. A step with chunks of
-        prompts is long beside idle programs, so ``beside_chunks`` makes shapes fewer still.
-        """
-        total, heads = sum(counts), self.tables.ladder.widest.shape.num_kv_heads
-        size = choose_split(total, num_decodes, heads, self.num_multiprocessors, 2 * counts[0] > total)
-        is_short = counts[0] <= SHORT_ITEM * num_decodes and not beside_chunks
-        first = most_items(SHORT_ITEM * batch if is_short else counts[0], batch, size)
-        others = sum(most_items(count, batch, size) for count in counts[1:])
-        if others and not is_short:  # a bound for both stays while blocks step down
-            first = others = max(first, others)
-        least = FEW_ITEMS if beside_chunks else max(LEAST_ITEMS, 2 * batch)
-        return size, Bounds(_rounded_up(first, least), _rounded_up(others, least) if others else 0, is_short)
+        return self.shapes.split(self.tables.num_blocks, num_decodes, batch, beside_chunks)
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
@@ -140,14 +118,6 @@ class GpuAttention:
         if self._chunks is not None:
             paged_prefill(q[n:], self._memory, self._chunks, self._pages[layer], heads, scale, out[n:])
         return out
-
-
-def _rounded_up(number: int, least: int) -> int:
-    """The smallest of few bounds that is neither below ``number`` nor below ``least``."""
-    number = max(number, least)
-    octave = 1 << (number - 1).bit_length()
-    step = octave if octave <= FEW_ITEMS else octave // 8
-    return -(-number // step) * step
 
 
 def page_layouts(ladder: Ladder) -> list[list[PageLayout]]:

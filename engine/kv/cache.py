@@ -9,14 +9,10 @@ from itertools import groupby
 
 import torch
 
-from qkv_engine.models.attention import AttentionBatch
-from qkv_engine.scheduler import ScheduledBatch
-
 from ..config import BLOCK_TOKENS
 from ..errors import CapacityError
 from ..sizes import format_least, format_size
 from .arena import Arena
-from .attention_cpu import CpuAttentionPlanner
 from .block import Block, Move, slot_rung
 from .ladder import Ladder
 from .mover import Mover, Moving, PendingMoves
@@ -45,7 +41,6 @@ class KVCache:
         self.memory = torch.empty(self.arena.nbytes, dtype=torch.uint8, device=device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
-        self._planner = CpuAttentionPlanner(self.memory, ladder)
         self._mover = Mover(self.memory, cuda_graphs)
 
     @property
@@ -104,15 +99,9 @@ class KVCache:
             # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
             for slot in fresh:
                 self.memory[slot.address : slot.address + slot.nbytes].zero_()
-        if waves:
-            self._planner.forget()
         if waves or fresh:
             self.note_peak()
         return PendingMoves(moving)
-
-    def begin_step(self, batch: ScheduledBatch) -> AttentionBatch:
-        """The attention plan of ``batch``, made once for all layers. Single tokens come first in the batch."""
-        return self._planner.plan(batch, self.tables)
 
     def _move(self, moves: list[Move], old: int, new: int) -> list[Moving]:
         """Moves blocks from one rung to another; returns the checks under way of whether their values are finite."""

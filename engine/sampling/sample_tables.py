@@ -1,4 +1,4 @@
-"""The sampler's tables: settings and edits of a step's rows, brought to the device in one copy."""
+"""The sampler's tables: settings and edits of a step's rows as plain data, brought to the device in one copy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,32 +19,69 @@ from .sample_row import SampleRow
 Piece: TypeAlias = "bytes | array[int] | array[float]"  # of a column
 
 
-def make_tables(rows: Sequence[SampleRow], device: torch.device) -> tuple[Settings | None, Edits | None]:
-    """Settings if any row is not greedy, edits if any row has some."""
-    parts: list[Sequence[Piece]] = []
-    is_drawn = not all(row.params.is_greedy for row in rows)
-    if is_drawn:
-        positions = array("q", [row.position for row in rows])
-        parts.append([row.settings for row in rows])
-        parts.append([positions])
-    entries = _Entries(rows) if any(row.is_edited for row in rows) else None
-    if entries is not None and entries.ends[-1]:
-        parts.extend(entries.parts)
-    else:
-        entries = None
-    if not parts:
-        return None, None
-    tensors = _copy(parts, device)
-    settings = edits = None
-    if is_drawn:
-        limited = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
-        settings = Settings(tensors[0].view(torch.int64).view(len(rows), -1), tensors[1].view(torch.int64), limited)
-    if entries is not None:
-        penalties, *columns, biases = tensors[-5:]
-        row_index, tokens, counts = (column.view(torch.int32) for column in columns)
-        penalties = penalties.view(torch.float32).view(-1, 4)
-        edits = Edits(penalties, row_index, tokens, counts, biases.view(torch.float32), entries.ends)
-    return settings, edits
+class SampleTables(msgspec.Struct, frozen=True, gc=False):
+    """How ``num_rows`` rows are sampled, of which some are not plain.
+
+    Fields
+        data: columns of settings, if ``is_drawn``, then of edits, if there are ``ends``; 16-byte aligned.
+        sizes: bytes of each column.
+        is_drawn: some row is not greedy.  is_limited: some row has a top_k or top_p.
+        ends: as in ``Edits``.
+        ranked: rows with log-probabilities, and how many of the likeliest tokens each wants.
+    """
+
+    num_rows: int
+    data: bytearray
+    sizes: list[int]
+    is_drawn: bool
+    is_limited: bool
+    ends: tuple[int, int, int] | None
+    ranked: list[tuple[int, int]]
+
+    @classmethod
+    def pack(cls, rows: Sequence[SampleRow]) -> SampleTables | None:
+        """The tables of ``rows``; ``None`` if all are plain. They are read before this returns."""
+        if all(row.is_plain for row in rows):
+            return None
+        columns: list[Sequence[Piece]] = []
+        is_drawn = not all(row.params.is_greedy for row in rows)
+        if is_drawn:
+            columns.append([row.settings for row in rows])
+            columns.append([array("q", [row.position for row in rows])])
+        entries = _Entries(rows) if any(row.is_edited for row in rows) else None
+        ends = entries.ends if entries is not None and entries.ends[-1] else None
+        if entries is not None and ends is not None:
+            columns.extend(entries.parts)
+        joined = [b"".join(column) for column in columns]
+        data = bytearray().join(piece for column in joined for piece in (column, bytes(-len(column) % 16)))
+        is_limited = is_drawn and any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
+        ranked = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
+        return cls(len(rows), data, [len(column) for column in joined], is_drawn, is_limited, ends, ranked)
+
+    def on(self, device: torch.device) -> tuple[Settings | None, Edits | None]:
+        """Settings if any row is not greedy, edits if any row has some."""
+        if not self.sizes:
+            return None, None
+        tensors = self._columns(device)
+        settings = edits = None
+        if self.is_drawn:
+            rows = tensors[0].view(torch.int64).view(self.num_rows, -1)
+            settings = Settings(rows, tensors[1].view(torch.int64), self.is_limited)
+        if self.ends is not None:
+            penalties, *columns, biases = tensors[-5:]
+            row_index, tokens, counts = (column.view(torch.int32) for column in columns)
+            penalties = penalties.view(torch.float32).view(-1, 4)
+            edits = Edits(penalties, row_index, tokens, counts, biases.view(torch.float32), self.ends)
+        return settings, edits
+
+    def _columns(self, device: torch.device) -> list[Tensor]:
+        """Each column as a uint8 tensor on the device; all travel in one copy."""
+        tensor = to_device(torch.frombuffer(self.data, dtype=torch.uint8), device)
+        found, start = [], 0
+        for size in self.sizes:
+            found.append(tensor[start : start + size])
+            start += size + -size % 16
+        return found
 
 
 class _Entries:
@@ -76,15 +114,3 @@ class _Entries:
         self._tokens.append(tokens)
         self._counts.append(counts)
         self._biases.append(biases)
-
-
-def _copy(parts: Sequence[Sequence[Piece]], device: torch.device) -> list[Tensor]:
-    """Each part, its pieces joined, as a uint8 tensor on the device, aligned to 16 bytes; all travel in one copy."""
-    spans, pieces, size = list[slice](), list[Piece](), 0
-    for part in parts:
-        joined = b"".join(part)
-        spans.append(slice(size, size + len(joined)))
-        pieces += [joined, bytes(-len(joined) % 16)]
-        size += len(joined) + -len(joined) % 16
-    tensor = to_device(torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8), device)
-    return [tensor[span] for span in spans]

@@ -23,7 +23,7 @@ from ..device.host_copy import HostCopy
 from ..errors import RequestError
 from .logprobs import PendingLogprobs, TokenLogprobs
 from .sample_row import SampleRow
-from .sample_tables import make_tables
+from .sample_tables import SampleTables
 
 
 class SampledToken(NamedTuple):
@@ -58,16 +58,15 @@ class PendingTokens:
     def token_ids(self) -> Tensor:
         return self._sampled[0]
 
-    def rank(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Enqueues the log-probabilities that ``rows`` ask for."""
-        wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
-        if not wanted:
+    def rank(self, logits: Tensor, ranked: Sequence[tuple[int, int]]) -> None:
+        """Enqueues log-probabilities: rows of ``logits``, and how many of the likeliest tokens each wants."""
+        if not ranked:
             return
-        self._ranked, token_ids = [i for i, _ in wanted], self.token_ids
-        if len(wanted) < len(rows):
+        self._ranked, token_ids = [i for i, _ in ranked], self.token_ids
+        if len(ranked) < len(logits):
             index = to_device(torch.tensor(self._ranked), logits.device)
             logits, token_ids = logits[index], token_ids[index]
-        self._logprobs = PendingLogprobs(logits, token_ids, [k for _, k in wanted])
+        self._logprobs = PendingLogprobs(logits, token_ids, [k for _, k in ranked])
 
     def wait(self) -> SampledTokens:
         """Blocks until the tokens are on the host."""
@@ -84,19 +83,22 @@ class PendingTokens:
 class Sampler:
     """Samples one token a row. Holds no state: that of a request lives in its ``SampleRow``."""
 
-    @torch.inference_mode()
     def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
-        """Enqueues one token a row, at least one. logits [M, V], any float dtype, is left unchanged.
+        """``run`` for requests' rows, at least one, which are read before this returns."""
+        return self.run(logits, SampleTables.pack(rows))
+
+    @torch.inference_mode()
+    def run(self, logits: Tensor, tables: SampleTables | None) -> PendingTokens:
+        """Enqueues one token a row. logits [M, V], any float dtype, is left unchanged.
 
         A row with NaN or +Inf, or with every token masked, gets ``error`` and ``token_id`` -1; the others go on.
-        ``rows`` are read before this returns.
         """
-        if all(row.is_plain for row in rows):
+        if tables is None:
             return PendingTokens(sample(logits))
-        settings, edits = make_tables(rows, logits.device)
+        settings, edits = tables.on(logits.device)
         edited, raw_peak = (logits, None) if edits is None else edit(logits, edits)
         pending = PendingTokens(sample(edited, settings, raw_peak))
-        pending.rank(logits, rows)
+        pending.rank(logits, tables.ranked)
         return pending
 
 

@@ -54,5 +54,5 @@ def choose_split(
 
 
 def most_items(num_blocks: int, num_requests: int, item_blocks: int) -> int:
-    """Items that ``num_blocks`` on one rung make at most: each request adds one that is not full."""
-    return num_blocks // item_blocks + min(num_requests, num_blocks)
+    """Items that ``num_blocks`` on one rung make at most: each request may have one of a single block."""
+    return (num_blocks + min(num_requests, num_blocks) * (item_blocks - 1)) // item_blocks

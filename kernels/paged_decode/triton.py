@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -115,6 +115,14 @@ def paged_decode(
         **options,
     )
     return out
+
+
+def kernel_names(bounds: Bounds, batch: int) -> list[Hashable]:
+    """Names of the kernels that ``paged_decode`` launches for ``batch`` requests of one ladder.
+
+    Launches of one name differ in their grids and tensors alone, so that they share a compiled kernel.
+    """
+    return [("attention", bounds.is_short, bounds.others > 0), ("merge", *_merge_tile(bounds.num_items, batch))]
 
 
 def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:

@@ -116,9 +116,10 @@ def begin_step(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int
     copy = planner.tables
     update(copy.block_words, step_input, num_tokens)
     placed = place(copy.block_words, step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
-    names = {row.index: name for name, row in copy._rows.items()}
+    followed = copy.followed
+    names = {row.index: name for name, row in followed._rows.items()}
     rows = sorted(set(placed.rows[placed.lengths > 0].tolist()))
-    check(copy, copy._tables, [names[row] for row in rows], rows)
+    check(copy, followed._tables, [names[row] for row in rows], rows)
     return placed, None
 
 
@@ -130,7 +131,7 @@ class UncapturedGraphs:
     def __init__(self, device: torch.device):
         self.keys.clear()
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+    def run(self, key: Hashable, work: Callable[[], None], kernels: object = None) -> None:
         self.keys.add(key)
         work()
 
@@ -141,8 +142,9 @@ def start_steps(kv: str, memory: str, cuda_graphs: bool) -> Started:
     """An engine whose steps are a GPU's, on the CPU."""
     started = begin(kv, memory)
     core, runner = started.core, started.core.runner
-    runner.model, core.runs_ahead = NextToken(runner.model.config), True
-    runner._gpu = GpuSteps(runner.model, runner.cache, 16, 600, cuda_graphs)
+    cache, layout, core.runs_ahead = runner.cache, runner.steps._tables.layout, True
+    runner.steps = GpuSteps(NextToken(started.config), cache.memory, layout, cache.ladder, cuda_graphs)
+    runner.steps.tables.followed = runner._maker._rows
     return started
 
 
@@ -166,7 +168,7 @@ def answers(memory: str, cuda_graphs: bool = False) -> list[list[Any]]:
     assert not any(output.error for output in outputs)
     for output in outputs[-3:]:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        prompt, size = len(output.prompt_token_ids), runner.model.vocab_size
+        prompt, size = len(output.prompt_token_ids), runner.steps.model.vocab_size
         assert tokens[prompt:] == [(tokens[i] * 31 + i * 7) % size for i in range(prompt - 1, len(tokens) - 1)]
     return [seen(output) for output in outputs]
 
@@ -202,7 +204,8 @@ def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: p
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_padding)
     monkeypatch.setattr("qkv_engine.device.gpu_steps.Graphs", UncapturedGraphs)
     started = start_steps(kv, "64MiB", True)
-    captured = capture_all(started.core.runner._gpu, 16, 600, 256)
+    runner = started.core.runner
+    captured = capture_all(runner.steps, runner.cache.tables, 16, 600, 256)
     shapes = set(UncapturedGraphs.keys)
     assert captured.number == len(shapes) <= 60
     assert not started.core.runner.cache.tables.live_blocks()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 
 from qkv_engine.config import KVConfig, RungConfig, pattern_rung, uniform_rung
-from qkv_engine.device.mixed_steps import PlanBuffer, padded_chunk, padded_decodes, tokens_of
+from qkv_engine.device.command import Tokens
+from qkv_engine.device.mixed_steps import PlanBuffer, padded_chunk, padded_decodes
 from qkv_engine.kernels.block_tables import pack_tokens
+from qkv_engine.kv.attention_cpu import CpuAttentionPlanner
 from qkv_engine.kv.attention_gpu import GpuAttention, GpuAttentionPlanner
 from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import build_ladder
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ...kernels.interpreted import report
+from .copies import Copy
 
 LAYERS, KV_HEADS, GROUP = 2, 2, 2
 EIGHT_AND_FOUR = RungConfig(
@@ -41,7 +43,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: 
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
-    copy = DeviceTables(cache.tables, 3, 1000, torch.device("cpu"))
+    copy = Copy(cache.tables, 3, 1000)
     triton = GpuAttentionPlanner(cache.memory, copy, GROUP * KV_HEADS)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
@@ -63,16 +65,18 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: 
 
 
 def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, head_dim: int, is_padded: bool) -> float:
-    planner, total = cache._planner, batch.num_tokens
+    total = batch.num_tokens
     qkv = torch.randn(LAYERS, total, KV_HEADS * (GROUP + 2), head_dim)
     angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
     rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2))
-    gpu, places = triton_step(triton, batch, cache, is_padded)
+    rows = triton.tables.follow(cache.tables, [item.request.request_id for item in batch.items])
+    columns = rows, [item.start for item in batch.items], [item.num_tokens for item in batch.items]
+    gpu, places = triton_step(triton, *columns, is_padded)
     padding = torch.full((len(places),), torch.nan)[:, None, None].expand(-1, *qkv.shape[2:])
     token = torch.tensor([place >= 0 for place in places])
     source = torch.tensor(places).clamp(min=0)
     turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
-    cpu = planner.plan(batch, cache.tables)
+    cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder).plan(*columns)
     worst = 0.0
     for layer in range(LAYERS):
         rows = torch.where(token[:, None, None], qkv[layer][source], padding).contiguous()
@@ -83,15 +87,12 @@ def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, hea
 
 
 def triton_step(
-    planner: GpuAttentionPlanner, batch: ScheduledBatch, cache: KVCache, is_padded: bool
+    planner: GpuAttentionPlanner, rows: list[int], starts: list[int], counts: list[int], is_padded: bool
 ) -> tuple[GpuAttention, list[int]]:
     """The step as the GPU's runner begins it, from the tables' copy; of each row the token's index, -1 for padding."""
-    items, tables = batch.items, planner.tables
-    rows = tables.follow(cache.tables, [item.request.request_id for item in items])
-    num_decodes = sum(item.num_tokens == 1 for item in items)
-    starts, counts = [item.start for item in items], [item.num_tokens for item in items]
+    tables, num_decodes = planner.tables, counts.count(1)
     parts = [
-        tokens_of(rows[part], [[0] * n for n in counts[part]], starts[part])
+        Tokens.of(rows[part], starts[part], counts[part], [0] * sum(counts[part]))
         for part in (slice(num_decodes), slice(num_decodes, None))
     ]
     chunks = (

@@ -12,11 +12,11 @@ from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.block_tables import RUNG_BITS
 from qkv_engine.kv.bank import Mining
 from qkv_engine.kv.block import Move
-from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.ladder import Ladder, build_ladder
 from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space
+from .copies import Copy
 
 ALONE = replace(LADDER, others=(BANK,), has_bank=True)
 BESIDE = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, others=(BANK,), has_bank=True)
@@ -103,7 +103,7 @@ def test_a_bank_is_read_where_it_lies_when_the_wave_runs():
 @each_ladder
 def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: TinyLadder):
     tables = make_space(40, ladder).tables
-    copy = DeviceTables(tables, 8, 6 * BLOCK, torch.device("cpu"))
+    copy = Copy(tables, 8, 6 * BLOCK)
     names = "abcdef"
     for name in names:
         tables.open(name, 2, num_prompt_tokens=1)
@@ -120,9 +120,9 @@ def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: TinyLadder):
     assert words.has_bank and copy.entries(rows[-1:], 6)[0].tolist() == [
         [block.slot.address for block in tables.entries(tables["f"])[:6]]
     ]
-    last = copy.mirror[words.num_numbers :].view(-1, words.width)[rows[-1], -1]
-    assert copy.mirror[last] == tables["f"].slots[-1].slot.address << RUNG_BITS
-    plain = DeviceTables(make_space(8).tables, 2, BLOCK, torch.device("cpu"))
+    last = copy.words[copy.layout.first(rows[-1]) + words.width - 1]
+    assert copy.words[last] == tables["f"].slots[-1].slot.address << RUNG_BITS
+    plain = Copy(make_space(8).tables, 2, BLOCK)
     assert not plain.block_words.has_bank and plain.banks([0]) is None
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, uniform_rung
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.kernels.formats import Side, SideBytes
+from qkv_engine.kv.attention_cpu import CpuAttentionPlanner
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.kv.ladder import RequestSlot, Rung, build_ladder
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
-from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
+from qkv_engine.scheduler import ScheduledRequest
+
+from .copies import Copy
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 64
 SCALE = HEAD_DIM**-0.5
@@ -82,6 +85,8 @@ class Bench:
         ladder = replace(ladder, slots=ladder.slots + others)
         self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
         self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
+        self.copy = Copy(self.cache.tables, 16, 4000)
+        self.planner = CpuAttentionPlanner(self.cache.memory, self.copy, ladder)
         self.oracle = Oracle(ladder.sink)
         self.requests: dict[str, Request] = {}
 
@@ -98,7 +103,10 @@ class Bench:
             for name, number in sorted(growth.items(), key=lambda item: item[1] > 1)
         ]
         assert not self.cache.apply_moves()
-        step = self.cache.begin_step(ScheduledBatch(items))
+        rows = self.copy.follow(self.cache.tables, [item.request.request_id for item in items])
+        if self.copy.has_changed:
+            self.planner.forget()
+        step = self.planner.plan(rows, [item.start for item in items], [item.num_tokens for item in items])
         total = sum(item.num_tokens for item in items)
         q = torch.randn(LAYERS, total, KV_HEADS * GROUP, HEAD_DIM)
         kv = torch.randn(LAYERS, 2, total, KV_HEADS, HEAD_DIM)

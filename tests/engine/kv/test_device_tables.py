@@ -15,12 +15,13 @@ from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BLOCK, LADDER, TinyLadder, make_space
+from .copies import Copy
 from .test_table import TablesMachine
 
 SPLIT, ROWS = 2, 4
 
 
-def send(copy: DeviceTables, tables: BlockTables, names: list[str], had: list[int] | None = None) -> list[int]:
+def send(copy: Copy, tables: BlockTables, names: list[str], had: list[int] | None = None) -> list[int]:
     """What a step does: the changes go to the device with its input. ``had`` are the rows of the step before."""
     rows = had if had is not None and copy.keep_up(tables) else copy.follow(tables, names)
     words = copy.step_input(pack_tokens([7] * len(names), [0] * len(names), rows))
@@ -44,7 +45,7 @@ def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[
             items[rung] += -(-rungs.count(rung) // SPLIT)
         addresses, on_host = copy.entries([row], len(blocks))
         assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
-    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_entries()]
+    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_blocks]
     assert all(n <= bound for n, bound in zip(items, bounds, strict=True))
 
 
@@ -53,7 +54,7 @@ class CopyMachine(TablesMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copy = DeviceTables(self.tables, ROWS, 32 + 6 * BLOCK, torch.device("cpu"))
+        self.copy = Copy(self.tables, ROWS, 32 + 6 * BLOCK)
         self.rows: dict[str, int] = {}  # of the step before
 
     @precondition(lambda self: 0 < len(self.tokens) <= ROWS)
@@ -72,7 +73,7 @@ class CopyMachine(TablesMachine):
 
     @rule()
     def lose_an_input(self) -> None:
-        self.copy.forget()
+        self.copy.rows.forget()
 
 
 TestCopyMachine = CopyMachine.TestCase
@@ -83,7 +84,7 @@ def test_more_updates_than_an_input_carries(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_tables, "MAX_UPDATES", 5)
     ladder = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4)
     tables = make_space(60, ladder).tables
-    copy = DeviceTables(tables, 3, 20 * BLOCK, torch.device("cpu"))
+    copy = Copy(tables, 3, 20 * BLOCK)
     for name in "abc":
         tables.open(name, 2)
         assert tables.reserve(name, 17 * BLOCK)
@@ -94,7 +95,7 @@ def test_more_updates_than_an_input_carries(monkeypatch: pytest.MonkeyPatch):
 
 def test_only_what_changed_is_sent():
     tables = make_space(60).tables
-    copy = DeviceTables(tables, 2, 20 * BLOCK, torch.device("cpu"))
+    copy = Copy(tables, 2, 20 * BLOCK)
     tables.open("a", 2)
     assert tables.reserve("a", 9 * BLOCK)
     sizes = []
@@ -107,7 +108,7 @@ def test_only_what_changed_is_sent():
 
 def test_other_books_are_taken_over_from_nothing():
     copies = [make_space(60).tables for _ in range(2)]
-    copy = DeviceTables(copies[0], 1, 20 * BLOCK, torch.device("cpu"))
+    copy = Copy(copies[0], 1, 20 * BLOCK)
     for tables, length in zip(copies, (3, 5), strict=True):
         tables.open("a", 2)
         assert tables.reserve("a", length * BLOCK)

@@ -6,13 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
 from qkv_engine.kv.block import slot_rung
-from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.request import KVUsage
 
 from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space
+from .copies import Copy
 
 ALONE = replace(LADDER, others=(BANK,))
 BESIDE = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, others=(BANK,))
@@ -114,13 +113,13 @@ def test_it_moves_when_its_slab_is_emptied(ladder: TinyLadder):
 def test_the_device_has_entries_for_what_holds_tokens():
     for ladder in (ALONE, BESIDE):
         tables = make_space(12, ladder).tables
-        copy = DeviceTables(tables, 2, 4 * BLOCK, torch.device("cpu"))
+        copy = Copy(tables, 2, 4 * BLOCK)
         tables.open("a", 2)
         for blocks in (1, 3):
             assert tables.reserve("a", ladder.sink + blocks * BLOCK)
             (row,) = copy.follow(tables, ["a"])
             entries = [*tables["a"].slots[:-1], *tables["a"].blocks]
-            assert copy.num_entries()[0] == len(entries) == copy._rows["a"].num_entries
+            assert copy.num_blocks[0] == len(entries) == copy.rows._rows["a"].num_entries
             assert copy.entries([row], len(entries))[0].tolist() == [[block.slot.address for block in entries]]
 
 

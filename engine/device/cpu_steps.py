@@ -1,0 +1,56 @@
+"""Steps on a CPU, each computed when ``execute`` returns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.linear import padded_rows
+
+from ..kv.attention_cpu import CpuAttentionPlanner
+from ..kv.device_tables import HostTables
+from ..kv.ladder import Ladder
+from ..kv.table_rows import TableLayout
+from ..sampling.sampler import Sampler
+from .command import StepCommand, Tokens
+from .logits import CausalLM, Computed, read_hidden
+
+
+class CpuSteps:
+    """Carries out commands on a CPU over ``memory``; owns a copy of the block tables and the plan of attention."""
+
+    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder):
+        self.model = model
+        self._tables = HostTables(layout)
+        self._planner = CpuAttentionPlanner(memory, self._tables, ladder)
+        self._sampler = Sampler()
+        # The last command's items, and its tokens with padding.
+        self._rows, self._starts, self._lengths = list[int](), list[int](), list[int]()
+        self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
+
+    def execute(self, command: StepCommand) -> Computed:
+        """Computes the KV of the command's tokens and what it asks for."""
+        if command.changes:
+            self._tables.apply(command.changes)
+            self._planner.forget()
+        if command.goes_on:
+            self._go_on()
+        else:
+            self._begin(command)
+        step = self._planner.plan(self._rows, self._starts, self._lengths)
+        hidden = self.model(self._ids, self._positions, step)[: sum(self._lengths)]
+        computed = read_hidden(self.model, self._sampler, hidden, command, self._lengths)
+        if computed.tokens is not None:
+            self._sampled = computed.tokens.token_ids
+        return computed
+
+    def _begin(self, command: StepCommand) -> None:
+        self._rows, self._starts, self._lengths = command.rows, command.starts, command.lengths
+        tokens = Tokens.of(command.rows, command.starts, command.lengths, command.ids)
+        padding = [0] * (padded_rows(len(tokens.ids), self._ids.device) - len(tokens.ids))
+        self._ids, self._positions = torch.tensor(tokens.ids + padding), torch.tensor(tokens.positions + padding)
+
+    def _go_on(self) -> None:
+        self._starts = [start + 1 for start in self._starts]
+        self._ids[: len(self._sampled)] = self._sampled
+        self._positions[: len(self._sampled)] += 1

@@ -1,0 +1,93 @@
+"""Launch shapes of decode attention: they hold all items, and few of them serve all steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkv_engine.device.gpu_steps import padded_batch
+from qkv_engine.device.graphs import MAX_GRAPHS
+from qkv_engine.device.mixed_steps import padded_decodes
+from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kv.launch_shapes import LaunchShapes
+
+SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_decodes", "expected"),
+    [
+        ([1], 1, (1, Bounds(64, 0, True))),  # a lone short request: an item a block
+        ([8], 1, (1, Bounds(64, 0))),
+        ([65], 1, (4, Bounds(64, 0))),  # fewer parts to merge
+        ([1024], 1, (16, Bounds(64, 0))),
+        ([2, 63, 0], 1, (4, Bounds(64, 64, True))),
+        ([65 * 32], 32, (16, Bounds(256, 0))),
+        ([4 * 64], 64, (4, Bounds(128, 0, True))),  # two short items a request
+        ([128, 64 * 63], 64, (16, Bounds(128, 512, True))),  # codes have room for twice as many
+        ([128, 64 * 43, 64 * 20], 64, (16, Bounds(128, 512, True))),  # one bound for all but the first rung
+        ([512, 256 * 128], 256, (32, Bounds(512, 1536, True))),  # many requests: finer bounds
+        ([64 * 30, 64 * 33], 64, (16, Bounds(256, 256))),
+        ([0, 8], 1, (1, Bounds(64, 64, True))),
+    ],
+)
+def test_attention_is_split_into_enough_items(counts: list[int], num_decodes: int, expected: tuple[int, Bounds]):
+    assert SHAPES.split(counts, num_decodes, num_decodes) == expected
+
+
+def test_few_shapes_serve_blocks_that_step_down():
+    """Twenty requests grow to twenty blocks each while these step down, and end one after the other."""
+    counts = [20, 0, 0]
+    shapes = set()
+    for step in range(400):
+        counts[0] = 20 + min(step, 380) - (step > 100) * (step - 100)
+        counts[1], counts[2] = max(0, step - 100) - max(0, step - 250), max(0, step - 250)
+        shapes.add(SHAPES.split(counts, 20, 32)[1])
+    assert len(shapes) <= 8
+
+
+def graphs_of_a_run(num_rungs: int) -> int:
+    """Keys met while requests come, grow and go, and their blocks step down from rung to rung as room gets short."""
+    rng, keys = random.Random(1), set()
+    batch, pressure = 40.0, 0.0
+    for step in range(4000):
+        batch = min(64.0, max(16.0, batch + rng.uniform(-0.5, 0.5)))
+        pressure = min(1.0, max(0.0, pressure + rng.uniform(-0.02, 0.02)))
+        num_decodes, blocks = round(batch), 20 + step % 1000 // 20
+        counts = [2 * num_decodes] + [0] * (num_rungs - 1)
+        for block in range(blocks):  # the coldest are as narrow as the pressure says, the warmest a little wider
+            depth = max(0.0, pressure - 0.3 * block / blocks)
+            counts[1 + round(depth * (num_rungs - 2))] += num_decodes
+        keys.add((padded_batch(num_decodes), SHAPES.split(counts, num_decodes, padded_batch(num_decodes))[1]))
+    return len(keys)
+
+
+def test_more_rungs_are_not_more_graphs():
+    few, many = graphs_of_a_run(4), graphs_of_a_run(12)
+    assert many <= 1.1 * few and few < MAX_GRAPHS
+
+
+def test_a_batch_beside_chunks_has_one_shape():
+    for counts in ([0, 0], [40, 0], [3, 37], [64 * 16, 1], [64 * 300, 0], [64 * 4, 64 * 300]):
+        assert SHAPES.split(counts, 40, 64, beside_chunks=True)[1] == Bounds(256, 256)
+    assert SHAPES.split([64 * 30], 40, 64, beside_chunks=True)[1] == Bounds(256, 0)
+
+
+@pytest.mark.parametrize("beside_chunks", [False, True])
+@settings(deadline=None)
+@given(
+    held=st.lists(st.lists(st.integers(0, 300), min_size=3, max_size=3), min_size=1, max_size=80),
+    scale=st.sampled_from([1, 10, 100]),
+)
+def test_bounds_hold_all_items(held: list[list[int]], scale: int, beside_chunks: bool):
+    """``held``: blocks by rung of each request."""
+    held = [[count // scale for count in counts] for counts in held]
+    held[0][0] += 1
+    pad = padded_decodes if beside_chunks else padded_batch
+    totals = [sum(counts) for counts in zip(*held, strict=True)]
+    size, bounds = SHAPES.split(totals, len(held), pad(len(held)), beside_chunks)
+    first, *others = (sum(-(-counts[rung] // size) for counts in held) for rung in range(3))
+    assert first <= bounds.first and sum(others) <= bounds.others

@@ -1,0 +1,80 @@
+"""Shapes that a full warm-up captures: few, and whatever requests come to hold, their steps have one of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkv_engine.config import resolve_kv
+from qkv_engine.device.captures import all_shapes
+from qkv_engine.device.gpu_steps import DecodeShape, padded_batch
+from qkv_engine.device.mixed_steps import MixedShape, padded_decodes
+from qkv_engine.kv.cache import KVCache
+from qkv_engine.kv.ladder import build_ladder
+from qkv_engine.kv.launch_shapes import LaunchShapes
+from qkv_engine.kv.table import BlockTables
+
+LADDERS = ["bf16", "int4", "kivi-2", "auto"]
+LENGTHS = [8192, 32768]
+MAX_NUM_SEQS = 256
+SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
+
+
+@cache
+def planner_and_tables(kv: str) -> tuple[Any, BlockTables]:
+    """As much as the listing wants: an 8B shape with 60 GiB of KV memory, none of it allocated."""
+    ladder = build_ladder(resolve_kv(kv), num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    tables = KVCache(ladder, 60 << 30, torch.device("meta")).tables
+    return SimpleNamespace(shapes=SHAPES, tile_tokens=16), tables
+
+
+@cache
+def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
+    return list(all_shapes(*planner_and_tables(kv), MAX_NUM_SEQS, max_model_len, 2048))
+
+
+@pytest.mark.parametrize("max_model_len", LENGTHS)
+@pytest.mark.parametrize("kv", LADDERS)
+def test_few_shapes_are_captured_and_fewer_are_run_first(kv: str, max_model_len: int):
+    shapes = listed(kv, max_model_len)
+    assert len(shapes) == len(set(shapes)) <= (120 if kv == "bf16" else 300)
+    ran: set[Hashable] = set()
+    num_runs = 0
+    for shape in sorted(shapes, key=lambda shape: -shape.num_rows):
+        num_runs += not ran.issuperset(shape.kernels)
+        ran.update(shape.kernels)
+    assert num_runs <= 64
+
+
+@pytest.mark.parametrize("max_model_len", LENGTHS)
+@pytest.mark.parametrize("kv", LADDERS)
+@settings(max_examples=100, deadline=None)
+@given(number=st.integers(1, MAX_NUM_SEQS), seed=st.integers(0, 2**32))
+def test_every_state_has_a_listed_shape(kv: str, max_model_len: int, number: int, seed: int):
+    tables, rng = planner_and_tables(kv)[1], random.Random(seed)
+    counts = random_counts(tables, number, max_model_len, rng)
+    shapes = set(listed(kv, max_model_len))
+    batch = padded_batch(number)
+    assert DecodeShape(batch, SHAPES.split(counts, number, batch)[1]) in shapes
+    beside = padded_decodes(min(number, MAX_NUM_SEQS - 1))
+    bounds = SHAPES.split(counts, number, beside, beside_chunks=True)[1]
+    assert any(isinstance(shape, MixedShape) and shape.bounds == bounds for shape in shapes)
+
+
+def random_counts(tables: Any, number: int, max_model_len: int, rng: random.Random) -> list[int]:
+    """Blocks by rung of ``number`` requests of some length in memory that they share, sinks counted as blocks."""
+    rungs, held = range(len(tables.ladder.rungs)), int(number * tables.blocks_for(max_model_len) * rng.random() ** 3)
+    weights = [rng.random() ** 4 for _ in rungs]
+    counts = [int(held * weight / sum(weights)) for weight in weights]
+    nbytes = sum(count * tables.sizes[rung] for rung, count in enumerate(counts))
+    counts = [int(count * min(1.0, tables.arena.nbytes / max(1, nbytes))) for count in counts]
+    counts[0] += number * rng.randint(0 if counts[0] >= number else 1, 2) if rng.random() < 0.8 else number
+    return counts
