@@ -294,7 +294,12 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
     return PRESETS[kv]
 
 
-_INTEGERS = {"max_num_seqs": (1, 4096), "max_num_batched_tokens": (1, 2**20), "seed": (0, 2**63 - 1)}
+_INTEGERS = {
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 2**20),
+    "seed": (0, 2**63 - 1),
+    "tensor_parallel": (1, 64),
+}
 WARM_UPS = ("lazy", "full")
 _FLAGS = ("prefix_caching", "extend_context", "cuda_graphs")
 _TEXTS = ("dtype", "device", "load_format", "warm_up")
@@ -319,6 +324,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_itl_ms: float | None = None
+    tensor_parallel: int = 1
     cuda_graphs: bool = True
     warm_up: str = "lazy"
     num_threads: int | None = None

@@ -58,6 +58,8 @@ class Engine(Closable):
             smaller chunks of prompts, whose first tokens come later; None for no limit.
 
     Machine
+        tensor_parallel: GPUs that share the model, 1 to 64, each a process with its part of the weights and of the KV
+            heads; ``kv_memory`` is that of each. On a CPU processes of one machine.
         cuda_graphs: replay captured steps on a GPU; False saves their memory and makes small steps slower.
         warm_up: "lazy" captures a step on a GPU when its shape is met again; "full" captures all shapes that the limits
             allow at start, so that no request waits for a capture.
@@ -80,6 +82,7 @@ class Engine(Closable):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_itl_ms: float | None = None,
+        tensor_parallel: int = 1,
         cuda_graphs: bool = True,
         warm_up: str = "lazy",
         num_threads: int | None = None,
@@ -101,6 +104,7 @@ class Engine(Closable):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_itl_ms=max_itl_ms,
+            tensor_parallel=tensor_parallel,
             cuda_graphs=cuda_graphs,
             warm_up=warm_up,
             num_threads=num_threads,
@@ -266,6 +270,8 @@ class Engine(Closable):
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
         started, self._started = self._started, None  # once: another thread may close it, too
+        if started is not None and started.crew is not None:
+            started.crew.close()
         if started is not None and started.device.type == "cuda":
             with suppress(RuntimeError):  # of a lost device
                 torch.cuda.empty_cache()

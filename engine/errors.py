@@ -44,6 +44,10 @@ class DeviceLostError(EngineDeadError):
     """The device computes nothing any more, as after an illegal access to memory; only a new process can use it."""
 
 
+class RankLostError(EngineDeadError):
+    """The process of a tensor-parallel rank ended, or fell out of step with the others."""
+
+
 def as_request_error(error: Exception) -> QKVError:
     """The error that the reader of a request gets when the request failed with ``error``."""
     if isinstance(error, QKVError):

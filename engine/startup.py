@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from threading import Lock
 from time import sleep
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.files import file_names, read_json_object
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
+from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
@@ -40,6 +41,9 @@ from .sizes import format_size, parse_size
 from .text.tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
 
+if TYPE_CHECKING:
+    from .parallel.crew import Crew
+
 logger = logging.getLogger("qkv_engine")
 T = TypeVar("T")
 
@@ -59,6 +63,7 @@ class Started:
     ladder: Ladder
     num_threads: int  # CPU threads of the engine's own thread
     summary: list[str]
+    crew: Crew | None = None  # the other ranks under tensor parallelism
 
 
 def demo_folder() -> Path:
@@ -72,20 +77,38 @@ def start(config: EngineConfig) -> Started:
     An interrupt is raised again once all that was allocated is freed; a load under way ends within about a second.
     """
     device = resolve_device(config.device)
-    loaded, dtype = load(config, device)
+    crew = None if config.tensor_parallel == 1 else _start_crew(config, device)
+    try:
+        return _start(config, device, crew)
+    except BaseException:
+        if crew is not None:
+            crew.close()
+        raise
+
+
+def _start_crew(config: EngineConfig, device: torch.device) -> Crew:
+    from .parallel.crew import Crew
+
+    if device.type == "cuda" and (device.index or torch.cuda.device_count() < config.tensor_parallel):
+        raise ConfigError(
+            f"needs the first {config.tensor_parallel} GPUs, {torch.cuda.device_count()} are here",
+            field="tensor_parallel",
+            value=config.tensor_parallel,
+            remedy="Lower it, or choose GPUs with CUDA_VISIBLE_DEVICES",
+        )
+    return Crew(config, device)
+
+
+def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Started:
+    ranks = ALONE if crew is None else crew.ranks
+    loaded, dtype = load(config, device, ranks=ranks)
     model_config = loaded.config
     tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder)
     generation = {} if loaded.folder is None else read_json_object(loaded.folder, "generation_config.json")
     eos_ids = frozenset(
         eos_token_ids(generation, model_config.eos_token_ids, tokenizer, vocab_size=model_config.vocab_size)
     )
-    ladder = build_ladder(
-        config.kv,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype,
-    )
+    ladder = rank_ladder(config, model_config, ranks, dtype)
     limit = config.max_model_len or model_config.max_position_embeddings
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, cuda_graphs=config.cuda_graphs)
     max_model_len = _fit_model_len(config, limit, cache)
@@ -108,7 +131,13 @@ def start(config: EngineConfig) -> Started:
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         cuda_graphs=config.cuda_graphs,
+        crew=crew,
     )
+    num_threads = choose_num_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
+    if crew is not None:
+        num_threads = max(1, num_threads // ranks.size)
+        crew.replies()  # their weights are loaded
+        crew.set_up(cache.nbytes, runner.layout, num_threads)
     if device.type == "cuda":
         warm_up(runner)
     captured = None
@@ -135,22 +164,38 @@ def start(config: EngineConfig) -> Started:
         device,
         dtype,
         ladder,
-        choose_num_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters())),
+        num_threads,
         summary,
+        crew,
     )
 
 
-def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tuple[LoadedModel, torch.dtype]:
+def rank_ladder(config: EngineConfig, model: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Ladder:
+    """The ladder over the KV heads of a rank, for a model that computes in ``dtype``."""
+    return build_ladder(
+        config.kv,
+        num_layers=model.num_layers,
+        num_kv_heads=ranks.part(model.num_kv_heads).size,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def load(
+    config: EngineConfig, device: torch.device, *, pack: bool = True, ranks: Ranks = ALONE
+) -> tuple[LoadedModel, torch.dtype]:
     """The loaded model and the dtype of its weights; checks come before weights are downloaded or read.
 
-    Without ``pack`` the weights keep the layout that gradients need.
+    Without ``pack`` the weights keep the layout that gradients need. Of split weights only the part of ``ranks`` is
+    loaded.
     """
 
     def check(model: ModelConfig) -> None:
         if config.kv.model is not None:
             config.kv.model.check_shape(model, config.kv.name)
         check_context(model, config.max_model_len, config.extend_context)
-        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device)
+        model.check_ranks(ranks.size)
+        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, ranks.size)
 
     source = find_model(
         str(demo_folder()) if config.source is None else config.source,
@@ -178,6 +223,7 @@ def load(config: EngineConfig, device: torch.device, *, pack: bool = True) -> tu
             stopped=stopped,
             prepare=lambda net: None if config.kv.key_scale is None else fold_key_scale(net, config.kv.key_scale),
             pack=pack,
+            ranks=ranks,
         )
     )
     return loaded, dtype
@@ -194,9 +240,9 @@ def check_context(model: ModelConfig, max_model_len: int | None, extend_context:
         )
 
 
-def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> None:
     """Raises ``CapacityError`` if loading a model's weights in ``dtype`` needs more memory than ``device`` has free."""
-    need, free = load_nbytes(model, dtype, device), free_memory(device)
+    need, free = load_nbytes(model, dtype, device, num_ranks), free_memory(device)
     if need <= free:
         return
     remedy = "Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from .graphs import MAX_GRAPHS
 from .memory import free_memory
 from .mixed_steps import MAX_CHUNK_TOKENS, MixedShape, least_tiles, padded_chunk, padded_decodes
 
+StepShape = DecodeShape | MixedShape
 GROWTH = 2**0.25  # between two numbers of blocks that are looked at, fewer than the octave between most shapes
 
 
@@ -30,7 +31,12 @@ class Captured(NamedTuple):
 
 
 def capture_all(
-    steps: GpuSteps, tables: BlockTables, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+    steps: GpuSteps,
+    capture: Callable[[StepShape], None],
+    tables: BlockTables,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
 ) -> Captured:
     """Captures every shape of a step of up to ``max_num_seqs`` requests, with a bar on stderr if that is a terminal.
 
@@ -41,7 +47,7 @@ def capture_all(
     shapes = list(all_shapes(steps.planner, tables, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
-        steps.capture(shape)
+        capture(shape)
     return Captured(len(shapes), time.monotonic() - start, before - free_memory(steps.device))
 
 
@@ -51,7 +57,7 @@ def all_shapes(
     max_num_seqs: int,
     max_model_len: int,
     max_num_batched_tokens: int,
-) -> Iterator[DecodeShape | MixedShape]:
+) -> Iterator[StepShape]:
     """Shapes of steps, each once: those of single tokens first, then those with chunks of prompts."""
     shapes = planner.shapes
     for batch, numbers in groupby(range(1, max_num_seqs + 1), padded_batch):
@@ -97,7 +103,7 @@ def _fits(counts: list[int], tables: BlockTables) -> bool:
     return sum(count * tables.sizes[rung] for rung, count in enumerate(counts)) <= tables.arena.nbytes
 
 
-def _with_bar(shapes: list[DecodeShape | MixedShape]) -> Iterable[DecodeShape | MixedShape]:
+def _with_bar(shapes: list[StepShape]) -> Iterable[StepShape]:
     if not sys.stderr.isatty():
         return shapes
     from rich.console import Console

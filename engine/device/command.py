@@ -22,7 +22,7 @@ class PromptScores(NamedTuple):
     k: int
 
 
-class StepCommand(msgspec.Struct, frozen=True, gc=False):
+class StepCommand(msgspec.Struct, frozen=True, gc=False, tag="step"):
     """A step over block tables whose rows and words the executing backend keeps.
 
     Fields

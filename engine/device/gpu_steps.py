@@ -56,7 +56,8 @@ class GpuSteps:
     def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
         self.model, self.device = model, memory.device
         self.tables = DeviceTables(layout, ladder, self.device)
-        self.planner = GpuAttentionPlanner(memory, self.tables, model.config.num_heads)
+        num_heads = model.ranks.part(model.config.num_heads).size
+        self.planner = GpuAttentionPlanner(memory, self.tables, num_heads)
         self._sampler = Sampler()
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None

@@ -12,6 +12,7 @@ from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.linear import padded_rows
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.ranks import Ranks
 
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
 from ..sampling.sampler import PendingTokens, Sampler
@@ -22,6 +23,7 @@ class CausalLM(Protocol):
     """A model as a step calls it; see ``models/llama.py``."""
 
     config: ModelConfig
+    ranks: Ranks
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
 

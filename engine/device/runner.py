@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,23 +13,19 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from ..errors import DeviceLostError
 from ..kv.cache import KVCache
 from ..kv.table_rows import TableLayout, TableRows
+from ..parallel.commands import Capture
+from ..parallel.led import LedMover, LedSteps
 from ..request import Request
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens, SampleRow
-from .command import StepCommand
-from .cpu_steps import CpuSteps
-from .logits import CausalLM, Computed
+from .backend import Steps, make_steps
+from .logits import CausalLM
 from .memory import is_out_of_memory
 from .prepare import StepMaker
 
 if TYPE_CHECKING:
+    from ..parallel.crew import Crew
     from .captures import Captured
-
-
-class Steps(Protocol):
-    """A backend: carries out commands over KV memory of its own. Nobody else knows its plans, graphs and buffers."""
-
-    def execute(self, command: StepCommand) -> Computed: ...
 
 
 class StepResult(NamedTuple):
@@ -83,17 +80,16 @@ class Runner:
         max_num_seqs: int = 1,
         max_model_len: int = 1,
         cuda_graphs: bool = True,
+        crew: Crew | None = None,
     ):
-        self.cache, self.device = cache, device
-        layout = TableLayout.of(cache.tables, max_num_seqs, max_model_len)
-        self._maker = StepMaker(TableRows(layout, cache.ladder))
-        self.steps: Steps
-        if device.type == "cuda":
-            from .gpu_steps import GpuSteps  # needs Triton
-
-            self.steps = GpuSteps(model, cache.memory, layout, cache.ladder, cuda_graphs)
-        else:
-            self.steps = CpuSteps(model, cache.memory, layout, cache.ladder)
+        """``crew``: the other ranks under tensor parallelism, which carry out all commands too."""
+        self.cache, self.device, self._crew = cache, device, crew
+        self.layout = TableLayout.of(cache.tables, max_num_seqs, max_model_len)
+        self._maker = StepMaker(TableRows(self.layout, cache.ladder))
+        self._own = make_steps(model, cache.memory, self.layout, cache.ladder, cuda_graphs)
+        self.steps: Steps = self._own
+        if crew is not None:
+            self.steps, cache.mover = LedSteps(crew, self._own), LedMover(crew, cache.mover)
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
@@ -103,17 +99,30 @@ class Runner:
         """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
         if self.device.type != "cuda":
             return None
-        from .captures import capture_all
+        from .captures import StepShape, capture_all
         from .gpu_steps import GpuSteps
 
-        if not isinstance(self.steps, GpuSteps) or self.steps.mixed is None:
+        steps, crew = self._own, self._crew
+        if not isinstance(steps, GpuSteps) or steps.mixed is None:
             return None
+
+        def capture(shape: StepShape) -> None:
+            if crew is None:
+                steps.capture(shape)
+            else:
+                crew.lead(Capture(pickle.dumps(shape)), lambda: steps.capture(shape))
+
         limits = max_num_seqs, max_model_len, max_num_batched_tokens
         with torch.inference_mode():
-            return capture_all(self.steps, self.cache.tables, *limits)
+            return capture_all(steps, capture, self.cache.tables, *limits)
 
     def check_device(self) -> None:
-        """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""
+        """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory.
+
+        Raises ``RankLostError`` if the process of another rank ended.
+        """
+        if self._crew is not None:
+            self._crew.check()
         if self.device.type == "cpu":
             return
         try:

@@ -1,121 +1,83 @@
-"""The worker processes of a tensor-parallel engine, as rank 0 drives them."""
+"""The workers of a tensor-parallel engine, as rank 0 leads them."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
-import subprocess
-import sys
-import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from threading import Thread
-from typing import IO
+from typing import TypeVar
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..config import EngineConfig
-from ..errors import CapacityError, DeviceLostError, QKVError
+from ..errors import QKVError, RankLostError
+from ..kv.table_rows import TableLayout
+from .commands import Command, Setup, encode
+from .process import WorkerProcess
 from .process_ranks import ProcessRanks
 
 HOST = "127.0.0.1"
-END_SECONDS = 5.0  # for a worker to end by itself
-LAST_CHARS = 2000  # of a worker's messages, in the error that says why it ended
-
-
-class Worker:
-    """The process of one rank, and the connection that its commands go through."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
-        self._messages: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "qkv_engine.parallel.worker", str(theirs.fileno())],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._messages,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for rank 0
-            )
-        self.connection = Connection(ours.detach())
-
-    def receive(self) -> object:
-        """The worker's next reply. Raises ``DeviceLostError`` if there will be none."""
-        try:
-            return pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            self.process.wait()
-            raise DeviceLostError(self.last_words(), remedy="Make a new engine") from error
-
-    def last_words(self) -> str:
-        """Why the process ended, once it has."""
-        self._messages.seek(0)
-        text = self._messages.read().decode(errors="replace").strip()
-        return f"rank {self.rank} ended with code {self.process.returncode}: {text[-LAST_CHARS:] or 'no message'}"
-
-    def end(self) -> None:
-        """Ends the process and waits for it."""
-        with suppress(OSError):
-            self.connection.close()
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+T = TypeVar("T")
 
 
 class Crew:
-    """All workers of an engine. One that ends before ``close`` makes every later call raise ``DeviceLostError``."""
+    """The processes of ranks 1 and up. Once one ends, every call but ``close`` raises ``RankLostError``."""
 
     def __init__(self, config: EngineConfig, device: torch.device):
-        """Starts the workers of ``config.tensor_parallel`` - 1 ranks, which load their parts of the weights."""
-        self._store = TCPStore(HOST, 0, config.tensor_parallel, is_master=True, wait_for_workers=False)
-        self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, _end_all, self._workers)
+        """Starts the workers, which join the group and load their parts of the weights beside rank 0.
+
+        ``device``: of rank 0. Raises ``RankLostError`` if a worker does not come up.
+        """
         self._lost: str | None = None
-        self.ranks: ProcessRanks | None = None
-        self._size, self._device = config.tensor_parallel, device
+        self._workers: list[WorkerProcess] = []
+        self._finalizer = weakref.finalize(self, _end_all, self._workers)
+        size = config.tensor_parallel
+        store = TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
         try:
-            for rank in range(1, config.tensor_parallel):
-                self._workers.append(worker := Worker(rank))
-                worker.connection.send_bytes(pickle.dumps((config, rank, device.type, self._store.port)))
+            for rank in range(1, size):
+                self._workers.append(worker := WorkerProcess(rank))
+                worker.connection.send_bytes(pickle.dumps((config, rank, device.type, store.port)))
+            self.replies()  # all have imported torch: joining does not wait for one that cannot
+            self.ranks = ProcessRanks.join(0, size, store, device)
         except BaseException:
             self.close()
             raise
-
-    def join(self) -> ProcessRanks:
-        """Rank 0 of the group, once all workers have joined it."""
         for worker in self._workers:
-            Thread(target=self._watch, args=(worker,), daemon=True, name=f"rank {worker.rank}").start()
-        self.ranks = ProcessRanks.join(0, self._size, self._store, self._device)
-        return self.ranks
+            Thread(target=_watch, args=(weakref.ref(self), worker), daemon=True, name=f"rank {worker.rank}").start()
 
-    def tell(self, message: bytes) -> None:
-        """Sends a command to all workers, which carry out commands in order. Raises ``DeviceLostError``."""
-        self.check()
-        try:
-            for worker in self._workers:
-                worker.connection.send_bytes(message)
-        except OSError as error:
-            raise self._error() from error
-
-    def replies(self) -> Iterator[object]:
-        """A reply of each worker. Raises the error that one replies with."""
+    def replies(self) -> None:
+        """Waits for a reply of each worker. Raises the error that one replies with, and ``RankLostError``."""
         for worker in self._workers:
             reply = worker.receive()
             if isinstance(reply, QKVError):
                 raise reply
-            yield reply
+
+    def set_up(self, kv_nbytes: int, layout: TableLayout, num_threads: int) -> None:
+        """Has all workers allocate KV memory as rank 0 did. Raises the error that one replies with."""
+        message = encode(Setup(kv_nbytes, layout, num_threads))
+        for worker in self._workers:
+            worker.connection.send_bytes(message)
+        self.replies()
+
+    def lead(self, command: Command, work: Callable[[], T]) -> T:
+        """Has all workers carry out ``command`` while rank 0 does ``work``, its own part.
+
+        Raises ``RankLostError`` if that fails: the others wait for rank 0 in the middle of an exchange then.
+        """
+        message = encode(command)
+        self.check()
+        try:
+            for worker in self._workers:
+                worker.connection.send_bytes(message)
+            return work()
+        except BaseException as error:
+            self._lose(f"rank 0 broke off: {type(error).__name__}: {error}")
+            raise self._error() from error
 
     def check(self) -> None:
-        """Raises ``DeviceLostError`` if a worker ended."""
+        """Raises ``RankLostError`` if a worker ended."""
         if self._lost is not None:
             raise self._error()
 
@@ -123,17 +85,26 @@ class Crew:
         """Ends all workers and waits for them. May be called again."""
         self._finalizer()
 
-    def _error(self) -> DeviceLostError:
-        return DeviceLostError(self._lost or "a rank's process ended", remedy="Make a new engine")
+    def _error(self) -> RankLostError:
+        for worker in self._workers:
+            if worker.has_ended:
+                return RankLostError(worker.last_words(), remedy="Make a new Engine")
+        return RankLostError(self._lost or "a rank ended", remedy="Make a new Engine")
 
-    def _watch(self, worker: Worker) -> None:
-        worker.process.wait()
-        if self._finalizer.alive:
-            self._lost = worker.last_words()
-            if self.ranks is not None:
-                self.ranks.abort()  # rank 0 may wait for the one that ended
+    def _lose(self, why: str) -> None:
+        """Notes why the group is of no more use, and ends exchanges that would wait for ever."""
+        if self._lost is None and self._finalizer.alive:
+            self._lost = why
+            self.ranks.abort()
 
 
-def _end_all(workers: list[Worker]) -> None:
+def _watch(crew: weakref.ref[Crew], worker: WorkerProcess) -> None:
+    worker.process.wait()
+    found = crew()
+    if found is not None:
+        found._lose(worker.last_words())
+
+
+def _end_all(workers: list[WorkerProcess]) -> None:
     for worker in workers:
         worker.end()

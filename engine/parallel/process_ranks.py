@@ -7,8 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+)
 
 from qkv_engine.models.ranks import Ranks
 
@@ -23,21 +27,23 @@ class ProcessRanks(Ranks):
     backend: Any = None  # of torch.distributed; builds of torch without CUDA have no type for NCCL's
 
     @classmethod
-    def join(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> ProcessRanks:
+    def join(cls, rank: int, size: int, store: Store, device: torch.device) -> ProcessRanks:
         """Joins the group of ``size`` ranks that meets at ``store``; returns when all have."""
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+            from torch.distributed import ProcessGroupNCCL  # builds without CUDA have none
+
+            options = ProcessGroupNCCL.Options()
             options._timeout = EXCHANGE_TIMEOUT
-            backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            backend: Any = ProcessGroupNCCL(store, rank, size, options)
         else:
-            backend = dist.ProcessGroupGloo(store, rank, size, EXCHANGE_TIMEOUT)
+            backend = ProcessGroupGloo(store, rank, size, EXCHANGE_TIMEOUT)
         ranks = cls(rank, size, backend)
         ranks.sum(torch.ones(1, device=device))  # NCCL connects at its first exchange, which must not be in a graph
         return ranks
 
     def sum(self, x: Tensor) -> Tensor:
         """See ``Ranks``."""
-        options = dist.AllreduceOptions()
+        options = AllreduceOptions()
         options.asyncOp = False  # on the current stream
         self.backend.allreduce([x], options).wait()
         return x
@@ -45,7 +51,7 @@ class ProcessRanks(Ranks):
     def gather(self, x: Tensor) -> Tensor:
         """See ``Ranks``."""
         parts = x.new_empty(self.size * x.shape[0], x.shape[1])
-        options = dist.AllgatherOptions()
+        options = AllgatherOptions()
         options.asyncOp = False
         self.backend._allgather_base(parts, x.contiguous(), options).wait()
         return torch.cat(parts.chunk(self.size), dim=1)

@@ -1,0 +1,46 @@
+"""What rank 0 sends to the workers, and its form on the way."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..device.command import StepCommand
+from ..kv.mover import MoveCommand
+from ..kv.table_rows import TableLayout
+
+
+class Setup(msgspec.Struct, frozen=True, tag="setup"):
+    """The first command, once weights are loaded.
+
+    Fields
+        kv_nbytes: KV memory of each rank.
+        layout: of the block tables.
+        num_threads: CPU threads that the rank computes with.
+    """
+
+    kv_nbytes: int
+    layout: TableLayout
+    num_threads: int
+
+
+class Capture(msgspec.Struct, frozen=True, tag="capture"):
+    """Capture a step on a GPU, of a shape that is pickled, since its class needs Triton."""
+
+    shape: bytes
+
+
+Command = Setup | Capture | StepCommand | MoveCommand
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode(command: Command) -> bytes:
+    """A command as bytes."""
+    return _encoder.encode(command)
+
+
+def decode(message: bytes) -> Command:
+    """The command in ``message``."""
+    found: Command = _decoder.decode(message)
+    return found

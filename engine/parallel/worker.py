@@ -1,0 +1,112 @@
+"""The process of a rank above 0: loads its part of the model, then carries out commands until rank 0 is gone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections import deque
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
+from typing import cast
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ..config import EngineConfig
+from ..device.backend import Steps, make_steps
+from ..device.command import StepCommand
+from ..device.logits import CausalLM, Computed
+from ..errors import QKVError
+from ..kv.mover import Checked, MoveCommand, Mover
+from ..startup import load, rank_ladder
+from .commands import Capture, Command, Setup, decode
+from .crew import HOST
+from .process_ranks import ProcessRanks
+
+MOST_UNDER_WAY = 8  # commands whose copies to the host are kept; rank 0 is at most two steps ahead of its tokens
+
+
+class Follower:
+    """One rank's memory and backends."""
+
+    def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
+        ladder = rank_ladder(config, model.config, model.ranks, dtype)
+        memory = torch.empty(setup.kv_nbytes, dtype=torch.uint8, device=device)
+        self._mover = Mover(memory, ladder, config.cuda_graphs)
+        self._steps: Steps = make_steps(model, memory, setup.layout, ladder, config.cuda_graphs)
+        self._under_way: deque[Computed | list[Checked]] = deque()
+
+    @torch.inference_mode()
+    def execute(self, command: Command) -> None:
+        """Carries out a command; nobody asks for its results."""
+        if isinstance(command, StepCommand):
+            self._under_way.append(self._steps.execute(command))
+        elif isinstance(command, MoveCommand):
+            self._under_way.append(self._mover.execute(command))
+        elif isinstance(command, Capture):
+            self._capture(command)
+        while len(self._under_way) > MOST_UNDER_WAY:
+            _wait(self._under_way.popleft())
+
+    def _capture(self, command: Capture) -> None:
+        from ..device.gpu_steps import GpuSteps
+
+        assert isinstance(self._steps, GpuSteps)
+        self._steps.capture(pickle.loads(command.shape))
+
+
+def main() -> None:
+    """Runs the rank that the process of ``WorkerProcess`` was started for."""
+    connection = Connection(int(sys.argv[1]))
+    commands = _receive(connection)
+    config, rank, kind, port = pickle.loads(commands.get())
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    _reply(connection, None)
+    store = TCPStore(HOST, port, config.tensor_parallel, is_master=False)
+    ranks = ProcessRanks.join(rank, config.tensor_parallel, store, device)
+    try:
+        loaded, dtype = load(config, device, ranks=ranks)
+        _reply(connection, None)
+        setup = decode(commands.get())
+        assert isinstance(setup, Setup), "the first command"
+        torch.set_num_threads(setup.num_threads)
+        follower = Follower(config, setup, cast(CausalLM, loaded.model), dtype, device)
+        _reply(connection, None)
+    except QKVError as error:
+        _reply(connection, error)
+        return
+    while True:
+        follower.execute(decode(commands.get()))
+
+
+def _reply(connection: Connection, reply: object) -> None:
+    connection.send_bytes(pickle.dumps(reply))
+
+
+def _receive(connection: Connection) -> SimpleQueue[bytes]:
+    """The messages of rank 0 as they come. Without rank 0 the process ends, whatever it waits for."""
+    messages: SimpleQueue[bytes] = SimpleQueue()
+
+    def receive() -> None:
+        try:
+            while True:
+                messages.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    Thread(target=receive, daemon=True).start()
+    return messages
+
+
+def _wait(result: Computed | list[Checked]) -> None:
+    """Waits for copies to the host, so that their buffers are used again."""
+    if isinstance(result, Computed):
+        if result.tokens is not None:
+            result.tokens.wait()
+        return
+    for checked in result:
+        checked.copy.wait()
