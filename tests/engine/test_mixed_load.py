@@ -1,4 +1,4 @@
-"""A hundred and twenty mixed requests at once, on memory for a fraction of them: each is answered as it is alone."""
+"""Sixty mixed requests at once, on memory for a fraction of them: each is answered as it is alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Load:
 
 # Short prompts that are all let in at once and then outgrow the memory together.
 MARATHONS = [
-    Load([9, 8, i], SamplingParams(temperature=0.0, max_tokens=390, ignore_eos=True), 0.0, None) for i in range(8)
+    Load([9, 8, i], SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True), 0.0, None) for i in range(8)
 ]
 
 
