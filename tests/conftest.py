@@ -23,6 +23,11 @@ sys.path.append(str(Path(__file__).parents[1]))  # for studies/; last, so that o
 LINES = pytest.StashKey[list[str]]()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long files that would come last first, so that no worker is left alone with one."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -52,11 +52,11 @@ def test_what_was_filled_is_finite_and_not_zero() -> None:
 
 def test_eager_ladders_settle_at_once() -> None:
     with filled("int4") as core:
-        core.begin([32 + 5 * 128 + 7, 40], 1000)
+        core.begin([32 + 5 * 128 + 107, 40], 1000)
         assert rungs(core) == [1] * 5 + [0]
         assert [slot.rung for slot in core.cache.tables["bench-0"].slots] == [slot_rung(0)]
         assert rungs(core, 1) == [0]
-        core.seconds_per_step(125)  # over a block's end: the engine seals by itself
+        core.seconds_per_step(25)  # over a block's end: the engine seals by itself
         assert rungs(core) == [1] * 6 + [0]
         core.cache.tables.check_integrity()
 

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -50,11 +52,22 @@ def ends_silently(child: subprocess.Popen[bytes], number: signal.Signals, second
     assert time.monotonic() - begun < seconds
 
 
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize(
-    "module", ["argparse", "qkv_engine.cli.main", "numpy", "torch._C", "torch", "qkv_engine.kernels"]
-)
-def test_while_modules_are_imported(number: signal.Signals, module: str):
+def quick(quick_pairs: Sequence[tuple[Any, ...]], all_pairs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """All pairs as parameters, those that are not quick in ``make test-full`` alone."""
+    slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in all_pairs if pair not in quick_pairs]
+    return [*quick_pairs, *slow]
+
+
+MODULES = ("argparse", "qkv_engine.cli.main", "numpy", "torch._C", "torch", "qkv_engine.kernels")
+WHILE_IMPORTED = [
+    *((module, signal.SIGINT) for module in MODULES),
+    *(("qkv_engine.cli.main", signal.SIGTERM), ("torch._C", signal.SIGTERM)),
+]
+WHILE_LOADED = [(0.1, signal.SIGTERM), (0.7, signal.SIGINT)]  # with seconds after the last import
+
+
+@pytest.mark.parametrize(("module", "number"), quick(WHILE_IMPORTED, product(MODULES, CODES)))
+def test_while_modules_are_imported(module: str, number: signal.Signals):
     """Torch, interrupted inside, would abort: the rest of its import is waited for."""
     with program(*SLOW) as child:
         wait_for_import(child, module)
@@ -67,9 +80,8 @@ def test_as_a_module_too():
         ends_silently(child, signal.SIGINT, 30)
 
 
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("delay", [0.1, 0.7, *(pytest.param(at, marks=pytest.mark.slow) for at in (0.0, 2.0))])
-def test_while_a_large_model_loads(number: signal.Signals, delay: float):
+@pytest.mark.parametrize(("delay", "number"), quick(WHILE_LOADED, product((0.0, 0.1, 0.7, 2.0), CODES)))
+def test_while_a_large_model_loads(delay: float, number: signal.Signals):
     with program(*SLOW) as child:
         wait_for_import(child, "qkv_engine.engine")
         time.sleep(delay)

@@ -221,7 +221,7 @@ def test_random_ladders_are_refused_or_run(tmp_path: Path):
         0,
     )
     folder = write_tiny(tmp_path)
-    for _ in range(4000):
+    for _ in range(2000):
         try:
             rungs = tuple(_random_rung(rng, names, number) for number in range(rng.randint(1, 4)))
             kv = KVConfig(

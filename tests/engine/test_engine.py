@@ -270,11 +270,13 @@ def test_bad_input_is_refused_before_anything_runs(demo_engine: Engine, prompt, 
     assert demo_engine.stats().num_requests == before
 
 
-def test_the_longest_request_is_accepted_to_the_token(demo_engine: Engine):
-    limit = demo_engine.max_model_len
+def test_the_longest_request_is_accepted_to_the_token():
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    output = demo_engine.generate([[5] * (limit - 2)], params)[0]
-    assert len(output.outputs[0].token_ids) == 2
+    with Engine(kv="fp32", kv_memory="16MiB", max_model_len=700) as engine:
+        output = engine.generate([[5] * 698], params)[0]
+        assert len(output.outputs[0].token_ids) == 2
+        with pytest.raises(RequestError, match="700"):
+            engine.generate([[5] * 699], params)
 
 
 def test_a_duplicate_live_id_is_refused_and_the_first_goes_on(demo_engine: Engine):

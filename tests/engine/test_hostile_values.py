@@ -11,7 +11,7 @@ import pytest
 from qkv_engine import Engine, QKVError, SamplingParams
 
 VICTIM = [5, 6, 7, 8]
-LENGTH = 60
+LENGTH = 30  # tokens: more steps than the hostile calls of a test take
 SHORT = {"temperature": 0.0, "max_tokens": 2}
 
 

@@ -25,7 +25,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 DENSE = RungConfig("dense32", "dense32", "dense32")
 PRESSURE = KVConfig(name="pressure", rungs=(DENSE, uniform_rung(8), uniform_rung(4)), sink=32)
 EAGER = KVConfig(name="eager", rungs=(DENSE, uniform_rung(4)), sink=32, eager=True)
-KV_MEMORY = 52 * 2**20  # for about a third of the crowd in 32 bits
+KV_MEMORY = 44 * 2**20  # for about a third of the crowd in 32 bits
 
 
 class Step(NamedTuple):
@@ -81,7 +81,7 @@ def replay(runner: Runner, prompt: list[int], params: SamplingParams, schedule: 
 def crowd(number: int) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 1000) for _ in range(rng.randint(200, 600))] for _ in range(number)]
-    shared = {"max_tokens": 100, "ignore_eos": True, "logprobs": 0}
+    shared = {"max_tokens": 50, "ignore_eos": True, "logprobs": 0}
     params = [
         SamplingParams(temperature=0.0 if i % 2 else 0.7, seed=i, kv_pinned=i % 4 == 3, **shared) for i in range(number)
     ]

@@ -154,7 +154,7 @@ def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> torch.T
 def test_equals_the_plain_sampler(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     compared = 0
-    for _ in range(4000 // int(vocab_size**0.5)):
+    for _ in range(min(500, 4000 // int(vocab_size**0.5))):
         rows = [random_row(rng, vocab_size) for _ in range(rng.randrange(1, 9))]
         logits = random_logits(rng, len(rows), vocab_size)
         before = logits.clone()

@@ -13,7 +13,7 @@ from qkv_engine.config import PRESETS, uniform_rung
 from .test_precision_schedule import Recorder, Step, replay
 
 DENSE = RungConfig("dense32", "dense32", "dense32")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True, logprobs=0)
 
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=0)
 

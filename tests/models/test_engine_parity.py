@@ -19,7 +19,7 @@ from qkv_engine import Engine, RequestOutput, SamplingParams
 
 from .test_parity import VARIANTS
 
-NEW_TOKENS = 256
+NEW_TOKENS = 140
 PROMPT_LENGTHS = (1, 3, 31, 64, 127, 128, 150, 200)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
 
@@ -32,7 +32,7 @@ def ragged_prompts(vocab_size: int) -> list[list[int]]:
 def run_under_pressure(folder: str | None, prompts: list[list[int]], block_nbytes: int) -> list[RequestOutput]:
     """A ragged batch in chunks of at most 48 tokens, with blocks for half of what the batch needs at once."""
     with Engine(
-        folder, kv="fp32", kv_memory=13 * block_nbytes, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=512
+        folder, kv="fp32", kv_memory=10 * block_nbytes, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=512
     ) as engine:
         outputs = engine.generate(prompts, PARAMS)
         stats = engine.stats()

@@ -1,8 +1,10 @@
-"""Ten thousand aborts at random moments: nothing leaks, and all other requests answer as if alone."""
+"""Thousands of aborts at random moments: nothing leaks, and all other requests answer as if alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+import pytest
 
 from .options import Options, draw
 from .simulator import Simulation
@@ -17,9 +19,10 @@ def restless(seed: int) -> Options:
     )  # fmt: skip
 
 
-def test_ten_thousand_random_aborts_leak_nothing(report: list[str]):
+@pytest.mark.parametrize("number", [4_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_aborts_leak_nothing(number: int, report: list[str]):
     aborts = seed = 0
-    while aborts < 10_000:
+    while aborts < number:
         simulation = Simulation(restless(seed))
         for _ in range(60):
             for request in list(simulation.scheduler.requests.values()):

@@ -91,7 +91,7 @@ def check(report: list[str], seeds: range, num_events: int) -> None:
 
 
 def test_banks_keep_every_invariant(report: list[str]):
-    check(report, range(600, 660), 400)
+    check(report, range(610, 640), 400)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def with_pace(options: Options) -> Options:
 
 
 def test_paced_requests_keep_every_invariant(report: list[str]):
-    check_loads(report, range(6100, 6140), 400, with_pace)
+    check_loads(report, range(6100, 6120), 400, with_pace)
 
 
 @pytest.mark.slow

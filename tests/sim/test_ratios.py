@@ -35,7 +35,7 @@ def with_ratio(options: Options) -> Options:
 
 
 def test_windows_by_ratio_keep_every_invariant(report: list[str]):
-    check_loads(report, range(200, 260), 400, with_ratio)
+    check_loads(report, range(200, 230), 400, with_ratio)
 
 
 @pytest.mark.slow

@@ -55,10 +55,10 @@ def check_loads(report: list[str], seeds: range, num_events: int, change: Callab
 
 
 def test_random_loads_keep_every_invariant(report: list[str]):
-    started, seeds = time.monotonic(), range(100)
+    started, seeds = time.monotonic(), range(60)
     total, digest = swarm(seeds)
     report.append(describe(seeds, total, digest, time.monotonic() - started))
-    assert total["events"] >= 100_000
+    assert total["events"] >= 60_000
     for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
         assert total[kind] > 20, f"the loads hardly show any {kind}"
 
