@@ -38,23 +38,24 @@ def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
 
 
 class Machine(NamedTuple):
-    """A model's configuration, the dtype of its weights, and the device that holds them."""
+    """A model's configuration, the dtype of its weights, and the device that holds them or a rank's part of them."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    num_ranks: int = 1
 
 
 def kv_nbytes(machine: Machine, memory: str | None, kv_memory: str | None, num_tokens: int) -> int:
-    """Bytes of KV memory that sizes on the command line mean: of weights and KV together, or of KV alone.
+    """Bytes of a rank's KV memory that sizes on the command line mean: of weights and KV together, or of KV alone.
 
     ``kv_memory`` may be "8x", for requests of ``num_tokens`` tokens at 16 bits. Without both it is an engine's default.
     Raises ``ConfigError`` for a text that is no size, and ``CapacityError`` if ``memory`` does not hold the weights.
     """
-    number = parse_requests(kv_memory)
+    number, config = parse_requests(kv_memory), machine.config.share(machine.num_ranks)
     if number is not None:
-        return nbytes_for(machine.config, number, num_tokens)
-    weights, free = count_weights(machine.config, machine.dtype).nbytes, free_memory(machine.device)
+        return nbytes_for(config, number, num_tokens)
+    weights, free = count_weights(config, machine.dtype).nbytes, free_memory(machine.device)
     if kv_memory is not None:
         return parse_size(kv_memory, field="kv_memory", free=max(1, free - weights))
     if memory is None:
@@ -82,8 +83,8 @@ def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
     return number
 
 
-def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype) -> Ladder:
-    """The ladder of ``kv`` for a model of ``config`` that computes in ``dtype``.
+def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> Ladder:
+    """The ladder of ``kv`` on a rank for a model of ``config`` that computes in ``dtype``.
 
     Raises ``ConfigError`` for one that was made for another model or does not fit this one.
     """
@@ -92,7 +93,7 @@ def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype) -> Ladder
     return build_ladder(
         kv,
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=config.share(num_ranks).num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
     )

@@ -29,10 +29,10 @@ DEFAULT_PLOT = Path("bench.png")
 EXCLUDED: dict[str, tuple[str, ...]] = {
     **bench_arrivals.EXCLUDED,
     "memory": ("kv_memory",),
-    "pareto": ("preset",),
+    "pareto": ("preset", "tensor_parallel"),
     "task": ("tasks", "input_len", "output_len", "preset", "sampled", "eval", "pareto"),
     "tasks": ("input_len", "output_len", "preset", "sampled", "eval", "pareto"),
-    "sampled": ("repeats", "warmup"),
+    "sampled": ("repeats", "warmup", "tensor_parallel"),
 }
 NEEDED = {**bench_compare.NEEDED, **bench_arrivals.NEEDED, "samples": ("eval", "pareto")}
 
@@ -198,7 +198,9 @@ def _with_largest(args: argparse.Namespace, plan: SweepPlan, ladders: Mapping[st
         nbytes = 0
     own = {}
     for kv, config in ladders.items():
-        largest = largest_batch(make_ladder(config, found.config, found.dtype), nbytes, plan.num_tokens)
+        largest = largest_batch(
+            make_ladder(config, found.config, found.dtype, found.num_ranks), nbytes, plan.num_tokens
+        )
         own[kv] = tuple(sorted(parse_batches(args.batch_sweep, largest)))
     return replace(plan, own_batches=own, batches=tuple(sorted(set().union(*own.values()))))
 

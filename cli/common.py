@@ -34,7 +34,8 @@ _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
     *("model", "kv", "kv_memory", "dtype", "device"),
-    *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "num_threads", "revision"),
+    *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
+    "revision",
 )
 
 
@@ -74,6 +75,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
         type=float,
         metavar="MS",
         help="keep the time between two tokens under this, by smaller chunks of prompts (default: no limit)",
+    )
+    group.add_argument(
+        *("--tp", "--tensor-parallel"),
+        type=int,
+        dest="tensor_parallel",
+        metavar="N",
+        help="GPUs that share the model; --kv-memory is that of each (default: 1)",
     )
 
 

@@ -90,11 +90,12 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     from qkv_engine.startup import check_context, resolve_device
 
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
+    num_ranks = args.tensor_parallel or 1
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
-    ladder = make_ladder(resolve_kv(DEFAULT_KV if args.kv is None else args.kv), config, dtype)
+    ladder = make_ladder(resolve_kv(DEFAULT_KV if args.kv is None else args.kv), config, dtype, num_ranks)
     facts = _device(device)
-    weights, free = weights_nbytes(config, dtype), facts["free_bytes"]
+    weights, free = weights_nbytes(config, dtype, num_ranks), facts["free_bytes"]
     facts["threads"] = choose_num_threads(args.num_threads, weights)
     context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)

@@ -90,7 +90,7 @@ def machine(args: argparse.Namespace) -> Machine:
     from qkv_engine.startup import resolve_device
 
     device = resolve_device(args.device or "auto")
-    return Machine(config, weight_dtype(args.dtype or "auto", config, device), device)
+    return Machine(config, weight_dtype(args.dtype or "auto", config, device), device, args.tensor_parallel or 1)
 
 
 def bench_options(args: argparse.Namespace, num_tokens: int) -> dict[str, Any]:

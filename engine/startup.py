@@ -19,7 +19,7 @@ from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.files import file_names, read_json_object
 from qkv_engine.models.key_scale import fold_key_scale
-from qkv_engine.models.loader import LoadedModel, find_model, load_nbytes, load_weights, resolve_dtype
+from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
 from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.scheduler import Pace, Scheduler
 
@@ -96,6 +96,7 @@ def _start_crew(config: EngineConfig, device: torch.device) -> Crew:
             value=config.tensor_parallel,
             remedy="Lower it, or choose GPUs with CUDA_VISIBLE_DEVICES",
         )
+    find_source(config, device, config.tensor_parallel)  # before several processes look for it at once
     return Crew(config, device)
 
 
@@ -189,21 +190,7 @@ def load(
     Without ``pack`` the weights keep the layout that gradients need. Of split weights only the part of ``ranks`` is
     loaded.
     """
-
-    def check(model: ModelConfig) -> None:
-        if config.kv.model is not None:
-            config.kv.model.check_shape(model, config.kv.name)
-        check_context(model, config.max_model_len, config.extend_context)
-        model.check_ranks(ranks.size)
-        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, ranks.size)
-
-    source = find_model(
-        str(demo_folder()) if config.source is None else config.source,
-        load_format=config.load_format,
-        revision=config.revision,
-        token=config.token,
-        check=check,
-    )
+    source = find_source(config, device, ranks.size)
     if config.max_model_len is not None and config.max_model_len > source.config.max_context:
         logger.warning(
             "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
@@ -227,6 +214,25 @@ def load(
         )
     )
     return loaded, dtype
+
+
+def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> ModelSource:
+    """The model of ``config``, downloaded if it is on the Hub, once it is known to fit options, ranks and device."""
+
+    def check(model: ModelConfig) -> None:
+        if config.kv.model is not None:
+            config.kv.model.check_shape(model, config.kv.name)
+        check_context(model, config.max_model_len, config.extend_context)
+        model.check_ranks(num_ranks)
+        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
+
+    return find_model(
+        str(demo_folder()) if config.source is None else config.source,
+        load_format=config.load_format,
+        revision=config.revision,
+        token=config.token,
+        check=check,
+    )
 
 
 def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:

@@ -6,7 +6,7 @@ Checks everything it reads; it opens no file and builds no tensor.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -132,6 +132,16 @@ class ModelConfig:
         if problem is not None:
             remedy = "Use a number of ranks that divides the model's heads, such as 2"
             raise ConfigError(problem, field="tensor_parallel", value=size, remedy=remedy)
+
+    def share(self, size: int) -> ModelConfig:
+        """The shape of one of ``size`` ranks' part of the layers. Raises ``ConfigError``, as ``check_ranks`` does."""
+        self.check_ranks(size)
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
     @property
     def num_parameters(self) -> int:

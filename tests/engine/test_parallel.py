@@ -1,0 +1,111 @@
+"""Tensor parallelism over two processes on a CPU: tokens as with one, and an engine that ends when a rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from qkv_engine import ConfigError, Engine, EngineDeadError, SamplingParams
+from qkv_engine.errors import RankLostError
+from qkv_engine.parallel import process
+
+PROMPTS = [[number * seed % 200 + 10 for number in range(seed * 60)] for seed in (1, 3, 5)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_k=40, seed=3, max_tokens=24, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.7, repetition_penalty=1.2, seed=4, max_tokens=24, ignore_eos=True, prompt_logprobs=0),
+]
+
+
+def engine(ranks: int, **options: Any) -> Engine:
+    return Engine(tensor_parallel=ranks, num_threads=1, **{"kv": "fp32", "max_model_len": 1024} | options)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Engine]:
+    with engine(2) as found:
+        yield found
+
+
+def workers(found: Engine) -> list[process.WorkerProcess]:
+    assert found._started is not None and found._started.crew is not None
+    return found._started.crew._workers
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_tokens_are_those_of_one_process(two: Engine):
+    with engine(1) as one:
+        expected, found = one.generate(PROMPTS, PARAMS), two.generate(PROMPTS, PARAMS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert found[1].outputs[0].cumulative_logprob == pytest.approx(expected[1].outputs[0].cumulative_logprob, abs=1e-3)
+    pairs = zip(found[2].prompt_logprobs or (), expected[2].prompt_logprobs or (), strict=True)
+    for ours, theirs in pairs:
+        assert (ours is None) is (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.keys() == theirs.keys()
+
+
+def test_blocks_step_down_on_every_rank():
+    with (
+        engine(2, kv="auto", kv_memory="3MiB", max_model_len=768) as short,
+        engine(1, kv="auto", kv_memory="6MiB", max_model_len=768) as one,
+    ):
+        params = SamplingParams(temperature=0.0, max_tokens=40)
+        question = [f"What is {a}*86?" for a in (12, 47, 9)] + ["Sort: 5 99 23 11 8 7 1 2 3 4 5 6 7 8 9 10 11 12 13 14"]
+        conversations = [[{"role": "user", "content": text * 6}] for text in question]
+        found = [output.token_ids for output in short.chat(conversations, params)]
+        assert found == [output.token_ids for output in one.chat(conversations, params)]
+        assert short.stats().num_demotions == one.stats().num_demotions > 0
+
+
+def test_a_rank_that_dies_ends_the_engine_at_once():
+    with engine(2) as found:
+        pid = workers(found)[0].process.pid
+        stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - start < 5
+        with pytest.raises(EngineDeadError):
+            found.generate([[1, 2, 3]])
+    assert has_ended(pid)
+
+
+def test_workers_end_with_their_engine():
+    found = engine(2)
+    pids = [worker.process.pid for worker in workers(found)]
+    found.close()
+    assert all(map(has_ended, pids))
+
+
+def test_a_worker_that_does_not_start_is_a_typed_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "_CODE", "import sys; sys.exit('no torch here')")
+    with pytest.raises(RankLostError, match="rank 1 ended with code 1: no torch here"):
+        engine(2)
+
+
+@pytest.mark.parametrize("ranks", [0, 65, 2.0, True])
+def test_numbers_of_ranks_that_make_no_sense_are_refused(ranks: Any):
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        engine(ranks)
+
+
+def test_a_model_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="neither split nor repeated") as caught:
+        engine(3)
+    assert caught.value.field == "tensor_parallel"
