@@ -49,7 +49,7 @@ class Linear(Layer):
         super().__init__()
         out_features = sum(shards.values())
         self.in_features, self.shards = in_features, shards
-        self.weight: Tensor = _empty(out_features, in_features)
+        self.weight: Any = _empty(out_features, in_features)  # a ``PackedWeight`` once it is packed
         self.bias = _empty(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
