@@ -1,16 +1,18 @@
-"""Decode attention in vectorised torch: one call a kind of block (sink, full, open, sealed on each rung), one merge.
+"""Decode attention in vectorised torch: a few calls on the dense pages, one a rung on the sealed ones, one merge.
 
-Dense blocks are read where they lie: a few strided views of the arena serve as K and V where the blocks of a step lie
-close together, which the arena's fullest-first rule makes the usual case; scattered blocks are gathered first. The
-dense blocks of a short request that is alone are joined, for one call. Sealed blocks are attended on their bare codes.
+Dense blocks that lie evenly spaced are read in place: a strided view of the arena serves as K and V. All others are
+copied to a scratch of a core's cache first, which costs little, since the reading is all that takes time. There a sink
+and an open block lie side by side, for one call. Sealed blocks are attended on their bare codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,86 +21,98 @@ from ..attention_parts import merge_parts, partial_attention
 from ..block_attention import block_attention
 from ..request_pages import LayerPages, RequestPages
 
-MAX_HOLES = 0.4  # most slots read in vain for each needed one; a gather instead is two more passes
-CALL_SLOTS = 4  # slots read in the time that one more call takes
+SCRATCH_NBYTES = 2**20  # of K and V copied for one call: more leave the cache, fewer make more calls
 FEW_BLOCKS = 8  # up to so many full and open blocks share one call, which costs as much as a block or two
 JOINED_BLOCKS = 2  # up to so many blocks of a lone request are copied, in less time than a call and a merge take
-GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
 
-Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
 Lengths = Sequence[int] | Mapping[int, int]  # tokens written to a request's open block, by request
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
 
 
-@dataclass(frozen=True)
-class DenseGroup:
-    """Dense slots attended in one call, cut to their first ``num_tokens`` tokens.
+class Row(NamedTuple):
+    """Dense slots of one request that are attended side by side.
 
-    ``slots`` is a slice of slot numbers when they are read in place, else an index tensor. ``queries`` names each
-    slot's request, ``None`` where every request has one slot, in order, or the only request has them all; ``mask``
-    hides the unwritten tokens of open blocks; ``num_outputs`` counts the slots. ``opened`` has the place and the
-    request of each output that belongs to a block (or sink) that may not be full, ``all_open`` says whether the
-    group has no other slots.
+    ``num_sink``: tokens of the first slot if it is a sink, else 0; ``num_valid``: those of the last slot if it may be
+    partly written, else ``None``.
     """
 
-    slots: slice | Tensor
-    queries: Tensor | None
-    num_tokens: int
-    mask: Tensor | None
-    num_outputs: int
+    request: int
+    slots: list[int]
+    num_sink: int
+    num_valid: int | None
+
+
+class Column(NamedTuple):
+    """A slot of each row of a group, cut to its first ``num_tokens`` tokens."""
+
     is_sink: bool
+    slots: slice | Tensor
+    num_tokens: int
+
+    def pages(self, pages: LayerPages) -> Tensor:
+        """All slots of the kind, [S, 2, H, num_tokens, D]."""
+        kv = pages.sinks if self.is_sink else pages.blocks
+        assert kv is not None
+        return kv[:, :, :, : self.num_tokens]
+
+
+@dataclass(frozen=True)
+class DenseGroup:
+    """Dense slots attended together, ``num_rows`` rows of ``columns``.
+
+    A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
+    every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
+    last column; ``opened`` has place and request of the rows whose last slot may be partly written.
+    """
+
+    columns: tuple[Column, ...]
+    num_rows: int
+    queries: Tensor | None
     opened: tuple[tuple[int, int], ...]
     all_open: bool
+    mask: Tensor | None = None
 
     def with_lengths(self, lengths: Lengths, device: torch.device) -> DenseGroup:
         """The same slots with new ``lengths``."""
         if not self.opened:
             return self
         valid = {place: lengths[request] for place, request in self.opened}
-        num_tokens = max(valid.values()) if self.all_open else self.num_tokens
-        return replace(self, num_tokens=num_tokens, mask=_mask(valid, num_tokens, self.num_outputs, device))
+        *before, last = self.columns
+        if self.all_open:
+            last = last._replace(num_tokens=max(valid.values()))
+        num_before = sum(column.num_tokens for column in before)
+        mask = _mask(valid, num_before, last.num_tokens, self.num_rows, device)
+        return replace(self, columns=(*before, last), mask=mask)
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        """Parts of the group's slots, in pieces of bounded scratch; q [B, H, G, D]."""
-        kv = pages.sinks if self.is_sink else pages.blocks
-        assert kv is not None
-        queries = _select(q.to(kv.dtype), self.queries, self.num_outputs)
-        if isinstance(self.slots, slice):
-            k, v = kv[self.slots, :, :, : self.num_tokens].unbind(1)
-            return [partial_attention(queries, k, v, scale=scale, mask=self.mask)]
-        parts, kv = [], kv[:, :, :, : self.num_tokens]
-        for start in range(0, self.num_outputs, GATHER_BLOCKS):
-            piece = slice(start, start + GATHER_BLOCKS)
-            k, v = kv.index_select(0, self.slots[piece]).unbind(1)
-            mask = None if self.mask is None else self.mask[piece]
-            parts.append(partial_attention(queries[piece], k, v, scale=scale, mask=mask))
+        """Parts of the group's rows; q [B, H, G, D]."""
+        q = q.to(pages.blocks.dtype)
+        q = q.expand(self.num_rows, -1, -1, -1) if self.queries is None else q[self.queries]
+        slots = self.columns[0].slots
+        if isinstance(slots, slice):
+            k, v = self.columns[0].pages(pages)[slots].unbind(1)
+            return [partial_attention(q, k, v, scale=scale, mask=self.mask)]
+        sources = [column.pages(pages) for column in self.columns]
+        step = max(1, SCRATCH_NBYTES // sum(source[:1].nbytes for source in sources))
+        parts = []
+        for start in range(0, self.num_rows, step):
+            rows = slice(start, start + step)
+            k, v = self._copy(sources, rows).unbind(1)
+            mask = None if self.mask is None else self.mask[rows]
+            parts.append(partial_attention(q[rows], k, v, scale=scale, mask=mask))
         return parts
 
-
-@dataclass(frozen=True)
-class JoinedGroup:
-    """Dense slots of the only request, copied side by side and attended in one call.
-
-    ``sink`` and ``opened`` are a slot and its valid tokens, ``full`` the slots of full blocks.
-    """
-
-    sink: tuple[int, int] | None
-    full: tuple[int, ...]
-    opened: tuple[int, int] | None
-
-    def with_lengths(self, lengths: Lengths, device: torch.device) -> JoinedGroup:
-        """The same slots with a new length of the open block."""
-        return self if self.opened is None else replace(self, opened=(self.opened[0], lengths[0]))
-
-    def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        """The one part of the request; q [1, H, G, D]."""
-        pieces = [pages.blocks[slot : slot + 1] for slot in self.full]
-        for kv, place in ((pages.sinks, self.sink), (pages.blocks, self.opened)):
-            if place is not None and kv is not None:
-                slot, valid = place
-                pieces.append(kv[slot : slot + 1, :, :, :valid])
-        k, v = (torch.cat(pieces, 3) if len(pieces) > 1 else pieces[0]).unbind(1)
-        return [partial_attention(q.to(k.dtype), k, v, scale=scale)]
+    def _copy(self, sources: list[Tensor], rows: slice) -> Tensor:
+        """The tokens of some rows, [n, 2, H, tokens of all columns, D]."""
+        where = [column.slots[rows] for column in self.columns if isinstance(column.slots, Tensor)]
+        if len(sources) == 1:
+            return sources[0].index_select(0, where[0])
+        _, sides, heads, _, head_dim = sources[0].shape
+        num_tokens = [source.shape[3] for source in sources]
+        kv = sources[0].new_empty(len(where[0]), sides, heads, sum(num_tokens), head_dim)
+        for source, slots, out in zip(sources, where, kv.split(num_tokens, 3), strict=True):
+            torch.index_select(source, 0, slots, out=out)
+        return kv
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,10 @@ class SealedGroup:
     where: Tensor | range
     queries: Tensor | None
     bank: Tensor | None = None
+
+    def with_lengths(self, lengths: Lengths, device: torch.device) -> SealedGroup:
+        """Itself: sealed blocks are full."""
+        return self
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         if self.queries is not None:
@@ -128,7 +146,7 @@ class DecodePlan:
     request with fewer repeats its first one, and ``missing`` [P, B] marks the repeats. ``None``: in order already.
     """
 
-    groups: tuple[DenseGroup | JoinedGroup | SealedGroup, ...]
+    groups: tuple[DenseGroup | SealedGroup, ...]
     num_parts: int
     order: Tensor | None
     missing: Tensor | None
@@ -143,10 +161,7 @@ class DecodePlan:
             for b, request in enumerate(requests):  # a group a request: its patterns are multiplied once
                 if request.bank is not None:
                     builder.add_sealed(rung, [(a, b) for a in request.sealed.get(rung, ())], request.bank)
-        if len(requests) == 1:
-            builder.add_lone(requests[0])
-        else:
-            builder.add_all(requests)
+        builder.add_dense(requests)
         return cls(tuple(builder.groups), *builder.order())
 
     def with_lengths(self, lengths: Lengths, device: torch.device) -> DecodePlan:
@@ -159,62 +174,57 @@ class _Builder:
 
     def __init__(self, num_requests: int, block_tokens: int, device: torch.device):
         self.block_tokens, self.device = block_tokens, device
-        self.groups: list[DenseGroup | JoinedGroup | SealedGroup] = []
+        self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
 
-    def add_lone(self, request: RequestPages) -> None:
-        """Adds the dense slots of the only request."""
-        joined = tuple(request.full) if len(request.full) + bool(request.open) <= JOINED_BLOCKS else ()
-        if not joined:
-            self._add_dense([(slot, 0, None) for slot in request.full], is_sink=False)
-        if request.sink or joined or request.open:
-            self.groups.append(JoinedGroup(request.sink, joined, request.open))
-            self._parts[0].append(self._num_outputs)
+    def add_dense(self, requests: list[RequestPages]) -> None:
+        """Adds sinks, full and open blocks: a sink beside the open block, in a short lone request beside all blocks."""
+        num_blocks = sum(len(r.full) + bool(r.open) for r in requests)
+        is_short = len(requests) == 1 and num_blocks <= JOINED_BLOCKS
+        alike = defaultdict[tuple[bool, int, bool], list[Row]](list)
+        for b, r in enumerate(requests):
+            slots, num_sink, num_valid = [], 0, None
+            if r.sink:
+                slot, num_sink = r.sink
+                slots.append(slot)
+                num_valid = num_sink
+            if is_short and r.full:
+                slots += r.full
+                num_valid = None
+            if r.open:
+                slot, num_valid = r.open
+                slots.append(slot)
+            if slots:
+                alike[bool(r.sink), len(slots), bool(r.open)].append(Row(b, slots, num_sink, num_valid))
+            for slot in () if is_short else r.full:
+                alike[False, 1, num_blocks <= FEW_BLOCKS].append(Row(b, [slot], 0, None))
+        for rows in alike.values():
+            self._add_rows(rows)
+
+    def _add_rows(self, rows: list[Row]) -> None:
+        """Adds a group of rows with equally many slots of the same kinds."""
+        run = None
+        if len(rows[0].slots) == 1:
+            in_order = sorted(rows, key=lambda row: row.slots)
+            run = _even_run([row.slots[0] for row in in_order])
+            rows = rows if run is None else in_order
+        num_sink = max(row.num_sink for row in rows)
+        columns = []
+        for slots in zip(*(row.slots for row in rows), strict=True):
+            is_sink = num_sink > 0 and not columns
+            where = torch.tensor(slots, device=self.device) if run is None else slice(run.start, run.stop, run.step)
+            columns.append(Column(is_sink, where, num_sink if is_sink else self.block_tokens))
+        opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
+        queries = self._queries([row.request for row in rows])
+        group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows))
+        valid = {row.request: row.num_valid for row in rows if row.num_valid is not None}
+        group = group.with_lengths(valid, self.device)
+        # A plan with new lengths has the same sinks.
+        self.groups.append(replace(group, opened=()) if columns[-1].is_sink else group)
+        for row in rows:
+            self._parts[row.request].append(self._num_outputs)
             self._num_outputs += 1
-
-    def add_all(self, requests: list[RequestPages]) -> None:
-        """Adds the dense slots of several requests."""
-        sinks: list[Member] = [(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink]
-        full: list[Member] = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
-        opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
-        self._add_dense(sinks, is_sink=True)
-        if len(full) + len(opened) <= FEW_BLOCKS:
-            self._add_dense(full + opened, is_sink=False)
-        else:
-            self._add_dense(full, is_sink=False)
-            self._add_dense(opened, is_sink=False)
-
-    def _add_dense(self, members: Sequence[Member], *, is_sink: bool) -> None:
-        if not members:
-            return
-        slots = [slot for slot, _, _ in members]
-        runs = _runs(slots)
-        if runs is None:
-            self._add_group(torch.tensor(slots, device=self.device), len(slots), enumerate(members), is_sink)
-            return
-        for run in runs:
-            placed = [(run.index(member[0]), member) for member in members if member[0] in run]
-            self._add_group(slice(run.start, run.stop, run.step), len(run), placed, is_sink)
-
-    def _add_group(
-        self, where: slice | Tensor, num_outputs: int, placed: Iterable[tuple[int, Member]], is_sink: bool
-    ) -> None:
-        owner, opened, valid = [0] * num_outputs, [], {}
-        num_placed = 0
-        for place, (_, request, num_tokens) in placed:
-            owner[place] = request
-            self._parts[request].append(self._num_outputs + place)
-            num_placed += 1
-            if num_tokens is not None:
-                opened.append((place, request))
-                valid[request] = num_tokens
-        all_open = len(opened) == num_placed
-        group = DenseGroup(
-            where, self._queries(owner), self.block_tokens, None, num_outputs, is_sink, tuple(opened), all_open
-        ).with_lengths(valid, self.device)
-        self.groups.append(replace(group, opened=()) if is_sink else group)  # a plan lives on with the same sinks
-        self._num_outputs += num_outputs
 
     def add_sealed(self, rung: int, members: list[tuple[int, int]], bank: int | None = None) -> None:
         """Adds sealed blocks as (address, request); with a ``bank`` they are all of its request."""
@@ -249,20 +259,6 @@ class _Builder:
         return torch.tensor(owner, device=self.device)
 
 
-def _runs(slots: list[int]) -> list[range] | None:
-    """Runs of slots to read in place, some of which are not asked for; ``None`` where a gather is cheaper."""
-    ordered = sorted(slots)
-    even = _even_run(ordered)
-    if even is not None:
-        return [even]
-    if len(set(slots)) < len(slots):
-        return None  # a block that several requests share comes out once for each
-    cuts = [i for i, (a, b) in enumerate(pairwise(ordered), 1) if b - a > CALL_SLOTS]
-    runs = [range(ordered[i], ordered[j - 1] + 1) for i, j in pairwise([0, *cuts, len(ordered)])]
-    in_vain = sum(map(len, runs)) - len(slots) + CALL_SLOTS * len(cuts)
-    return runs if in_vain <= MAX_HOLES * len(slots) else None
-
-
 def _even_run(numbers: list[int]) -> range | None:
     """Growing numbers in even steps as a range; ``None`` for others."""
     steps = {b - a for a, b in pairwise(numbers)} or {1}
@@ -270,13 +266,18 @@ def _even_run(numbers: list[int]) -> range | None:
     return range(numbers[0], numbers[-1] + 1, step) if not steps and step > 0 else None
 
 
-def _mask(valid: Mapping[int, int], num_tokens: int, num_outputs: int, device: torch.device) -> Tensor | None:
-    """0 or -inf for each token [n, 1, 1, num_tokens], by the ``valid`` ones of some outputs; ``None`` if all are."""
-    if min(valid.values()) == num_tokens:
+def _mask(
+    valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int, device: torch.device
+) -> Tensor | None:
+    """0 or -inf for each token [n, 1, 1, num_before + num_last], by the ``valid`` ones of the last slot of some rows.
+
+    ``None`` if all are valid.
+    """
+    if min(valid.values()) == num_last:
         return None
-    lengths = [valid.get(place, num_tokens) for place in range(num_outputs)]
-    rows = _masks(1 << (num_tokens - 1).bit_length(), device)[torch.tensor(lengths, device=device)]
-    return rows[:, None, None, :num_tokens]
+    lengths = torch.tensor([num_before + valid.get(place, num_last) for place in range(num_rows)], device=device)
+    num_tokens = num_before + num_last
+    return _masks(1 << (num_tokens - 1).bit_length(), device)[lengths][:, None, None, :num_tokens]
 
 
 @cache
@@ -302,10 +303,6 @@ def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -
     elif plan.order is not None:
         out = out[plan.order[0]]
     return out.reshape(q.shape).to(q.dtype)
-
-
-def _select(q: Tensor, queries: Tensor | None, num_outputs: int) -> Tensor:
-    return q.expand(num_outputs, -1, -1, -1) if queries is None else q[queries]
 
 
 def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
