@@ -210,7 +210,7 @@ class _Builder:
             run = _even_run([row.slots[0] for row in in_order])
             rows = rows if run is None else in_order
         num_sink = max(row.num_sink for row in rows)
-        columns = []
+        columns = list[Column]()
         for slots in zip(*(row.slots for row in rows), strict=True):
             is_sink = num_sink > 0 and not columns
             where = torch.tensor(slots, device=self.device) if run is None else slice(run.start, run.stop, run.step)
