@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
 
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
@@ -21,9 +23,7 @@ def partial_attention(
     if q.device.type == "cpu":
         if mask is not None:
             mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        return _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     scores = (q @ k.transpose(-1, -2)).float() * scale
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -35,9 +35,8 @@ def partial_attention(
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
-    """Joins parts along dim 1; a part of lse -inf has no weight, if its output is finite.
+    """Joins parts along dim 0; a part of lse -inf has no weight, if its output is finite.
 
-    Shapes:  out [B, P, ..., D];  lse [B, P, ...] float32;  returns [B, ..., D] in ``out``'s dtype
+    Shapes:  out [P, ..., D];  lse [P, ...] float32;  returns [..., D], float32 from 16 bits
     """
-    weight = torch.softmax(lse, dim=1)
-    return (out * weight.unsqueeze(-1)).sum(1).to(out.dtype)
+    return (out * lse.softmax(0).unsqueeze(-1)).sum(0)

@@ -82,7 +82,7 @@ class Linear(Layer):
         self.columns = _part(in_features)
         self.shards = {name: _part(rows) for name, rows in shards.items()}
         out_features = sum(rows.size for rows in self.shards.values())
-        self.weight: Tensor = _empty(out_features, self.columns.size)
+        self.weight: Any = _empty(out_features, self.columns.size)  # a ``PackedWeight`` once it is packed
         self.bias = _empty(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

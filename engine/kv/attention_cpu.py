@@ -82,7 +82,7 @@ class CpuAttentionPlanner:
             plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS, self.memory.device)
             self._decodes = extents, plan
             return plan
-        return self._decodes[1].with_lengths([e.num_open for e in extents if e.num_open], self.memory.device)
+        return self._decodes[1].with_lengths([extent.num_open for extent in extents], self.memory.device)
 
     def _extent(self, row: int, length: int) -> Extent:
         num_sink = min(length, self.ladder.sink)

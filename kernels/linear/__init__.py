@@ -1,7 +1,7 @@
 """Matrix product of a linear layer.
 
 ``pack_weight`` is called once per layer after loading; ``linear`` then picks the back end by the weight's
-layout, so that a packed weight and a plain one are used in the same way. On a GPU few rows have kernels of their own.
+type, so that a packed weight and a plain one are used in the same way. On a GPU few rows have kernels of their own.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from torch import Tensor
 
 from ..swiglu import swiglu
 from . import cpu
+from .cpu import PackedWeight
 
 
-def pack_weight(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
     """Weight ``[O, I]`` in the layout of the fastest ``linear``; the same tensor where there is none.
 
-    A packed weight is an opaque tensor (``is_mkldnn``) that only ``linear`` can use.
+    A packed weight can be used by ``linear`` alone.
     """
     return cpu.pack_weight(weight) if cpu.can_pack(weight) else weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; result [M, O]; one dtype.
     On a GPU ``weight`` and ``bias`` may be read while the kernel before still runs: that kernel must not write them.
     """
-    if weight.is_mkldnn:
+    if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias)
     if x.is_cuda:
         from .triton import can_stream, linear_few_rows
@@ -38,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``swiglu(linear(x, weight, bias))``, its bits and roundings.
 
     Shapes: x [M, I]; weight [2 O, I], gate's rows then up's; bias [2 O]; result [M, O]. Otherwise as ``linear``.
@@ -47,6 +48,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         from .triton import can_stream, linear_few_rows
 
         if can_stream(x):
+            assert isinstance(weight, Tensor), "packed on the CPU alone"
             return linear_few_rows(x, weight, bias, gated=True)
     return swiglu(linear(x, weight, bias))
 
@@ -65,4 +67,4 @@ def padded_rows(num_rows: int, device: torch.device) -> int:
     return -(-num_rows // step) * step
 
 
-__all__ = ["linear", "linear_swiglu", "pack_weight", "padded_rows"]
+__all__ = ["PackedWeight", "linear", "linear_swiglu", "pack_weight", "padded_rows"]

@@ -1,16 +1,18 @@
-"""Decode attention in vectorised torch: one call a kind of block (sink, full, open, sealed on each rung), one merge.
+"""Decode attention in vectorised torch: a few calls on the dense pages, one a rung on the sealed ones, one merge.
 
-Dense blocks are read where they lie: a strided view of the arena serves as K and V whenever the blocks of a step lie
-close together, which the arena's fullest-first rule makes the usual case; scattered blocks are gathered first. Sealed
-blocks are attended on their bare codes.
+Dense blocks that lie evenly spaced are read in place: a strided view of the arena serves as K and V. All others are
+copied to a scratch of a core's cache first, which costs little, since the reading is all that takes time. There a sink
+and an open block lie side by side, for one call. Sealed blocks are attended on their bare codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,54 +21,98 @@ from ..attention_parts import merge_parts, partial_attention
 from ..block_attention import block_attention
 from ..request_pages import LayerPages, RequestPages
 
-MIN_DENSITY = 0.7  # least share of needed slots for which a range is read in place: a gather is two more passes
+SCRATCH_NBYTES = 2**20  # of K and V copied for one call: more leave the cache, fewer make more calls
 FEW_BLOCKS = 8  # up to so many full and open blocks share one call, which costs as much as a block or two
-GATHER_BLOCKS = 512  # scattered blocks copied at a time, so that scratch stays bounded
+JOINED_BLOCKS = 2  # up to so many blocks of a lone request are copied, in less time than a call and a merge take
 
-Member = tuple[int, int, int | None]  # a dense slot, its request and, if it may be partly written, its valid tokens
+Lengths = Sequence[int] | Mapping[int, int]  # tokens written to a request's open block, by request
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
+
+
+class Row(NamedTuple):
+    """Dense slots of one request that are attended side by side.
+
+    ``num_sink``: tokens of the first slot if it is a sink, else 0; ``num_valid``: those of the last slot if it may be
+    partly written, else ``None``.
+    """
+
+    request: int
+    slots: list[int]
+    num_sink: int
+    num_valid: int | None
+
+
+class Column(NamedTuple):
+    """A slot of each row of a group, cut to its first ``num_tokens`` tokens."""
+
+    is_sink: bool
+    slots: slice | Tensor
+    num_tokens: int
+
+    def pages(self, pages: LayerPages) -> Tensor:
+        """All slots of the kind, [S, 2, H, num_tokens, D]."""
+        kv = pages.sinks if self.is_sink else pages.blocks
+        assert kv is not None
+        return kv[:, :, :, : self.num_tokens]
 
 
 @dataclass(frozen=True)
 class DenseGroup:
-    """Dense slots attended in one call, cut to their first ``num_tokens`` tokens.
+    """Dense slots attended together, ``num_rows`` rows of ``columns``.
 
-    ``slots`` is a slice of slot numbers when they are read in place, else an index tensor. ``queries`` names each
-    slot's request, ``None`` where every request has one slot, in order, or the only request has them all; ``mask``
-    hides the unwritten tokens of open blocks; ``num_outputs`` counts the slots. ``open_places`` says which outputs
-    belong to blocks (or sinks) that may not be full, ``all_open`` whether the group has no other slots.
+    A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
+    every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
+    last column; ``opened`` has place and request of the rows whose last slot may be partly written.
     """
 
-    slots: slice | Tensor
+    columns: tuple[Column, ...]
+    num_rows: int
     queries: Tensor | None
-    num_tokens: int
-    mask: Tensor | None
-    num_outputs: int
-    is_sink: bool
-    open_places: tuple[int, ...]
+    opened: tuple[tuple[int, int], ...]
     all_open: bool
+    mask: Tensor | None = None
 
-    def with_lengths(self, lengths: Sequence[int], device: torch.device) -> DenseGroup:
-        """The same slots with new ``lengths``, the tokens written to each open block."""
-        num_tokens = max(lengths) if self.all_open else self.num_tokens
-        mask = _mask(self.open_places, lengths, num_tokens, self.num_outputs, device)
-        return replace(self, num_tokens=num_tokens, mask=mask)
+    def with_lengths(self, lengths: Lengths, device: torch.device) -> DenseGroup:
+        """The same slots with new ``lengths``."""
+        if not self.opened:
+            return self
+        valid = {place: lengths[request] for place, request in self.opened}
+        *before, last = self.columns
+        if self.all_open:
+            last = last._replace(num_tokens=max(valid.values()))
+        num_before = sum(column.num_tokens for column in before)
+        mask = _mask(valid, num_before, last.num_tokens, self.num_rows, device)
+        return replace(self, columns=(*before, last), mask=mask)
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
-        """Parts of the group's slots, in pieces of bounded scratch; q [B, H, G, D]."""
-        kv = pages.sinks if self.is_sink else pages.blocks
-        assert kv is not None
-        queries = _select(q.to(kv.dtype), self.queries, self.num_outputs)
-        if isinstance(self.slots, slice):
-            k, v = kv[self.slots, :, :, : self.num_tokens].unbind(1)
-            return [partial_attention(queries, k, v, scale=scale, mask=self.mask)]
-        parts, kv = [], kv[:, :, :, : self.num_tokens]
-        for start in range(0, self.num_outputs, GATHER_BLOCKS):
-            piece = slice(start, start + GATHER_BLOCKS)
-            k, v = kv.index_select(0, self.slots[piece]).unbind(1)
-            mask = None if self.mask is None else self.mask[piece]
-            parts.append(partial_attention(queries[piece], k, v, scale=scale, mask=mask))
+        """Parts of the group's rows; q [B, H, G, D]."""
+        q = q.to(pages.blocks.dtype)
+        q = q.expand(self.num_rows, -1, -1, -1) if self.queries is None else q[self.queries]
+        slots = self.columns[0].slots
+        if isinstance(slots, slice):
+            k, v = self.columns[0].pages(pages)[slots].unbind(1)
+            return [partial_attention(q, k, v, scale=scale, mask=self.mask)]
+        sources = [column.pages(pages) for column in self.columns]
+        step = max(1, SCRATCH_NBYTES // sum(source[:1].nbytes for source in sources))
+        parts = []
+        for start in range(0, self.num_rows, step):
+            rows = slice(start, start + step)
+            k, v = self._copy(sources, rows).unbind(1)
+            mask = None if self.mask is None else self.mask[rows]
+            parts.append(partial_attention(q[rows], k, v, scale=scale, mask=mask))
         return parts
+
+    def _copy(self, sources: list[Tensor], rows: slice) -> Tensor:
+        """The tokens of some rows, [n, 2, H, tokens of all columns, D]."""
+        where = [column.slots[rows] for column in self.columns if isinstance(column.slots, Tensor)]
+        if len(sources) == 1:
+            return sources[0].index_select(0, where[0])
+        _, sides, heads, _, head_dim = sources[0].shape
+        num_tokens = [source.shape[3] for source in sources]
+        kv = sources[0].new_empty(len(where[0]), sides, heads, sum(num_tokens), head_dim)
+        for source, slots, out in zip(sources, where, kv.split(num_tokens, 3), strict=True):
+            torch.index_select(source, 0, slots, out=out)
+        return kv
 
 
 @dataclass(frozen=True)
@@ -81,6 +127,10 @@ class SealedGroup:
     queries: Tensor | None
     bank: Tensor | None = None
 
+    def with_lengths(self, lengths: Lengths, device: torch.device) -> SealedGroup:
+        """Itself: sealed blocks are full."""
+        return self
+
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
         if self.queries is not None:
             q = q[self.queries]
@@ -92,8 +142,8 @@ class SealedGroup:
 class DecodePlan:
     """Plan of one step's decode attention, the same for all layers.
 
-    ``order`` [B, P] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
-    request with fewer repeats its first one, and ``missing`` [B, P] marks the repeats. ``None``: in order already.
+    ``order`` [P, B] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
+    request with fewer repeats its first one, and ``missing`` [P, B] marks the repeats. ``None``: in order already.
     """
 
     groups: tuple[DenseGroup | SealedGroup, ...]
@@ -104,10 +154,6 @@ class DecodePlan:
     @classmethod
     def build(cls, requests: list[RequestPages], block_tokens: int, device: torch.device) -> DecodePlan:
         builder = _Builder(len(requests), block_tokens, device)
-        sinks: list[Member] = [(r.sink[0], b, r.sink[1]) for b, r in enumerate(requests) if r.sink]
-        full: list[Member] = [(slot, b, None) for b, r in enumerate(requests) for slot in r.full]
-        opened: list[Member] = [(r.open[0], b, r.open[1]) for b, r in enumerate(requests) if r.open]
-        builder.add_dense(sinks, is_sink=True)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             builder.add_sealed(
                 rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ()) if r.bank is None]
@@ -115,20 +161,12 @@ class DecodePlan:
             for b, request in enumerate(requests):  # a group a request: its patterns are multiplied once
                 if request.bank is not None:
                     builder.add_sealed(rung, [(a, b) for a in request.sealed.get(rung, ())], request.bank)
-        if len(full) + len(opened) <= FEW_BLOCKS:
-            builder.add_dense(full + opened, is_sink=False)
-        else:
-            builder.add_dense(full, is_sink=False)
-            builder.add_dense(opened, is_sink=False)
+        builder.add_dense(requests)
         return cls(tuple(builder.groups), *builder.order())
 
-    def with_lengths(self, lengths: Sequence[int], device: torch.device) -> DecodePlan:
+    def with_lengths(self, lengths: Lengths, device: torch.device) -> DecodePlan:
         """The plan of a later step in which nothing has changed but the tokens written to each open block."""
-        if not lengths:
-            return self
-        *groups, last = self.groups
-        assert not isinstance(last, SealedGroup), "open blocks come last"
-        return replace(self, groups=(*groups, last.with_lengths(lengths, device)))
+        return replace(self, groups=tuple(group.with_lengths(lengths, device) for group in self.groups))
 
 
 class _Builder:
@@ -140,21 +178,53 @@ class _Builder:
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
 
-    def add_dense(self, members: Sequence[Member], *, is_sink: bool) -> None:
-        if not members:
-            return
-        where, place = _choose_slots([slot for slot, _, _ in members], self.device)
-        owner = [0] * (max(place) + 1)
-        for p, (_, request, _) in zip(place, members, strict=True):
-            owner[p] = request
-            self._parts[request].append(self._num_outputs + p)
-        valid = [n for _, _, n in members if n is not None]
-        open_places = tuple(p for p, (_, _, n) in zip(place, members, strict=True) if n is not None)
-        queries = self._queries(owner)
-        all_open = len(valid) == len(members)
-        group = DenseGroup(where, queries, self.block_tokens, None, len(owner), is_sink, open_places, all_open)
-        self.groups.append(group.with_lengths(valid, self.device) if valid else group)
-        self._num_outputs += len(owner)
+    def add_dense(self, requests: list[RequestPages]) -> None:
+        """Adds sinks, full and open blocks: a sink beside the open block, in a short lone request beside all blocks."""
+        num_blocks = sum(len(r.full) + bool(r.open) for r in requests)
+        is_short = len(requests) == 1 and num_blocks <= JOINED_BLOCKS
+        alike = defaultdict[tuple[bool, int, bool], list[Row]](list)
+        for b, r in enumerate(requests):
+            slots, num_sink, num_valid = [], 0, None
+            if r.sink:
+                slot, num_sink = r.sink
+                slots.append(slot)
+                num_valid = num_sink
+            if is_short and r.full:
+                slots += r.full
+                num_valid = None
+            if r.open:
+                slot, num_valid = r.open
+                slots.append(slot)
+            if slots:
+                alike[bool(r.sink), len(slots), bool(r.open)].append(Row(b, slots, num_sink, num_valid))
+            for slot in () if is_short else r.full:
+                alike[False, 1, num_blocks <= FEW_BLOCKS].append(Row(b, [slot], 0, None))
+        for rows in alike.values():
+            self._add_rows(rows)
+
+    def _add_rows(self, rows: list[Row]) -> None:
+        """Adds a group of rows with equally many slots of the same kinds."""
+        run = None
+        if len(rows[0].slots) == 1:
+            in_order = sorted(rows, key=lambda row: row.slots)
+            run = _even_run([row.slots[0] for row in in_order])
+            rows = rows if run is None else in_order
+        num_sink = max(row.num_sink for row in rows)
+        columns = list[Column]()
+        for slots in zip(*(row.slots for row in rows), strict=True):
+            is_sink = num_sink > 0 and not columns
+            where = torch.tensor(slots, device=self.device) if run is None else slice(run.start, run.stop, run.step)
+            columns.append(Column(is_sink, where, num_sink if is_sink else self.block_tokens))
+        opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
+        queries = self._queries([row.request for row in rows])
+        group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows))
+        valid = {row.request: row.num_valid for row in rows if row.num_valid is not None}
+        group = group.with_lengths(valid, self.device)
+        # A plan with new lengths has the same sinks.
+        self.groups.append(replace(group, opened=()) if columns[-1].is_sink else group)
+        for row in rows:
+            self._parts[row.request].append(self._num_outputs)
+            self._num_outputs += 1
 
     def add_sealed(self, rung: int, members: list[tuple[int, int]], bank: int | None = None) -> None:
         """Adds sealed blocks as (address, request); with a ``bank`` they are all of its request."""
@@ -175,30 +245,18 @@ class _Builder:
     def order(self) -> tuple[int, Tensor | None, Tensor | None]:
         """``DecodePlan.num_parts``, ``order`` and ``missing``."""
         most = max(len(mine) for mine in self._parts)
-        rows = [mine + mine[:1] * (most - len(mine)) for mine in self._parts]
+        rows = list(zip(*(mine + mine[:1] * (most - len(mine)) for mine in self._parts), strict=True))
         if [part for row in rows for part in row] == list(range(self._num_outputs)):
             return most, None, None
         missing = None
         if any(len(mine) < most for mine in self._parts):
-            present = [[i >= len(mine) for i in range(most)] for mine in self._parts]
-            missing = torch.tensor(present, device=self.device)
+            missing = torch.tensor([[i >= len(mine) for mine in self._parts] for i in range(most)], device=self.device)
         return most, torch.tensor(rows, device=self.device), missing
 
     def _queries(self, owner: list[int]) -> Tensor | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
             return None
         return torch.tensor(owner, device=self.device)
-
-
-def _choose_slots(slots: list[int], device: torch.device) -> tuple[slice | Tensor, list[int]]:
-    """The slots to read, in place or by index, and the index of each of ``slots`` among them."""
-    ordered = sorted(slots)
-    run = _even_run(ordered)
-    if run is None and len(set(slots)) == len(slots) >= MIN_DENSITY * (ordered[-1] - ordered[0] + 1):
-        run = range(ordered[0], ordered[-1] + 1)
-    if run is None:  # also a block that several requests share: it comes out once for each
-        return torch.tensor(slots, device=device), list(range(len(slots)))
-    return _as_slice(run), [run.index(slot) for slot in slots]
 
 
 def _even_run(numbers: list[int]) -> range | None:
@@ -208,21 +266,18 @@ def _even_run(numbers: list[int]) -> range | None:
     return range(numbers[0], numbers[-1] + 1, step) if not steps and step > 0 else None
 
 
-def _as_slice(run: range) -> slice:
-    return slice(run.start, run.stop, run.step)
-
-
 def _mask(
-    places: Sequence[int], lengths: Sequence[int], num_tokens: int, num_outputs: int, device: torch.device
+    valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int, device: torch.device
 ) -> Tensor | None:
-    """0 or -inf for each token [n, 1, 1, num_tokens], by how many are written; ``None`` if all are."""
-    if min(lengths) == num_tokens:
+    """0 or -inf for each token [n, 1, 1, num_before + num_last], by the ``valid`` ones of the last slot of some rows.
+
+    ``None`` if all are valid.
+    """
+    if min(valid.values()) == num_last:
         return None
-    valid = [num_tokens] * num_outputs
-    for place, length in zip(places, lengths, strict=True):
-        valid[place] = length
-    rows = _masks(1 << (num_tokens - 1).bit_length(), device)[torch.tensor(valid, device=device)]
-    return rows[:, None, None, :num_tokens]
+    lengths = torch.tensor([num_before + valid.get(place, num_last) for place in range(num_rows)], device=device)
+    num_tokens = num_before + num_last
+    return _masks(1 << (num_tokens - 1).bit_length(), device)[lengths][:, None, None, :num_tokens]
 
 
 @cache
@@ -240,21 +295,16 @@ def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -
     grouped = q.view(q.shape[0], pages.blocks.shape[2], -1, q.shape[-1])
     parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale)]
     out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    out = _arrange(out, plan)
     if plan.num_parts > 1:
-        lse = _arrange(lse, plan)
+        out, lse = _arrange(out, plan), _arrange(lse, plan)
         if plan.missing is not None:
-            lse = lse.masked_fill(plan.missing[:, :, None, None], float("-inf"))
+            lse = lse.masked_fill(plan.missing[..., None, None], float("-inf"))
         out = merge_parts(out, lse)
+    elif plan.order is not None:
+        out = out[plan.order[0]]
     return out.reshape(q.shape).to(q.dtype)
 
 
-def _select(q: Tensor, queries: Tensor | None, num_outputs: int) -> Tensor:
-    return q.expand(num_outputs, -1, -1, -1) if queries is None else q[queries]
-
-
 def _arrange(x: Tensor, plan: DecodePlan) -> Tensor:
-    """Outputs [n, ...] as [B, num_parts, ...]."""
-    if plan.order is not None:
-        return x[plan.order]
-    return x.view(-1, plan.num_parts, *x.shape[1:])
+    """Outputs [n, ...] as [num_parts, B, ...]."""
+    return x.unflatten(0, (plan.num_parts, -1)) if plan.order is None else x[plan.order]

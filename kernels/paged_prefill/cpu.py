@@ -27,7 +27,7 @@ def paged_prefill(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, past: Requ
     parts += [_attend(heads, past_k, past_v, scale) for past_k, past_v in _history(pages, past, dtype)]
     out = parts[0][0]
     if len(parts) > 1:
-        out = merge_parts(torch.stack([o for o, _ in parts], 1), torch.stack([s for _, s in parts], 1))
+        out = merge_parts(*map(torch.stack, zip(*parts, strict=True)))
     return out.flatten(0, 1).transpose(0, 1).to(q.dtype)
 
 

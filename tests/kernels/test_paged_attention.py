@@ -9,7 +9,7 @@ import torch
 
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode, paged_decode_reference
 from qkv_engine.kernels.paged_prefill import paged_prefill, paged_prefill_reference
-from qkv_engine.kernels.request_pages import RequestPages
+from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 
 from .common import BLOCK_TOKENS, block_tables, dense_pages, locate, poison_unused, relative_error
 
@@ -81,34 +81,71 @@ def test_blocks_that_requests_share(tables: list[list[int]]):
         assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
-def test_blocks_in_a_row_are_read_in_place():
-    plan = DecodePlan.build(locate([[3, 4], [5, 6]], [256, 256]), BLOCK_TOKENS, CPU)
-    assert [group.slots for group in plan.groups] == [slice(3, 7, 1)]
-    strided = DecodePlan.build(locate([[0], [5], [10]], [128] * 3), BLOCK_TOKENS, CPU)
-    assert strided.groups[0].slots == slice(0, 11, 5)
-    scattered = DecodePlan.build(locate([[0], [9], [11]], [128] * 3), BLOCK_TOKENS, CPU)
-    assert isinstance(scattered.groups[0].slots, torch.Tensor)
+def test_evenly_spaced_blocks_are_read_in_place():
+    def slots_read(tables: list[list[int]]):
+        plan = DecodePlan.build(locate(tables, [len(table) * BLOCK_TOKENS for table in tables]), BLOCK_TOKENS, CPU)
+        return [column.slots for group in plan.groups for column in group.columns]
+
+    assert slots_read([[3, 4], [5, 6]]) == [slice(3, 7, 1)]
+    assert slots_read([[0], [5], [10]]) == [slice(0, 11, 5)]
+    assert [slots.tolist() for slots in slots_read([[9], [0], [11]])] == [[9, 0, 11]]
 
 
-@pytest.mark.parametrize("slots", [[4], [1, 3, 5], [5, 1, 3], [6, 0, 5, 2]], ids=str)
-def test_sinks_and_open_blocks_of_all_requests_are_attended_in_a_call_each(slots: list[int]):
-    pages, sink = dense_pages(8, 2, 64, torch.float32), 32
-    sinks = torch.randn(9, 3, 2, 2, sink, 64)[:, 1]
-    pages = replace(pages, sinks=sinks)
-    lengths = [5, 128, 77, 64][: len(slots)]
-    requests = [
-        RequestPages(sink + n, sink=(8 - slot, sink), open=(slot, n)) for slot, n in zip(slots, lengths, strict=True)
-    ]
-    q = torch.randn(len(slots), 4, 64)
-    expected = paged_decode_reference(q, pages, requests, SCALE)
-    poison_unused(pages.blocks, [slots], float("nan"))
-    plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
-    assert [group.is_sink for group in plan.groups] == [True, False]
+@pytest.mark.parametrize("nbytes", [1, 2**18])
+def test_blocks_are_copied_a_few_at_a_time(nbytes: int, monkeypatch: pytest.MonkeyPatch):
+    from qkv_engine.kernels.paged_decode import cpu
+
+    monkeypatch.setattr(cpu, "SCRATCH_NBYTES", nbytes)
+    lengths = [500, 130, 7, 300]
+    pages, tables = dense_pages(20, 2, 64, torch.float32), block_tables(lengths, 20, order="shuffled")
+    q = torch.randn(4, 4, 64)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, CPU)
+    expected = paged_decode_reference(q, pages, locate(tables, lengths), SCALE)
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
-    grown = [min(n + 9, BLOCK_TOKENS) for n in lengths]
-    requests = [replace(r, length=sink + n, open=(r.open[0], n)) for r, n in zip(requests, grown, strict=True)]
-    found = paged_decode(q, pages, plan.with_lengths(grown, CPU), SCALE)
-    assert relative_error(found, paged_decode_reference(q, pages, requests, SCALE)) < 1e-5
+
+
+def with_sinks(lengths: list[int]) -> tuple[LayerPages, list[RequestPages]]:
+    """Random pages, NaN in slots not owned, and requests with sinks of 32 tokens."""
+    sink = 32
+    pages = replace(dense_pages(24, 2, 64, torch.float32), sinks=torch.randn(9, 3, 2, 2, sink, 64)[:, 1])
+    behind = [max(0, length - sink) for length in lengths]
+    tables = block_tables(behind, 24, order="shuffled")
+    requests = [
+        replace(request, length=length) for request, length in zip(locate(tables, behind), lengths, strict=True)
+    ]
+    for index, request in enumerate(requests):
+        request.sink = 8 - index, min(request.length, sink)
+    poison_unused(pages.blocks, tables, float("nan"))
+    return pages, requests
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_groups"),
+    [([37], 1), ([190], 1), ([290], 2), ([20], 1), ([1000], 2), ([37, 160, 109, 96], 3), ([5, 32, 33, 500], 3)],
+    ids=str,
+)
+def test_sinks_and_open_blocks_are_attended_side_by_side(lengths: list[int], num_groups: int):
+    pages, requests = with_sinks(lengths)
+    q = torch.randn(len(lengths), 4, 64)
+    plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
+    assert len(plan.groups) == num_groups
+    expected = paged_decode_reference(q, pages, requests, SCALE)
+    assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
+
+
+def test_a_plan_lives_on_while_open_blocks_grow():
+    pages, requests = with_sinks([500, 40, 159, 32, 20])
+    pages.blocks.nan_to_num_(0.5)
+    q = torch.randn(len(requests), 4, 64)
+    plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
+    grown = [r.open and (r.open[0], min(r.open[1] + 9, BLOCK_TOKENS)) for r in requests]
+    later = [
+        replace(r, open=o, length=r.length + (o[1] - r.open[1] if o else 0))
+        for r, o in zip(requests, grown, strict=True)
+    ]
+    expected = paged_decode_reference(q, pages, later, SCALE)
+    plan = plan.with_lengths([o[1] if o else 0 for o in grown], CPU)
+    assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
 @pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 300])
