@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
-from itertools import groupby
 
 import torch
 
@@ -13,9 +11,10 @@ from ..config import BLOCK_TOKENS
 from ..errors import CapacityError
 from ..sizes import format_least, format_size
 from .arena import Arena
-from .block import Block, Move, slot_rung
+from .block import Block, slot_rung
 from .ladder import Ladder
-from .mover import Mover, Moving, PendingMoves
+from .mover import Mover, PendingMoves
+from .moves import take_moves
 from .table import BlockTables, num_reserve_slabs
 
 MAX_SLAB_BLOCKS = 16  # most widest blocks of a slab: more would enlarge the reserve, fewer leave unused rests
@@ -41,7 +40,7 @@ class KVCache:
         self.memory = torch.empty(self.arena.nbytes, dtype=torch.uint8, device=device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
-        self._mover = Mover(self.memory, cuda_graphs)
+        self._mover = Mover(self.memory, ladder, cuda_graphs)
 
     @property
     def nbytes(self) -> int:
@@ -88,27 +87,11 @@ class KVCache:
 
     def launch_moves(self) -> PendingMoves:
         """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
-        moving: list[Moving] = []
-        waves, self.tables.waves = self.tables.waves, []
-        for wave in waves:
-            self._mover.mine(wave, self.ladder.widest.layout, self.ladder.narrowest.layout)
-            for (old, new), moves in _by_rungs(wave):
-                moving += self._move(moves, old, new)
-        fresh = self.tables.take_fresh()
-        if self.memory.is_cpu:
-            # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
-            for slot in fresh:
-                self.memory[slot.address : slot.address + slot.nbytes].zero_()
-        if waves or fresh:
+        command, blocks = take_moves(self.tables)
+        checks = self._mover.execute(command)
+        if command.waves or command.fresh:
             self.note_peak()
-        return PendingMoves(moving)
-
-    def _move(self, moves: list[Move], old: int, new: int) -> list[Moving]:
-        """Moves blocks from one rung to another; returns the checks under way of whether their values are finite."""
-        if old != new:
-            return self._mover.step_down(moves, self.ladder.rungs[old].layout, self.ladder.rungs[new].layout)
-        self._mover.copy(moves, self.tables.sizes[old])
-        return []
+        return PendingMoves(blocks, checks)
 
 
 def _nbytes(found: Counter[str]) -> int:
@@ -131,10 +114,3 @@ def _best_arena(ladder: Ladder, nbytes: int) -> Arena:
     block_nbytes = ladder.widest.block_nbytes
     most = min(MAX_SLAB_BLOCKS, nbytes // block_nbytes)
     return make(max(range(1, most + 1), key=lambda slab_blocks: (useful(slab_blocks), slab_blocks)))
-
-
-def _by_rungs(wave: list[Move]) -> Iterable[tuple[tuple[int, int], list[Move]]]:
-    def key(move: Move) -> tuple[int, int]:
-        return move.old, move.new
-
-    return ((rungs, list(moves)) for rungs, moves in groupby(sorted(wave, key=key), key=key))
