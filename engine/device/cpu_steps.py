@@ -25,8 +25,9 @@ class CpuSteps:
         self._planner = CpuAttentionPlanner(memory, self._tables, ladder)
         self._sampler = Sampler()
         # The last command's items, and its tokens with padding.
-        self._rows, self._starts, self._lengths = list[int](), list[int](), list[int]()
+        self._rows, self._starts, self._lengths, self._num_tokens = list[int](), list[int](), list[int](), 0
         self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
+        self._is_padded = False
 
     def execute(self, command: StepCommand) -> Computed:
         """Computes the KV of the command's tokens and what it asks for."""
@@ -38,7 +39,7 @@ class CpuSteps:
         else:
             self._begin(command)
         step = self._planner.plan(self._rows, self._starts, self._lengths)
-        hidden = self.model(self._ids, self._positions, step)[: sum(self._lengths)]
+        hidden = self.model(self._ids, self._positions, step)[: self._num_tokens]
         computed = read_hidden(self.model, self._sampler, hidden, command, self._lengths)
         if computed.tokens is not None:
             self._sampled = computed.tokens.token_ids
@@ -47,10 +48,15 @@ class CpuSteps:
     def _begin(self, command: StepCommand) -> None:
         self._rows, self._starts, self._lengths = command.rows, command.starts, command.lengths
         tokens = Tokens.of(command.rows, command.starts, command.lengths, command.ids)
-        padding = [0] * (padded_rows(len(tokens.ids), self._ids.device) - len(tokens.ids))
+        self._num_tokens = len(tokens.ids)
+        padding = [0] * (padded_rows(self._num_tokens, self._ids.device) - self._num_tokens)
+        self._is_padded = bool(padding)
         self._ids, self._positions = torch.tensor(tokens.ids + padding), torch.tensor(tokens.positions + padding)
 
     def _go_on(self) -> None:
         self._starts = [start + 1 for start in self._starts]
-        self._ids[: len(self._sampled)] = self._sampled
-        self._positions[: len(self._sampled)] += 1
+        self._positions += 1  # of padding, too
+        if self._is_padded:
+            self._ids[: self._num_tokens] = self._sampled
+        else:
+            self._ids = self._sampled

@@ -82,7 +82,8 @@ class GpuSteps:
 
         The token of each item that samples becomes its row's last one.
         """
-        self.tables.apply(command.changes)
+        if command.changes:
+            self.tables.apply(command.changes)
         self.tables.num_blocks = command.num_blocks
         if not command.goes_on:
             self._rows = command.rows

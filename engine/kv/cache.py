@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
@@ -14,16 +13,11 @@ from ..sizes import format_least, format_size
 from .arena import Arena
 from .block import Block, slot_rung
 from .ladder import Ladder
-from .mover import Checked, MoveCommand, Mover, PendingMoves
+from .mover import MoveBackend, Mover, PendingMoves
+from .moves import take_moves
 from .table import BlockTables, num_reserve_slabs
 
 MAX_SLAB_BLOCKS = 16  # most widest blocks of a slab: more would enlarge the reserve, fewer leave unused rests
-
-
-class MoveBackend(Protocol):
-    """Carries out moves of blocks over KV memory."""
-
-    def execute(self, command: MoveCommand) -> list[Checked]: ...
 
 
 class KVCache:
@@ -93,13 +87,12 @@ class KVCache:
 
     def launch_moves(self) -> PendingMoves:
         """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
-        waves, self.tables.waves = self.tables.waves, []
-        fresh = [(slot.address, slot.nbytes) for slot in self.tables.take_fresh()]
-        if not waves and not fresh:
+        command, blocks = take_moves(self.tables)
+        if not command.waves and not command.fresh:
             return PendingMoves([], [])
-        checked = self.mover.execute(MoveCommand.of(waves, fresh))
+        checks = self.mover.execute(command)
         self.note_peak()
-        return PendingMoves(waves, checked)
+        return PendingMoves(blocks, checks)
 
 
 def _nbytes(found: Counter[str]) -> int:

@@ -1,13 +1,11 @@
-"""Carries out moves of blocks on the device: one copy there, few launches, one copy back."""
+"""Carries out moves of blocks on a device: one copy there, few launches, one copy back."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from itertools import chain, groupby
-from typing import NamedTuple
+from itertools import chain
+from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -17,123 +15,74 @@ from qkv_engine.kernels.mine import mine
 from qkv_engine.kernels.step_down import copy, transfer
 
 from ..device.graphs import Graphs
-from .bank import Mining
-from .block import Block, Move, slot_rung
+from .block import Block
 from .ladder import Ladder
+from .moves import MoveCommand, MoveGroup
 
 MOST = 128  # blocks of one launch; more take several
 FEW = 8  # blocks; launches of up to so many recur and are captured as graphs
 
 
-class MoveWords(NamedTuple):
-    """A ``Move`` without its block; ``number`` is its place among all moves of the command."""
-
-    number: int
-    src: int
-    dst: int
-    old: int
-    new: int
-    bank: int | None
-    mining: Mining | None
-
-
-class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
-    """Moves of blocks as plain data, wave after wave: a later wave may write where an earlier one has read.
-
-    ``fresh``: address and bytes of slots that are handed out with an earlier owner's bytes in them.
-    """
-
-    waves: list[list[MoveWords]]
-    fresh: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, waves: list[list[Move]], fresh: list[tuple[int, int]]) -> MoveCommand:
-        """The command of ``waves``, whose moves are counted one after another."""
-        first, found = 0, []
-        for wave in waves:
-            words = [(move.src, move.dst, move.old, move.new, move.bank, move.mining) for move in wave]
-            found.append([MoveWords(number, *each) for number, each in enumerate(words, first)])
-            first += len(wave)
-        return cls(found, fresh)
-
-
-class Checked(NamedTuple):
-    """Moves by number; the last row of ``copy`` says of each whether the block's values are finite."""
-
-    numbers: list[int]
-    copy: RowsCopy
-
-
 class PendingMoves:
     """Moves that the device may still be carrying out."""
 
-    def __init__(self, waves: list[list[Move]], checked: list[Checked]):
-        self._moves, self._checked = [move for wave in waves for move in wave], checked
+    def __init__(self, blocks: list[Block], checks: list[RowsCopy]):
+        """``checks``: copies whose last rows say of each of ``blocks`` whether its dense values are finite."""
+        self._blocks, self._checks = blocks, checks
 
     def wait(self) -> set[Block]:
         """Blocks found to hold values that are not finite, once the device has looked at them. May be called once."""
-        bad: set[Block] = set()
-        for numbers, copy_ in self._checked:
-            finite = copy_.wait()[2]
-            bad.update(self._moves[number].block for number, ok in zip(numbers, finite, strict=True) if not ok)
-        return bad
+        finite = chain.from_iterable(check.wait()[2] for check in self._checks)
+        return {block for block, ok in zip(self._blocks, finite, strict=True) if not ok}
+
+
+class MoveBackend(Protocol):
+    """Carries out moves of blocks over KV memory of its own."""
+
+    def execute(self, command: MoveCommand) -> list[RowsCopy]: ...
 
 
 class Mover:
     """Rewrites blocks of ``memory`` at other places. Nothing here waits for the device."""
 
     def __init__(self, memory: Tensor, ladder: Ladder, cuda_graphs: bool):
-        self.memory, self._ladder = memory, ladder
+        self.memory, self.ladder = memory, ladder
         # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
         # that are sealed under one.
         self._words = torch.zeros(4 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
         self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
 
-    def execute(self, command: MoveCommand) -> list[Checked]:
-        """Enqueues the moves; returns those whose values are checked, out of dense pages."""
-        checked: list[Checked] = []
-        for wave in command.waves:
-            self._mine(wave)
-            for (old, new), moves in _by_rungs(wave):
-                if old == new:
-                    self._copy(moves, old)
+    def execute(self, command: MoveCommand) -> list[RowsCopy]:
+        """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
+        checks = []
+        for mined, groups in command.waves:
+            for bank, mining in mined:
+                mine(self.memory, *mining, bank, self.ladder.widest.layout, self.ladder.narrowest.layout)
+            for group in groups:
+                if group.old == group.new:
+                    copy(self.memory, group.src, group.dst, group.nbytes)
                 else:
-                    rungs = self._ladder.rungs
-                    checked += self._step_down(moves, rungs[old].layout, rungs[new].layout)
+                    checks += self._step_down(group)
         if self.memory.is_cpu:
             # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
             for address, nbytes in command.fresh:
                 self.memory[address : address + nbytes].zero_()
-        return checked
+        return checks
 
-    def _mine(self, moves: list[MoveWords]) -> None:
-        """Fills the banks of the requests whose first block is among ``moves``, from dense blocks."""
-        source, target = self._ladder.widest.layout, self._ladder.narrowest.layout
-        for move in moves:
-            if move.bank is not None and move.mining is not None:
-                mine(self.memory, *move.mining, move.bank, source, target)
-
-    def _copy(self, moves: list[MoveWords], rung: int) -> None:
-        """Moves blocks, or slots of requests, without rewriting them."""
-        ladder = self._ladder
-        nbytes = ladder.rungs[rung].block_nbytes if rung >= 0 else ladder.slots[slot_rung(rung)].nbytes
-        copy(self.memory, [move.src for move in moves], [move.dst for move in moves], nbytes)
-
-    def _step_down(self, moves: list[MoveWords], source: BlockLayout, target: BlockLayout) -> list[Checked]:
-        """Rewrites blocks in another layout; returns the moves whose values are checked, those out of dense pages."""
-        checked = []
-        for part in (moves[i : i + MOST] for i in range(0, len(moves), MOST)):
-            self._launch(part, source, target)
+    def _step_down(self, group: MoveGroup) -> list[RowsCopy]:
+        """Rewrites blocks in another layout."""
+        source, target = (self.ladder.rungs[rung].layout for rung in (group.old, group.new))
+        checks = []
+        for part in (slice(i, i + MOST) for i in range(0, len(group.src), MOST)):
+            src, dst, banks = group.src[part], group.dst[part], group.banks[part]
+            self._launch([src, dst, [1] * len(src)] + ([banks] if banks else []), source, target)
             if source.has_dense:
-                checked.append(Checked([move.number for move in part], self._copies.begin(3, len(part))))
-        return checked
+                checks.append(self._copies.begin(3, len(src)))
+        return checks
 
-    def _launch(self, moves: list[MoveWords], source: BlockLayout, target: BlockLayout) -> None:
-        number = len(moves)
-        rows = [[move.src for move in moves], [move.dst for move in moves], [1] * number]
-        banks = [move.bank for move in moves if move.bank is not None]
-        rows += [banks] if banks else []
+    def _launch(self, rows: list[list[int]], source: BlockLayout, target: BlockLayout) -> None:
+        number = len(rows[0])
         self._ring.send(array("q", chain.from_iterable(rows)))
 
         def work() -> None:
@@ -144,10 +93,3 @@ class Mover:
             work()
         else:
             self._graphs.run((source, target, number), work)
-
-
-def _by_rungs(wave: list[MoveWords]) -> Iterable[tuple[tuple[int, int], list[MoveWords]]]:
-    def key(move: MoveWords) -> tuple[int, int]:
-        return move.old, move.new
-
-    return ((rungs, list(moves)) for rungs, moves in groupby(sorted(wave, key=key), key=key))

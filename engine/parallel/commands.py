@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..device.command import StepCommand
-from ..kv.mover import MoveCommand
+from ..kv.moves import MoveCommand
 from ..kv.table_rows import TableLayout
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from ..device.backend import Steps
 from ..device.command import StepCommand
 from ..device.logits import Computed
-from ..kv.cache import MoveBackend
-from ..kv.mover import Checked, MoveCommand
+from ..device.pinned import RowsCopy
+from ..kv.mover import MoveBackend
+from ..kv.moves import MoveCommand
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -31,6 +32,6 @@ class LedMover:
     def __init__(self, crew: Crew, own: MoveBackend):
         self._crew, self._own = crew, own
 
-    def execute(self, command: MoveCommand) -> list[Checked]:
+    def execute(self, command: MoveCommand) -> list[RowsCopy]:
         """See ``MoveBackend``."""
         return self._crew.lead(command, lambda: self._own.execute(command))

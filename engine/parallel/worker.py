@@ -18,8 +18,10 @@ from ..config import EngineConfig
 from ..device.backend import Steps, make_steps
 from ..device.command import StepCommand
 from ..device.logits import CausalLM, Computed
+from ..device.pinned import RowsCopy
 from ..errors import QKVError
-from ..kv.mover import Checked, MoveCommand, Mover
+from ..kv.mover import Mover
+from ..kv.moves import MoveCommand
 from ..startup import load, rank_ladder
 from .commands import Capture, Command, Setup, decode
 from .crew import HOST
@@ -36,7 +38,7 @@ class Follower:
         memory = torch.empty(setup.kv_nbytes, dtype=torch.uint8, device=device)
         self._mover = Mover(memory, ladder, config.cuda_graphs)
         self._steps: Steps = make_steps(model, memory, setup.layout, ladder, config.cuda_graphs)
-        self._under_way: deque[Computed | list[Checked]] = deque()
+        self._under_way: deque[Computed | list[RowsCopy]] = deque()
 
     @torch.inference_mode()
     def execute(self, command: Command) -> None:
@@ -102,11 +104,11 @@ def _receive(connection: Connection) -> SimpleQueue[bytes]:
     return messages
 
 
-def _wait(result: Computed | list[Checked]) -> None:
+def _wait(result: Computed | list[RowsCopy]) -> None:
     """Waits for copies to the host, so that their buffers are used again."""
     if isinstance(result, Computed):
         if result.tokens is not None:
             result.tokens.wait()
         return
-    for checked in result:
-        checked.copy.wait()
+    for check in result:
+        check.wait()

@@ -134,7 +134,8 @@ def play(
         core.space.tables.check_integrity()
         assert step < 5000
     assert not core.live and not core._owners and not core._rows and not core._in_flight
-    core.space.prefix.clear()
+    if core.space.prefix is not None:
+        core.space.prefix.clear()
     assert core.space.tables.arena.used_nbytes == 0
     return [submission.stream.get(0) for submission in load]
 

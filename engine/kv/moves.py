@@ -1,0 +1,62 @@
+"""Moves of blocks as a command: plain data, the same for every rank, since equal arenas have equal addresses."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import msgspec
+
+from .bank import Mining
+from .block import Block, Move
+from .table import BlockTables
+
+
+class MoveGroup(NamedTuple):
+    """Blocks of a wave that go from the rung ``old`` to ``new``, with their addresses.
+
+    ``nbytes``: of a block on ``old``;  ``banks``: addresses of the blocks' banks, if they are sealed under some.
+    """
+
+    old: int
+    new: int
+    nbytes: int
+    src: list[int]
+    dst: list[int]
+    banks: list[int]
+
+
+class Wave(NamedTuple):
+    """Moves of which none reads what another one writes; before them banks are mined, each at its address."""
+
+    mined: list[tuple[int, Mining]]
+    groups: list[MoveGroup]
+
+
+class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
+    """Waves of moves in their order, then slots (address, bytes) that hold an earlier owner's bytes."""
+
+    waves: list[Wave]
+    fresh: list[tuple[int, int]]
+
+
+def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
+    """What the books decided since the last call, and the blocks that lose dense values, in the command's order."""
+    noted, tables.waves = tables.waves, []
+    waves, blocks = [], list[Block]()
+    for moves in noted:
+        mined = [(m.bank, m.mining) for m in moves if m.bank is not None and m.mining is not None]
+        groups = []
+        for (old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
+            part = list(same)
+            banks = [move.bank for move in part if move.bank is not None]
+            src, dst = [move.src for move in part], [move.dst for move in part]
+            groups.append(MoveGroup(old, new, tables.sizes[old], src, dst, banks))
+            if old != new and tables.ladder.rungs[old].layout.has_dense:
+                blocks += [move.block for move in part]
+        waves.append(Wave(mined, groups))
+    return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in tables.take_fresh()]), blocks
+
+
+def _rungs(move: Move) -> tuple[int, int]:
+    return move.old, move.new

@@ -1,0 +1,56 @@
+"""Commands are all that a backend needs: a second one, which gets them as bytes, computes the same."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import pytest
+import torch
+
+from qkv_engine.device.command import StepCommand
+from qkv_engine.device.cpu_steps import CpuSteps
+from qkv_engine.device.logits import Computed
+from qkv_engine.device.runner import Runner
+from qkv_engine.kv.mover import Mover, RowsCopy
+from qkv_engine.kv.moves import MoveCommand
+
+from .test_run_ahead import begin, make_load, play
+
+
+class Twin:
+    """Another backend over memory of its own, told of nothing but commands."""
+
+    def __init__(self, runner: Runner):
+        cache = runner.cache
+        self.steps, self.mover = runner.steps, cache.mover
+        memory = torch.full_like(cache.memory, 0xFF)
+        self.other = CpuSteps(runner.steps.model, memory, runner.steps._tables.layout, cache.ladder)
+        self.other_mover = Mover(memory, cache.ladder, False)
+        self.sizes: dict[bool, list[int]] = {False: [], True: []}  # bytes of commands by whether they go on
+        self.num_groups = 0
+
+    def execute(self, command: StepCommand | MoveCommand) -> Computed | list[RowsCopy]:
+        data = msgspec.msgpack.encode(command)
+        assert pickle.loads(pickle.dumps(command)) == command
+        if isinstance(command, MoveCommand):
+            self.num_groups += sum(len(wave.groups) for wave in command.waves)
+            self.other_mover.execute(msgspec.msgpack.decode(data, type=MoveCommand))
+            return self.mover.execute(command)
+        self.sizes[command.goes_on].append(len(data))
+        mine, theirs = self.steps.execute(command), self.other.execute(msgspec.msgpack.decode(data, type=StepCommand))
+        assert mine.prompt_logprobs == theirs.prompt_logprobs and (mine.tokens is None) == (theirs.tokens is None)
+        if mine.tokens is not None and theirs.tokens is not None:
+            assert torch.equal(mine.tokens.token_ids, theirs.tokens.token_ids)
+        return mine
+
+
+@pytest.mark.parametrize(("kv", "memory"), [("auto", "6MiB"), ("patternkv", "32MiB")])
+def test_commands_carry_all_that_a_step_depends_on(kv: str, memory: str):
+    started = begin(kv, memory)
+    core, runner = started.core, started.core.runner
+    twin = Twin(runner)
+    runner.steps = runner.cache.mover = twin  # type: ignore[assignment]
+    outputs = play(core, make_load(started, 1, 20), {20: "r3"})
+    assert not any(output.error for output in outputs) and twin.num_groups
+    assert min(twin.sizes[True]) < 100 and max(twin.sizes[False]) < 100_000
