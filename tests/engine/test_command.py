@@ -27,8 +27,7 @@ class Twin:
         memory = torch.full_like(cache.memory, 0xFF)
         self.other = CpuSteps(runner.steps.model, memory, runner.steps._tables.layout, cache.ladder)
         self.other_mover = Mover(memory, cache.ladder, False)
-        self.sizes: dict[bool, list[int]] = {False: [], True: []}  # bytes of commands by whether they go on
-        self.num_groups = 0
+        self.num_groups = self.num_gone_on = 0
 
     def execute(self, command: StepCommand | MoveCommand) -> Computed | list[RowsCopy]:
         data = msgspec.msgpack.encode(command)
@@ -37,7 +36,8 @@ class Twin:
             self.num_groups += sum(len(wave.groups) for wave in command.waves)
             self.other_mover.execute(msgspec.msgpack.decode(data, type=MoveCommand))
             return self.mover.execute(command)
-        self.sizes[command.goes_on].append(len(data))
+        self.num_gone_on += command.goes_on
+        assert not command.goes_on or command.tables is not None or len(data) < 100 + 10 * len(command.changes)
         mine, theirs = self.steps.execute(command), self.other.execute(msgspec.msgpack.decode(data, type=StepCommand))
         assert mine.prompt_logprobs == theirs.prompt_logprobs and (mine.tokens is None) == (theirs.tokens is None)
         if mine.tokens is not None and theirs.tokens is not None:
@@ -52,5 +52,4 @@ def test_commands_carry_all_that_a_step_depends_on(kv: str, memory: str):
     twin = Twin(runner)
     runner.steps = runner.cache.mover = twin  # type: ignore[assignment]
     outputs = play(core, make_load(started, 1, 20), {20: "r3"})
-    assert not any(output.error for output in outputs) and twin.num_groups
-    assert min(twin.sizes[True]) < 100 and max(twin.sizes[False]) < 100_000
+    assert not any(output.error for output in outputs) and twin.num_groups and twin.num_gone_on
