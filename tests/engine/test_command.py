@@ -37,7 +37,7 @@ class Twin:
             self.other_mover.execute(msgspec.msgpack.decode(data, type=MoveCommand))
             return self.mover.execute(command)
         self.num_gone_on += command.goes_on
-        assert not command.goes_on or command.tables is not None or len(data) < 100 + 10 * len(command.changes)
+        assert not command.goes_on or command.tables is not None or len(data) < 128 + 10 * len(command.changes)
         mine, theirs = self.steps.execute(command), self.other.execute(msgspec.msgpack.decode(data, type=StepCommand))
         assert mine.prompt_logprobs == theirs.prompt_logprobs and (mine.tokens is None) == (theirs.tokens is None)
         if mine.tokens is not None and theirs.tokens is not None:
