@@ -61,10 +61,12 @@ class Intake:
                 return self._each(many, params, request_id, template_kwargs), True
             return self._each([_as_conversation(messages)], params, request_id, template_kwargs), False
 
-    def streamed(self, prompt: object, params: object, request_id: object, template_kwargs: object) -> Submission:
-        """The submission of a prompt or a conversation whose outputs are read as they come."""
+    def streamed(
+        self, prompt: object, params: object, request_id: object, template_kwargs: object, *, final_only: bool = False
+    ) -> Submission:
+        """The submission of a prompt or a conversation whose outputs are read as they come, or the last one alone."""
         with _typed_errors():
-            return self._prepare(prompt, params, request_id, template_kwargs, incremental=True)
+            return self._prepare(prompt, params, request_id, template_kwargs, incremental=not final_only)
 
     def _each(self, prompts: list[object], params: object, names: object, kwargs: object) -> list[Submission]:
         each, ids = (_one_each("params", params, prompts, SamplingParams), _one_each("request_id", names, prompts, str))
