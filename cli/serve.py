@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.errors import ConfigError, ModelError
+from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.sizes import parse_size
 
 from . import common
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         name = args.shape or args.model or common.DEMO
         note(f"loading {name}")
         with common.open_engine(args, **_options(args)) as engine:
-            for line in engine.describe():
+            for line in engine.describe() if not args.verbose else ():  # which logs them
                 note(line)
             _log_to_stderr(args)
             origins = args.allow_origin or []
@@ -92,13 +93,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_extra() -> Any:
-    """The server's module. Raises ``ConfigError`` where what it needs is not installed."""
+    """The server's module. Raises ``QKVError`` where what it needs is not installed."""
     try:
-        from qkv_engine.serve import server
+        return import_module("qkv_engine.serve.server")
     except ImportError as error:
         remedy = "Run: pip install 'qkv-engine[serve]'"
-        raise ModelError(f"serve needs a package that is not installed: {error.name}", remedy=remedy) from error
-    return server
+        raise QKVError(f"serve needs a package that is not installed: {error.name}", remedy=remedy) from error
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,8 @@ same as nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+import re
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -22,6 +23,7 @@ DEFAULT_MAX_TOKENS = 16  # of /v1/completions, OpenAI's
 T = TypeVar("T", bound=msgspec.Struct)
 Ids = list[int]
 JsonObject = dict[str, Any]
+Messages = Annotated[list[JsonObject], msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -130,7 +132,7 @@ class CompletionBody(GenerationBody, kw_only=True):
         if len(given) > MAX_PROMPTS:
             raise ApiError(400, f"{len(given)} prompts are more than {MAX_PROMPTS}", param="prompt")
         for number, prompt in enumerate(given):
-            if not isinstance(prompt, str | list):
+            if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt))):
                 raise ApiError(400, "a prompt is a string or a list of token ids", param=f"prompt[{number}]")
         return given
 
@@ -144,7 +146,7 @@ class FunctionName(msgspec.Struct):
 class ChatBody(GenerationBody, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Any]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -181,7 +183,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     tools: list[JsonObject] | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -207,8 +209,9 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        raise ApiError(400, message, param=path.strip("`").removeprefix("$").lstrip(".") or None) from error
+        message, _, place = str(error).partition(" - at ")
+        path = re.search(r"`\$\.?([^`]+)`$", place)
+        raise ApiError(400, message, param=path and path[1]) from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     except UnicodeDecodeError as error:

@@ -127,7 +127,8 @@ class Generation:
         Raises ``ClientGoneError``, ``ApiError`` for a request that takes too long, and the engine's errors.
         """
         seconds = self._frontend.limits.request_timeout
-        reading = asyncio.gather(*(self._read(number, on_output) for number in range(len(self._streams))))
+        reads = [asyncio.ensure_future(self._read(number, on_output)) for number in range(len(self._streams))]
+        reading = asyncio.gather(*reads)
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((reading, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -138,9 +139,9 @@ class Generation:
             else:
                 raise ApiError(504, f"the request did not end within {seconds:g} s", code="timeout")
         finally:
-            reading.cancel()
-            leaving.cancel()
-            await asyncio.gather(reading, leaving, return_exceptions=True)
+            for task in (*reads, leaving):
+                task.cancel()
+            await asyncio.gather(*reads, reading, leaving, return_exceptions=True)
 
     async def result(self, receive: Receive) -> list[RequestOutput]:
         """The finished output of each prompt. Raises the errors of ``follow``."""

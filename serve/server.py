@@ -17,6 +17,7 @@ from .connection import LimitedConnection
 from .keys import Keys
 from .limits import Limits
 
+MAX_PORT = 65_535
 BACKLOG = 2048  # connections that the kernel accepts before the server does
 
 
@@ -45,9 +46,11 @@ class Server:
             proxy_headers=False,
             server_header=False,
             backlog=BACKLOG,
+            timeout_keep_alive=cast(int, limits.read_timeout),
             timeout_graceful_shutdown=cast(int, limits.drain_timeout),
         )
         self._server = uvicorn.Server(config)
+        sock.listen(BACKLOG)  # so that who reads of the server finds it, if with a moment's wait
 
     @property
     def has_started(self) -> bool:
@@ -65,10 +68,12 @@ class Server:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket on ``host`` and ``port``, 0 for any free one. Raises ``ConfigError``."""
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError("no port", field="port", value=port, remedy=f"Give 0 to {MAX_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"not an address: {error}", field="host", value=host) from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
