@@ -171,7 +171,7 @@ def test_tools_reach_the_template_of_a_model_that_has_one(server: Running):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     answer = server.openai.chat.completions.create(model="demo", messages=HELLO, tools=tools, tool_choice="auto")
     assert answer.choices[0].message.content == "4042" and answer.choices[0].message.tool_calls is None
-    with pytest.raises(openai.BadRequestError, match="must be a list of dicts|object"):
+    with pytest.raises(openai.BadRequestError, match="object"):
         server.openai.chat.completions.create(model="demo", messages=HELLO, tools=["add"])
 
 

@@ -167,15 +167,17 @@ def test_stopping_lets_requests_finish(demo_engine: Engine):
 
 
 def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine):
-    with running(demo_engine, limits=Limits(drain_timeout=0.3)) as server:
-        with server.http.stream("POST", "/v1/completions", json={**ENDLESS_BODY, "stream": True}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            server.server.stop()
-            begin = time.monotonic()
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
-            assert time.monotonic() - begin < 5
+    with (
+        running(demo_engine, limits=Limits(drain_timeout=0.3)) as server,
+        server.http.stream("POST", "/v1/completions", json={**ENDLESS_BODY, "stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        server.server.stop()
+        begin = time.monotonic()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+        assert time.monotonic() - begin < 5
     server.wait_until_idle(5)
 
 
