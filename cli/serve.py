@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     with sock:
         name = args.shape or args.model or common.DEMO
         note(f"loading {name}")
-        with common.open_engine(args, **_options(args)) as engine:
+        with common.open_engine(args, **engine_options(args)) as engine:
             for line in engine.describe() if not args.verbose else ():  # which logs them
                 note(line)
             _log_to_stderr(args)
@@ -101,7 +101,7 @@ def _require_extra() -> Any:
         raise QKVError(f"serve needs a package that is not installed: {error.name}", remedy=remedy) from error
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the engine beyond those of other commands."""
     names = ("max_num_seqs", "max_num_batched_tokens", "kv_quota")
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
