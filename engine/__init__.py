@@ -23,7 +23,15 @@ if TYPE_CHECKING:
         RequestError,
     )
     from qkv_engine.metrics import EngineStats
-    from qkv_engine.request import CompletionOutput, KVUsage, Logprob, RequestMetrics, RequestOutput, SamplingParams
+    from qkv_engine.request import (
+        CompletionOutput,
+        KVUsage,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputs,
+    )
 
 __version__ = "0.1.0"
 
@@ -49,6 +57,7 @@ _HOMES = {
     "RequestMetrics": "request",
     "RequestOutput": "request",
     "SamplingParams": "request",
+    "StructuredOutputs": "request",
 }
 
 __all__ = [
@@ -71,6 +80,7 @@ __all__ = [
     "RequestStream",
     "RungConfig",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 

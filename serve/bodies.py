@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from qkv_engine import SamplingParams
+from qkv_engine import SamplingParams, StructuredOutputs
 
 from .errors import ApiError, ClientGoneError
 from .limits import Limits
@@ -32,6 +32,29 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, rename={"definition": "schema"}):
+    """``json_schema`` of a response format."""
+
+    definition: JsonObject = {}
+
+
+class ResponseFormat(msgspec.Struct):
+    """``response_format`` of a body."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured(self) -> StructuredOutputs | None:
+        """The form in the engine's words; None for any text. Raises ``ApiError``."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if self.json_schema is None:
+            raise ApiError(400, "is missing", param="response_format.json_schema")
+        return StructuredOutputs(json=self.json_schema.definition)
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """Fields that both ``/v1/completions`` and ``/v1/chat/completions`` have; most are those of ``SamplingParams``."""
 
@@ -45,6 +68,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     max_tokens: int | None = None
     logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # vLLM's extensions
@@ -58,6 +82,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: Ids | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     # the engine's own
@@ -68,26 +93,25 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     functions: list[Any] | None = None
     audio: JsonObject | None = None
-    response_format: JsonObject | None = None
     priority: int | None = None
 
     def changes(self) -> JsonObject:
         """The sampling parameters that the body names. Raises ``ApiError`` for a field that cannot be honoured."""
         self._refuse_unsupported()
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.response_format is not None and (structured := self.response_format.structured()) is not None:
+            given["structured_outputs"] = structured
         return given | self._own_changes()
 
     def _own_changes(self) -> JsonObject:
         return {}
 
     def _refuse_unsupported(self) -> None:
-        format_type = (self.response_format or {}).get("type", "text")
         asked = {
             "suffix": bool(self.suffix),
             "best_of": self.best_of not in (None, self.n or 1),
             "functions": bool(self.functions),
             "audio": self.audio is not None,
-            "response_format": format_type != "text",
             "priority": bool(self.priority),
         }
         for name, is_asked in asked.items():

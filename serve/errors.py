@@ -13,7 +13,12 @@ from qkv_engine.errors import EngineDeadError, ModelError, RequestError
 logger = logging.getLogger("qkv_engine")
 
 # Fields of the body by the engine's name for them.
-_PARAMS = {"prompt_token_ids": "prompt", "template_kwargs": "chat_template_kwargs", "prompt_logprobs": "logprobs"}
+_PARAMS = {
+    "prompt_token_ids": "prompt",
+    "template_kwargs": "chat_template_kwargs",
+    "prompt_logprobs": "logprobs",
+    "structured_outputs": "response_format",
+}
 TOO_LONG = "max_model_len"  # the engine's field for a prompt that leaves no room
 
 

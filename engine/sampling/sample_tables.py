@@ -20,6 +20,9 @@ Piece: TypeAlias = "bytes | array[int] | array[float]"  # of a column
 
 def make_tables(rows: Sequence[SampleRow], device: torch.device) -> tuple[Settings | None, Edits | None]:
     """Settings if any row is not greedy, edits if any row has some."""
+    for row in rows:
+        if row.guide is not None:
+            row.follow_guide()
     parts: list[Sequence[Piece]] = []
     is_drawn = not all(row.params.is_greedy for row in rows)
     if is_drawn:

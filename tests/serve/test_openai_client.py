@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 
 import openai
 import pytest
@@ -164,7 +166,11 @@ def test_errors_name_the_field(server: Running):
     assert error(extra_body={"kv_floor": "int3"}).param == "kv_floor"
     assert error(n=65, temperature=1).param == "n"
     assert error(tool_choice="required", tools=[]).code == "unsupported_parameter"
-    assert error(response_format={"type": "json_object"}).param == "response_format"
+    assert error(response_format={"type": "xml"}).param == "response_format.type"
+    assert error(response_format={"type": "json_schema"}).param == "response_format.json_schema"
+    schema = {"name": "s", "schema": {"type": "nope"}}
+    wrong = error(response_format={"type": "json_schema", "json_schema": schema})
+    assert wrong.param == "response_format" and "Invalid type: nope" in wrong.message
 
 
 def test_tools_reach_the_template_of_a_model_that_has_one(server: Running):
@@ -199,3 +205,19 @@ def test_text_becomes_tokens_and_text_again(server: Running):
     assert chat == server.engine.chat(HELLO, server.engine.params(max_tokens=1)).prompt_token_ids
     for body, path in ({"tokens": [-1]}, "/detokenize"), ({"tokens": [10**9]}, "/detokenize"), ({}, "/tokenize"):
         assert server.post(body, path).status_code == 400
+
+
+def test_an_answer_has_the_form_asked_for(server: Running):
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}, "unit": {"enum": ["m", "km"]}},
+        "required": ["sum", "unit"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    asked = {"model": "demo", "messages": HELLO, "response_format": form, "temperature": 2.0, "n": 3, "seed": 1}
+    for choice in server.openai.chat.completions.create(**asked, max_tokens=1000).choices:
+        found = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop" and type(found["sum"]) is int and found["unit"] in ("m", "km")
+    body = {"prompt": "Hi", "structured_outputs": {"regex": "[A-C]{4}-x"}, "temperature": 5}
+    assert re.fullmatch("[A-C]{4}-x", server.post(body).json()["choices"][0]["text"])
