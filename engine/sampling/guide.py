@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from array import array
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 FIELD = "structured_outputs"
 _SPACE = {"whitespace_pattern": "[ \\n]{0,20}"}  # between parts of JSON; without a bound a model may write on for ever
+# For each byte its eight bits, the lowest first, as the eight bytes of an integer.
+_BITS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(torch.uint8).view(torch.int64)[:, 0]
 _ANY_OBJECT = '{"type": "object"}'
 _UNREADABLE = "the grammar cannot be compiled"
 
@@ -96,8 +99,8 @@ class Guide:
             mask[self._eos_ids] = True
             return mask
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten()[: self._vocab_size]
-        mask[: len(bits)] = bits.bool()
+        bits = _BITS.index_select(0, packed.int()).view(torch.bool)[: self._vocab_size]
+        mask[: len(bits)] = bits
         if self._num_read == 0 and self._marks is not None:
             mask[self._marks.opening] = True
         return mask
@@ -105,7 +108,12 @@ class Guide:
 
 def indices(mask: torch.Tensor) -> array[int]:
     """The places where ``mask`` is true."""
-    return array("i", mask.nonzero()[:, 0].to(torch.int32).numpy().tobytes())
+    return as_array("i", mask.nonzero()[:, 0].int())
+
+
+def as_array(code: str, tensor: torch.Tensor) -> array[Any]:
+    """A contiguous tensor on the CPU as an array of type ``code``, whose items are as large."""
+    return array(code, ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
 def _mistake(text: str) -> RequestError:

@@ -12,7 +12,7 @@ import torch
 from qkv_engine.kernels.sample import pack_settings
 
 from ..request import SamplingParams
-from .guide import Guide, indices
+from .guide import Guide, as_array, indices
 
 
 class TokenCounts:
@@ -101,12 +101,12 @@ class SampleRow:
             return
         if params.allowed_token_ids:
             mask &= torch.zeros_like(mask).index_fill_(0, torch.tensor(params.allowed_token_ids), True)
-        elif 2 * int(mask.sum()) > len(mask):
+        elif 2 * int(mask.count_nonzero()) > len(mask):
             self._guide_bans = indices(~mask)
             return
         biases = torch.zeros(len(mask))
         biases[list(params.logit_bias or ())] = torch.tensor(list((params.logit_bias or {}).values()))
-        self.fixed_ids, self.fixed_biases = indices(mask), array("f", biases[mask].numpy().tobytes())
+        self.fixed_ids, self.fixed_biases = indices(mask), as_array("f", biases[mask])
         self.penalties = self._pack(is_limited=True)
 
     def _fix(self, allowed: Sequence[int] | None) -> None:
