@@ -32,7 +32,7 @@ def sampled(engine: Engine, wanted: StructuredOutputs, prompt: object = "Hello",
 
 @pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)])
 def test_a_schema_is_met(demo_engine: Engine, schema: object):
-    texts = sampled(demo_engine, StructuredOutputs(json=schema))
+    texts = sampled(demo_engine, StructuredOutputs(json=schema), n=3)
     for text in texts:
         found = json.loads(text)
         assert set(found) == {"name", "tags", "size"} and len(found["name"]) <= 12
