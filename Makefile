@@ -91,7 +91,7 @@ lint: .venv/.installed-test .typecheck
 .PHONY: .typecheck
 .typecheck:
 	@rm -rf .typecheck && mkdir -p .typecheck/qkv_engine
-	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models cli bench,$(CURDIR)/$(d)) .typecheck/qkv_engine/
+	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models cli bench serve,$(CURDIR)/$(d)) .typecheck/qkv_engine/
 	@ln -s $(CURDIR)/studies .typecheck/
 
 format: .venv/.installed-test

@@ -234,7 +234,7 @@ def name_options(error: QKVError, options: Mapping[str, str]) -> QKVError:
     """``error`` in the words of the command line: ``options`` maps a field to what the user types for it."""
 
     def option(field: str) -> str | None:
-        return options.get(_OTHER_FIELDS.get(field, field))
+        return options.get(field) or options.get(_OTHER_FIELDS.get(field, field))
 
     remedy = error.remedy
     if remedy is not None:

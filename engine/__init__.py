@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RequestOutput,
         RequestOutputKind,
         SamplingParams,
+        StructuredOutputs,
     )
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ _HOMES = {
     "RequestOutput": "request",
     "RequestOutputKind": "request",
     "SamplingParams": "request",
+    "StructuredOutputs": "request",
 }
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "RequestStream",
     "RungConfig",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 

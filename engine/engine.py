@@ -219,13 +219,15 @@ class Engine(Closable):
         *,
         request_id: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        final_only: bool = False,
     ) -> RequestStream:
         """Submits a prompt or a conversation at once and iterates over its outputs, each with the new ``delta``.
 
-        A context manager, too. Closing or dropping the iterator aborts the request.
+        An async iterator and a context manager, too. Closing or dropping the iterator aborts the request. With
+        ``final_only`` the one output is the finished request, and its steps report nothing.
         """
         self._loop.check_alive()
-        submission = self._intake.streamed(prompt, params, request_id, template_kwargs)
+        submission = self._intake.streamed(prompt, params, request_id, template_kwargs, final_only=final_only)
         found = RequestStream(self, submission)  # before the request is submitted: an interrupt drops and so aborts it
         self._loop.submit([submission])
         return found
@@ -314,7 +316,7 @@ class Engine(Closable):
 
 
 class RequestStream(Closable, Iterator[RequestOutput]):
-    """The outputs of one request as they come; keeps its engine alive.
+    """The outputs of one request as they come, for ``for`` or ``async for``; keeps its engine alive.
 
     ``close``, the end of a ``with`` block and dropping the stream abort the request if it still runs.
     """
@@ -333,6 +335,16 @@ class RequestStream(Closable, Iterator[RequestOutput]):
             self._engine._check_callable()
         output = self._submission.stream.get()
         assert output is not None
+        self._finished = output.finished
+        return output
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        output = await self._submission.stream.get_async()
         self._finished = output.finished
         return output
 

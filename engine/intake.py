@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from .errors import CapacityError, QKVError, RequestError
 from .request import SamplingParams
+from .sampling.guide import Grammars, Guide
 from .serving.submission import Submission
 from .startup import Started
 from .text.reasoning import ReasoningMarks, find_marks
@@ -33,6 +34,7 @@ class Intake:
         self._vocab_size, self._max_model_len = started.config.vocab_size, started.max_model_len
         self._default_params = started.default_params
         self._capacity_of = started.core.space.capacity_of
+        self._eos_ids, self._grammars = started.core.eos_ids, cast(Grammars | None, None)
         self._marks = None if self._tokenizer is None else find_marks(self._tokenizer)
         self._names, self._serials = f"request-{secrets.token_hex(4)}", count()  # no caller's id is like it by chance
 
@@ -61,10 +63,12 @@ class Intake:
                 return self._each(many, params, request_id, template_kwargs), True
             return self._each([_as_conversation(messages)], params, request_id, template_kwargs), False
 
-    def streamed(self, prompt: object, params: object, request_id: object, template_kwargs: object) -> Submission:
-        """The submission of a prompt or a conversation whose outputs are read as they come."""
+    def streamed(
+        self, prompt: object, params: object, request_id: object, template_kwargs: object, *, final_only: bool = False
+    ) -> Submission:
+        """The submission of a prompt or a conversation whose outputs are read as they come, or the last one alone."""
         with _typed_errors():
-            return self._prepare(prompt, params, request_id, template_kwargs, incremental=True)
+            return self._prepare(prompt, params, request_id, template_kwargs, incremental=not final_only)
 
     def _each(self, prompts: list[object], params: object, names: object, kwargs: object) -> list[Submission]:
         each, ids = (_one_each("params", params, prompts, SamplingParams), _one_each("request_id", names, prompts, str))
@@ -93,6 +97,7 @@ class Intake:
             self._bad_word_ids(checked),
             incremental,
             marks.after(ids) if marks is not None and checked.separate_reasoning else None,
+            self._guide(checked),
         )
 
     def _new_name(self) -> str:
@@ -139,6 +144,15 @@ class Intake:
                 "this model has no tokenizer", field=field, value=value, remedy="Give a list of token ids"
             )
         return self._tokenizer
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        tokenizer = self._need_tokenizer("structured_outputs", wanted)
+        if self._grammars is None:  # two threads may make two; either will do
+            self._grammars = Grammars(tokenizer, self._vocab_size, self._eos_ids)
+        return self._grammars.compile(wanted)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of ``bad_words``; one with a token beyond the model's rows never comes up."""

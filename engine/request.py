@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,26 @@ class RequestOutputKind(enum.StrEnum):
 
     def __repr__(self) -> str:
         return repr(str(self))
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that an output must have, by one of the fields; named as vLLM's. Needs ``qkv-engine[structured]``.
+
+    Reasoning that the model marks is free, and comes before.
+
+    Fields
+        json: JSON schema that it meets, as a dict or as text.
+        json_object: it is a JSON object.
+        regex: regular expression, in Rust's syntax, that matches the whole of it.
+        choice: it is one of these strings, at most 256.
+        grammar: Lark grammar that derives it, in llguidance's dialect.
+    """
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logit_bias: added to the logits of up to 1,024 token ids, each in [-100, 100].
         allowed_token_ids: the only tokens that may be sampled; None for all.
         bad_words: strings that are never completed, at most 256.
+        structured_outputs: ``StructuredOutputs``, such as a JSON schema that the text meets; None for any text.
 
     When it stops
         max_tokens: output tokens; None for as many as the context holds.
@@ -90,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_prefill_tokens: int | None = None

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from .errors import ModelError, RequestError
-from .request import RequestOutputKind, SamplingParams
+from .request import RequestOutputKind, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from .text.tokenizer import Tokenizer
@@ -19,6 +21,8 @@ MAX_STOP_IDS = 1024  # each is looked at while ``min_tokens`` holds
 MAX_BIASES = 1024  # are copied to the device in every step
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
+MAX_CHOICES = 256
+MAX_GRAMMAR_CHARS = 1 << 16  # of a schema, expression or grammar, compiled in the caller's thread
 MAX_NAME_CHARS = 256  # of request ids, tenants and salts, which stand in logs and keys
 
 
@@ -93,6 +97,8 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
     words, bias = params.bad_words, params.logit_bias
     fields["bad_words"] = None if words is None else _strings("bad_words", words, MAX_BAD_WORDS)
     fields["logit_bias"] = None if bias is None else _bias(bias, vocab_size)
+    structured = params.structured_outputs
+    fields["structured_outputs"] = None if structured is None else _structured(structured)
     for name, limit in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", vocab_size)):
         ids = getattr(params, name)
         fields[name] = None if ids is None else list(dict.fromkeys(_token_ids(name, ids, vocab_size, limit)))
@@ -144,6 +150,13 @@ def _refuse_contradictions(params: SamplingParams) -> None:
             value=False,
             remedy="Set detokenize=True or use stop_token_ids",
         )
+    if params.structured_outputs is not None and (params.ignore_eos or params.min_tokens):
+        raise RequestError(
+            "the form says where the output ends",
+            field="structured_outputs",
+            value=params.structured_outputs,
+            remedy="Leave out ignore_eos and min_tokens",
+        )
     if params.allowed_token_ids == []:
         raise RequestError(
             "allows no token at all",
@@ -151,6 +164,34 @@ def _refuse_contradictions(params: SamplingParams) -> None:
             value=[],
             remedy="Name some ids, or None for all",
         )
+
+
+def _structured(value: object) -> StructuredOutputs:
+    """``value`` with its schema as text. Raises RequestError."""
+    field = "structured_outputs"
+    if not isinstance(value, StructuredOutputs):
+        raise RequestError("expected StructuredOutputs", field=field, value=value)
+    found: dict[str, Any] = {name: getattr(value, name) for name in StructuredOutputs.__struct_fields__}
+    given = [name for name, each in found.items() if each is not None and each is not False]
+    if len(given) != 1:
+        remedy = f"Give one of {', '.join(found)}"
+        raise RequestError("names no form, or several", field=field, value=given, remedy=remedy)
+    check_flag(f"{field}.json_object", value.json_object)
+    if isinstance(value.json, dict):
+        try:
+            found["json"] = msgspec.json.encode(value.json).decode()
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"is not JSON data: {error}", field=f"{field}.json") from error
+    if value.choice is not None:
+        found["choice"] = _strings(f"{field}.choice", value.choice, MAX_CHOICES)
+        if not value.choice:
+            raise RequestError("allows no output", field=f"{field}.choice", value=[])
+    for name in ("json", "regex", "grammar"):
+        text = found[name]
+        if text is not None and not (isinstance(text, str) and 1 <= len(text) <= MAX_GRAMMAR_CHARS):
+            remedy = f"Use a string of 1 to {MAX_GRAMMAR_CHARS} characters"
+            raise RequestError("not a grammar", field=f"{field}.{name}", value=text, remedy=remedy)
+    return StructuredOutputs(**found)
 
 
 def _number(name: str, value: object, bounds: Bounds) -> float | int | None:

@@ -7,9 +7,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from qkv_engine.kernels.sample import pack_settings
 
 from ..request import SamplingParams
+from .guide import Guide, as_array, indices
 
 
 class TokenCounts:
@@ -50,11 +53,13 @@ class SampleRow:
     num_prompt_tokens: int
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    guide: Guide | None = None  # of structured outputs
     num_in_flight: int = 0  # sampled tokens that ``token_ids`` does not have yet; 0 with ``needs_tokens``
     settings: bytes = field(init=False)
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
-    fixed_ids: array[int] = field(init=False)  # tokens with the same edit in every step, and their biases
+    fixed_ids: array[int] = field(init=False)  # tokens with a bias, which are the allowed ones where only these stay
     fixed_biases: array[float] = field(init=False)
+    _guide_bans: array[int] = field(init=False)  # tokens that the guide excludes in this step
     _stops: array[int] = field(init=False)  # ``stop_ids``, each once
     _bad_tokens: array[int] = field(init=False)  # bad words of one token
     _bad_words: dict[int, list[tuple[list[int], int]]] = field(init=False)  # others, by the last token but one
@@ -67,13 +72,12 @@ class SampleRow:
         params = self.params
         self.settings = pack_settings(params.temperature, params.top_k, params.top_p, params.min_p, self.seed)
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.penalties = struct.pack("<4f", *penalties, bool(params.allowed_token_ids))
         self.counts = TokenCounts() if penalties != (1.0, 0.0, 0.0) else None
-        biases = params.logit_bias or {}
-        if params.allowed_token_ids:
-            biases = {token_id: biases.get(token_id, 0.0) for token_id in params.allowed_token_ids}
-        self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
-        self.is_edited = bool(self.counts or biases or params.min_tokens or self.bad_word_ids)
+        self._fix(params.allowed_token_ids)
+        self._guide_bans = array("i")
+        self.is_edited = bool(
+            self.counts or self.fixed_ids or params.min_tokens or self.bad_word_ids or self.guide is not None
+        )
         self.is_plain = params.is_greedy and not self.is_edited and params.logprobs is None
         self._stops = array("i", dict.fromkeys(self.stop_ids)) if params.min_tokens else array("i")
         self._bad_tokens = array("i", {word[0]: None for word in self.bad_word_ids if len(word) == 1})
@@ -81,16 +85,47 @@ class SampleRow:
         for *prefix, last in self.bad_word_ids:
             if prefix:
                 self._bad_words.setdefault(prefix[-1], []).append((prefix, last))
-        self.needs_tokens = self.counts is not None or bool(self._bad_words)
+        self.needs_tokens = self.counts is not None or bool(self._bad_words) or self.guide is not None
 
     @property
     def position(self) -> int:
         """Index in the output of the token to be sampled."""
         return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens
 
+    def follow_guide(self) -> None:
+        """Allows in this step what the guide does: by the tokens that may come, or the others if these are fewer."""
+        mask = None if self.guide is None else self.guide.allowed(self.token_ids, self.num_prompt_tokens)
+        params, self._guide_bans = self.params, array("i")
+        self._fix(params.allowed_token_ids)
+        if mask is None:
+            return
+        if params.allowed_token_ids:
+            mask &= torch.zeros_like(mask).index_fill_(0, torch.tensor(params.allowed_token_ids), True)
+        elif 2 * int(mask.count_nonzero()) > len(mask):
+            self._guide_bans = indices(~mask)
+            return
+        biases = torch.zeros(len(mask))
+        biases[list(params.logit_bias or ())] = torch.tensor(list((params.logit_bias or {}).values()))
+        self.fixed_ids, self.fixed_biases = indices(mask), as_array("f", biases[mask])
+        self.penalties = self._pack(is_limited=True)
+
+    def _fix(self, allowed: Sequence[int] | None) -> None:
+        """Sets the biases; with ``allowed`` tokens these alone stay."""
+        biases = self.params.logit_bias or {}
+        if allowed:
+            biases = {token_id: biases.get(token_id, 0.0) for token_id in allowed}
+        self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
+        self.penalties = self._pack(is_limited=bool(allowed))
+
+    def _pack(self, *, is_limited: bool) -> bytes:
+        params = self.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        return struct.pack("<4f", *penalties, is_limited)
+
     def banned_ids(self) -> array[int]:
         """Tokens that may not come next, some perhaps twice."""
         banned = self._bad_tokens + self._stops if self.position < self.params.min_tokens else self._bad_tokens[:]
+        banned += self._guide_bans
         if self._bad_words and self.position > 0:
             for prefix, last in self._bad_words.get(self.token_ids[-1], ()):
                 if len(prefix) <= self.position and self.token_ids[-len(prefix) :] == prefix:

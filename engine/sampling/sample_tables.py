@@ -43,6 +43,9 @@ class SampleTables(msgspec.Struct, frozen=True, gc=False):
         """The tables of ``rows``; ``None`` if all are plain. They are read before this returns."""
         if all(row.is_plain for row in rows):
             return None
+        for row in rows:
+            if row.guide is not None:
+                row.follow_guide()
         columns: list[Sequence[Piece]] = []
         is_drawn = not all(row.params.is_greedy for row in rows)
         if is_drawn:

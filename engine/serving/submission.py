@@ -21,6 +21,7 @@ from ..request import (
     RequestStatus,
     SamplingParams,
 )
+from ..sampling.guide import Guide
 from ..sampling.sample_row import SampleRow
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import OutputText, ReasoningMarks
@@ -98,6 +99,7 @@ class Submission:
     bad_word_ids: list[list[int]]
     incremental: bool  # report after every step, not only at the end
     marks: ReasoningMarks | None = None  # set if reasoning is kept apart from the answer
+    guide: Guide | None = None  # of structured outputs
     stream: OutputStream = field(default_factory=OutputStream)
     completions: list[Completion] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
@@ -163,8 +165,9 @@ class Submission:
     def sample_row(self, request: Request, eos_ids: Collection[int]) -> SampleRow:
         """The sampling state of a completion, for a model that ends sequences with ``eos_ids``."""
         stop_ids = [*eos_ids, *(self.params.stop_token_ids or ())]
+        guide = None if self.guide is None else self.guide.begin(self.marks)
         return SampleRow(
-            self.params, request.seed, request.token_ids, request.num_prompt_tokens, stop_ids, self.bad_word_ids
+            self.params, request.seed, request.token_ids, request.num_prompt_tokens, stop_ids, self.bad_word_ids, guide
         )
 
     def ends(self, eos_ids: Collection[int]) -> dict[int, int | None]:

@@ -1,4 +1,4 @@
-"""Calls into the ``tokenizers`` library, whose panics derive from BaseException and must not end a thread."""
+"""Calls into libraries in Rust, whose panics derive from BaseException and must not end a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def contain(error_type: type[QKVError], message: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+def contain(
+    error_type: Callable[[str], QKVError], message: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> T:
     """``call(*args, **kwargs)``; any failure in it but an interrupt becomes an ``error_type``."""
     try:
         return call(*args, **kwargs)

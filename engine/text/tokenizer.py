@@ -164,6 +164,10 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
+    def to_json(self) -> str:
+        """The contents of tokenizer.json. Raises RequestError."""
+        return contain(RequestError, "tokenizer.json cannot be copied", self._backend.to_str)
+
     # ---- inside
 
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -56,6 +56,18 @@ def test_a_stream_adds_up_to_the_answer(demo_engine: Engine):
     assert len(outputs) > 10
 
 
+def test_a_stream_is_an_async_iterator_too(demo_engine: Engine):
+    async def read() -> list[str]:
+        return [output.delta async for output in demo_engine.stream(QUESTION)]
+
+    assert "".join(asyncio.run(read())) == demo_engine.chat(QUESTION).text
+
+
+def test_a_stream_of_the_final_output_alone(demo_engine: Engine):
+    (output,) = demo_engine.stream(QUESTION, final_only=True)
+    assert output.finished and output.text == output.delta == demo_engine.chat(QUESTION).text
+
+
 def test_a_slow_reader_gets_merged_outputs(demo_engine: Engine):
     stream = demo_engine.stream(QUESTION)
     next(stream)

@@ -1,0 +1,147 @@
+"""``qkv-engine serve``: a model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from importlib import import_module
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.sizes import parse_size
+
+from . import common
+from .model import check_shape
+from .progress import note
+
+if TYPE_CHECKING:
+    from qkv_engine.serve.keys import Keys
+    from qkv_engine.serve.limits import Limits
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+SWITCH_SECONDS = 0.0005  # that a thread may keep Python to itself: the engine's waits so long for the event loop's
+_LIMITS = ("max_requests", "max_connections", "read_timeout", "request_timeout", "drain_timeout")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``serve``."""
+    parser.epilog = (
+        "docs/serving.md shows clients, the fields of requests, the metrics, and what to do before others may call. "
+        "SIGTERM and Ctrl-C end it once the requests under way have finished."
+    )
+    common.add_model_arguments(parser)
+    parser.set_defaults(warm_up="full")
+    _add_batching(parser)
+    _add_access(parser)
+    _add_limits(parser)
+
+
+def _add_batching(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("batching").add_argument
+    add("--max-num-seqs", type=int, metavar="N", help="completions that run at once (default: 256)")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (default: 2048)")
+    add("--kv-quota", type=float, metavar="SHARE", help="share of KV memory that each tenant may use, in (0, 1]")
+    add("--shape", metavar="NAME", help="random weights of a known shape instead of MODEL, to measure a server with")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("access").add_argument
+    add("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s, this machine alone)")
+    add("--port", type=int, default=DEFAULT_PORT, metavar="N", help="port, 0 for a free one (default: %(default)s)")
+    add("--served-name", action="append", metavar="NAME", help="name of the model for clients (default: MODEL)")
+    add("--api-key", action="append", metavar="KEY", help="a key that clients must have; other users see it in ps")
+    add("--api-key-file", type=Path, metavar="FILE", help="file with a line TENANT KEY, or KEY, for each key")
+    add("--no-api-key", action="store_true", help="let anybody who reaches --host call, on any address")
+    add("--allow-origin", action="append", metavar="URL", help="site whose pages may call it from a browser (CORS)")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-requests", type=int, metavar="N", help="completions running and waiting; more get 429 (default: 1024)")
+    add("--max-body", metavar="SIZE", help="longest body of a request; more get 413 (default: 8MiB)")
+    add("--max-connections", type=int, metavar="N", help="open connections (default: 4096)")
+    add(
+        "--read-timeout", type=float, metavar="S", help="seconds to send headers, then a body, or to read (default: 20)"
+    )
+    add("--request-timeout", type=float, metavar="S", help="seconds after which a request ends (default: 3600)")
+    add("--drain-timeout", type=float, metavar="S", help="seconds to finish requests after SIGTERM (default: 30)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve as ``args`` say until a signal."""
+    server = _require_extra()
+    check_shape(args)
+    limits, keys = _limits(args), _keys(args)
+    sock = server.bind(args.host, args.port)
+    with sock:
+        name = args.shape or args.model or common.DEMO
+        note(f"loading {name}")
+        with common.open_engine(args, **engine_options(args)) as engine:
+            for line in engine.describe() if not args.verbose else ():  # which logs them
+                note(line)
+            _log_to_stderr(args)
+            origins = args.allow_origin or []
+            names = args.served_name or [name]
+            sys.setswitchinterval(SWITCH_SECONDS)
+            running = server.Server(engine, sock, names, limits=limits, keys=keys, allow_origins=origins)
+            note(f"serving {names[0]} on {server.url_of(sock)}")
+            running.run()
+    return common.EXIT_OK
+
+
+def _require_extra() -> Any:
+    """The server's module. Raises ``QKVError`` where what it needs is not installed."""
+    try:
+        return import_module("qkv_engine.serve.server")
+    except ImportError as error:
+        remedy = "Run: pip install 'qkv-engine[serve]'"
+        raise QKVError(f"serve needs a package that is not installed: {error.name}", remedy=remedy) from error
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the engine beyond those of other commands."""
+    names = ("max_num_seqs", "max_num_batched_tokens", "kv_quota")
+    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return found if args.shape is None else found | {"model": args.shape, "load_format": "random"}
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    from qkv_engine.serve.limits import Limits
+
+    given = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
+    if args.max_body is not None:
+        given["max_body"] = parse_size(args.max_body, field="max_body", free=Limits.max_body)
+    return Limits(**given)
+
+
+def _keys(args: argparse.Namespace) -> Keys:
+    """The keys. Raises ``ConfigError`` where others could call and no key is asked for."""
+    from qkv_engine.serve.keys import Keys, read_keys
+
+    found = [(f"key-{number}", key) for number, key in enumerate(args.api_key or (), 1)]
+    if args.api_key_file is not None:
+        found += read_keys(args.api_key_file)
+    if not found and not args.no_api_key and not _is_loopback(args.host):
+        remedy = "Give --api-key-file, or --no-api-key to let anybody call"
+        raise ConfigError("others could call without a key", field="host", value=args.host, remedy=remedy)
+    return Keys(found)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _log_to_stderr(args: argparse.Namespace) -> None:
+    """Sends uvicorn's log the way of the engine's; a line a request with ``--verbose``."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers[:] = logging.getLogger("qkv_engine").handlers
+    logger.propagate = False
+    logger.setLevel(logging.INFO if args.verbose or args.debug else logging.WARNING)

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's interface over one ``Engine``. ``app.py`` holds the routes, ``server.py`` runs them."""

@@ -1,0 +1,236 @@
+"""The ASGI application: routes, and the gate that every request passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qkv_engine import Engine
+from qkv_engine.text.tokenizer import Tokenizer
+
+from .answers import Answer, ChatAnswer, CompletionAnswer
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
+from .errors import ApiError, ClientGoneError, as_api_error, error_response, failed
+from .events import EventStream
+from .frontend import Frontend, Generation
+from .keys import Keys
+from .limits import Limits
+
+OPEN_PATHS = ("/health",)  # without a key
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLIENT_GONE = 499  # nginx's status for it, in the log alone
+
+
+def make_app(
+    engine: Engine,
+    names: Sequence[str],
+    *,
+    limits: Limits | None = None,
+    keys: Keys | None = None,
+    allow_origins: Sequence[str] = (),
+) -> Starlette:
+    """The application over ``engine``, which it does not close, for a model that clients call by ``names``.
+
+    ``allow_origins`` are sites whose pages may call it from a browser.
+    """
+    frontend = Frontend(engine, names, Limits() if limits is None else limits)
+    middleware = [Middleware(Gate, frontend=frontend, keys=Keys() if keys is None else keys)]
+    if allow_origins:
+        cors = Middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
+    app = Starlette(routes=_ROUTES, middleware=middleware, exception_handlers={HTTPException: _refuse})
+    app.state.frontend = frontend
+    return app
+
+
+class Gate:
+    """Checks the key of every request, names it in ``x-request-id``, and puts every error into OpenAI's shape."""
+
+    def __init__(self, app: ASGIApp, *, frontend: Frontend, keys: Keys):
+        self._app, self._frontend, self._keys = app, frontend, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        request.state.id = uuid4().hex
+        has_begun = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request.state.id.encode())]
+                self._frontend.metrics.note_response(message["status"])
+            await send(message)
+
+        try:
+            self._admit(request)
+            await self._app(scope, receive, send_named)
+        except ClientGoneError:
+            await Response(status_code=CLIENT_GONE)(scope, receive, send_named)
+        except Exception as error:
+            if has_begun:
+                raise
+            await error_response(as_api_error(error, request.state.id))(scope, receive, send_named)
+
+    def _admit(self, request: Request) -> None:
+        tenant = self._keys.tenant_of(request.headers.get("authorization"))
+        if tenant is None and request.url.path not in OPEN_PATHS:
+            headers = {"www-authenticate": "Bearer"}
+            raise ApiError(401, "send a key of this server as a bearer token", code="invalid_api_key", headers=headers)
+        request.state.tenant = tenant
+
+
+async def chat_completions(request: Request) -> Response:
+    """``POST /v1/chat/completions``."""
+    frontend = _frontend(request)
+    frontend.check_room()
+    body = await read_body(request, ChatBody, frontend.limits)
+    answer_id = f"chatcmpl-{request.state.id}"
+    answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
+    return await _generate(request, body, answer, [body.messages], answer_id, body.template_kwargs())
+
+
+async def completions(request: Request) -> Response:
+    """``POST /v1/completions``."""
+    frontend = _frontend(request)
+    frontend.check_room()
+    body = await read_body(request, CompletionBody, frontend.limits)
+    answer_id = f"cmpl-{request.state.id}"
+    answer = CompletionAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
+    return await _generate(request, body, answer, body.prompts(), answer_id, None)
+
+
+async def _generate(
+    request: Request,
+    body: GenerationBody,
+    answer: Answer,
+    prompts: Sequence[Any],
+    answer_id: str,
+    template_kwargs: dict[str, Any] | None,
+) -> Response:
+    frontend = _frontend(request)
+    frontend.check_model(body.model)
+    tenant: str = request.state.tenant
+    changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
+    generation = await frontend.submit(
+        prompts, changes, answer_id, template_kwargs=template_kwargs, final_only=not body.stream
+    )
+    if body.stream:
+        return EventStream(generation, answer, request.state.id, with_usage=body.includes_usage)
+    return await _answer(request, generation, answer)
+
+
+async def _answer(request: Request, generation: Generation, answer: Answer) -> Response:
+    try:
+        outputs = await generation.result(request.receive)
+    finally:
+        generation.close()
+    for output in outputs:
+        if output.error is not None:
+            raise failed(request.state.id, output.error)
+    return _json(answer.whole(outputs))
+
+
+def _salt(tenant: str, own: str) -> str:
+    """A salt of the tenant's own: from the time of an answer nobody learns what another tenant has asked."""
+    return sha256(f"{tenant}\0{own}".encode()).hexdigest() if tenant else own
+
+
+async def models(request: Request) -> Response:
+    """``GET /v1/models``."""
+    frontend = _frontend(request)
+    return _json({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
+
+
+async def model(request: Request) -> Response:
+    """``GET /v1/models/NAME``."""
+    frontend = _frontend(request)
+    frontend.check_model(name := request.path_params["name"])
+    return _json(_card(frontend, name))
+
+
+def _card(frontend: Frontend, name: str) -> dict[str, Any]:
+    owner = {"id": name, "object": "model", "created": frontend.created, "owned_by": "qkv-engine"}
+    return owner | {"root": frontend.name, "max_model_len": frontend.engine.max_model_len}
+
+
+async def tokenize(request: Request) -> Response:
+    """``POST /tokenize``: token ids of a prompt or a conversation."""
+    frontend = _frontend(request)
+    body = await read_body(request, TokenizeBody, frontend.limits)
+    frontend.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages", param="prompt")
+
+    def encode(tokenizer: Tokenizer) -> list[int]:
+        if body.prompt is not None:
+            return tokenizer.encode(body.prompt, body.add_special_tokens)
+        kwargs = dict(body.chat_template_kwargs or {}) | ({"tools": body.tools} if body.tools else {})
+        return tokenizer.chat_prompt(body.messages or [], kwargs)[1]
+
+    ids = await frontend.with_tokenizer(encode)
+    return _json({"count": len(ids), "max_model_len": frontend.engine.max_model_len, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    """``POST /detokenize``: the text of token ids."""
+    frontend = _frontend(request)
+    body = await read_body(request, DetokenizeBody, frontend.limits)
+    frontend.check_model(body.model)
+    if not all(0 <= token_id < frontend.engine.vocab_size for token_id in body.tokens):
+        raise ApiError(400, f"the model's ids are 0 to {frontend.engine.vocab_size - 1}", param="tokens")
+    text = await frontend.with_tokenizer(lambda tokenizer: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return _json({"prompt": text})
+
+
+async def health(request: Request) -> Response:
+    """``GET /health``: 200, or 503 once the engine has stopped."""
+    _frontend(request).engine.describe()  # raises then
+    return Response()
+
+
+async def metrics(request: Request) -> Response:
+    """``GET /metrics`` for Prometheus."""
+    return Response(await _frontend(request).render_metrics(), headers={"content-type": METRICS_TYPE})
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """The error of a path that is not there, or has other methods."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path[:80]}"
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+def _frontend(request: Request) -> Frontend:
+    frontend: Frontend = request.app.state.frontend
+    return frontend
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+_ROUTES = [
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/models", models),
+    Route("/v1/models/{name:path}", model),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/health", health),
+    Route("/metrics", metrics),
+]

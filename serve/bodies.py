@@ -1,0 +1,265 @@
+"""Bodies of requests: read under limits, decoded into typed structs, turned into the engine's parameters.
+
+Fields are OpenAI's, beside them vLLM's extensions and the engine's own; unknown fields are ignored. ``null`` is the
+same as nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from qkv_engine import SamplingParams, StructuredOutputs
+
+from .errors import ApiError, ClientGoneError
+from .limits import Limits
+
+MAX_PROMPTS = 256  # of one request to /v1/completions
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, OpenAI's
+T = TypeVar("T", bound=msgspec.Struct)
+Ids = list[int]
+JsonObject = dict[str, Any]
+Messages = Annotated[list[JsonObject], msgspec.Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options`` of a body."""
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, rename={"definition": "schema"}):
+    """``json_schema`` of a response format."""
+
+    definition: JsonObject = {}
+
+
+class ResponseFormat(msgspec.Struct):
+    """``response_format`` of a body."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured(self) -> StructuredOutputs | None:
+        """The form in the engine's words; None for any text. Raises ``ApiError``."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if self.json_schema is None:
+            raise ApiError(400, "is missing", param="response_format.json_schema")
+        return StructuredOutputs(json=self.json_schema.definition)
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """Fields that both ``/v1/completions`` and ``/v1/chat/completions`` have; most are those of ``SamplingParams``."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # vLLM's extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Ids | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # the engine's own
+    kv_floor: str | None = None
+    kv_pinned: bool | None = None
+    # refused where they ask for something
+    suffix: str | None = None
+    best_of: int | None = None
+    functions: list[Any] | None = None
+    audio: JsonObject | None = None
+    priority: int | None = None
+
+    def changes(self) -> JsonObject:
+        """The sampling parameters that the body names. Raises ``ApiError`` for a field that cannot be honoured."""
+        self._refuse_unsupported()
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.response_format is not None and (structured := self.response_format.structured()) is not None:
+            given["structured_outputs"] = structured
+        return given | self._own_changes()
+
+    def _own_changes(self) -> JsonObject:
+        return {}
+
+    def _refuse_unsupported(self) -> None:
+        asked = {
+            "suffix": bool(self.suffix),
+            "best_of": self.best_of not in (None, self.n or 1),
+            "functions": bool(self.functions),
+            "audio": self.audio is not None,
+            "priority": bool(self.priority),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+_SAMPLING = set(GenerationBody.__struct_fields__) & set(SamplingParams.__struct_fields__)
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """Body of ``/v1/completions``; a prompt is text, token ids, or a list of these."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def _own_changes(self) -> JsonObject:
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        changes: JsonObject = {"max_tokens": max(max_tokens, 1) if self.echo else max_tokens}
+        if self.logprobs is not None:
+            changes["logprobs"] = self.logprobs
+            if self.echo:
+                changes["prompt_logprobs"] = self.logprobs
+        return changes
+
+    @property
+    def echoes_alone(self) -> bool:
+        """Whether nothing but the prompt is wanted, with its log-probabilities: no request of the engine is so."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompts(self) -> list[str | Ids]:
+        """The prompts one by one. Raises ``ApiError``."""
+        given = self.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], int):
+            return [given]
+        if len(given) > MAX_PROMPTS:
+            raise ApiError(400, f"{len(given)} prompts are more than {MAX_PROMPTS}", param="prompt")
+        for number, prompt in enumerate(given):
+            if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt))):
+                raise ApiError(400, "a prompt is a string or a list of token ids", param=f"prompt[{number}]")
+        return given
+
+
+class FunctionName(msgspec.Struct):
+    """``function`` of a named tool choice."""
+
+    name: str
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+    def _own_changes(self) -> JsonObject:
+        changes: JsonObject = {}
+        if self.max_completion_tokens is not None:
+            changes["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            changes["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        return changes
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call tools. Raises ``ApiError`` for a choice that nothing could enforce."""
+        if self.tool_choice not in (None, "none", "auto"):
+            message = 'only "auto" and "none" are supported'
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def template_kwargs(self) -> JsonObject:
+        """Variables of the chat template."""
+        given = dict(self.chat_template_kwargs or {})
+        return given | {"tools": self.tools} if self.has_tools else given
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Body of ``/tokenize``: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+async def read_body(request: Request, kind: type[T], limits: Limits) -> T:
+    """The JSON body of ``request`` as a ``kind``. Raises ``ApiError`` and ``ClientGoneError``."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":  # a page of another site can send no such request without being allowed to
+        raise ApiError(415, "send a JSON body, with the header Content-Type: application/json")
+    return decode(await _read_bytes(request, limits), kind)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """JSON as a ``kind``. Raises ``ApiError`` with the path of the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at ")
+        path = re.search(r"`\$\.?([^`]+)`$", place)
+        raise ApiError(400, message, param=path and path[1]) from error
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+
+
+async def _read_bytes(request: Request, limits: Limits) -> bytes:
+    too_large = ApiError(413, f"the body is longer than {limits.max_body} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > limits.max_body:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.read_timeout):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > limits.max_body:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {limits.read_timeout:g} s") from error

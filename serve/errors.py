@@ -1,0 +1,82 @@
+"""Errors as OpenAI's API words them: a status, and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from qkv_engine.errors import EngineDeadError, ModelError, RequestError
+
+logger = logging.getLogger("qkv_engine")
+
+# Fields of the body by the engine's name for them.
+_PARAMS = {
+    "prompt_token_ids": "prompt",
+    "template_kwargs": "chat_template_kwargs",
+    "prompt_logprobs": "logprobs",
+    "structured_outputs": "response_format",
+}
+TOO_LONG = "max_model_len"  # the engine's field for a prompt that leaves no room
+
+
+class ApiError(Exception):
+    """A refused request. ``param`` is the path of the field at fault, ``code`` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The error as JSON, for a response or an event of a stream."""
+        error = {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """``error`` in OpenAI's shape; an unforeseen one is logged, and its response has nothing but the request's id."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if error.field == TOO_LONG else None
+        param = None if error.field == TOO_LONG else _PARAMS.get(error.field or "", error.field)
+        return ApiError(400, str(error), param=param, code=code)
+    if isinstance(error, ModelError):  # a template that the model lacks, or that does not compile
+        return ApiError(400, str(error))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine has stopped", code="engine_dead")
+    return failed(request_id, error)
+
+
+def failed(request_id: str, cause: Exception | str) -> ApiError:
+    """The error of a request that broke off. Logs the cause, which clients do not see."""
+    logger.error("request %s failed: %s", request_id, cause, exc_info=cause if isinstance(cause, Exception) else None)
+    return ApiError(500, f"the request failed; the server's log has the cause under {request_id}")
+
+
+def error_response(error: ApiError) -> Response:
+    """The response that carries ``error``."""
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+def _type_of(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"

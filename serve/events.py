@@ -1,0 +1,93 @@
+"""Answers as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from qkv_engine import RequestOutput
+
+from .answers import Answer, usage_of
+from .bodies import JsonObject
+from .deltas import DeltaReader
+from .errors import ClientGoneError, as_api_error, failed
+from .frontend import Generation
+
+KEEP_ALIVE = 15.0  # seconds of silence after which a comment tells proxies that the connection lives
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class EventStream(Response):
+    """A response of chunks, one for each new part of a completion, closed by ``[DONE]``.
+
+    The next chunk is made when the client has taken the one before: what came meanwhile goes into it.
+    """
+
+    def __init__(self, generation: Generation, answer: Answer, request_id: str, *, with_usage: bool):
+        self.status_code, self.background = 200, None
+        self._generation, self._answer, self._with_usage = generation, answer, with_usage
+        self._request_id = request_id
+        self._readers: dict[int, DeltaReader] = {}  # by prompt, once it has begun
+        self._is_silent = True  # since the last look of ``_keep_alive``
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._follow(receive)
+        except ClientGoneError:
+            return
+        finally:
+            self._generation.close()
+        await self._event(b"[DONE]", more_body=False)
+
+    async def _follow(self, receive: Receive) -> None:
+        """Sends all chunks; an error is the last one."""
+        keeping_alive = asyncio.ensure_future(self._keep_alive())
+        try:
+            await self._generation.follow(receive, self._send_new)
+            if self._with_usage:
+                outputs = [output for output in self._generation.outputs if output is not None]
+                await self._chunk([], usage_of(outputs))
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            await self._event(as_api_error(error, self._request_id).body())
+        finally:
+            keeping_alive.cancel()
+
+    async def _send_new(self, number: int, output: RequestOutput) -> None:
+        """Sends what is new in an output of prompt ``number``."""
+        reader = self._readers.get(number)
+        if reader is None:
+            reader = self._readers[number] = DeltaReader()
+            for choice in self._answer.opening(number, output):
+                await self._chunk([choice])
+        if output.error is not None:
+            raise failed(self._request_id, output.error)
+        for completion in output.outputs:
+            delta = reader.read(completion)
+            part = None if delta is None else self._answer.part(number, delta)
+            if part is not None:
+                await self._chunk([part])
+
+    async def _chunk(self, choices: Sequence[JsonObject], usage: JsonObject | None = None) -> None:
+        chunk = self._answer.chunk(choices)
+        if self._with_usage:
+            chunk["usage"] = usage
+        await self._event(msgspec.json.encode(chunk))
+
+    async def _event(self, data: bytes, *, more_body: bool = True) -> None:
+        self._is_silent = False
+        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": more_body})
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE)
+            if self._is_silent:
+                await self._send({"type": "http.response.body", "body": b": wait\n\n", "more_body": True})
+            self._is_silent = True

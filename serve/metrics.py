@@ -1,0 +1,155 @@
+"""Prometheus metrics under ``qkv:``, in a registry of their own; names and buckets are vLLM's where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from qkv_engine import Engine, EngineStats, RequestMetrics, RequestOutput
+
+# Upper edges in seconds, of vLLM's dashboards.
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class Metrics:
+    """Histograms of the requests that a server answered, and at every scrape the engine's own figures."""
+
+    def __init__(self, engine: Engine, model: str):
+        """``model`` is the value of the label ``model_name``."""
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+        histogram = self._histogram
+        self._ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", _FIRST_TOKEN)
+        self._itl = histogram("inter_token_latency_seconds", "between two tokens of a request", _NEXT_TOKEN)
+        self._tpot = histogram("request_time_per_output_token_seconds", "mean of a request's", _NEXT_TOKEN)
+        self._e2e = histogram("e2e_request_latency_seconds", "from arrival to the end", _REQUEST)
+        self._queue = histogram("request_queue_time_seconds", "from arrival to the first step", _REQUEST)
+        self._prefill = histogram("request_prefill_time_seconds", "from the first step to the first token", _REQUEST)
+        self._decode = histogram("request_decode_time_seconds", "from the first token to the last", _REQUEST)
+        self._prompt = histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
+        self._output = histogram("request_generation_tokens", "tokens of all outputs of a prompt", _TOKENS)
+        self._ended = self._counter("request_success", "prompts that ended", "finished_reason")
+        self._responses = self._counter("http_responses", "HTTP responses", "status")
+
+    def note_response(self, status: int) -> None:
+        """Counts one HTTP response."""
+        self._responses.labels(self._model, str(status)).inc()
+
+    def note_aborted(self) -> None:
+        """Counts a prompt whose reader left before its end."""
+        self._ended.labels(self._model, "abort").inc()
+
+    def note_finished(self, output: RequestOutput) -> None:
+        """Counts a prompt that ended, with its times."""
+        self._ended.labels(self._model, output.finish_reason or "").inc()
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._output.observe(sum(len(completion.token_ids) for completion in output.outputs))
+        self._note_times(output.metrics)
+
+    def render(self) -> bytes:
+        """The text format. Waits for the engine's thread; raises ``EngineDeadError``."""
+        return generate_latest(self._registry)
+
+    def _note_times(self, times: RequestMetrics) -> None:
+        for old, new in pairwise(times.token_times):
+            self._itl.observe(new - old)
+        if len(times.token_times) > 1:
+            first, last = times.token_times[0], times.token_times[-1]
+            self._tpot.observe((last - first) / (len(times.token_times) - 1))
+        spans = (
+            (self._ttft, times.arrival_time, times.first_token_time),
+            (self._e2e, times.arrival_time, times.finished_time),
+            (self._queue, times.arrival_time, times.first_scheduled_time),
+            (self._prefill, times.first_scheduled_time, times.first_token_time),
+            (self._decode, times.first_token_time, times.last_token_time),
+        )
+        for histogram, begin, end in spans:
+            if begin is not None and end is not None:
+                histogram.observe(end - begin)
+
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(f"qkv:{name}", meaning, ["model_name"], registry=self._registry, buckets=buckets)
+        return histogram.labels(self._model)
+
+    def _counter(self, name: str, meaning: str, label: str) -> Counter:
+        return Counter(f"qkv:{name}", meaning, ["model_name", label], registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's figures at the moment of a scrape."""
+
+    def __init__(self, engine: Engine, model: str):
+        self._engine, self._model = engine, model
+
+    def describe(self) -> Iterator[Metric]:
+        """No names: asked for them, the registry would collect, for which the engine may be too busy."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for name, meaning, value in _gauges(stats):
+            gauge = GaugeMetricFamily(f"qkv:{name}", meaning, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, meaning, value in _counters(stats):
+            counter = CounterMetricFamily(f"qkv:{name}", meaning, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        yield self._blocks(stats)
+        yield self._demotions(stats)
+        yield self._setting(stats)
+
+    def _blocks(self, stats: EngineStats) -> Metric:
+        blocks = GaugeMetricFamily("qkv:kv_blocks", "live blocks by rung", labels=["model_name", "rung"])
+        for rung, number in stats.kv_blocks.items():
+            blocks.add_metric([self._model, rung], number)
+        return blocks
+
+    def _demotions(self, stats: EngineStats) -> Metric:
+        labels = ["model_name", "from_rung", "to_rung"]
+        demotions = CounterMetricFamily("qkv:kv_demotions", "blocks that stepped down a rung", labels=labels)
+        for step, number in stats.demotions.items():
+            demotions.add_metric([self._model, *step.split("->")], number)
+        return demotions
+
+    def _setting(self, stats: EngineStats) -> Metric:
+        values = {name: str(getattr(stats, name)) for name in ("device", "dtype", "kv", "max_model_len")}
+        setting = GaugeMetricFamily("qkv:cache_config_info", "how KV is kept", labels=["model_name", *values])
+        setting.add_metric([self._model, *values.values()], 1)
+        return setting
+
+
+def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
+    total, used, cached = stats.kv_bytes_total, stats.kv_bytes_used, stats.kv_bytes_cached
+    return [
+        ("num_requests_running", "completions in the running batch", stats.num_running),
+        ("num_requests_waiting", "completions that wait", stats.num_waiting),
+        ("kv_cache_usage_perc", "share of KV memory that live requests hold, 0 to 1", used / total),
+        ("kv_capacity_bytes", "KV memory", total),
+        ("kv_used_bytes", "KV memory of live requests", used),
+        ("kv_cached_bytes", "KV memory of the prefix cache alone, given up when needed", cached),
+        ("kv_free_bytes", "KV memory that nothing holds", total - used - cached),
+        ("kv_peak_bytes", "most KV memory in use at one moment", stats.kv_bytes_peak),
+        ("kv_capacity_tokens", "tokens of one request on the first rung", stats.kv_tokens_capacity),
+        ("kv_floor_tokens", "tokens of one request on the last rung", stats.kv_tokens_floor),
+        ("kv_effective_bits", "bits a KV element when the most was held, metadata counted", stats.effective_bits),
+    ]
+
+
+def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
+    return [
+        ("prompt_tokens", "prompt tokens computed", stats.prompt_tokens),
+        ("generation_tokens", "tokens sampled", stats.generation_tokens),
+        ("num_preemptions", "times a request gave its blocks back", stats.num_preemptions),
+        ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
+        ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
+        ("engine_steps", "steps launched", stats.num_steps),
+    ]

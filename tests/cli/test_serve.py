@@ -1,0 +1,73 @@
+"""``qkv-engine serve`` as a program: its options, what it refuses, and its end by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+
+from qkv_engine.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _offline() -> None:
+    """The program under test listens on this machine."""
+
+
+def test_it_serves_until_a_signal_and_then_drains(tmp_path: Path):
+    key, program = "a-secret-key", [sys.executable, "-m", "qkv_engine", "serve", "--port", "0", "--verbose"]
+    (tmp_path / "keys").write_text(f"me {key}\n")
+    options = ["--api-key-file", str(tmp_path / "keys"), "--kv-memory", "64MiB", "--served-name", "mine"]
+    with (
+        subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True, env=os.environ) as server,
+        ExitStack() as ending,
+    ):
+        ending.callback(server.kill)
+        assert server.stderr is not None
+        lines = []
+        while not lines or " on http://" not in lines[-1]:
+            lines.append(server.stderr.readline())
+            assert lines[-1], lines
+        url = re.search(r"serving mine on (\S+)", lines[-1])[1]
+        body = json.dumps({"model": "mine", "messages": [{"role": "user", "content": "What is 47*86?"}]}).encode()
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        with urlopen(Request(f"{url}/v1/chat/completions", body, headers), timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["message"]["content"] == "4042"
+        server.send_signal(signal.SIGTERM)
+        rest = server.stderr.read()
+        assert server.wait(30) == 143
+    assert lines[0] == "qkv-engine: loading demo\n" and "KV" in "".join(lines)
+    assert '"POST /v1/chat/completions HTTP/1.1" 200' in rest and key not in "".join(lines) + rest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "others could call without a key. Give --api-key-file, or --no-api-key"),
+        (["--api-key", "short"], "at least 8 printable"),
+        (["--max-body", "many"], "--max-body='many': not a size"),
+        (["--read-timeout", "0"], "--read-timeout=0.0: out of range"),
+        (["--port", "70000"], "--port=70000: no port"),
+        (["--shape", "huge"], "--shape='huge': unknown shape"),
+        (["--max-num-seqs", "0", "--port", "0"], "--max-num-seqs=0: out of range"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_remedy(options: list[str], message: str, capsys):
+    assert main(["serve", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for name in [name for name in sys.modules if name.startswith("qkv_engine.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["serve", "--port", "0"]) == 1
+    assert "pip install 'qkv-engine[serve]'" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Keys and tenants, CORS, health, metrics, tools of models that write them, shutdown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from qkv_engine import ConfigError, Engine
+from qkv_engine.serve.keys import Keys, read_keys
+from qkv_engine.serve.limits import Limits
+from qkv_engine.serve.server import bind
+
+from .running import ENDLESS_BODY, HELLO, Running, running
+
+ALICE, BOB = "alice-secret-1", "bob-secret-22"
+
+
+@pytest.fixture(scope="module")
+def guarded(demo_engine: Engine) -> Iterator[Running]:
+    keys = Keys([("alice", ALICE), ("bob", BOB)])
+    with running(demo_engine, keys=keys, allow_origins=["https://ours.example"]) as found:
+        yield found
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_every_path_but_health_wants_a_key(guarded: Running):
+    for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nothing"):
+        refused = guarded.http.get(path)
+        assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+    for wrong in ("", "Bearer", bearer(ALICE[:-1])["authorization"], f"Basic {ALICE}", "Bearer \xff", ALICE):
+        headers = {"authorization": wrong.encode("latin-1")}
+        assert guarded.http.get("/v1/models", headers=headers).status_code == 401
+    assert guarded.http.get("/v1/models", headers=bearer(BOB)).status_code == 200
+    assert guarded.http.get("/health").status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        guarded.openai.models.list()
+
+
+def test_a_key_s_tenant_is_counted_and_shares_no_prefixes(guarded: Running, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    stream = guarded.engine.stream
+    monkeypatch.setattr(guarded.engine, "stream", lambda p, params, **o: seen.append(params) or stream(p, params, **o))
+    body = {"prompt": "x " * 400, "max_tokens": 1, "tenant": "bob", "cache_salt": "own"}
+    cached = [
+        guarded.http.post("/v1/completions", json=body, headers=bearer(key)).json()["usage"]["prompt_tokens_details"]
+        for key in (ALICE, ALICE, BOB)
+    ]
+    assert [params.tenant for params in seen] == ["alice", "alice", "bob"]
+    assert [details["cached_tokens"] > 0 for details in cached] == [False, True, False]
+
+
+def test_a_key_file_names_tenants(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\nalice {ALICE}\n\n{BOB}\n")
+    keys = Keys(read_keys(path))
+    assert keys.tenant_of(f"Bearer {ALICE}") == "alice" and keys.tenant_of(f"bearer {BOB}") == "key-4"
+    assert keys.tenant_of(None) is keys.tenant_of("Bearer x") is None
+    for text in ("", "a b c\n", "short\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            Keys(read_keys(path))
+        assert "short" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+
+
+def test_pages_of_other_sites_may_not_call(guarded: Running, server: Running):
+    asked = {"origin": "https://ours.example", "access-control-request-method": "POST"}
+    assert guarded.http.options("/v1/completions", headers=asked).headers["access-control-allow-origin"]
+    refused = guarded.http.options("/v1/completions", headers={**asked, "origin": "https://theirs.example"})
+    assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+    assert "access-control-allow-origin" not in server.http.get("/health", headers=asked).headers
+
+
+def test_metrics_are_prometheus_text_of_what_happened(demo_engine: Engine):
+    with running(demo_engine) as server:
+        server.openai.chat.completions.create(model="demo", messages=HELLO)
+        server.post({"prompt": 1})
+        families = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
+    samples = {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert all(sample.labels["model_name"] == "demo" for family in families.values() for sample in family.samples)
+    assert samples["qkv:request_success_total", "stop"] == 1 and samples["qkv:http_responses_total", "400"] == 1
+    assert samples[("qkv:time_to_first_token_seconds_count",)] == 1
+    tokens = len(demo_engine.chat(HELLO).token_ids)
+    assert samples[("qkv:inter_token_latency_seconds_count",)] == tokens - 1
+    assert samples[("qkv:request_generation_tokens_sum",)] == tokens
+    assert samples[("qkv:num_requests_running",)] == 0
+    total, parts = samples[("qkv:kv_capacity_bytes",)], ("used", "cached", "free")
+    assert sum(samples[(f"qkv:kv_{part}_bytes",)] for part in parts) == total == demo_engine.stats().kv_bytes_total
+    assert samples[("qkv:kv_effective_bits",)] == 32 and ("qkv:kv_blocks", "dense32") in samples
+    assert families["qkv:kv_demotions"].type == "counter" and families["qkv:kv_cache_usage_perc"].type == "gauge"
+
+
+def test_demotions_are_counted_by_step_and_bits_stand_in_usage():
+    with (
+        Engine(kv="auto", kv_memory="8MiB", dtype="float32", max_num_seqs=4, max_model_len=800) as engine,
+        running(engine) as server,
+    ):
+        prompts = [[i * 7 % 900 + 20 + j for i in range(500)] for j in range(3)]
+        usage = server.post({"prompt": prompts, "max_tokens": 8, "ignore_eos": True}).json()["usage"]
+        families = {f.name: f for f in text_string_to_metric_families(server.http.get("/metrics").text)}
+        pinned = server.post({"prompt": prompts[0], "max_tokens": 8, "kv_pinned": True}).json()["usage"]
+    steps = {(s.labels["from_rung"], s.labels["to_rung"]): s.value for s in families["qkv:kv_demotions"].samples}
+    assert steps["dense16", "int8"] > 0 and steps["int8", "int4"] > 0
+    assert usage["kv_bits"] == 4 and usage["kv_blocks"]["int4"] > 0 and usage["kv_blocks"]["dense16"] >= 3
+    assert pinned["kv_bits"] == 16
+
+
+def test_a_dead_engine_is_a_503_everywhere():
+    engine = Engine(kv="fp32", kv_memory="64MiB", max_num_seqs=4)
+    with running(engine) as server:
+        lines: list[str] = []
+        begun = threading.Event()
+
+        def read() -> None:
+            with server.http.stream("POST", "/v1/completions", json={**ENDLESS_BODY, "stream": True}) as stream:
+                for line in stream.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(10)
+        engine.close()
+        reader.join(10)
+        assert "engine_dead" in "".join(lines) and lines[-2:] == ["data: [DONE]", ""]
+        answers = [server.http.get("/health"), server.http.get("/metrics"), server.post({"prompt": "Hi"})]
+        assert [answer.status_code for answer in answers] == [503] * 3
+        assert answers[2].json()["error"]["code"] == "engine_dead"
+
+
+def test_an_unforeseen_error_is_a_500_with_an_id_alone(server: Running, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(type(server.frontend), "check_model", lambda *_: 1 / 0)
+    answer = server.post({"prompt": "Hi"})
+    error = answer.json()["error"]
+    assert answer.status_code == 500 and "ZeroDivision" not in answer.text and error["type"] == "server_error"
+    assert answer.headers["x-request-id"] in error["message"] and answer.headers["x-request-id"] in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_stopping_lets_requests_finish(demo_engine: Engine):
+    with running(demo_engine) as server:
+        with server.http.stream(
+            "POST", "/v1/completions", json={**ENDLESS_BODY, "max_tokens": 150, "stream": True}
+        ) as r:
+            lines = r.iter_lines()
+            next(lines)
+            server.server.stop()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        with pytest.raises(ConnectionError):
+            server.raw()
+
+
+def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine):
+    with (
+        running(demo_engine, limits=Limits(drain_timeout=0.3)) as server,
+        server.http.stream("POST", "/v1/completions", json={**ENDLESS_BODY, "stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        server.server.stop()
+        begin = time.monotonic()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+        assert time.monotonic() - begin < 5
+    server.wait_until_idle(5)
+
+
+def test_a_port_in_use_is_refused():
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            bind("127.0.0.1", sock.getsockname()[1])
+    for host, port in (("no.such.host.invalid", 0), ("127.0.0.1", 70_000)):
+        with pytest.raises(ConfigError):
+            bind(host, port)
+
+
+@pytest.mark.parametrize("name", ["max_requests", "max_body", "read_timeout", "drain_timeout"])
+def test_limits_are_positive(name: str):
+    for value in (0, -1) if name.startswith("max") else (0, -1, float("nan"), 1e9):
+        with pytest.raises(ConfigError, match=name):
+            Limits(**{name: value})
