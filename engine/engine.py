@@ -219,15 +219,13 @@ class Engine(Closable):
         *,
         request_id: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        final_only: bool = False,
     ) -> RequestStream:
         """Submits a prompt or a conversation at once and iterates over its outputs, each with the new ``delta``.
 
-        An async iterator and a context manager, too. Closing or dropping the iterator aborts the request. With
-        ``final_only`` the one output is the finished request, and its steps report nothing.
+        An async iterator and a context manager, too. Closing or dropping the iterator aborts the request.
         """
         self._loop.check_alive()
-        submission = self._intake.streamed(prompt, params, request_id, template_kwargs, final_only=final_only)
+        submission = self._intake.streamed(prompt, params, request_id, template_kwargs)
         found = RequestStream(self, submission)  # before the request is submitted: an interrupt drops and so aborts it
         self._loop.submit([submission])
         return found

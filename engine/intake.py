@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, cast
 
 from .errors import CapacityError, QKVError, RequestError
-from .request import SamplingParams
+from .request import RequestOutputKind, SamplingParams
 from .sampling.guide import Grammars, Guide
 from .serving.submission import Submission
 from .startup import Started
@@ -63,22 +63,20 @@ class Intake:
                 return self._each(many, params, request_id, template_kwargs), True
             return self._each([_as_conversation(messages)], params, request_id, template_kwargs), False
 
-    def streamed(
-        self, prompt: object, params: object, request_id: object, template_kwargs: object, *, final_only: bool = False
-    ) -> Submission:
+    def streamed(self, prompt: object, params: object, request_id: object, template_kwargs: object) -> Submission:
         """The submission of a prompt or a conversation whose outputs are read as they come, or the last one alone."""
         with _typed_errors():
-            return self._prepare(prompt, params, request_id, template_kwargs, incremental=not final_only)
+            return self._prepare(prompt, params, request_id, template_kwargs, is_streamed=True)
 
     def _each(self, prompts: list[object], params: object, names: object, kwargs: object) -> list[Submission]:
         each, ids = (_one_each("params", params, prompts, SamplingParams), _one_each("request_id", names, prompts, str))
         return [
-            self._prepare(prompt, given, name, kwargs, incremental=False)
+            self._prepare(prompt, given, name, kwargs, is_streamed=False)
             for prompt, given, name in zip(prompts, each, ids, strict=True)
         ]
 
     def _prepare(
-        self, prompt: object, params: object, request_id: object, template_kwargs: object, *, incremental: bool
+        self, prompt: object, params: object, request_id: object, template_kwargs: object, *, is_streamed: bool
     ) -> Submission:
         """Checks and tokenizes one prompt or conversation."""
         given = self._default_params if params is None else params
@@ -95,7 +93,7 @@ class Intake:
             self._max_tokens(len(ids), checked),
             secrets.randbits(63) if checked.seed is None else checked.seed,
             self._bad_word_ids(checked),
-            incremental,
+            is_streamed and checked.output_kind is not RequestOutputKind.FINAL_ONLY,
             marks.after(ids) if marks is not None and checked.separate_reasoning else None,
             self._guide(checked),
         )

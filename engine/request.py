@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class RequestOutputKind(enum.StrEnum):
-    """What the outputs of a stream hold."""
+    """Outputs of a stream: whole ones, new parts, or the finished request alone."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
+    FINAL_ONLY = "final_only"
 
     def __repr__(self) -> str:
         return repr(str(self))
@@ -84,7 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
             out of ``text``; False gives one raw text.
         output_kind: "cumulative" for outputs of a stream with all text and tokens so far, "delta" for outputs with new
-            ones alone, whose cost does not grow with their number; or a ``RequestOutputKind``.
+            ones alone, whose cost does not grow with their number, "final_only" for one output, of the finished
+            request; or a ``RequestOutputKind``.
 
     KV memory
         kv_floor: name of the narrowest rung its KV may step down to, such as "int8"; None for the ladder's last.

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from qkv_engine import RequestOutput
+from qkv_engine import CompletionOutput, RequestOutput
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .bodies import ChatBody, CompletionBody, JsonObject
-from .deltas import Delta
 from .logprobs import chat_logprobs, completion_logprobs
 from .tools import ToolCallParser, writes_calls
 
@@ -29,7 +28,7 @@ class Answer(Protocol):
         """The choices that a prompt's chunks begin with."""
         ...
 
-    def part(self, number: int, delta: Delta) -> JsonObject | None:
+    def part(self, number: int, delta: CompletionOutput) -> JsonObject | None:
         """The choice for something new; None where the client would notice nothing."""
         ...
 
@@ -71,14 +70,14 @@ class ChatAnswer(_Envelope):
         self._parsers: dict[int, ToolCallParser] = {}  # by completion
 
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
-        choices = [self._message(Delta.whole(completion)) for completion in outputs[0].outputs]
+        choices = [self._message(completion) for completion in outputs[0].outputs]
         return self.envelope(choices, outputs)
 
     def opening(self, number: int, output: RequestOutput) -> list[JsonObject]:
         delta = {"role": "assistant", "content": ""}
         return [self._choice(c.index, {"delta": delta}, None, None, None) for c in output.outputs]
 
-    def part(self, number: int, delta: Delta) -> JsonObject | None:
+    def part(self, number: int, delta: CompletionOutput) -> JsonObject | None:
         text, calls = self._take_calls(delta)
         new = {"content": text, "reasoning_content": delta.reasoning, "tool_calls": calls}
         new = {name: value for name, value in new.items() if value}
@@ -86,7 +85,7 @@ class ChatAnswer(_Envelope):
             return None
         return self._with_delta(delta, {"delta": new})
 
-    def _message(self, delta: Delta) -> JsonObject:
+    def _message(self, delta: CompletionOutput) -> JsonObject:
         text, calls = self._take_calls(delta)
         message: JsonObject = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if delta.reasoning:
@@ -95,14 +94,14 @@ class ChatAnswer(_Envelope):
             message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
         return self._with_delta(delta, {"message": message})
 
-    def _take_calls(self, delta: Delta) -> tuple[str, list[JsonObject]]:
+    def _take_calls(self, delta: CompletionOutput) -> tuple[str, list[JsonObject]]:
         """The text of ``delta`` without the tool calls in it, and these."""
         if not self._has_tools:
             return delta.text, []
         parser = self._parsers.setdefault(delta.index, ToolCallParser())
         return parser.push(delta.text, is_last=delta.finish_reason is not None)
 
-    def _with_delta(self, delta: Delta, content: JsonObject) -> JsonObject:
+    def _with_delta(self, delta: CompletionOutput, content: JsonObject) -> JsonObject:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(delta.token_ids, delta.logprobs, self._num_top)
@@ -129,7 +128,7 @@ class CompletionAnswer(_Envelope):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         choices = [
-            self._choice(number, self._with_echo(output, self._cut(Delta.whole(completion))))
+            self._choice(number, self._with_echo(output, self._cut(completion)))
             for number, output in enumerate(outputs)
             for completion in output.outputs
         ]
@@ -140,18 +139,18 @@ class CompletionAnswer(_Envelope):
             return []
         return [self._choice(number, self._prompt(output, completion.index)) for completion in output.outputs]
 
-    def part(self, number: int, delta: Delta) -> JsonObject | None:
+    def part(self, number: int, delta: CompletionOutput) -> JsonObject | None:
         delta = self._cut(delta)
         has_news = delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids
         return self._choice(number, delta) if has_news else None
 
-    def _cut(self, delta: Delta) -> Delta:
+    def _cut(self, delta: CompletionOutput) -> CompletionOutput:
         """``delta``, without the token that was sampled although only the prompt is wanted."""
         if not self._body.echoes_alone:
             return delta
         return replace(delta, text="", token_ids=[], logprobs=delta.logprobs and [])
 
-    def _with_echo(self, output: RequestOutput, delta: Delta) -> Delta:
+    def _with_echo(self, output: RequestOutput, delta: CompletionOutput) -> CompletionOutput:
         if not self._body.echo:
             return delta
         prompt = self._prompt(output, delta.index)
@@ -159,14 +158,16 @@ class CompletionAnswer(_Envelope):
         ids = prompt.token_ids + delta.token_ids
         return replace(delta, text=prompt.text + delta.text, token_ids=ids, logprobs=logprobs)
 
-    def _prompt(self, output: RequestOutput, index: int) -> Delta:
+    def _prompt(self, output: RequestOutput, index: int) -> CompletionOutput:
         """The prompt as if completion ``index`` had begun with it."""
         ids, text = output.prompt_token_ids, output.prompt
         if text is None:
             text = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
-        return Delta(index, text, "", ids, output.prompt_logprobs, None, None)
+        # A prompt's first token has no log-probabilities, unlike those of outputs.
+        entries: Any = output.prompt_logprobs
+        return CompletionOutput(index=index, text=text, token_ids=ids, logprobs=entries)
 
-    def _choice(self, number: int, delta: Delta) -> JsonObject:
+    def _choice(self, number: int, delta: CompletionOutput) -> JsonObject:
         index, logprobs = self.index(number, delta.index), None
         if delta.logprobs is not None:
             texts = None if self._tokenizer is None else self._tokenizer.token_text
@@ -178,10 +179,14 @@ class CompletionAnswer(_Envelope):
         return choice | ({"token_ids": delta.token_ids} if self._body.return_token_ids else {})
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> JsonObject:
-    """Tokens of a request, and the precision that its KV had come down to: ``kv_bits`` is its lowest."""
+def usage_of(outputs: Sequence[RequestOutput], num_output: int | None = None) -> JsonObject:
+    """Tokens of a request, and the precision that its KV had come down to: ``kv_bits`` is its lowest.
+
+    ``num_output``: the output tokens, where ``outputs`` do not hold them all.
+    """
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    if num_output is None:
+        num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     blocks: Counter[str] = Counter()
     for output in outputs:
         blocks.update(output.kv.blocks)

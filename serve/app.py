@@ -127,7 +127,7 @@ async def _generate(
     tenant: str = request.state.tenant
     changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
     generation = await frontend.submit(
-        prompts, changes, answer_id, template_kwargs=template_kwargs, final_only=not body.stream
+        prompts, changes, answer_id, template_kwargs=template_kwargs, is_streamed=bool(body.stream)
     )
     if body.stream:
         return EventStream(generation, answer, request.state.id, with_usage=body.includes_usage)

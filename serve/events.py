@@ -13,7 +13,6 @@ from qkv_engine import RequestOutput
 
 from .answers import Answer, usage_of
 from .bodies import JsonObject
-from .deltas import DeltaReader
 from .errors import ClientGoneError, as_api_error, failed
 from .frontend import Generation
 
@@ -31,7 +30,8 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self._generation, self._answer, self._with_usage = generation, answer, with_usage
         self._request_id = request_id
-        self._readers: dict[int, DeltaReader] = {}  # by prompt, once it has begun
+        self._begun: set[int] = set()  # prompts with an output
+        self._finished: set[tuple[int, int]] = set()  # prompts and completions whose end was sent
         self._is_silent = True  # since the last look of ``_keep_alive``
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +52,7 @@ class EventStream(Response):
             await self._generation.follow(receive, self._send_new)
             if self._with_usage:
                 outputs = [output for output in self._generation.outputs if output is not None]
-                await self._chunk([], usage_of(outputs))
+                await self._chunk([], usage_of(outputs, sum(self._generation.num_tokens)))
         except ClientGoneError:
             raise
         except Exception as error:
@@ -62,16 +62,18 @@ class EventStream(Response):
 
     async def _send_new(self, number: int, output: RequestOutput) -> None:
         """Sends what is new in an output of prompt ``number``."""
-        reader = self._readers.get(number)
-        if reader is None:
-            reader = self._readers[number] = DeltaReader()
+        if number not in self._begun:
+            self._begun.add(number)
             for choice in self._answer.opening(number, output):
                 await self._chunk([choice])
         if output.error is not None:
             raise failed(self._request_id, output.error)
         for completion in output.outputs:
-            delta = reader.read(completion)
-            part = None if delta is None else self._answer.part(number, delta)
+            if (number, completion.index) in self._finished:
+                continue
+            if completion.finished:
+                self._finished.add((number, completion.index))
+            part = self._answer.part(number, completion)
             if part is not None:
                 await self._chunk([part])
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter, to_thread
 from starlette.types import Receive
 
-from qkv_engine import Engine, RequestError, RequestOutput, RequestStream
+from qkv_engine import Engine, RequestError, RequestOutput, RequestOutputKind, RequestStream
 from qkv_engine.intake import Conversation, Prompt
 from qkv_engine.text.tokenizer import Tokenizer
 
@@ -68,21 +68,23 @@ class Frontend:
         request_id: str,
         *,
         template_kwargs: dict[str, Any] | None = None,
-        final_only: bool,
+        is_streamed: bool,
     ) -> Generation:
-        """Tokenizes and submits prompts in a thread. Raises ``ApiError``, and ``RequestError`` for an invalid one."""
+        """Tokenizes and submits prompts in a thread; a streamed request's outputs hold what is new.
+
+        Raises ``ApiError``, and ``RequestError`` for an invalid request.
+        """
+        kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
         number = len(prompts) * max(changes.get("n", 1), 1)
         self.check_room(number)
 
         def submit_all() -> list[RequestStream]:
-            params = self.engine.params(**changes)
+            params = self.engine.params(**changes, output_kind=kind)
             streams: list[RequestStream] = []
             try:
                 for index, prompt in enumerate(prompts):
                     name = f"{request_id}-{index}" if len(prompts) > 1 else request_id
-                    stream = self.engine.stream(
-                        prompt, params, request_id=name, template_kwargs=template_kwargs, final_only=final_only
-                    )
+                    stream = self.engine.stream(prompt, params, request_id=name, template_kwargs=template_kwargs)
                     streams.append(stream)
             except BaseException:
                 for stream in streams:
@@ -119,6 +121,7 @@ class Generation:
 
     def __init__(self, frontend: Frontend, streams: list[RequestStream], number: int):
         self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the newest
+        self.num_tokens = [0] * len(streams)  # output tokens of each prompt
         self._frontend, self._streams, self._number = frontend, streams, number
 
     async def follow(self, receive: Receive, on_output: OnOutput) -> None:
@@ -160,15 +163,16 @@ class Generation:
             stream.close()
         metrics, outputs = self._frontend.metrics, self.outputs
         self._streams, self.outputs = [], []
-        for output in outputs:
+        for output, num_tokens in zip(outputs, self.num_tokens, strict=False):
             if output is not None and output.finished:
-                metrics.note_finished(output)
+                metrics.note_finished(output, num_tokens)
             else:
                 metrics.note_aborted()
 
     async def _read(self, number: int, on_output: OnOutput) -> None:
         async for output in self._streams[number]:
             self.outputs[number] = output
+            self.num_tokens[number] += sum(len(completion.token_ids) for completion in output.outputs)
             await on_output(number, output)
 
 

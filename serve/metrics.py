@@ -47,11 +47,11 @@ class Metrics:
         """Counts a prompt whose reader left before its end."""
         self._ended.labels(self._model, "abort").inc()
 
-    def note_finished(self, output: RequestOutput) -> None:
-        """Counts a prompt that ended, with its times."""
+    def note_finished(self, output: RequestOutput, num_tokens: int) -> None:
+        """Counts a prompt that ended with ``num_tokens`` output tokens, and its times."""
         self._ended.labels(self._model, output.finish_reason or "").inc()
         self._prompt.observe(len(output.prompt_token_ids))
-        self._output.observe(sum(len(completion.token_ids) for completion in output.outputs))
+        self._output.observe(num_tokens)
         self._note_times(output.metrics)
 
     def render(self) -> bytes:

@@ -64,7 +64,7 @@ def test_a_stream_is_an_async_iterator_too(demo_engine: Engine):
 
 
 def test_a_stream_of_the_final_output_alone(demo_engine: Engine):
-    (output,) = demo_engine.stream(QUESTION, final_only=True)
+    (output,) = demo_engine.stream(QUESTION, demo_engine.params(output_kind="final_only"))
     assert output.finished and output.text == output.delta == demo_engine.chat(QUESTION).text
 
 

@@ -25,7 +25,7 @@ SCHEMA = {
 def sampled(engine: Engine, wanted: StructuredOutputs, prompt: object = "Hello", **changes: object) -> list[str]:
     """Texts of random completions that ended by themselves."""
     options = {"n": 6, "temperature": 3.0, "seed": 4, "max_tokens": 400, "structured_outputs": wanted, **changes}
-    output = next(iter(engine.stream(prompt, engine.params(**options), final_only=True)))
+    output = next(iter(engine.stream(prompt, engine.params(**options, output_kind="final_only"))))
     assert {completion.finish_reason for completion in output.outputs} == {"stop"}
     return [completion.text for completion in output.outputs]
 
