@@ -45,7 +45,7 @@ class ProcessRanks(Ranks):
         """See ``Ranks``."""
         options = AllreduceOptions()
         options.asyncOp = False  # on the current stream
-        self.backend.allreduce([x], options).wait()
+        _wait(self.backend.allreduce([x], options))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -53,9 +53,15 @@ class ProcessRanks(Ranks):
         parts = x.new_empty(self.size * x.shape[0], x.shape[1])
         options = AllgatherOptions()
         options.asyncOp = False
-        self.backend._allgather_base(parts, x.contiguous(), options).wait()
+        _wait(self.backend._allgather_base(parts, x.contiguous(), options))
         return torch.cat(parts.chunk(self.size), dim=1)
 
     def abort(self) -> None:
         """Ends exchanges that wait for a rank that is gone. From any thread."""
         self.backend.abort()
+
+
+def _wait(work: Any) -> None:
+    """Waits for an exchange on a CPU. NCCL's are on the stream, and give nothing to wait for."""
+    if work is not None:
+        work.wait()
