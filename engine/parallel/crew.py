@@ -97,7 +97,8 @@ class Crew:
         """Notes why the group is of no more use, and ends exchanges that would wait for ever."""
         if self._lost is None and self._finalizer.alive:
             self._lost = why
-            self.ranks.abort()
+            # NCCL ends exchanges at once, but returns only when all graphs that hold some are gone.
+            Thread(target=self.ranks.abort, daemon=True).start()
 
 
 def _watch(crew: weakref.ref[Crew], worker: WorkerProcess) -> None:
