@@ -56,6 +56,8 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help="file with a line TENANT KEY, or KEY, for each key")
     add("--no-api-key", action="store_true", help="let anybody who reaches --host call, on any address")
     add("--allow-origin", action="append", metavar="URL", help="site whose pages may call it from a browser (CORS)")
+    add("--allow-host", action="append", metavar="NAME", help="name that a server without keys answers to")
+    add("--no-page", action="store_true", help="leave out the chat at /")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +85,9 @@ def run(args: argparse.Namespace) -> int:
             for line in engine.describe() if not args.verbose else ():  # which logs them
                 note(line)
             _log_to_stderr(args)
-            origins = args.allow_origin or []
             names = args.served_name or [name]
             sys.setswitchinterval(SWITCH_SECONDS)
-            running = server.Server(engine, sock, names, limits=limits, keys=keys, allow_origins=origins)
+            running = server.Server(engine, sock, names, limits=limits, keys=keys, **_sites(args))
             note(f"serving {names[0]} on {server.url_of(sock)}")
             running.run()
     return common.EXIT_OK
@@ -128,6 +129,12 @@ def _keys(args: argparse.Namespace) -> Keys:
         remedy = "Give --api-key-file, or --no-api-key to let anybody call"
         raise ConfigError("others could call without a key", field="host", value=args.host, remedy=remedy)
     return Keys(found)
+
+
+def _sites(args: argparse.Namespace) -> dict[str, Any]:
+    """What browsers may do."""
+    hosts = [args.host, *(args.allow_host or ())]
+    return {"allow_origins": args.allow_origin or [], "allow_hosts": hosts, "page": not args.no_page}
 
 
 def _is_loopback(host: str) -> bool:

@@ -37,6 +37,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
         kv_bytes_peak: most used at one moment.
         kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
             padding, and 16- or 32-bit elements.
+        kv_rungs: bits a KV element of each rung, all metadata counted, widest first.
         kv_blocks: live blocks by rung.
         kv_tokens_capacity, kv_tokens_floor: tokens of one request that fits alone on the first rung, and on the last.
         effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
@@ -71,6 +72,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_bytes_codes: int
     kv_bytes_meta: int
     kv_bytes_dense: int
+    kv_rungs: dict[str, float]
     kv_blocks: dict[str, int]
     kv_tokens_capacity: int
     kv_tokens_floor: int

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
 import msgspec
+from anyio import to_thread
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,10 +27,12 @@ from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, To
 from .errors import ApiError, ClientGoneError, as_api_error, error_response, failed
 from .events import EventStream
 from .frontend import Frontend, Generation
+from .hosts import Hosts
 from .keys import Keys
 from .limits import Limits
+from .page import page_routes
 
-OPEN_PATHS = ("/health",)  # without a key
+HEALTH = "/health"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_GONE = 499  # nginx's status for it, in the log alone
 
@@ -40,26 +44,36 @@ def make_app(
     limits: Limits | None = None,
     keys: Keys | None = None,
     allow_origins: Sequence[str] = (),
+    allow_hosts: Sequence[str] = (),
+    page: bool = True,
 ) -> Starlette:
     """The application over ``engine``, which it does not close, for a model that clients call by ``names``.
 
-    ``allow_origins`` are sites whose pages may call it from a browser.
+    ``allow_origins`` are sites whose pages may call it from a browser. ``allow_hosts`` are the server's names beside
+    "localhost" and IP addresses; with keys any name will do. ``page`` adds the chat at ``/``.
     """
     frontend = Frontend(engine, names, Limits() if limits is None else limits)
-    middleware = [Middleware(Gate, frontend=frontend, keys=Keys() if keys is None else keys)]
+    pages = page_routes() if page else []
+    hosts, keys = Hosts(allow_hosts), Keys() if keys is None else keys
+    open_paths = {HEALTH, *(route.path for route in pages)}
+    middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
         cors = Middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
-    app = Starlette(routes=_ROUTES, middleware=middleware, exception_handlers={HTTPException: _refuse})
+    app = Starlette(routes=[*_ROUTES, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse})
     app.state.frontend = frontend
     return app
 
 
 class Gate:
-    """Checks the key of every request, names it in ``x-request-id``, and puts every error into OpenAI's shape."""
+    """Checks the key of every request, names it in ``x-request-id``, and puts every error into OpenAI's shape.
 
-    def __init__(self, app: ASGIApp, *, frontend: Frontend, keys: Keys):
-        self._app, self._frontend, self._keys = app, frontend, keys
+    ``open_paths`` need no key. Without keys the name is checked by which the server was called.
+    """
+
+    def __init__(self, app: ASGIApp, *, frontend: Frontend, keys: Keys, hosts: Hosts, open_paths: Collection[str]):
+        self._app, self._frontend = app, frontend
+        self._keys, self._hosts, self._open_paths = keys, hosts, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,8 +101,10 @@ class Gate:
             await error_response(as_api_error(error, request.state.id))(scope, receive, send_named)
 
     def _admit(self, request: Request) -> None:
+        if not self._keys:
+            self._hosts.check(request.headers.get("host"))
         tenant = self._keys.tenant_of(request.headers.get("authorization"))
-        if tenant is None and request.url.path not in OPEN_PATHS:
+        if tenant is None and request.scope["path"] not in self._open_paths:
             headers = {"www-authenticate": "Bearer"}
             raise ApiError(401, "send a key of this server as a bearer token", code="invalid_api_key", headers=headers)
         request.state.tenant = tenant
@@ -208,10 +224,17 @@ async def metrics(request: Request) -> Response:
     return Response(await _frontend(request).render_metrics(), headers={"content-type": METRICS_TYPE})
 
 
+async def stats(request: Request) -> Response:
+    """``GET /stats``: ``EngineStats`` as JSON, under the model's name for clients."""
+    frontend = _frontend(request)
+    found = await to_thread.run_sync(frontend.engine.stats)  # waits for the engine between two steps
+    return Response(msgspec.json.encode(replace(found, model=frontend.name)), media_type="application/json")
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     """The error of a path that is not there, or has other methods."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path[:80]}"
+    message = f"{error.detail}: {request.method} {request.scope['path'][:80]}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
@@ -231,6 +254,7 @@ _ROUTES = [
     Route("/v1/models/{name:path}", model),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/health", health),
+    Route(HEALTH, health),
     Route("/metrics", metrics),
+    Route("/stats", stats),
 ]

@@ -33,12 +33,15 @@ class Server:
         limits: Limits | None = None,
         keys: Keys | None = None,
         allow_origins: Sequence[str] = (),
+        allow_hosts: Sequence[str] = (),
+        page: bool = True,
     ):
         """Arguments are those of ``make_app``; ``sock`` is closed in the end, ``engine`` is not."""
         limits = Limits() if limits is None else limits
         self._sock = sock
+        sites: dict[str, Sequence[str]] = {"allow_origins": allow_origins, "allow_hosts": allow_hosts}
         config = uvicorn.Config(
-            make_app(engine, names, limits=limits, keys=keys, allow_origins=allow_origins),
+            make_app(engine, names, limits=limits, keys=keys, page=page, **sites),
             http=cast(Any, partial(LimitedConnection, limits)),
             ws="none",
             lifespan="off",

@@ -63,6 +63,7 @@ def installed(wheel: Path) -> Path:
 
 def test_wheel_has_all_modules_and_nothing_else(wheel: Path) -> None:
     expected = {"qkv_engine/py.typed", *(f"qkv_engine/assets/demo/{name}" for name in DEMO)}
+    expected |= {f"qkv_engine/serve/page/{path.name}" for path in (ROOT / "serve/page").glob("*.*")}
     for package, folder in ROOTS.items():
         modules = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py"))
         expected |= {(Path(*package.split(".")) / module).as_posix() for module in modules}

@@ -45,6 +45,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_codes=peak["codes"],
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
+        kv_rungs={rung.name: rung.effective_bits for rung in ladder.rungs},
         kv_blocks={ladder.rungs[rung].name: n for rung, n in cache.tables.num_blocks.items() if n and rung >= 0},
         kv_tokens_capacity=widest_tokens,
         kv_tokens_floor=floor_tokens,

@@ -14,7 +14,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from qkv_engine.cli.main import main
+from qkv_engine.cli.main import _parse, main
+from qkv_engine.cli.serve import _sites
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,13 @@ def test_it_serves_until_a_signal_and_then_drains(tmp_path: Path):
 def test_wrong_options_are_refused_with_a_remedy(options: list[str], message: str, capsys):
     assert main(["serve", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sites_are_those_that_the_options_name():
+    words = ["serve", "--allow-host", "ours.example", "--allow-origin", "https://theirs.example"]
+    sites = {"allow_origins": ["https://theirs.example"], "allow_hosts": ["127.0.0.1", "ours.example"], "page": True}
+    assert _sites(_parse(words)) == sites
+    assert not _sites(_parse(["serve", "--no-page"]))["page"]
 
 
 def test_without_the_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, capsys):

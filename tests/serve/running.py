@@ -65,13 +65,16 @@ def running(
     limits: Limits | None = None,
     keys: Keys | None = None,
     allow_origins: Sequence[str] = (),
+    allow_hosts: Sequence[str] = (),
+    page: bool = True,
     send_buffer: int | None = None,
 ) -> Iterator[Running]:
     """A server over ``engine`` for the block, stopped and drained in the end."""
     sock = bind("127.0.0.1", 0)
     if send_buffer is not None:  # of the kernel, for every connection
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    server = Server(engine, sock, names, limits=limits, keys=keys, allow_origins=allow_origins)
+    sites = {"allow_origins": allow_origins, "allow_hosts": allow_hosts}
+    server = Server(engine, sock, names, limits=limits, keys=keys, page=page, **sites)
     url = url_of(sock)
     thread = threading.Thread(target=server.run)
     thread.start()

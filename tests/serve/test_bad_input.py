@@ -22,7 +22,7 @@ VALID = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
 
 
 def head(path: str = COMPLETIONS, **headers: object) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: test", "Content-Type: application/json"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -143,10 +143,10 @@ def closes(connection: socket.socket) -> bool:
 
 def test_slow_headers_end_the_connection(strict: Running):
     assert closes(strict.raw())  # says nothing
-    assert closes(strict.raw(b"POST /v1/completions HTTP/1.1\r\nHost: te"))
-    after_a_request = strict.raw(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n\r\n")
+    assert closes(strict.raw(b"POST /v1/completions HTTP/1.1\r\nHost: lo"))
+    after_a_request = strict.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n\r\n")
     assert closes(after_a_request)
-    trickle = strict.raw(b"GET /health HTTP/1.1\r\nHost: test\r\n")
+    trickle = strict.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     begin = time.monotonic()
     with pytest.raises(ConnectionError):
         while time.monotonic() < begin + 5:

@@ -42,7 +42,7 @@ def test_leaving_a_stream_aborts_its_requests(server: Running, extra: dict[str, 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_before_the_answer_aborts_the_request(server: Running, stream: bool):
     body = httpx.Request("POST", server.url, json={**ENDLESS_BODY, "stream": stream}).content
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection = server.raw(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     wait_for(lambda: num_running(server) == 1)
     connection.close()

@@ -1,0 +1,63 @@
+// Calls to the server: the API key, errors by their message, streams of events.
+
+const dialog = document.getElementById("key-dialog");
+let asking = null; // the promise of a key that is being typed
+
+/** The response to a request, which asks for an API key where the server wants one. Throws its error's message. */
+export async function call(path, { body, signal } = {}) {
+  const used = sessionStorage.getItem("key");
+  const response = await fetch(path, { ...request(body, used), signal });
+  if (response.status === 401) {
+    if (sessionStorage.getItem("key") === used) await (asking ??= askKey());
+    return call(path, { body, signal });
+  }
+  if (!response.ok) throw new Error(await messageOf(response));
+  return response;
+}
+
+/** The chunks of a streamed answer. Throws the error that one holds. */
+export async function* chunks(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The server closed the stream before its end.");
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ")) continue;
+      if (line === "data: [DONE]") return;
+      const chunk = JSON.parse(line.slice(6));
+      if (chunk.error) throw new Error(chunk.error.message);
+      yield chunk;
+    }
+  }
+}
+
+function request(body, key) {
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  if (body === undefined) return { headers };
+  return { method: "POST", headers: { ...headers, "Content-Type": "application/json" }, body: JSON.stringify(body) };
+}
+
+function askKey() {
+  const key = dialog.querySelector("input");
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.onclose = () => {
+      if (!key.value.trim()) return dialog.showModal(); // without a key there is nothing to do here
+      sessionStorage.setItem("key", key.value.trim());
+      [asking, key.value] = [null, ""];
+      resolve();
+    };
+  });
+}
+
+async function messageOf(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
