@@ -32,8 +32,7 @@ class Crew:
         """
         self._lost: str | None = None
         self._workers: list[WorkerProcess] = []
-        self._joined: list[ProcessRanks] = []  # rank 0, once all have joined
-        self._finalizer = weakref.finalize(self, _end_all, self._workers, self._joined)
+        self._finalizer = weakref.finalize(self, _end_all, self._workers)
         size = config.tensor_parallel
         store = TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
         try:
@@ -42,7 +41,6 @@ class Crew:
                 worker.connection.send_bytes(pickle.dumps((config, rank, device.type, store.port)))
             self.replies()  # all have imported torch: joining does not wait for one that cannot
             self.ranks = ProcessRanks.join(0, size, store, device)
-            self._joined.append(self.ranks)
         except BaseException:
             self.close()
             raise
@@ -108,8 +106,6 @@ def _watch(crew: weakref.ref[Crew], worker: WorkerProcess) -> None:
         found._lose(worker.last_words())
 
 
-def _end_all(workers: list[WorkerProcess], joined: list[ProcessRanks]) -> None:
-    for ranks in joined:
-        ranks.abort()
+def _end_all(workers: list[WorkerProcess]) -> None:
     for worker in workers:
         worker.end()
