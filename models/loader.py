@@ -219,7 +219,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def _build(config: ModelConfig, ranks: Ranks) -> nn.Module:
+def _build(config: ModelConfig, ranks: Ranks = ALONE) -> nn.Module:
     """The model on the meta device: its parameters have shapes and no memory."""
     with torch.device("meta"):
         return MODELS[config.architecture](config, ranks)

@@ -16,6 +16,7 @@ from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
 from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.ranks import ALONE
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampling.sampler import SampleRow
 from qkv_engine.scheduler import ScheduledRequest
@@ -101,7 +102,7 @@ class NextToken:
     """A model whose likeliest token follows from the one before and its position."""
 
     def __init__(self, config: ModelConfig):
-        self.config, self.vocab_size = config, config.vocab_size
+        self.config, self.vocab_size, self.ranks = config, config.vocab_size, ALONE
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: object) -> Tensor:
         size = self.vocab_size
@@ -205,7 +206,7 @@ def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: p
     monkeypatch.setattr("qkv_engine.device.gpu_steps.Graphs", UncapturedGraphs)
     started = start_steps(kv, "64MiB", True)
     runner = started.core.runner
-    captured = capture_all(runner.steps, runner.cache.tables, 16, 600, 256)
+    captured = capture_all(runner.steps, runner.steps.capture, runner.cache.tables, 16, 600, 256)
     shapes = set(UncapturedGraphs.keys)
     assert captured.number == len(shapes) <= 60
     assert not started.core.runner.cache.tables.live_blocks()
