@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from qkv_engine import Engine
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 sys.path.append(str(Path(__file__).parents[1]))  # for studies/; last, so that our kernels/ shadows no package
+settings.register_profile("tests", deadline=None)  # a case may take long on a busy machine
+settings.load_profile("tests")
 LINES = pytest.StashKey[list[str]]()
 
 

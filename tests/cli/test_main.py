@@ -230,7 +230,7 @@ def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ch", ["chat"]),
         ("chat --kv-m", ["--kv-memory"]),
         ("chat --kv kivi-k4", [name for name in PRESETS if name.startswith("kivi-k4")]),
-        ("bench --shape llama-3", ["llama-3.1-8b"]),
+        ("bench --shape llama-3.1-8", ["llama-3.1-8b"]),
         ("env --dtype bf", ["bfloat16"]),
         ("completion z", ["zsh"]),
     ],
