@@ -18,7 +18,7 @@ from qkv_engine.cli.main import _parse
 
 from .doc_pages import FENCE, PAGES, ROOT, blocks, code_spans, each_page
 
-FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|studies|tests|docs"
+FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|cluster|studies|tests|docs"
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
 FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR"}

@@ -1,0 +1,126 @@
+"""Replicas and fronts as a Ray Serve application."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
+from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.serve.keys import Keys
+from qkv_engine.serve.limits import Limits
+
+from .front import Front
+from .replica import Replica
+from .scaling import wanted_replicas
+
+APP = "qkv-engine"  # name of the application in the cluster
+MAX_REPLICAS = 4096
+REPLICAS_PER_FRONT = 4  # a front is one core; it forwards about as many events as this many replicas make
+DOWNSCALE_SECONDS = 300.0  # of low load before a replica, and its prefix cache, is given up
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The number of replicas: fixed where ``low`` is ``high``, else scaled with the load between the two.
+
+    Raises ``ConfigError`` for a number out of range.
+    """
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high <= MAX_REPLICAS:
+            value = f"{self.low}..{self.high}"
+            raise ConfigError("out of range", field="replicas", value=value, remedy=f"Give 1 to {MAX_REPLICAS:,}")
+
+    @classmethod
+    def parse(cls, text: str) -> Replicas:
+        """The numbers of "2" or "2..8". Raises ``ConfigError``."""
+        found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
+        if found is None:
+            raise ConfigError("not a number", field="replicas", value=text, remedy='Give one, or a range such as "2..8"')
+        return cls(int(found[1]), int(found[2] or found[1]))
+
+
+def connect(*, is_verbose: bool = False) -> None:
+    """Connects this process to the Ray cluster of this machine, or starts one of this machine alone."""
+    level = logging.INFO if is_verbose else logging.WARNING
+    ray.init(logging_level=level, log_to_driver=is_verbose)
+
+
+def start(
+    replicas: Replicas,
+    options: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    keys: Keys,
+    allow_origins: Sequence[str] = (),
+) -> None:
+    """Serves ``replicas`` on every machine of the cluster that this process is connected to, until ``stop``.
+
+    ``options`` are those of ``Engine``, the others those of ``make_app``. Raises ``ConfigError`` for an option out of
+    range, and ``QKVError`` where the replicas do not start.
+    """
+    options = {**options, "kv": resolve_kv(options.get("kv", DEFAULT_KV))}  # here: other machines lack a plan's file
+    EngineConfig(**options)  # for its checks
+    engines = serve.deployment(
+        Replica,
+        ray_actor_options=actor_resources(options),
+        max_ongoing_requests=options.get("max_num_seqs", EngineConfig.max_num_seqs),
+        max_queued_requests=limits.max_requests,
+        graceful_shutdown_timeout_s=limits.drain_timeout,
+        request_router_config={
+            "request_router_class": ConsistentHashRouter,
+            "request_router_kwargs": {"num_fallback_replicas": replicas.high},
+        },
+        **_scale(replicas),
+    ).bind(options, list(names), limits, keys, list(allow_origins))
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="Front",
+        num_replicas=math.ceil(replicas.high / REPLICAS_PER_FRONT),
+        ray_actor_options={"num_cpus": 0},  # so that two cores can hold two engines
+        max_ongoing_requests=limits.max_connections,
+        graceful_shutdown_timeout_s=limits.drain_timeout,
+    ).bind(engines, limits)
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+    try:
+        serve.run(front, name=APP)
+    except RuntimeError as error:
+        raise QKVError(f"the replicas do not start: {error}") from error
+
+
+def stop() -> None:
+    """Lets requests under way end within the drain timeout, and stops Ray Serve."""
+    serve.delete(APP)
+    serve.shutdown()
+
+
+def actor_resources(options: Mapping[str, Any]) -> dict[str, float]:
+    """What Ray reserves for the process of an engine: all GPUs of a tensor-parallel group on one machine, or cores."""
+    size: int = options.get("tensor_parallel", 1)
+    on_gpu = not str(options.get("device", "auto")).startswith("cpu") and ray.cluster_resources().get("GPU", 0) > 0
+    if on_gpu:
+        return {"num_gpus": size, "num_cpus": 1}
+    return {"num_cpus": size * (options.get("num_threads") or 1)}
+
+
+def _scale(replicas: Replicas) -> dict[str, Any]:
+    if replicas.low == replicas.high:
+        return {"num_replicas": replicas.low}
+    policy = {"policy_function": wanted_replicas}
+    bounds = {"min_replicas": replicas.low, "max_replicas": replicas.high, "downscale_delay_s": DOWNSCALE_SECONDS}
+    return {"autoscaling_config": {**bounds, "policy": policy}}
