@@ -19,8 +19,11 @@ from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 
 from .front import Front
+from .placement import resources_of
 from .replica import Replica
 from .scaling import wanted_replicas
+
+logger = logging.getLogger("qkv_engine")
 
 APP = "qkv-engine"  # name of the application in the cluster
 MAX_REPLICAS = 4096
@@ -76,9 +79,11 @@ def start(
     """
     options = {**options, "kv": resolve_kv(options.get("kv", DEFAULT_KV))}  # here: other machines lack a plan's file
     EngineConfig(**options)  # for its checks
+    resources = resources_of(options)
+    _warn_if_short(resources, replicas.low)
     engines = serve.deployment(
         Replica,
-        ray_actor_options=actor_resources(options),
+        ray_actor_options=resources,
         max_ongoing_requests=options.get("max_num_seqs", EngineConfig.max_num_seqs),
         max_queued_requests=limits.max_requests,
         graceful_shutdown_timeout_s=limits.drain_timeout,
@@ -104,18 +109,19 @@ def start(
 
 
 def stop() -> None:
-    """Lets requests under way end within the drain timeout, and stops Ray Serve."""
-    serve.delete(APP)
-    serve.shutdown()
+    """Lets requests under way end within the drain timeout, and leaves the cluster; other applications stay in it."""
+    if APP in serve.status().applications:
+        serve.delete(APP)
+    ray.shutdown()
 
 
-def actor_resources(options: Mapping[str, Any]) -> dict[str, float]:
-    """What Ray reserves for the process of an engine: all GPUs of a tensor-parallel group on one machine, or cores."""
-    size: int = options.get("tensor_parallel", 1)
-    on_gpu = not str(options.get("device", "auto")).startswith("cpu") and ray.cluster_resources().get("GPU", 0) > 0
-    if on_gpu:
-        return {"num_gpus": size, "num_cpus": 1}
-    return {"num_cpus": size * (options.get("num_threads") or 1)}
+def _warn_if_short(resources: Mapping[str, float], number: int) -> None:
+    """Logs what the cluster lacks: Ray waits for it without end."""
+    has = ray.cluster_resources()
+    for name, kind in (("num_gpus", "GPU"), ("num_cpus", "CPU")):
+        wanted = number * resources.get(name, 0)
+        if wanted > has.get(kind, 0):
+            logger.warning("replicas wait until the cluster has %g %ss; it has %g", wanted, kind, has.get(kind, 0))
 
 
 def _scale(replicas: Replicas) -> dict[str, Any]:
