@@ -45,7 +45,11 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (default: 2048)")
     add("--kv-quota", type=float, metavar="SHARE", help="share of KV memory that each tenant may use, in (0, 1]")
     add("--shape", metavar="NAME", help="random weights of a known shape instead of MODEL, to measure a server with")
-    add("--replicas", metavar="N", help="engines on a Ray cluster, such as 4, or 2..8 to follow the load (docs/scale.md)")
+    add(
+        "--replicas",
+        metavar="N",
+        help="engines on a Ray cluster, such as 4, or 2..8 to follow the load (docs/scale.md)",
+    )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,14 +52,18 @@ class Replicas:
         """The numbers of "2" or "2..8". Raises ``ConfigError``."""
         found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
         if found is None:
-            raise ConfigError("not a number", field="replicas", value=text, remedy='Give one, or a range such as "2..8"')
+            raise ConfigError(
+                "not a number", field="replicas", value=text, remedy='Give one, or a range such as "2..8"'
+            )
         return cls(int(found[1]), int(found[2] or found[1]))
 
 
 def connect(*, is_verbose: bool = False) -> None:
     """Connects this process to the Ray cluster of this machine, or starts one of this machine alone."""
     level = logging.INFO if is_verbose else logging.WARNING
+    on_terminate = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=level, log_to_driver=is_verbose)
+    signal.signal(signal.SIGTERM, on_terminate)  # which Ray replaces by its own
 
 
 def start(
