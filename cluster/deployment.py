@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,6 @@ logger = logging.getLogger("qkv_engine")
 
 APP = "qkv-engine"  # name of the application in the cluster
 MAX_REPLICAS = 4096
-REPLICAS_PER_FRONT = 4  # a front is one core; it forwards about as many events as this many replicas make
 DOWNSCALE_SECONDS = 300.0  # of low load before a replica, and its prefix cache, is given up
 
 
@@ -101,7 +99,7 @@ def start(
     front = serve.deployment(
         serve.ingress()(Front),
         name="Front",
-        num_replicas=math.ceil(replicas.high / REPLICAS_PER_FRONT),
+        num_replicas=replicas.high,  # ``MESSAGES_PER_SECOND`` of a replica take a core of a front
         ray_actor_options={"num_cpus": 0},  # so that two cores can hold two engines
         max_ongoing_requests=limits.max_connections,
         graceful_shutdown_timeout_s=limits.drain_timeout,

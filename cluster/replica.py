@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from anyio import to_thread
@@ -23,6 +24,8 @@ from qkv_engine.serve.server import SWITCH_SECONDS
 
 logger = logging.getLogger("qkv_engine")
 
+MESSAGES_PER_SECOND = 2000  # of a replica; one front's core forwards about as many. More wait and travel together
+
 
 class Replica:
     """One engine in a process of its own, with the GPUs that Ray gave to the process.
@@ -37,22 +40,27 @@ class Replica:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._engine = Engine(**options)
         self._app = make_app(self._engine, names, limits=limits, keys=keys, allow_origins=allow_origins)
+        self._num_live = 0  # answers under way
         self._seats: int = options.get("max_num_seqs", EngineConfig.max_num_seqs)
 
     async def answer(self, scope: Mapping[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
-        """The application's ASGI messages for a request, as many at once as there are.
+        """The application's ASGI messages for a request, the bodies that came together as one.
 
-        Cancelling the call is the client's disconnect.
+        Between two lists is a pause that grows with the answers under way. Cancelling the call is the client's
+        disconnect.
         """
         exchange = _Exchange(body)
+        self._num_live += 1
         running = asyncio.ensure_future(self._app({"type": "http", **scope}, exchange.receive, exchange.send))
         running.add_done_callback(lambda _: exchange.finish())
         try:
             async for messages in exchange.batches():
                 self.check_health()  # an answer that the engine's end spoilt is not sent
-                yield messages
+                yield _joined(messages)
+                await exchange.pause(self._num_live / MESSAGES_PER_SECOND)
             await running
         finally:
+            self._num_live -= 1
             exchange.disconnect()
             await asyncio.gather(running, return_exceptions=True)
 
@@ -84,7 +92,7 @@ class _Exchange:
 
     def __init__(self, body: bytes):
         self._body: bytes | None = body
-        self._left = asyncio.Event()
+        self._left, self._ended = asyncio.Event(), asyncio.Event()
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()  # None is the last
 
     async def receive(self) -> Message:
@@ -111,7 +119,23 @@ class _Exchange:
     def finish(self) -> None:
         """Ends the batches."""
         self._messages.put_nowait(None)
+        self._ended.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Waits, but not beyond the end of the answer."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
 
     def disconnect(self) -> None:
         """Tells the application that nobody reads."""
         self._left.set()
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """Messages of one answer, their bodies in one."""
+    heads = [message for message in messages if message["type"] == "http.response.start"]
+    bodies = [message for message in messages if message["type"] == "http.response.body"]
+    if len(bodies) < 2:
+        return messages
+    body = b"".join(message.get("body", b"") for message in bodies)
+    return [*heads, {**bodies[-1], "body": body}]

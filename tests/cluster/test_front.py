@@ -19,6 +19,7 @@ from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.ray.batch import prompt_of, refused
 from qkv_engine.ray.deployment import Replicas
 from qkv_engine.ray.front import Front
+from qkv_engine.ray.replica import _Exchange, _joined
 from qkv_engine.serve.limits import Limits
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -143,3 +144,27 @@ def test_rows_of_a_batch():
         prompt_of({"id": "a", "prompt": None})
     answer = refused(caught.value)
     assert answer["finish_reason"] == "error" and answer["generated_text"] is None
+
+
+def test_bodies_that_came_together_are_one_message():
+    assert _joined([HEAD, part(b"a", True), part(b"b", True), part(b"")]) == [HEAD, part(b"ab")]
+    assert _joined([HEAD]) == [HEAD]
+    assert _joined([part(b"a", True)]) == [part(b"a", True)]
+
+
+def test_an_exchange_hands_on_everything_and_ends_a_pause_with_the_answer():
+    async def run() -> None:
+        exchange = _Exchange(b"body")
+        assert (await exchange.receive())["body"] == b"body"
+        await exchange.send(HEAD)
+        batches = exchange.batches()
+        assert await anext(batches) == [HEAD]
+        await exchange.send(part(b"a", True))
+        await exchange.send(part(b"b"))
+        exchange.finish()
+        await asyncio.wait_for(exchange.pause(60), 1)
+        assert [batch async for batch in batches] == [[part(b"a", True), part(b"b")]]
+        exchange.disconnect()
+        assert (await exchange.receive())["type"] == "http.disconnect"
+
+    asyncio.run(run())
