@@ -15,6 +15,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
+from qkv_engine.cli.main import main
 from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.ray.batch import prompt_of, refused
 from qkv_engine.ray.deployment import Replicas
@@ -134,6 +135,11 @@ def test_numbers_of_replicas():
 def test_what_is_no_number_of_replicas(text: str):
     with pytest.raises(ConfigError, match="replicas="):
         Replicas.parse(text)
+
+
+def test_the_command_line_names_its_option(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "--replicas", "8..2"]) == 2
+    assert "--replicas='8..2'" in capsys.readouterr().err
 
 
 def test_rows_of_a_batch():
