@@ -92,6 +92,7 @@ lint: .venv/.installed-test .typecheck
 .typecheck:
 	@rm -rf .typecheck && mkdir -p .typecheck/qkv_engine
 	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models cli bench serve,$(CURDIR)/$(d)) .typecheck/qkv_engine/
+	@ln -s $(CURDIR)/cluster .typecheck/qkv_engine/ray
 	@ln -s $(CURDIR)/studies .typecheck/
 
 format: .venv/.installed-test

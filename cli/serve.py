@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from importlib import import_module
 from ipaddress import ip_address
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from qkv_engine.serve.limits import Limits
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-SWITCH_SECONDS = 0.0005  # that a thread may keep Python to itself: the engine's waits so long for the event loop's
 _LIMITS = ("max_requests", "max_connections", "read_timeout", "request_timeout", "drain_timeout")
 
 
@@ -45,6 +45,11 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (default: 2048)")
     add("--kv-quota", type=float, metavar="SHARE", help="share of KV memory that each tenant may use, in (0, 1]")
     add("--shape", metavar="NAME", help="random weights of a known shape instead of MODEL, to measure a server with")
+    add(
+        "--replicas",
+        metavar="N",
+        help="engines on a Ray cluster, such as 4, or 2..8 to follow the load (docs/scale.md)",
+    )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +79,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve as ``args`` say until a signal."""
-    server = _require_extra()
+    server = _require("qkv_engine.serve.server", "serve")
     check_shape(args)
     limits, keys = _limits(args), _keys(args)
+    if args.replicas is not None:
+        return _run_replicas(args, limits, keys)
     sock = server.bind(args.host, args.port)
     with sock:
         name = args.shape or args.model or common.DEMO
@@ -86,19 +93,37 @@ def run(args: argparse.Namespace) -> int:
                 note(line)
             _log_to_stderr(args)
             names = args.served_name or [name]
-            sys.setswitchinterval(SWITCH_SECONDS)
+            sys.setswitchinterval(server.SWITCH_SECONDS)
             running = server.Server(engine, sock, names, limits=limits, keys=keys, **_sites(args))
             note(f"serving {names[0]} on {server.url_of(sock)}")
             running.run()
     return common.EXIT_OK
 
 
-def _require_extra() -> Any:
-    """The server's module. Raises ``QKVError`` where what it needs is not installed."""
+def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys) -> int:
+    """Serve replicas on the Ray cluster of this machine, or on this machine alone, until a signal."""
+    deployment = _require("qkv_engine.ray.deployment", "ray")
+    replicas = deployment.Replicas.parse(args.replicas)
+    options = common.engine_options(args) | engine_options(args)
+    names = args.served_name or [args.shape or args.model or common.DEMO]
+    deployment.connect(is_verbose=args.verbose or args.debug)
+    note(f"starting {args.replicas} replicas of {names[0]}")
+    access = {"host": args.host, "port": args.port, "limits": limits, "keys": keys}
     try:
-        return import_module("qkv_engine.serve.server")
+        deployment.start(replicas, options, names, **access, sites=_sites(args))
+        note(f"serving {names[0]} on http://{args.host}:{args.port}")
+        signal.pause()
+    finally:
+        deployment.stop()
+    return common.EXIT_OK
+
+
+def _require(module: str, extra: str) -> Any:
+    """The module. Raises ``QKVError`` where what it needs, the packages of ``extra``, is not installed."""
+    try:
+        return import_module(module)
     except ImportError as error:
-        remedy = "Run: pip install 'qkv-engine[serve]'"
+        remedy = f"Run: pip install 'qkv-engine[{extra}]'"
         raise QKVError(f"serve needs a package that is not installed: {error.name}", remedy=remedy) from error
 
 

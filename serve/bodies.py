@@ -225,7 +225,7 @@ async def read_body(request: Request, kind: type[T], limits: Limits) -> T:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":  # a page of another site can send no such request without being allowed to
         raise ApiError(415, "send a JSON body, with the header Content-Type: application/json")
-    return decode(await _read_bytes(request, limits), kind)
+    return decode(await read_bytes(request, limits), kind)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -244,7 +244,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 
 
-async def _read_bytes(request: Request, limits: Limits) -> bytes:
+async def read_bytes(request: Request, limits: Limits) -> bytes:
+    """The body of ``request``. Raises ``ApiError`` for one that is too long or too slow, and ``ClientGoneError``."""
     too_large = ApiError(413, f"the body is longer than {limits.max_body} bytes", code="request_too_large")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > limits.max_body:

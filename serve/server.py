@@ -18,6 +18,7 @@ from .keys import Keys
 from .limits import Limits
 
 MAX_PORT = 65_535
+SWITCH_SECONDS = 0.0005  # that a thread may keep Python to itself: the engine's waits so long for the event loop's
 BACKLOG = 2048  # connections that the kernel accepts before the server does
 
 

@@ -18,10 +18,11 @@ from qkv_engine.cli.main import _parse
 
 from .doc_pages import FENCE, PAGES, ROOT, blocks, code_spans, each_page
 
-FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|studies|tests|docs"
+FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|cluster|studies|tests|docs"
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
-FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR"}
+RAY = {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"}
+FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR", *RAY}
 
 
 @each_page
@@ -99,7 +100,7 @@ def test_members_and_arguments_exist(page: Path, definitions):
 def test_options_are_options(page: Path):
     files = [*SOURCES, ROOT / "Makefile", ROOT / "docs/command_line.md"]  # the page is made from the parsers
     known = {word for path in files for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
-    foreign = {"--query-gpu", "--loop-ms"}  # of nvidia-smi
+    foreign = {"--head", "--query-gpu", "--loop-ms"}  # of ray and nvidia-smi
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
 
 

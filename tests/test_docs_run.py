@@ -18,7 +18,7 @@ from .doc_pages import PAGES, ROOT, Block, blocks, each_page
 
 REASONS = {
     *("needs a GPU", "needs the Hub", "needs a terminal", "takes minutes"),
-    *("installs packages", "make test runs it", "tests/serve runs it"),
+    *("installs packages", "make test runs it", "tests/serve runs it", "tests/cluster runs it"),
 }
 # Added to commands with an option or a name, the first that is there, so that they end in seconds: few, short questions
 # and texts. Commands with output shown run as they are.

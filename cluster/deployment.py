@@ -1,0 +1,135 @@
+"""Replicas and fronts as a Ray Serve application."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
+from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.serve.keys import Keys
+from qkv_engine.serve.limits import Limits
+
+from .front import Front
+from .placement import resources_of
+from .replica import Replica
+from .scaling import wanted_replicas
+
+logger = logging.getLogger("qkv_engine")
+
+APP = "qkv-engine"  # name of the application in the cluster
+MAX_REPLICAS = 4096
+DOWNSCALE_SECONDS = 300.0  # of low load before a replica, and its prefix cache, is given up
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The number of replicas: fixed where ``low`` is ``high``, else scaled with the load between the two.
+
+    Raises ``ConfigError`` for a number out of range.
+    """
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high <= MAX_REPLICAS:
+            value = f"{self.low}..{self.high}"
+            raise ConfigError("out of range", field="replicas", value=value, remedy=f"Give 1 to {MAX_REPLICAS:,}")
+
+    @classmethod
+    def parse(cls, text: str) -> Replicas:
+        """The numbers of "2" or "2..8". Raises ``ConfigError``."""
+        found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
+        if found is None:
+            raise ConfigError(
+                "not a number", field="replicas", value=text, remedy='Give one, or a range such as "2..8"'
+            )
+        return cls(int(found[1]), int(found[2] or found[1]))
+
+
+def connect(*, is_verbose: bool = False) -> None:
+    """Connects this process to the Ray cluster of this machine, or starts one of this machine alone."""
+    level = logging.INFO if is_verbose else logging.WARNING
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    ray.init(logging_level=level, log_to_driver=is_verbose)
+    signal.signal(signal.SIGTERM, on_terminate)  # which Ray replaces by its own
+
+
+def start(
+    replicas: Replicas,
+    options: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    keys: Keys,
+    sites: Mapping[str, Any],
+) -> None:
+    """Serves ``replicas`` on every machine of the cluster that this process is connected to, until ``stop``.
+
+    ``options`` are those of ``Engine``, the others those of ``make_app``, of which ``sites`` are what browsers may do.
+    Raises ``ConfigError`` for an option out of range, and ``QKVError`` where the replicas do not start.
+    """
+    options = {**options, "kv": resolve_kv(options.get("kv", DEFAULT_KV))}  # here: other machines lack a plan's file
+    EngineConfig(**options)  # for its checks
+    resources = resources_of(options)
+    _warn_if_short(resources, replicas.low)
+    engines = serve.deployment(
+        Replica,
+        ray_actor_options=resources,
+        max_ongoing_requests=options.get("max_num_seqs", EngineConfig.max_num_seqs),
+        max_queued_requests=limits.max_requests,
+        graceful_shutdown_timeout_s=limits.drain_timeout,
+        request_router_config={
+            "request_router_class": ConsistentHashRouter,
+            "request_router_kwargs": {"num_fallback_replicas": replicas.high},
+        },
+        **_scale(replicas),
+    ).bind(options, list(names), limits, keys, dict(sites))
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="Front",
+        num_replicas=replicas.high,  # ``MESSAGES_PER_SECOND`` of a replica take a core of a front
+        ray_actor_options={"num_cpus": 0},  # so that two cores can hold two engines
+        max_ongoing_requests=limits.max_connections,
+        graceful_shutdown_timeout_s=limits.drain_timeout,
+    ).bind(engines, limits)
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+    try:
+        serve.run(front, name=APP)
+    except RuntimeError as error:
+        raise QKVError(f"the replicas do not start: {error}") from error
+
+
+def stop() -> None:
+    """Lets requests under way end within the drain timeout, and leaves the cluster; other applications stay in it."""
+    if APP in serve.status().applications:
+        serve.delete(APP)
+    ray.shutdown()
+
+
+def _warn_if_short(resources: Mapping[str, float], number: int) -> None:
+    """Logs what the cluster lacks: Ray waits for it without end."""
+    has = ray.cluster_resources()
+    for name, kind in (("num_gpus", "GPU"), ("num_cpus", "CPU")):
+        wanted = number * resources.get(name, 0)
+        if wanted > has.get(kind, 0):
+            logger.warning("replicas wait until the cluster has %g %ss; it has %g", wanted, kind, has.get(kind, 0))
+
+
+def _scale(replicas: Replicas) -> dict[str, Any]:
+    if replicas.low == replicas.high:
+        return {"num_replicas": replicas.low}
+    policy = {"policy_function": wanted_replicas}
+    bounds = {"min_replicas": replicas.low, "max_replicas": replicas.high, "downscale_delay_s": DOWNSCALE_SECONDS}
+    return {"autoscaling_config": {**bounds, "policy": policy}}

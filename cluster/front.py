@@ -1,0 +1,141 @@
+"""The front: an ASGI application without an engine that forwards requests to replicas, and again if one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+from uuid import uuid4
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.types import Message, Receive, Scope, Send
+
+from qkv_engine.serve.app import METRICS_TYPE
+from qkv_engine.serve.bodies import read_bytes
+from qkv_engine.serve.errors import ApiError, ClientGoneError, as_api_error, error_response
+from qkv_engine.serve.limits import Limits
+
+from .metrics import merged
+from .routing import routing_key
+
+logger = logging.getLogger("qkv_engine")
+
+ATTEMPTS = 2  # replicas that a request is sent to, as long as nothing of an answer has come
+RETRY_AFTER = "1"  # seconds after which a refused client may try again
+SESSION = b"x-session-id"  # header by which a client names its routing key
+_REQUEST_ID = b"x-request-id"  # header to which Ray's proxy gives an id of its own
+_FORWARDED = ("method", "path", "raw_path", "query_string", "headers", "http_version")  # of an ASGI scope
+
+
+class Front:
+    """Forwards each request whole, to the replica that its routing key names while that one has room.
+
+    The head of an answer is held back until its first chunk: until then a replica's death costs a second attempt, and
+    the client sees none of it. Later a stream ends with an error as its last event.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, limits: Limits):
+        self._replicas, self._limits = replicas, limits
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The application, as Ray Serve asks for it."""
+        return Starlette(routes=[Mount("/", self._serve)])  # which answers the messages of its lifespan
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        answer = _Forwarded(send)
+        try:
+            async with asyncio.timeout(self._limits.request_timeout):
+                body = await read_bytes(Request(scope, receive), self._limits)
+                forwarded = {name: scope[name] for name in _FORWARDED if name in scope}
+                if scope["path"] == "/metrics":
+                    await self._collect_metrics(forwarded, answer)
+                else:
+                    await self._forward(forwarded, body, answer)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await answer.fail(_refusal(error), scope, receive)
+
+    async def _forward(self, scope: dict[str, Any], body: bytes, answer: _Forwarded) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        key = headers.get(SESSION) or routing_key(body, headers.get(b"authorization", ""))
+        for attempt in range(1, ATTEMPTS + 1):
+            answer.head = None
+            call = self._replicas.options(stream=True, session_id=key).answer.remote(scope, body)
+            try:
+                async for messages in call:
+                    for message in messages:
+                        await answer(message)
+                return
+            except RayActorError:
+                logger.warning("a replica was lost in attempt %d of a request", attempt)
+                if answer.has_begun or attempt == ATTEMPTS:
+                    raise
+            finally:
+                call.cancel()
+
+    async def _collect_metrics(self, scope: dict[str, Any], answer: _Forwarded) -> None:
+        """The metrics of all replicas, or the refusal of one of them."""
+        pages: dict[str, str] = {}
+        for replica, messages in await self._replicas.broadcast("answer_whole", scope).results_async():
+            if messages[0]["status"] != 200:
+                for message in messages:
+                    await answer(message)
+                return
+            pages[replica] = b"".join(message.get("body", b"") for message in messages).decode()
+        await Response(merged(pages), headers={"content-type": METRICS_TYPE})({"type": "http"}, _nothing, answer)
+
+
+class _Forwarded:
+    """An answer on its way to a client."""
+
+    def __init__(self, send: Send):
+        self.head: Message | None = None  # of the answer, not sent yet
+        self.has_begun = False
+        self._is_stream = False
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        """Sends a message on, a head with the first body."""
+        if message["type"] == "http.response.start":
+            headers = [header for header in message["headers"] if header[0] != _REQUEST_ID]
+            self.head = {**message, "headers": headers}
+            return
+        if self.head is not None:
+            head, self.head, self.has_begun = self.head, None, True
+            self._is_stream = dict(head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            await self._send(head)
+        await self._send(message)
+
+    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Ends the answer with an error: a response, or the last event of a stream that has begun."""
+        if not self.has_begun:
+            await error_response(error)(scope, receive, self._send)
+        elif self._is_stream:
+            events = b"data: %b\n\ndata: [DONE]\n\n" % error.body()
+            await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        else:
+            raise error  # the connection breaks off, and nobody takes the part for the whole
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _refusal(error: Exception) -> ApiError:
+    if isinstance(error, BackPressureError):
+        headers = {"retry-after": RETRY_AFTER}
+        return ApiError(429, "every replica is full", code="rate_limit_exceeded", headers=headers)
+    if isinstance(error, RayActorError):
+        return ApiError(503, "the replica of this request was lost; send it again", code="replica_lost")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request did not end in time", code="timeout")
+    return as_api_error(error, uuid4().hex)

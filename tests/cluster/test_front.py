@@ -1,0 +1,176 @@
+"""The front over replicas that are mere functions: what a client sees when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+
+from qkv_engine.cli.main import main
+from qkv_engine.errors import ConfigError, RequestError
+from qkv_engine.ray.batch import prompt_of, refused
+from qkv_engine.ray.deployment import Replicas
+from qkv_engine.ray.front import Front
+from qkv_engine.ray.replica import _Exchange, _joined
+from qkv_engine.serve.limits import Limits
+
+HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+Answer = Callable[[], AsyncIterator[list[dict[str, Any]]]]
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class FakeReplicas:
+    """A deployment handle whose calls are answered by ``answers``, one after the other."""
+
+    def __init__(self, *answers: Answer):
+        self.answers, self.keys = list(answers), list[str]()
+
+    def options(self, *, stream: bool, session_id: str) -> FakeReplicas:
+        self.keys.append(session_id)
+        return self
+
+    @property
+    def answer(self) -> FakeReplicas:
+        return self
+
+    def remote(self, scope: dict[str, Any], body: bytes) -> FakeReplicas:
+        self.call = self.answers.pop(0)()
+        return self
+
+    def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
+        return self.call
+
+    def cancel(self) -> None:
+        pass
+
+
+async def whole() -> AsyncIterator[list[dict[str, Any]]]:
+    yield [HEAD]
+    yield [part(b"data: 1\n\n", True), part(b"data: [DONE]\n\n")]
+
+
+async def lost_before() -> AsyncIterator[list[dict[str, Any]]]:
+    yield [HEAD]
+    raise ActorDiedError
+
+
+async def lost_within() -> AsyncIterator[list[dict[str, Any]]]:
+    yield [HEAD, part(b"data: 1\n\n", True)]
+    raise ActorDiedError
+
+
+async def full() -> AsyncIterator[list[dict[str, Any]]]:
+    raise BackPressureError(num_queued_requests=9, max_queued_requests=9)
+    yield []
+
+
+def post(replicas: FakeReplicas, limits: Limits | None = None, **headers: str) -> httpx.Response:
+    async def run() -> httpx.Response:
+        app = Front(replicas, Limits() if limits is None else limits).__serve_build_asgi_app__()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            return await client.post("/v1/completions", json={"prompt": "Hello"}, headers=headers)
+
+    return asyncio.run(run())
+
+
+def test_an_answer_passes_unchanged():
+    answer = post(FakeReplicas(whole))
+    assert (answer.status_code, answer.text) == (200, "data: 1\n\ndata: [DONE]\n\n")
+
+
+def test_a_request_that_was_lost_before_its_first_chunk_is_sent_again():
+    replicas = FakeReplicas(lost_before, whole)
+    assert post(replicas).text == "data: 1\n\ndata: [DONE]\n\n"
+    assert replicas.answers == [] and len(set(replicas.keys)) == 1
+
+
+def test_it_is_sent_twice_at_most():
+    replicas = FakeReplicas(lost_before, lost_before, whole)
+    answer = post(replicas)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+    assert replicas.answers == [whole]
+
+
+def test_a_stream_that_had_begun_ends_with_an_error():
+    first, error, done = post(FakeReplicas(lost_within, whole)).text.strip().split("\n\n")
+    assert (first, done) == ("data: 1", "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
+
+
+def test_full_replicas_refuse():
+    answer = post(FakeReplicas(full))
+    assert answer.status_code == 429 and answer.headers["retry-after"]
+
+
+def test_a_body_that_is_too_long_reaches_no_replica():
+    replicas = FakeReplicas()
+    assert post(replicas, Limits(max_body=4)).status_code == 413
+    assert replicas.keys == []
+
+
+def test_a_session_comes_before_the_prompt():
+    replicas = FakeReplicas(whole)
+    post(replicas, **{"X-Session-Id": "mine"})
+    assert replicas.keys == ["mine"]
+
+
+def test_numbers_of_replicas():
+    assert Replicas.parse("3") == Replicas(3, 3)
+    assert Replicas.parse("2..8") == Replicas(2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "x", "8..2", "1..", "1..9999999", "1.5"])
+def test_what_is_no_number_of_replicas(text: str):
+    with pytest.raises(ConfigError, match="replicas="):
+        Replicas.parse(text)
+
+
+def test_the_command_line_names_its_option(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "--replicas", "8..2"]) == 2
+    assert "--replicas='8..2'" in capsys.readouterr().err
+
+
+def test_rows_of_a_batch():
+    assert prompt_of({"id": "a", "prompt": [1, 2]}) == [1, 2]
+    messages = [{"role": "user", "content": "Hi", "name": None}]
+    assert prompt_of({"id": "a", "messages": messages, "prompt": None}) == [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match="id='a'") as caught:
+        prompt_of({"id": "a", "prompt": None})
+    answer = refused(caught.value)
+    assert answer["finish_reason"] == "error" and answer["generated_text"] is None
+
+
+def test_bodies_that_came_together_are_one_message():
+    assert _joined([HEAD, part(b"a", True), part(b"b", True), part(b"")]) == [HEAD, part(b"ab")]
+    assert _joined([HEAD]) == [HEAD]
+    assert _joined([part(b"a", True)]) == [part(b"a", True)]
+
+
+def test_an_exchange_hands_on_everything_and_ends_a_pause_with_the_answer():
+    async def run() -> None:
+        exchange = _Exchange(b"body")
+        assert (await exchange.receive())["body"] == b"body"
+        await exchange.send(HEAD)
+        batches = exchange.batches()
+        assert await anext(batches) == [HEAD]
+        await exchange.send(part(b"a", True))
+        await exchange.send(part(b"b"))
+        exchange.finish()
+        await asyncio.wait_for(exchange.pause(60), 1)
+        assert [batch async for batch in batches] == [[part(b"a", True), part(b"b")]]
+        exchange.disconnect()
+        assert (await exchange.receive())["type"] == "http.disconnect"
+
+    asyncio.run(run())
