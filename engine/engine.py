@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ import torch
 from .closable import Closable
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
 from .errors import EngineDeadError, RequestError
-from .intake import Conversation, Intake, Prompt
+from .intake import Conversation, Intake, Prompt, is_text
 from .metrics import EngineStats
 from .request import RequestOutput, SamplingParams
 from .serving.loop import EngineLoop
@@ -238,9 +239,16 @@ class Engine(Closable):
         request_id: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Like ``stream`` for ``async for``; cancelling the task or closing the generator aborts the request."""
+        """Like ``stream`` for ``async for``; cancelling the task or closing the generator aborts the request.
+
+        Text is tokenized, and a conversation rendered, in a thread of the event loop's executor.
+        """
         self._loop.check_alive()
-        submission = self._intake.streamed(prompt, params, request_id, template_kwargs)
+        given = prompt, params, request_id, template_kwargs
+        if is_text(prompt):
+            submission = await asyncio.to_thread(self._intake.streamed, *given)
+        else:
+            submission = self._intake.streamed(*given)
         finished = False
         try:
             self._loop.submit([submission])

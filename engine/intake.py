@@ -171,6 +171,11 @@ def _typed_errors() -> Iterator[None]:
         raise RequestError("the request cannot be read", field="error", value=error) from error
 
 
+def is_text(prompt: object) -> bool:
+    """Whether a prompt is a text or a conversation, whose tokens are still to be found."""
+    return isinstance(prompt, str | Mapping) or _is_conversation(prompt)
+
+
 def _is_conversation(prompt: object) -> bool:
     """Whether ``prompt`` is a list of messages, well-formed or not."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from qkv_engine import (
     ModelError,
     RequestError,
     SamplingParams,
+    intake,
 )
 
 QUESTION = [{"role": "user", "content": "What is 47*86?"}]
@@ -61,6 +63,26 @@ def test_a_stream_is_an_async_iterator_too(demo_engine: Engine):
         return [output.delta async for output in demo_engine.stream(QUESTION)]
 
     assert "".join(asyncio.run(read())) == demo_engine.chat(QUESTION).text
+
+
+@pytest.mark.parametrize("prompt", ["What is 2+2?", QUESTION, {"prompt": "Hello"}], ids=str)
+def test_text_is_read_beside_the_event_loop(prompt: Any, demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    threads, validate = [], intake.validate_prompt_ids
+
+    def noted(*args: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return validate(*args)
+
+    async def read() -> None:
+        async for _ in demo_engine.generate_async(prompt, demo_engine.params(max_tokens=2)):
+            pass
+        async for _ in demo_engine.generate_async([5, 6], demo_engine.params(max_tokens=2)):
+            pass
+
+    monkeypatch.setattr(intake, "validate_prompt_ids", noted)
+    asyncio.run(read())
+    text, ids = threads
+    assert text is not threading.current_thread() and ids is threading.current_thread()
 
 
 def test_a_stream_of_the_final_output_alone(demo_engine: Engine):
