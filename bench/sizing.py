@@ -10,10 +10,11 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import Ladder, build_ladder
+from qkv_engine.kv.ladder import Ladder
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sizes import MAX_SIZE, format_size, parse_size
+from qkv_engine.startup import rank_ladder
 
 from .batches import MAX_REQUESTS, parse_requests
 from .roofline import count_weights
@@ -90,10 +91,4 @@ def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks
     """
     if kv.model is not None:
         kv.model.check_shape(config, kv.name)
-    return build_ladder(
-        kv,
-        num_layers=config.num_layers,
-        num_kv_heads=config.share(num_ranks).num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    return rank_ladder(kv, config, num_ranks, dtype)

@@ -80,6 +80,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve as ``args`` say until a signal."""
     server = _require("qkv_engine.serve.server", "serve")
+    make_app = _require("qkv_engine.serve.app", "serve").make_app
     check_shape(args)
     limits, keys = _limits(args), _keys(args)
     if args.replicas is not None:
@@ -94,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
             _log_to_stderr(args)
             names = args.served_name or [name]
             sys.setswitchinterval(server.SWITCH_SECONDS)
-            running = server.Server(engine, sock, names, limits=limits, keys=keys, **_sites(args))
+            app = make_app(engine, names, limits=limits, keys=keys, **_sites(args))
+            running = server.Server(app, sock, limits)
             note(f"serving {names[0]} on {server.url_of(sock)}")
             running.run()
     return common.EXIT_OK

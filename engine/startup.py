@@ -23,7 +23,7 @@ from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_
 from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.scheduler import Pace, Scheduler
 
-from .config import BLOCK_TOKENS, EngineConfig
+from .config import BLOCK_TOKENS, EngineConfig, KVConfig
 from .device.logits import CausalLM
 from .device.memory import default_kv_memory, free_memory
 from .device.runner import Runner
@@ -109,7 +109,7 @@ def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Sta
     eos_ids = frozenset(
         eos_token_ids(generation, model_config.eos_token_ids, tokenizer, vocab_size=model_config.vocab_size)
     )
-    ladder = rank_ladder(config, model_config, ranks, dtype)
+    ladder = rank_ladder(config.kv, model_config, ranks.size, dtype)
     limit = config.max_model_len or model_config.max_position_embeddings
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, cuda_graphs=config.cuda_graphs)
     max_model_len = _fit_model_len(config, limit, cache)
@@ -171,12 +171,12 @@ def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Sta
     )
 
 
-def rank_ladder(config: EngineConfig, model: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Ladder:
-    """The ladder over the KV heads of a rank, for a model that computes in ``dtype``."""
+def rank_ladder(kv: KVConfig, model: ModelConfig, num_ranks: int, dtype: torch.dtype) -> Ladder:
+    """The ladder of ``kv`` over the KV heads of one of ``num_ranks``, for a model that computes in ``dtype``."""
     return build_ladder(
-        config.kv,
+        kv,
         num_layers=model.num_layers,
-        num_kv_heads=ranks.part(model.num_kv_heads).size,
+        num_kv_heads=model.share(num_ranks).num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
     )

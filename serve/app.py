@@ -228,7 +228,7 @@ async def stats(request: Request) -> Response:
     """``GET /stats``: ``EngineStats`` as JSON, under the model's name for clients."""
     frontend = _frontend(request)
     found = await to_thread.run_sync(frontend.engine.stats)  # waits for the engine between two steps
-    return Response(msgspec.json.encode(replace(found, model=frontend.name)), media_type="application/json")
+    return _json(replace(found, model=frontend.name))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -243,7 +243,7 @@ def _frontend(request: Request) -> Frontend:
     return frontend
 
 
-def _json(value: dict[str, Any]) -> Response:
+def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
+from starlette.applications import Starlette
 
-from qkv_engine import Engine
 from qkv_engine.errors import ConfigError
 
-from .app import make_app
 from .connection import LimitedConnection
-from .keys import Keys
 from .limits import Limits
 
 MAX_PORT = 65_535
@@ -23,26 +20,13 @@ BACKLOG = 2048  # connections that the kernel accepts before the server does
 
 
 class Server:
-    """An engine on a bound socket. ``run`` blocks; SIGTERM and Ctrl-C drain where it is called in the main thread."""
+    """An application on a bound socket. ``run`` blocks; in the main thread SIGTERM and Ctrl-C drain."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sock: socket.socket,
-        names: Sequence[str],
-        *,
-        limits: Limits | None = None,
-        keys: Keys | None = None,
-        allow_origins: Sequence[str] = (),
-        allow_hosts: Sequence[str] = (),
-        page: bool = True,
-    ):
-        """Arguments are those of ``make_app``; ``sock`` is closed in the end, ``engine`` is not."""
-        limits = Limits() if limits is None else limits
+    def __init__(self, app: Starlette, sock: socket.socket, limits: Limits):
+        """``app`` is one of ``make_app`` with the same ``limits``; ``sock`` is closed in the end."""
         self._sock = sock
-        sites: dict[str, Sequence[str]] = {"allow_origins": allow_origins, "allow_hosts": allow_hosts}
         config = uvicorn.Config(
-            make_app(engine, names, limits=limits, keys=keys, page=page, **sites),
+            app,
             http=cast(Any, partial(LimitedConnection, limits)),
             ws="none",
             lifespan="off",

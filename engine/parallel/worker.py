@@ -34,7 +34,7 @@ class Follower:
     """One rank's memory and backends."""
 
     def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
-        ladder = rank_ladder(config, model.config, model.ranks, dtype)
+        ladder = rank_ladder(config.kv, model.config, model.ranks.size, dtype)
         memory = torch.empty(setup.kv_nbytes, dtype=torch.uint8, device=device)
         self._mover = Mover(memory, ladder, config.cuda_graphs)
         self._steps: Steps = make_steps(model, memory, setup.layout, ladder, config.cuda_graphs)

@@ -12,6 +12,7 @@ import httpx
 import openai
 
 from qkv_engine import Engine
+from qkv_engine.serve.app import make_app
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 from qkv_engine.serve.server import Server, bind, url_of
@@ -74,7 +75,8 @@ def running(
     if send_buffer is not None:  # of the kernel, for every connection
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sites = {"allow_origins": allow_origins, "allow_hosts": allow_hosts}
-    server = Server(engine, sock, names, limits=limits, keys=keys, page=page, **sites)
+    limits = Limits() if limits is None else limits
+    server = Server(make_app(engine, names, limits=limits, keys=keys, page=page, **sites), sock, limits)
     url = url_of(sock)
     thread = threading.Thread(target=server.run)
     thread.start()
