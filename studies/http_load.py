@@ -84,7 +84,7 @@ def over_http(address: tuple[str, int], load: Load, seed: int) -> None:
 async def _post(address: tuple[str, int], body: bytes) -> bytes:
     """The end of the answer to ``body``; all of it is read."""
     reader, writer = await asyncio.open_connection(*address)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: load\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     tail = b""
     while part := await reader.read(CHUNK):
