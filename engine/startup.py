@@ -287,9 +287,12 @@ def _in_a_thread_of_its_own(work: Callable[[Callable[[], bool]], T]) -> T:
         ended.acquire()
     except BaseException:
         stop.append(True)
-        while begun and not (results or errors):
-            with suppress(BaseException):  # one more Ctrl-C: the load ends soon enough
-                sleep(0.01)
+        is_over = False
+        while not is_over:
+            with suppress(BaseException):  # one more Ctrl-C, also between two sleeps: the load ends soon enough
+                while begun and not (results or errors):
+                    sleep(0.01)
+                is_over = True
         raise
     if errors:
         raise errors.pop()
