@@ -30,8 +30,9 @@ class OutputStream:
 
     def __init__(self) -> None:
         self._newest: Report | None = None
-        self._last_read: Report | None = None
-        self._had: list[Had] = []  # by the reader, of each completion
+        # The last report read, and what its reader has of each completion. One attribute, since a Ctrl-C between two
+        # assignments would repeat a delta.
+        self._read: tuple[Report | None, list[Had]] = (None, [])
         self._error: QKVError | None = None
         self._bells: deque[Bell] = deque()  # each wakes a reader that found nothing to read
         self._pid = os.getpid()
@@ -80,18 +81,18 @@ class OutputStream:
 
     @property
     def _is_readable(self) -> bool:
-        return self._newest is not self._last_read or self._error is not None
+        return self._newest is not self._read[0] or self._error is not None
 
     def _take(self) -> RequestOutput | None:
         report = self._newest
-        if report is self._last_read:
+        last_read, had = self._read
+        if report is last_read:
             if self._error is not None:
                 raise self._error
             return None
         assert report is not None
-        output, had = report.read(self._had)
-        self._last_read = report
-        self._had = had
+        output, had = report.read(had)
+        self._read = (report, had)
         return output
 
     def take_bell(self) -> Bell | None:
