@@ -32,15 +32,17 @@ class Crew:
         """
         self._lost: str | None = None
         self._workers: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, _end_all, self._workers)
+        group: list[ProcessRanks] = []
+        self._finalizer = weakref.finalize(self, _end_all, self._workers, group)
         size = config.tensor_parallel
         store = TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
         try:
             for rank in range(1, size):
                 self._workers.append(worker := WorkerProcess(rank))
-                worker.connection.send_bytes(pickle.dumps((config, rank, device.type, store.port)))
+                worker.send(pickle.dumps((config, rank, device.type, store.port)))
             self.replies()  # all have imported torch: joining does not wait for one that cannot
             self.ranks = ProcessRanks.join(0, size, store, device)
+            group.append(self.ranks)
         except BaseException:
             self.close()
             raise
@@ -58,7 +60,7 @@ class Crew:
         """Has all workers allocate KV memory as rank 0 did. Raises the error that one replies with."""
         message = encode(Setup(kv_nbytes, layout, num_threads))
         for worker in self._workers:
-            worker.connection.send_bytes(message)
+            worker.send(message)
         self.replies()
 
     def lead(self, command: Command, work: Callable[[], T]) -> T:
@@ -70,7 +72,7 @@ class Crew:
         self.check()
         try:
             for worker in self._workers:
-                worker.connection.send_bytes(message)
+                worker.send(message)
             return work()
         except BaseException as error:
             self._lose(f"rank 0 broke off: {type(error).__name__}: {error}")
@@ -82,7 +84,7 @@ class Crew:
             raise self._error()
 
     def close(self) -> None:
-        """Ends all workers and waits for them. May be called again."""
+        """Ends all workers, waits for them and leaves the group, of which no graph may be left. May be called again."""
         self._finalizer()
 
     def _error(self) -> RankLostError:
@@ -95,8 +97,7 @@ class Crew:
         """Notes why the group is of no more use, and ends exchanges that would wait for ever."""
         if self._lost is None and self._finalizer.alive:
             self._lost = why
-            # NCCL ends exchanges at once, but returns only when all graphs that hold some are gone.
-            Thread(target=self.ranks.abort, daemon=True).start()
+            self.ranks.abort()
 
 
 def _watch(crew: weakref.ref[Crew], worker: WorkerProcess) -> None:
@@ -106,6 +107,8 @@ def _watch(crew: weakref.ref[Crew], worker: WorkerProcess) -> None:
         found._lose(worker.last_words())
 
 
-def _end_all(workers: list[WorkerProcess]) -> None:
+def _end_all(workers: list[WorkerProcess], group: list[ProcessRanks]) -> None:
     for worker in workers:
         worker.end()
+    for ranks in group:
+        ranks.leave()

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import IO
 
@@ -44,10 +45,21 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
+    def send(self, message: bytes) -> None:
+        """Sends the worker its next message. Raises ``RankLostError`` if it has ended."""
+        with self._alive():
+            self.connection.send_bytes(message)
+
     def receive(self) -> object:
         """The worker's next reply. Raises ``RankLostError`` if there will be none."""
-        try:
+        with self._alive():
             return pickle.loads(self.connection.recv_bytes())
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Makes errors of the connection the end of the process and a ``RankLostError``."""
+        try:
+            yield
         except (EOFError, OSError) as error:
             self.end()
             raise RankLostError(self.last_words(), remedy="Make a new Engine") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -19,12 +20,16 @@ from qkv_engine.models.ranks import Ranks
 # Of an exchange: longer than any step. A rank that ended is noticed by its process, long before.
 EXCHANGE_TIMEOUT = timedelta(hours=24)
 
+# For NCCL to give up an exchange once no graph holds any: later, its thread may outlive the interpreter and abort it.
+ABORT_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class ProcessRanks(Ranks):
     """A rank among processes. The group is no default of ``torch.distributed``, which a caller's own code may use."""
 
     backend: Any = None  # of torch.distributed; builds of torch without CUDA have no type for NCCL's
+    _aborts: list[Thread] = field(default_factory=list, repr=False)
 
     @classmethod
     def join(cls, rank: int, size: int, store: Store, device: torch.device) -> ProcessRanks:
@@ -57,8 +62,17 @@ class ProcessRanks(Ranks):
         return torch.cat(parts.chunk(self.size), dim=1)
 
     def abort(self) -> None:
-        """Ends exchanges that wait for a rank that is gone. From any thread."""
-        self.backend.abort()
+        """Ends exchanges that wait for a rank that is gone, soon after this returns. From any thread."""
+        # NCCL ends them at once, but returns only when all graphs that hold some are gone.
+        self._aborts.append(thread := Thread(target=self.backend.abort, daemon=True, name="abort"))
+        thread.start()
+
+    def leave(self) -> None:
+        """Leaves the group. Nothing may be exchanged after that, and no graph may hold an exchange."""
+        for thread in self._aborts:
+            thread.join(ABORT_SECONDS)
+        if not self._aborts:
+            self.backend.shutdown()
 
 
 def _wait(work: Any) -> None:

@@ -16,7 +16,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
 from ..device.memory import is_out_of_memory
 from ..device.runner import Pending, Runner, StepResult
-from ..errors import QKVError, RequestError, as_request_error
+from ..errors import EngineDeadError, QKVError, RequestError, as_request_error
 from ..kv.block import Block
 from ..kv.manager import KVManager
 from ..metrics import Counters
@@ -317,8 +317,10 @@ class EngineCore:
     def _narrow_down(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
         """Runs a batch that raised again in halves, until the request at fault stands alone, and fails.
 
-        A chunk of a prompt for which there was no memory is halved, too.
+        A chunk of a prompt for which there was no memory is halved, too. Raises ``error`` if it ends the engine.
         """
+        if isinstance(error, EngineDeadError):
+            raise error
         if len(batch.live()) < len(batch):
             return self._run(batch)  # a request that has ended meanwhile may have been at fault
         if len(batch) > 1 or (is_out_of_memory(error) and batch.num_tokens > 1):

@@ -171,6 +171,7 @@ class EngineLoop:
         if isinstance(error, DeviceLostError):
             _keep_for_ever(self)
         else:
+            _forget_frames(error)
             self._core.free()
 
     def _serve(self) -> None:
@@ -229,6 +230,13 @@ def _keep_for_ever(loop: EngineLoop) -> None:
 
 def _closed() -> EngineDeadError:
     return EngineDeadError("the engine is closed", remedy="Make a new Engine")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of an error and of its causes, whose frames hold the model and the KV memory."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _stopped(cause: BaseException) -> EngineDeadError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +86,31 @@ def test_a_rank_that_dies_ends_the_engine_at_once():
         with pytest.raises(EngineDeadError):
             found.generate([[1, 2, 3]])
     assert has_ended(pid)
+
+
+def test_an_engine_without_a_rank_frees_its_memory_before_it_is_closed(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")  # a record would hold its error's frames
+    found = engine(2)
+    assert found._started is not None
+    runner = weakref.ref(found._started.core.runner)
+    stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
+    next(stream)
+    os.kill(workers(found)[0].process.pid, signal.SIGKILL)
+    with pytest.raises(RankLostError, match="rank 1 ended with code -9"):
+        for _ in stream:
+            pass
+    found._loop._thread.join(10)
+    assert runner() is None
+    found.close()
+
+
+def test_a_worker_that_is_gone_refuses_messages_with_its_last_words():
+    with engine(2) as found:
+        worker = workers(found)[0]
+        os.kill(worker.process.pid, signal.SIGKILL)
+        with pytest.raises(RankLostError, match="rank 1 ended with code -9"):
+            for _ in range(100):
+                worker.send(bytes(100_000))
 
 
 def test_workers_end_with_their_engine():
