@@ -3,7 +3,7 @@
 out[b, h] = sum_p w_p o_p / sum_p w_p,  w_p = 2^(lse_p - max lse)
 
 Shapes:  o [parts, HQ, D] float32;  lse [parts, HQ] float32, log2, -inf for an empty part;  out [B, HQ, D]
-Grid:    (B, HQ); one program per request and query head, BLOCK_P parts a step
+Grid:    (B, cdiv(HQ, BLOCK_H)); one program per request and BLOCK_H query heads, BLOCK_P parts a step
 Source:  flash-decoding split-KV
 """
 
@@ -21,35 +21,37 @@ def merge_kernel(
     out_ptr,
     stride_out_b,
     stride_out_h,
+    HQ: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     begin_overlap(OVERLAP)
     end_overlap(OVERLAP)
-    i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    HQ = tl.num_programs(1)
+    i_b = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
+    m_h = o_h < HQ
+    m_o = m_h[:, None] & (o_d < D)[None, :]
     first = tl.load(part_first_ptr + i_b)
     last = tl.load(part_first_ptr + i_b + 1)
-    b_m = tl.full([1], -1e30, tl.float32)
-    b_l = tl.zeros([1], tl.float32)
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    b_m = tl.full([BLOCK_H], -1e30, tl.float32)
+    b_l = tl.zeros([BLOCK_H], tl.float32)
+    b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for i_p in range(first, last, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
-        row = o_p.to(tl.int64) * HQ + i_h
-        b_lse = tl.load(lse_ptr + row, mask=o_p < last, other=float("-inf"))
-        b_o = tl.load(
-            o_ptr + row[:, None] * D + o_d[None, :],
-            mask=(o_p < last)[:, None] & (o_d < D)[None, :],
-            other=0.0,
-        )
+        m_p = o_p < last
+        row = o_p.to(tl.int64)[:, None] * HQ + o_h[None, :]
+        b_lse = tl.load(lse_ptr + row, mask=m_p[:, None] & m_h[None, :], other=float("-inf"))
+        p_o = o_ptr + row[:, :, None] * D + o_d[None, None, :]
+        b_o = tl.load(p_o, mask=m_p[:, None, None] & m_o[None, :, :], other=0.0)
         b_top = tl.maximum(b_m, tl.max(b_lse, 0))
-        b_w = tl.exp2(b_lse - b_top)
+        b_w = tl.exp2(b_lse - b_top[None, :])
         b_shrink = tl.exp2(b_m - b_top)
         b_l = b_l * b_shrink + tl.sum(b_w, 0)
-        b_acc = b_acc * b_shrink + tl.sum(b_o * b_w[:, None], 0)
+        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_o * b_w[:, :, None], 0)
         b_m = b_top
-    p_out = out_ptr + i_b * stride_out_b + i_h * stride_out_h + o_d
-    tl.store(p_out, (b_acc / tl.maximum(b_l, 1e-30)).to(out_ptr.dtype.element_ty), mask=o_d < D)
+    p_out = out_ptr + i_b * stride_out_b + o_h[:, None] * stride_out_h + o_d[None, :]
+    tl.store(p_out, (b_acc / tl.maximum(b_l, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=m_o)

@@ -100,15 +100,17 @@ def paged_decode(
             **options,
         )
         options = chained
-    block_p, num_warps = _merge_tile(num_parts, batch)
-    merge_kernel[(batch, num_heads)](
+    block_p, block_h, num_warps = _merge_tile(num_parts, batch)
+    merge_kernel[(batch, triton.cdiv(num_heads, block_h))](
         o,
         lse,
         work.part_first,
         out,
         out.stride(0),
         out.stride(1),
+        HQ=num_heads,
         D=head_dim,
+        BLOCK_H=block_h,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_P=block_p,
         num_warps=num_warps,
@@ -133,10 +135,10 @@ def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
     return {"banks_ptr": banks, "k_bank": page.k_bank, "v_bank": page.v_bank}
 
 
-def _merge_tile(num_parts: int, batch: int) -> tuple[int, int]:
-    """Parts joined at a time by the merge, about as many as a request has, and the merge's warps."""
+def _merge_tile(num_parts: int, batch: int) -> tuple[int, int, int]:
+    """Parts joined at a time by the merge, about as many as a request has, its heads of a program, and its warps."""
     block_p = min(32, max(4, triton.next_power_of_2(-(-num_parts // batch))))
-    return block_p, max(1, block_p // 8)
+    return (block_p, 1, block_p // 8) if block_p > 4 else (block_p, 4, 1)  # few parts: programs of one are too many
 
 
 def launches(ranges: Sequence[FormatRange], bounds: Bounds, num_kv_heads: int) -> list[tuple[FormatRange, int]]:
