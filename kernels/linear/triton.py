@@ -37,11 +37,9 @@ class TileTuning(NamedTuple):
     num_stages: int
 
 
-# By the most rows that each serves. With more than two the additions of ``linear_sum_kernel`` are not hidden behind the
-# reading any more; beyond the last entry torch's products are as fast.
+# By the most rows that each serves; beyond the last entry torch's products are as fast.
 TUNINGS: dict[int, SumTuning | TileTuning] = {
     1: SumTuning(columns=1024, loads=16),
-    2: SumTuning(columns=1024, loads=8),
     8: TileTuning(block_n=32, block_k=256, num_warps=2, num_stages=5),
 }
 MAX_ROWS = max(TUNINGS)
@@ -49,14 +47,14 @@ MAX_ROWS = max(TUNINGS)
 
 @triton.jit
 def linear_sum_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M: tl.constexpr, N,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, N,
     K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T + bias`` by multiplication and addition in float32, or with GATED its SwiGLU.
+    """``out = weight @ x + bias`` by multiplication and addition in float32, or with GATED its SwiGLU.
 
     A program holds BLOCK_N rows of the weight in registers, and all its loads are under way before it waits.
 
-    Shapes:  x [M, K];  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Shapes:  x [K];  weight [N, K];  bias [N] or None;  out [N], with GATED [N / 2]
     Grid:    (cdiv(N, BLOCK_N),)
     """
     begin_overlap(OVERLAP)
@@ -71,27 +69,22 @@ def linear_sum_kernel(
     b_bias = _load_bias(bias_ptr, o_n)
     end_overlap(OVERLAP)
 
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    outs = ()
-    for row in tl.static_range(M):
-        b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for part in tl.static_range(PARTS):
-            b_x = _load_columns(x_ptr + row * K, part * BLOCK_K + o_k, K, BLOCK_K, "")
-            b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
-        b_out = (tl.sum(b_acc, 1) + b_bias).to(DTYPE)
-        if GATED:
-            b_out = _swiglu(*tl.split(tl.reshape(b_out, [BLOCK_N // 2, 2])))
-        outs += (b_out,)  # type: ignore[assignment]
+    b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for part in tl.static_range(PARTS):
+        b_x = _load_columns(x_ptr, part * BLOCK_K + o_k, K, BLOCK_K, "")
+        b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
+    b_out = (tl.sum(b_acc, 1) + b_bias).to(out_ptr.dtype.element_ty)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_out = N // 2 if GATED else N
+    if GATED:
+        b_out = _swiglu(*tl.split(tl.reshape(b_out, [OUTS, 2])))
     o_out = i_p * OUTS + tl.arange(0, OUTS)
-    for row in tl.static_range(M):  # last: a store is a barrier to later loads of ``x``
-        tl.store(out_ptr + row * num_out + o_out, outs[row], mask=o_out < num_out)
+    tl.store(out_ptr + o_out, b_out, mask=o_out < num_out)
 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_tile_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, N, M,
     K: tl.constexpr, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -178,15 +171,16 @@ def linear_few_rows(
 ) -> Tensor:
     """See ``linear``, and ``linear_swiglu`` for a ``gated`` one; x has 1 to ``MAX_ROWS`` rows.
 
-    ``tuning``: launch parameters, and with them the kernel.
+    ``tuning``: launch parameters, and with them the kernel; ``SumTuning`` serves one row alone.
     """
     num_rows, size = x.shape
     num_out = len(weight)
     assert can_stream(x) and weight.is_contiguous()
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
+    rows = () if kernel is linear_sum_kernel else (num_rows,)
     kernel[(triton.cdiv(num_out, constexprs["BLOCK_N"]),)](
-        x, weight, bias, out, num_rows, num_out, **constexprs, num_warps=num_warps, **overlap_options(x.device)
+        x, weight, bias, out, num_out, *rows, **constexprs, num_warps=num_warps, **overlap_options(x.device)
     )
     return out
 

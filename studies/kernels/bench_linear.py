@@ -76,7 +76,7 @@ def tunings(num_rows: int) -> list[Tuning]:
     sums = [SumTuning(columns, loads) for columns in (512, 1024, 2048) for loads in (8, 16)]
     shapes = ((16, 256, 1, 4), (16, 512, 1, 4), (32, 256, 2, 5), (32, 256, 2, 3), (64, 128, 4, 5), (64, 256, 4, 4))
     tiles = [TileTuning(*shape) for shape in shapes]
-    return [*(sums if num_rows <= 4 else ()), *(tiles if num_rows in (1, 4, 8) else ())]
+    return [*(sums if num_rows == 1 else ()), *(tiles if num_rows in (1, 2, 4, 8) else ())]
 
 
 def check() -> dict[str, float]:

@@ -131,8 +131,6 @@ def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         for size, gated in ((4096, True), (12288, False)):
             kernel, constexprs, num_warps = few_rows_variant(num_rows, 4096, size, gated=gated)
             constexprs |= {"OVERLAP": True, "bias_ptr": None}
-            if "M" in (p.name for p in kernel.params if p.is_constexpr):
-                constexprs["M"] = num_rows
             name = kernel.__name__.replace("_kernel", f" {num_rows} x {size}") + gated * " gated"
             yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 

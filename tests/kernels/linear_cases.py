@@ -66,7 +66,8 @@ def cases() -> dict[str, Callable[[], float]]:
     for num_rows in (1, 2, 7, MAX_ROWS):
         found[f"gated {num_rows}"] = lambda m=num_rows: gated(m, 37)
     for tuning in TUNINGS:
-        found[f"{tuning}"] = lambda t=tuning: product(4, 1416, 35, torch.bfloat16, True, t)
+        num_rows = 4 if tuning == "tiles" else 1
+        found[tuning] = lambda m=num_rows, t=tuning: product(m, 1416, 35, torch.bfloat16, True, t)
     return found
 
 
