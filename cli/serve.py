@@ -149,7 +149,7 @@ def _keys(args: argparse.Namespace) -> Keys:
     """The keys. Raises ``ConfigError`` where others could call and no key is asked for."""
     from qkv_engine.serve.keys import Keys, read_keys
 
-    found = [(f"key-{number}", key) for number, key in enumerate(args.api_key or (), 1)]
+    found = [(f"api-key-{number}", key) for number, key in enumerate(args.api_key or (), 1)]
     if args.api_key_file is not None:
         found += read_keys(args.api_key_file)
     if not found and not args.no_api_key and not _is_loopback(args.host):

@@ -110,7 +110,7 @@ class _Parser(HttpRequestParser):
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._connection = connection
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
         while True:
             try:
                 return super().feed_data(data)

@@ -30,20 +30,21 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """``logprobs`` of a completion's choice, whose tokens begin at character ``offset``.
 
-    A prompt's first token has None for an entry, and ``text_of`` gives its text.
+    ``top_logprobs`` are ``number`` of the likeliest tokens and, as in OpenAI's API, the token itself. A prompt's first
+    token has None for an entry, and ``text_of`` gives its text.
     """
     pairs = list(zip(token_ids, entries, strict=True))
     texts = [_text(e[i]) if e is not None else text_of(i) if text_of else "" for i, e in pairs]
     return {
         "tokens": texts,
         "token_logprobs": [None if e is None else e[i].logprob for i, e in pairs],
-        "top_logprobs": [None if e is None else _top(e, number) for _, e in pairs] if number else None,
+        "top_logprobs": [e and _top(e) for _, e in pairs] if number else None,
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
 
 
-def _top(entry: Entry, number: int) -> dict[str, float]:
-    return {_text(other): other.logprob for other in _likeliest(entry)[:number]}
+def _top(entry: Entry) -> dict[str, float]:
+    return {_text(other): other.logprob for other in _likeliest(entry)}
 
 
 def _likeliest(entry: Entry) -> list[Logprob]:
