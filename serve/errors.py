@@ -63,7 +63,7 @@ def refused(error: RequestError, names: Mapping[str, str]) -> ApiError:
     """The error of an invalid request. ``names`` are fields of its body by the engine's name for them."""
     if error.field == TOO_LONG:
         return ApiError(400, str(error), code="context_length_exceeded")
-    param = (_PARAMS | names).get(error.field or "", error.field)
+    param = {**_PARAMS, **names}.get(error.field or "", error.field)
     renamed = RequestError(error.message, field=param, value=error.value, remedy=error.remedy)
     return ApiError(400, str(renamed), param=param)
 
