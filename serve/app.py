@@ -60,7 +60,13 @@ def make_app(
     open_paths = {HEALTH, *(route.path for route in pages)}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
-        cors = Middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
     app = Starlette(routes=[*_ROUTES, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse})
     app.state.frontend = frontend

@@ -201,6 +201,8 @@ class Tokenizer:
         if len(text) > most and (not limits.drops_spaces or len("".join(text.split())) > most):
             raise RequestError(
                 f"the text has {len(text)} characters, which are more than {max_tokens} tokens",
+                field="max_model_len",
+                value=max_tokens,
                 remedy=f"Use at most {most}",
             )
 

@@ -77,6 +77,8 @@ def test_a_key_file_names_tenants(tmp_path: Path):
 def test_pages_of_other_sites_may_not_call(guarded: Running, server: Running):
     asked = {"origin": "https://ours.example", "access-control-request-method": "POST"}
     assert guarded.http.options("/v1/completions", headers=asked).headers["access-control-allow-origin"]
+    answer = guarded.http.get("/v1/models", headers={**bearer(ALICE), "origin": asked["origin"]})
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
     refused = guarded.http.options("/v1/completions", headers={**asked, "origin": "https://theirs.example"})
     assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
     assert "access-control-allow-origin" not in server.http.get("/health", headers=asked).headers
