@@ -85,6 +85,7 @@ class ChatAnswer(_Envelope):
     def __init__(self, body: ChatBody, answer_id: str, model: str, tokenizer: Tokenizer | None):
         super().__init__(answer_id, model, body.n)
         self._num_top, self._with_ids = body.top_logprobs or 0, bool(body.return_token_ids)
+        self._tokenizer = tokenizer
         self._has_tools = body.has_tools and tokenizer is not None and writes_calls(tokenizer.chat_template)
         self._parsers: dict[int, ToolCallParser] = {}  # by completion
 
@@ -122,8 +123,8 @@ class ChatAnswer(_Envelope):
 
     def _with_delta(self, delta: CompletionOutput, content: JsonObject) -> JsonObject:
         logprobs = None
-        if delta.logprobs is not None:
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, self._num_top)
+        if delta.logprobs is not None and self._tokenizer is not None:
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, self._num_top, self._tokenizer.token_bytes)
         if self._with_ids:
             content["token_ids"] = delta.token_ids
         parser = self._parsers.get(delta.index)

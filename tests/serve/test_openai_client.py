@@ -103,6 +103,14 @@ def test_logprobs_of_a_chat(server: Running):
     assert [token.token for token in streamed] == [token.token for token in content]
 
 
+def test_bytes_of_tokens_are_those_of_the_text_within_characters(server: Running):
+    form = {"structured_outputs": {"choice": ["a😀é漢b"]}}
+    answer = server.openai.chat.completions.create(model="demo", messages=HELLO, logprobs=True, extra_body=form)
+    content = answer.choices[0].logprobs.content
+    written = b"".join(bytes(token.bytes) for token in content)
+    assert len(content) > 10 and "</think>a😀é漢b" in written.decode()
+
+
 def test_likeliest_tokens_of_a_completion_have_the_sampled_one_beside_them(server: Running):
     asked = {"model": "demo", "prompt": "What is 2+2?", "logprobs": 2, "max_tokens": 8, "temperature": 5, "seed": 3}
     logprobs = server.openai.completions.create(**asked).choices[0].logprobs
