@@ -107,7 +107,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     def renamed(self) -> dict[str, str]:
         """Fields of the body by the name of the sampling parameter that they gave, where the two differ."""
-        return {"structured_outputs": "response_format"} if self.structured_outputs is None else {}
+        if self.structured_outputs is not None:
+            return {}
+        schema = "response_format.json_schema.schema"
+        return {"structured_outputs": "response_format", "structured_outputs.json": schema}
 
     def _own_changes(self) -> JsonObject:
         return {}

@@ -56,6 +56,8 @@ def test_it_serves_until_a_signal_and_then_drains(tmp_path: Path):
         (["--api-key", "short"], "at least 8 printable"),
         (["--max-body", "many"], "--max-body='many': not a size"),
         (["--read-timeout", "0"], "--read-timeout=0.0: out of range"),
+        (["--allow-origin", "ours.example"], "--allow-origin='ours.example': no site. Give it as browsers do"),
+        (["--allow-origin", "https://ours.example/"], "no site"),
         (["--port", "70000"], "--port=70000: no port"),
         (["--shape", "huge"], "--shape='huge': unknown shape"),
         (["--max-num-seqs", "0", "--port", "0"], "--max-num-seqs=0: out of range"),

@@ -194,6 +194,9 @@ def test_errors_name_the_field(server: Running):
     schema = {"name": "s", "schema": {"type": "nope"}}
     wrong = error(response_format={"type": "json_schema", "json_schema": schema})
     assert wrong.param == "response_format" and "Invalid type: nope" in wrong.message
+    schema = {"name": "s", "schema": {"enum": ["x" * 70_000]}}
+    long = error(response_format={"type": "json_schema", "json_schema": schema})
+    assert long.param == "response_format.json_schema.schema"
     ours = {"structured_outputs": {"regex": "("}}
     assert error(extra_body=ours).param == "structured_outputs"
     both = error(extra_body=ours, response_format={"type": "json_object"})
