@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     server = _require("qkv_engine.serve.server", "serve")
     make_app = _require("qkv_engine.serve.app", "serve").make_app
     check_shape(args)
-    limits, keys = _limits(args), _keys(args)
+    limits, keys, sites = _limits(args), _keys(args), _sites(args)
     if args.replicas is not None:
-        return _run_replicas(args, limits, keys)
+        return _run_replicas(args, limits, keys, sites)
     sock = server.bind(args.host, args.port)
     with sock:
         name = args.shape or args.model or common.DEMO
@@ -95,14 +95,14 @@ def run(args: argparse.Namespace) -> int:
             _log_to_stderr(args)
             names = args.served_name or [name]
             sys.setswitchinterval(server.SWITCH_SECONDS)
-            app = make_app(engine, names, limits=limits, keys=keys, **_sites(args))
+            app = make_app(engine, names, limits=limits, keys=keys, **sites)
             running = server.Server(app, sock, limits)
             note(f"serving {names[0]} on {server.url_of(sock)}")
             running.run()
     return common.EXIT_OK
 
 
-def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys) -> int:
+def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys, sites: dict[str, Any]) -> int:
     """Serve replicas on the Ray cluster of this machine, or on this machine alone, until a signal."""
     deployment = _require("qkv_engine.ray.deployment", "ray")
     replicas = deployment.Replicas.parse(args.replicas)
@@ -112,7 +112,7 @@ def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys) -> int:
     note(f"starting {args.replicas} replicas of {names[0]}")
     access = {"host": args.host, "port": args.port, "limits": limits, "keys": keys}
     try:
-        deployment.start(replicas, options, names, **access, sites=_sites(args))
+        deployment.start(replicas, options, names, **access, sites=sites)
         note(f"serving {names[0]} on http://{args.host}:{args.port}")
         signal.pause()
     finally:
@@ -149,7 +149,7 @@ def _keys(args: argparse.Namespace) -> Keys:
     """The keys. Raises ``ConfigError`` where others could call and no key is asked for."""
     from qkv_engine.serve.keys import Keys, read_keys
 
-    found = [(f"key-{number}", key) for number, key in enumerate(args.api_key or (), 1)]
+    found = [(f"api-key-{number}", key) for number, key in enumerate(args.api_key or (), 1)]
     if args.api_key_file is not None:
         found += read_keys(args.api_key_file)
     if not found and not args.no_api_key and not _is_loopback(args.host):
@@ -159,9 +159,11 @@ def _keys(args: argparse.Namespace) -> Keys:
 
 
 def _sites(args: argparse.Namespace) -> dict[str, Any]:
-    """What browsers may do."""
-    hosts = [args.host, *(args.allow_host or ())]
-    return {"allow_origins": args.allow_origin or [], "allow_hosts": hosts, "page": not args.no_page}
+    """What browsers may do. Raises ``ConfigError``."""
+    from qkv_engine.serve.hosts import check_origin
+
+    hosts, origins = [args.host, *(args.allow_host or ())], [check_origin(url) for url in args.allow_origin or ()]
+    return {"allow_origins": origins, "allow_hosts": hosts, "page": not args.no_page}
 
 
 def _is_loopback(host: str) -> bool:

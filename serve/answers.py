@@ -36,6 +36,10 @@ class Answer(Protocol):
         """A chunk of a stream."""
         ...
 
+    def usage(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
+        """Tokens of the request, ``num_output`` of them sampled, and the precision that its KV had come down to."""
+        ...
+
 
 class _Envelope:
     """What surrounds the choices of an answer."""
@@ -48,10 +52,25 @@ class _Envelope:
         self._n = n or 1  # completions of a prompt
 
     def envelope(self, choices: Sequence[JsonObject], outputs: Sequence[RequestOutput]) -> JsonObject:
-        return {**self._base, "object": self.kind, "choices": choices, "usage": usage_of(outputs)}
+        num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        return {**self._base, "object": self.kind, "choices": choices, "usage": self.usage(outputs, num_output)}
 
     def chunk(self, choices: Sequence[JsonObject]) -> JsonObject:
         return {**self._base, "object": self.chunk_kind, "choices": choices}
+
+    def usage(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        blocks: Counter[str] = Counter()
+        for output in outputs:
+            blocks.update(output.kv.blocks)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+            "kv_bits": min((o.kv.lowest_bits for o in outputs if o.kv.lowest_bits is not None), default=None),
+            "kv_blocks": blocks,
+        }
 
     def index(self, number: int, completion: int) -> int:
         """The index of a choice among those of all prompts."""
@@ -66,6 +85,7 @@ class ChatAnswer(_Envelope):
     def __init__(self, body: ChatBody, answer_id: str, model: str, tokenizer: Tokenizer | None):
         super().__init__(answer_id, model, body.n)
         self._num_top, self._with_ids = body.top_logprobs or 0, bool(body.return_token_ids)
+        self._tokenizer = tokenizer
         self._has_tools = body.has_tools and tokenizer is not None and writes_calls(tokenizer.chat_template)
         self._parsers: dict[int, ToolCallParser] = {}  # by completion
 
@@ -103,8 +123,8 @@ class ChatAnswer(_Envelope):
 
     def _with_delta(self, delta: CompletionOutput, content: JsonObject) -> JsonObject:
         logprobs = None
-        if delta.logprobs is not None:
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, self._num_top)
+        if delta.logprobs is not None and self._tokenizer is not None:
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, self._num_top, self._tokenizer.token_bytes)
         if self._with_ids:
             content["token_ids"] = delta.token_ids
         parser = self._parsers.get(delta.index)
@@ -144,6 +164,9 @@ class CompletionAnswer(_Envelope):
         has_news = delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids
         return self._choice(number, delta) if has_news else None
 
+    def usage(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
+        return super().usage(outputs, 0 if self._body.echoes_alone else num_output)
+
     def _cut(self, delta: CompletionOutput) -> CompletionOutput:
         """``delta``, without the token that was sampled although only the prompt is wanted."""
         if not self._body.echoes_alone:
@@ -177,24 +200,3 @@ class CompletionAnswer(_Envelope):
         choice = {"index": index, "text": delta.text, "logprobs": logprobs}
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return choice | ({"token_ids": delta.token_ids} if self._body.return_token_ids else {})
-
-
-def usage_of(outputs: Sequence[RequestOutput], num_output: int | None = None) -> JsonObject:
-    """Tokens of a request, and the precision that its KV had come down to: ``kv_bits`` is its lowest.
-
-    ``num_output``: the output tokens, where ``outputs`` do not hold them all.
-    """
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    if num_output is None:
-        num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    blocks: Counter[str] = Counter()
-    for output in outputs:
-        blocks.update(output.kv.blocks)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
-        "kv_bits": min((o.kv.lowest_bits for o in outputs if o.kv.lowest_bits is not None), default=None),
-        "kv_blocks": blocks,
-    }

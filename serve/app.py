@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from hashlib import sha256
 from typing import Any
@@ -19,18 +20,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv_engine import Engine
+from qkv_engine import Engine, RequestError
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
-from .errors import ApiError, ClientGoneError, as_api_error, error_response, failed
+from .errors import ApiError, ClientGoneError, as_api_error, error_response, failed, refused
 from .events import EventStream
 from .frontend import Frontend, Generation
 from .hosts import Hosts
 from .keys import Keys
 from .limits import Limits
 from .page import page_routes
+from .tools import for_template
 
 HEALTH = "/health"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,7 +60,13 @@ def make_app(
     open_paths = {HEALTH, *(route.path for route in pages)}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
-        cors = Middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
     app = Starlette(routes=[*_ROUTES, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse})
     app.state.frontend = frontend
@@ -95,7 +103,7 @@ class Gate:
             await self._app(scope, receive, send_named)
         except ClientGoneError:
             await Response(status_code=CLIENT_GONE)(scope, receive, send_named)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if has_begun:
                 raise
             await error_response(as_api_error(error, request.state.id))(scope, receive, send_named)
@@ -117,7 +125,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, frontend.limits)
     answer_id = f"chatcmpl-{request.state.id}"
     answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
-    return await _generate(request, body, answer, [body.messages], answer_id, body.template_kwargs())
+    return await _generate(request, body, answer, [for_template(body.messages)], answer_id, body.template_kwargs())
 
 
 async def completions(request: Request) -> Response:
@@ -142,9 +150,12 @@ async def _generate(
     frontend.check_model(body.model)
     tenant: str = request.state.tenant
     changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
-    generation = await frontend.submit(
-        prompts, changes, answer_id, template_kwargs=template_kwargs, is_streamed=bool(body.stream)
-    )
+    try:
+        generation = await frontend.submit(
+            prompts, changes, answer_id, template_kwargs=template_kwargs, is_streamed=bool(body.stream)
+        )
+    except RequestError as error:
+        raise refused(error, body.renamed()) from error
     if body.stream:
         return EventStream(generation, answer, request.state.id, with_usage=body.includes_usage)
     return await _answer(request, generation, answer)
@@ -196,7 +207,7 @@ async def tokenize(request: Request) -> Response:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens)
         kwargs = dict(body.chat_template_kwargs or {}) | ({"tools": body.tools} if body.tools else {})
-        return tokenizer.chat_prompt(body.messages or [], kwargs)[1]
+        return tokenizer.chat_prompt(for_template(body.messages or []), kwargs)[1]
 
     ids = await frontend.with_tokenizer(encode)
     return _json({"count": len(ids), "max_model_len": frontend.engine.max_model_len, "tokens": ids})

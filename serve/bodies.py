@@ -100,8 +100,17 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         self._refuse_unsupported()
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         if self.response_format is not None and (structured := self.response_format.structured()) is not None:
+            if self.structured_outputs is not None:
+                raise ApiError(400, "give one form, this or response_format", param="structured_outputs")
             given["structured_outputs"] = structured
         return given | self._own_changes()
+
+    def renamed(self) -> dict[str, str]:
+        """Fields of the body by the name of the sampling parameter that they gave, where the two differ."""
+        if self.structured_outputs is not None:
+            return {}
+        schema = "response_format.json_schema.schema"
+        return {"structured_outputs": "response_format", "structured_outputs.json": schema}
 
     def _own_changes(self) -> JsonObject:
         return {}
@@ -161,12 +170,6 @@ class CompletionBody(GenerationBody, kw_only=True):
         return given
 
 
-class FunctionName(msgspec.Struct):
-    """``function`` of a named tool choice."""
-
-    name: str
-
-
 class ChatBody(GenerationBody, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
@@ -187,6 +190,10 @@ class ChatBody(GenerationBody, kw_only=True):
         elif self.top_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         return changes
+
+    def renamed(self) -> dict[str, str]:
+        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return super().renamed() | limit | {"logprobs": "top_logprobs"}
 
     @property
     def has_tools(self) -> bool:

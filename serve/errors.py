@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 
@@ -12,13 +13,8 @@ from qkv_engine.errors import EngineDeadError, ModelError, RequestError
 
 logger = logging.getLogger("qkv_engine")
 
-# Fields of the body by the engine's name for them.
-_PARAMS = {
-    "prompt_token_ids": "prompt",
-    "template_kwargs": "chat_template_kwargs",
-    "prompt_logprobs": "logprobs",
-    "structured_outputs": "response_format",
-}
+# Fields of every body by the engine's name for them.
+_PARAMS = {"prompt_token_ids": "prompt", "template_kwargs": "chat_template_kwargs", "prompt_logprobs": "logprobs"}
 TOO_LONG = "max_model_len"  # the engine's field for a prompt that leaves no room
 
 
@@ -48,19 +44,28 @@ class ClientGoneError(Exception):
     """The client closed its connection; nobody reads an answer."""
 
 
-def as_api_error(error: Exception, request_id: str) -> ApiError:
+def as_api_error(error: Exception | asyncio.CancelledError, request_id: str) -> ApiError:
     """``error`` in OpenAI's shape; an unforeseen one is logged, and its response has nothing but the request's id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if error.field == TOO_LONG else None
-        param = None if error.field == TOO_LONG else _PARAMS.get(error.field or "", error.field)
-        return ApiError(400, str(error), param=param, code=code)
+        return refused(error, {})
     if isinstance(error, ModelError):  # a template that the model lacks, or that does not compile
         return ApiError(400, str(error))
+    if isinstance(error, asyncio.CancelledError):
+        return ApiError(503, "the server is stopping", code="server_stopping")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine has stopped", code="engine_dead")
     return failed(request_id, error)
+
+
+def refused(error: RequestError, names: Mapping[str, str]) -> ApiError:
+    """The error of an invalid request. ``names`` are fields of its body by the engine's name for them."""
+    if error.field == TOO_LONG:
+        return ApiError(400, str(error), code="context_length_exceeded")
+    param = {**_PARAMS, **names}.get(error.field or "", error.field)
+    renamed = RequestError(error.message, field=param, value=error.value, remedy=error.remedy)
+    return ApiError(400, str(renamed), param=param)
 
 
 def failed(request_id: str, cause: Exception | str) -> ApiError:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from qkv_engine import RequestOutput
 
-from .answers import Answer, usage_of
+from .answers import Answer
 from .bodies import JsonObject
 from .errors import ClientGoneError, as_api_error, failed
 from .frontend import Generation
@@ -52,7 +52,7 @@ class EventStream(Response):
             await self._generation.follow(receive, self._send_new)
             if self._with_usage:
                 outputs = [output for output in self._generation.outputs if output is not None]
-                await self._chunk([], usage_of(outputs, sum(self._generation.num_tokens)))
+                await self._chunk([], self._answer.usage(outputs, sum(self._generation.num_tokens)))
         except ClientGoneError:
             raise
         except Exception as error:

@@ -1,10 +1,12 @@
-"""The check of the header ``Host``, which keeps pages of other sites from a server without keys."""
+"""Checks of names: of the header ``Host``, which keeps other sites' pages from a server without keys, and of sites."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
+
+from qkv_engine.errors import ConfigError
 
 from .errors import ApiError
 
@@ -17,7 +19,7 @@ class Hosts:
     """
 
     def __init__(self, names: Iterable[str] = ()):
-        self._names = {"localhost", *(name.lower() for name in names)}
+        self._names = {"localhost", *map(_name_of, names)} - {""}
 
     def check(self, host: str | None) -> None:
         """Raises ``ApiError`` for the header of a request to another name. Browsers always send one."""
@@ -27,6 +29,15 @@ class Hosts:
         if name not in self._names and not _is_address(name):
             message = f"this server is not {host[:80]!r}; it may be started with --allow-host NAME, or with keys"
             raise ApiError(421, message, code="unknown_host")
+
+
+def check_origin(origin: str) -> str:
+    """``origin``, if a browser may name a site so. Raises ``ConfigError``."""
+    scheme, _, place = origin.partition("://")
+    if origin != "*" and (not scheme or not _name_of(place) or "/" in place or origin != origin.lower()):
+        remedy = 'Give it as browsers do, such as https://ours.example or http://localhost:3000, or "*" for all'
+        raise ConfigError("no site", field="allow_origin", value=origin, remedy=remedy)
+    return origin
 
 
 def _name_of(host: str) -> str:

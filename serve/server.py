@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from functools import partial
 from typing import Any, cast
@@ -25,6 +27,7 @@ class Server:
     def __init__(self, app: Starlette, sock: socket.socket, limits: Limits):
         """``app`` is one of ``make_app`` with the same ``limits``; ``sock`` is closed in the end."""
         self._sock = sock
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         config = uvicorn.Config(
             app,
             http=cast(Any, partial(LimitedConnection, limits)),
@@ -52,6 +55,11 @@ class Server:
     def stop(self) -> None:
         """Begins to drain. For any thread."""
         self._server.should_exit = True
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Leaves out the traceback of each request that a server's end breaks off: nothing failed."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def bind(host: str, port: int) -> socket.socket:

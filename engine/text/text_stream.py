@@ -62,6 +62,13 @@ class TextDecoder:
             return _SuffixStream(self._table, self._halves_of, skipped, before)
         return _WindowStream(self._table, self._is_token, skipped, self._decode, prompt_ids)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token inside a text; None where a token alone does not tell them. Raises RequestError."""
+        if self._is_byte_level:
+            return self._bytes_of(token_id)
+        piece = self._piece_of(token_id) if self._is_byte_fallback else None
+        return piece.encode() if isinstance(piece, str) else piece
+
     def _bytes_of(self, token_id: int) -> bytes:
         token = self._token(token_id)
         piece = b"" if token is None else _byte_level_bytes(token)

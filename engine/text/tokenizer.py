@@ -91,6 +91,11 @@ class Tokenizer:
         stream = self._decoder.stream(False, prompt_ids=(token_id,))
         return stream.push(token_id) + stream.finish()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token inside a text, or its share of a character's. Raises RequestError."""
+        found = self._decoder.token_bytes(token_id)
+        return self.token_text(token_id).encode() if found is None else found
+
     def text_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> TextStream:
         """Incremental ``decode`` of the ids that follow ``prompt_ids``."""
         return self._decoder.stream(skip_special_tokens, prompt_ids)
@@ -201,6 +206,8 @@ class Tokenizer:
         if len(text) > most and (not limits.drops_spaces or len("".join(text.split())) > most):
             raise RequestError(
                 f"the text has {len(text)} characters, which are more than {max_tokens} tokens",
+                field="max_model_len",
+                value=max_tokens,
                 remedy=f"Use at most {most}",
             )
 

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from qkv_engine.cli.main import _parse, main
-from qkv_engine.cli.serve import _sites
+from qkv_engine.cli.serve import _keys, _sites
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,8 @@ def test_it_serves_until_a_signal_and_then_drains(tmp_path: Path):
         (["--api-key", "short"], "at least 8 printable"),
         (["--max-body", "many"], "--max-body='many': not a size"),
         (["--read-timeout", "0"], "--read-timeout=0.0: out of range"),
+        (["--allow-origin", "ours.example"], "--allow-origin='ours.example': no site. Give it as browsers do"),
+        (["--allow-origin", "https://ours.example/"], "no site"),
         (["--port", "70000"], "--port=70000: no port"),
         (["--shape", "huge"], "--shape='huge': unknown shape"),
         (["--max-num-seqs", "0", "--port", "0"], "--max-num-seqs=0: out of range"),
@@ -64,6 +66,13 @@ def test_it_serves_until_a_signal_and_then_drains(tmp_path: Path):
 def test_wrong_options_are_refused_with_a_remedy(options: list[str], message: str, capsys):
     assert main(["serve", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_keys_of_the_command_line_and_of_a_file_are_apart(tmp_path: Path):
+    (tmp_path / "keys").write_text("a-key-of-the-file\n")
+    args = _parse(["serve", "--api-key", "a-key-of-the-line", "--api-key-file", str(tmp_path / "keys")])
+    tenants = {_keys(args).tenant_of(f"Bearer a-key-of-the-{place}") for place in ("line", "file")}
+    assert len(tenants) == 2 and None not in tenants
 
 
 def test_sites_are_those_that_the_options_name():

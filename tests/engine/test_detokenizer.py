@@ -249,3 +249,13 @@ def test_a_panic_of_the_library_is_an_ordinary_error() -> None:
 def test_ids_beyond_any_vocabulary(name: str, token_id: int) -> None:
     with pytest.raises(RequestError, match="cannot be decoded"):
         TOKENIZERS[name].text_stream().push(token_id)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_bytes_of_a_token_are_those_of_its_text_or_of_its_share_of_a_character(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    whole = [i for i in range(tokenizer.vocab_size) if "\ufffd" not in tokenizer.token_text(i)]
+    assert whole and all(tokenizer.token_bytes(i) == tokenizer.token_text(i).encode() for i in whole)
+    if name.startswith("byte"):
+        written = b"".join(map(tokenizer.token_bytes, tokenizer.encode("ab 🙂", add_special_tokens=False)))
+        assert written.decode().lstrip() == "ab 🙂"

@@ -161,17 +161,47 @@ def test_a_slow_body_is_a_408(strict: Running):
     assert closes(connection)
 
 
-def test_a_flood_of_headers_ends_the_connection(strict: Running):
-    connection = strict.raw(b"GET /health HTTP/1.1\r\n")
+def refusal(connection: socket.socket) -> tuple[int, dict[str, object]]:
+    """The status and the error of the one response with which the server closes ``connection``."""
     with connection:
-        try:
-            for _ in range(MAX_HEADER_BYTES // 1000 + 50):
-                connection.sendall(b"x: " + b"y" * 1000 + b"\r\n")
-                time.sleep(0.001)
-            answer = connection.recv(1000)
-        except ConnectionError:
-            answer = b""
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 431")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    response = answer.partition(b"\r\n\r\n")
+    return int(response[0].split()[1]), json.loads(response[2])["error"]
+
+
+def test_a_flood_of_headers_ends_the_connection(strict: Running):
+    status, error = refusal(strict.raw(b"GET /health HTTP/1.1\r\nx: " + b"y" * MAX_HEADER_BYTES))
+    assert status == 431 and set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_flood_of_headers_behind_a_request_under_way_ends_the_connection(server: Running):
+    body = json.dumps({**ENDLESS_BODY, "stream": True}).encode()
+    connection = server.raw(head(content_length=len(body)) + body)
+    assert b"200 OK" in connection.recv(1000)
+    flood = (b"x: " + b"y" * 1000 + b"\r\n") * (MAX_HEADER_BYTES // 1000 + 1)
+    connection.sendall(b"GET /health HTTP/1.1\r\n" + flood)
+    assert closes(connection)
+
+
+def test_what_is_not_http_is_a_400_in_openai_s_shape(server: Running):
+    for data in (
+        b"\x16\x03\x01\r\n\r\n",
+        head(transfer_encoding="chunked") + b"zz\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\n\r\n",
+    ):
+        status, error = refusal(server.raw(data))
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", None)
+
+
+@pytest.mark.parametrize("pause", [0, 0.05])
+def test_an_offer_of_another_protocol_is_declined_and_its_body_read(server: Running, pause: float):
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAMAAABkAAQCAAAA"}
+    connection = server.raw(head(content_length=len(VALID), **offer))
+    time.sleep(pause)
+    connection.sendall(VALID + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    connection.close()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2 and b"text_completion" in answers
 
 
 def test_a_large_body_is_a_413(strict: Running):
@@ -179,6 +209,11 @@ def test_a_large_body_is_a_413(strict: Running):
     assert announced.status_code == 413 and error_of(announced)["code"] == "request_too_large"
     chunks = (b"x" * 1000 for _ in range(100))
     assert strict.http.post(COMPLETIONS, content=chunks, headers=JSON).status_code == 413
+    with strict.raw(head(content_length=1_000_000) + b"x" * 100_000) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+        for _ in range(4):  # a client that sends all before it reads
+            connection.sendall(b"x" * 100_000)
+            time.sleep(0.05)
     for length in ("-1", "x", "9" * 30):
         with strict.raw(head(content_length=length)) as connection:
             assert connection.recv(1000).split()[1] in (b"400", b"413")

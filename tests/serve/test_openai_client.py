@@ -103,6 +103,23 @@ def test_logprobs_of_a_chat(server: Running):
     assert [token.token for token in streamed] == [token.token for token in content]
 
 
+def test_bytes_of_tokens_are_those_of_the_text_within_characters(server: Running):
+    form = {"structured_outputs": {"choice": ["a😀é漢b"]}}
+    answer = server.openai.chat.completions.create(model="demo", messages=HELLO, logprobs=True, extra_body=form)
+    content = answer.choices[0].logprobs.content
+    written = b"".join(bytes(token.bytes) for token in content)
+    assert len(content) > 10 and "</think>a😀é漢b" in written.decode()
+
+
+def test_likeliest_tokens_of_a_completion_have_the_sampled_one_beside_them(server: Running):
+    asked = {"model": "demo", "prompt": "What is 2+2?", "logprobs": 2, "max_tokens": 8, "temperature": 5, "seed": 3}
+    logprobs = server.openai.completions.create(**asked).choices[0].logprobs
+    numbers = [len(top) for top in logprobs.top_logprobs]
+    assert max(numbers) == 3, numbers  # where the draw was an unlikely one
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top[token] == value
+
+
 def test_a_completion_echoes_its_prompt_with_logprobs(server: Running):
     asked = {"model": "demo", "prompt": "What is 2+2?", "echo": True, "logprobs": 1, "max_tokens": 3}
     choice = server.openai.completions.create(**asked).choices[0]
@@ -113,7 +130,9 @@ def test_a_completion_echoes_its_prompt_with_logprobs(server: Running):
         choice.text[offset:].startswith(t) for t, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True)
     ]
     assert all(starts) and len(starts) > 5
-    scored = server.openai.completions.create(**{**asked, "max_tokens": 0}).choices[0]
+    scoring = server.openai.completions.create(**{**asked, "max_tokens": 0})
+    scored, usage = scoring.choices[0], scoring.usage
+    assert (usage.completion_tokens, usage.total_tokens) == (0, usage.prompt_tokens)
     assert scored.text == "What is 2+2?" and scored.logprobs.tokens == logprobs.tokens[:-3]
     streamed = [chunk.choices[0] for chunk in server.openai.completions.create(**asked, stream=True)]
     assert "".join(part.text for part in streamed) == choice.text
@@ -158,11 +177,15 @@ def test_errors_name_the_field(server: Running):
 
     assert error(temperature=-1).param == "temperature" and "[0, 100]" in error(temperature=-1).message
     assert error(temperature="hot").param == "temperature"
-    assert error(top_logprobs=3).param == "top_logprobs"
+    assert error(top_logprobs=3).param == error(logprobs=True, top_logprobs=21).param == "top_logprobs"
     assert error(messages=[]).param == "messages"
     assert error(messages=[{"role": "user"}]).param == "messages[0].content"
-    assert error(messages=[{"role": "user", "content": "x" * 100_000}]).code == "context_length_exceeded"
+    for length in (100_000, 200_000):  # too long as tokens, and before they are counted
+        long = error(messages=[{"role": "user", "content": "x" * length}])
+        assert (long.code, long.param) == ("context_length_exceeded", None)
     assert error(max_tokens=8192).param == "max_tokens"
+    limit = error(max_completion_tokens=0)
+    assert limit.param == "max_completion_tokens" and "max_completion_tokens=0" in limit.message
     assert error(extra_body={"kv_floor": "int3"}).param == "kv_floor"
     assert error(n=65, temperature=1).param == "n"
     assert error(tool_choice="required", tools=[]).code == "unsupported_parameter"
@@ -171,6 +194,13 @@ def test_errors_name_the_field(server: Running):
     schema = {"name": "s", "schema": {"type": "nope"}}
     wrong = error(response_format={"type": "json_schema", "json_schema": schema})
     assert wrong.param == "response_format" and "Invalid type: nope" in wrong.message
+    schema = {"name": "s", "schema": {"enum": ["x" * 70_000]}}
+    long = error(response_format={"type": "json_schema", "json_schema": schema})
+    assert long.param == "response_format.json_schema.schema"
+    ours = {"structured_outputs": {"regex": "("}}
+    assert error(extra_body=ours).param == "structured_outputs"
+    both = error(extra_body=ours, response_format={"type": "json_object"})
+    assert both.param == "structured_outputs" and "response_format" in both.message
 
 
 def test_tools_reach_the_template_of_a_model_that_has_one(server: Running):
@@ -179,6 +209,19 @@ def test_tools_reach_the_template_of_a_model_that_has_one(server: Running):
     assert answer.choices[0].message.content == "4042" and answer.choices[0].message.tool_calls is None
     with pytest.raises(openai.BadRequestError, match="object"):
         server.openai.chat.completions.create(model="demo", messages=HELLO, tools=["add"])
+
+
+def test_calls_and_their_results_come_back_to_the_template(server: Running):
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    messages = [*HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "2"}, *HELLO]
+    answer = server.openai.chat.completions.create(model="demo", messages=messages)
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.content
+    assert server.post({"messages": messages}, "/tokenize").json()["count"] == answer.usage.prompt_tokens
 
 
 def test_many_streams_at_once_give_what_they_give_alone(server: Running):

@@ -77,6 +77,8 @@ def test_a_key_file_names_tenants(tmp_path: Path):
 def test_pages_of_other_sites_may_not_call(guarded: Running, server: Running):
     asked = {"origin": "https://ours.example", "access-control-request-method": "POST"}
     assert guarded.http.options("/v1/completions", headers=asked).headers["access-control-allow-origin"]
+    answer = guarded.http.get("/v1/models", headers={**bearer(ALICE), "origin": asked["origin"]})
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
     refused = guarded.http.options("/v1/completions", headers={**asked, "origin": "https://theirs.example"})
     assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
     assert "access-control-allow-origin" not in server.http.get("/health", headers=asked).headers
@@ -166,7 +168,7 @@ def test_stopping_lets_requests_finish(demo_engine: Engine):
             server.raw()
 
 
-def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine):
+def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine, caplog: pytest.LogCaptureFixture):
     with (
         running(demo_engine, limits=Limits(drain_timeout=0.3)) as server,
         server.http.stream("POST", "/v1/completions", json={**ENDLESS_BODY, "stream": True}) as stream,
@@ -178,6 +180,21 @@ def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine):
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
         assert time.monotonic() - begin < 5
+    assert "Traceback" not in caplog.text
+    server.wait_until_idle(5)
+
+
+def test_an_answer_that_is_not_begun_in_time_is_a_503(demo_engine: Engine, caplog: pytest.LogCaptureFixture):
+    with running(demo_engine, limits=Limits(drain_timeout=0.3)) as server:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(server.post(ENDLESS_BODY)))
+        asking.start()
+        while not demo_engine.stats().num_running:
+            time.sleep(0.005)
+        server.server.stop()
+        asking.join(10)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_stopping"
+    assert "Traceback" not in caplog.text
     server.wait_until_idle(5)
 
 

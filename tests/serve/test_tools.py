@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from qkv_engine.serve.tools import ToolCallParser, writes_calls
+from qkv_engine.serve.tools import ToolCallParser, for_template, writes_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "</x>"]}}\n</tool_call>'
 TEXTS = [
@@ -48,3 +48,20 @@ def test_a_call_that_is_not_held_back_would_be_seen():
 def test_the_form_is_that_of_the_template():
     assert writes_calls("...<tool_call>...</tool_call>...") and not writes_calls("{{ messages }}")
     assert not writes_calls(None)
+
+
+@pytest.mark.parametrize(
+    ("sent", "given"),
+    [('{"a": {"b": [1]}}', {"a": {"b": [1]}}), ("", {}), ({"a": 1}, {"a": 1}), ("no JSON", "no JSON"), ("[1]", "[1]")],
+)
+def test_a_template_gets_arguments_as_objects_and_no_null(sent: object, given: object):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": sent}}
+    (message,) = for_template([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"] == [call | {"function": {"name": "add", "arguments": given}}]
+    assert message["content"] == "" and call["function"]["arguments"] is sent
+
+
+def test_malformed_calls_are_the_template_s_to_refuse():
+    for calls in (None, "x", 1, [], [1, "x", {}, {"function": "x"}, {"function": {}}, {"function": {"arguments": 1}}]):
+        (message,) = for_template([{"role": "assistant", "content": "Hi", "tool_calls": calls}])
+        assert message["tool_calls"] == calls and message["content"] == "Hi"

@@ -94,7 +94,13 @@ def test_without_the_page_its_paths_are_not_there(demo_engine: Engine):
     ("host", "status"),
     [
         *(("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200), ("10.1.2.3", 200)),
-        *(("ours.example:80", 200), ("theirs.example", 421), ("localhost.theirs.example", 421), ("", 421)),
+        *(
+            ("ours.example:80", 200),
+            ("proxy.example", 200),
+            ("theirs.example", 421),
+            ("localhost.theirs.example", 421),
+            ("", 421),
+        ),
         *(("127.0.0.1.theirs.example", 421), ("localhost@theirs.example", 421), ("theirs.example/localhost", 421)),
         ("[", 421),
     ],
@@ -108,7 +114,7 @@ def test_without_keys_only_own_names_are_answered(named: Running, host: str, sta
 
 @pytest.fixture(scope="module")
 def named(demo_engine: Engine) -> Iterator[Running]:
-    with running(demo_engine, allow_hosts=["Ours.example"]) as found:
+    with running(demo_engine, allow_hosts=["Ours.example", "proxy.example:8000", "::1"]) as found:
         yield found
 
 
