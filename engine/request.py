@@ -93,6 +93,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         kv_pinned: its KV never steps down.
         tenant: name of the customer it counts for; blocks of the tenant that needs room step down before others'.
         cache_salt: requests share cached prefixes only under equal salts.
+
+    Order
+        priority: an integer; requests with lower numbers are admitted and computed first, and others give way to them
+            when memory runs out. Equal ones are served in order of arrival.
     """
 
     n: int = 1
@@ -125,6 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_pinned: bool = False
     tenant: str = ""
     cache_salt: str = ""
+    priority: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -314,7 +319,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
-    arrival: int = 0  # serial number, first come first served
+    arrival: int = 0  # serial number, given by the scheduler
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)  # prompt, then output, as far as known
     num_prompt_tokens: int = field(init=False)

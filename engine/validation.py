@@ -42,6 +42,7 @@ class Bounds(NamedTuple):
 
 BOUNDS = {
     "n": Bounds(int, 1, 64),
+    "priority": Bounds(int, -(2**31), 2**31 - 1),
     "temperature": Bounds(float, 0, 100),
     "top_p": Bounds(float, 0, 1, above=True),
     "top_k": Bounds(int, -1, 2**31 - 1),

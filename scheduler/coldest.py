@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from qkv_engine.request import Request
 
-from .queue import ArrivalQueue
+from .queue import RequestQueue
 from .space import Block, KVSpace
 
 NEVER = 2**62  # tokens: newer than any block, for a block whose holder does not pay
@@ -34,7 +34,7 @@ class Coldest:
     first; while enough requests have such blocks, only the coldest block of each is looked at.
     """
 
-    def __init__(self, space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int]):
+    def __init__(self, space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]):
         self._space, self._running, self._ranks = space, running, ranks
         self._followers: dict[Request, Iterator[Candidate]] | None = {}  # None once the heap has all eligible blocks
         self._heap = self._heads()
@@ -82,7 +82,7 @@ class Coldest:
 
 
 def eligible(
-    space: KVSpace, running: ArrivalQueue, ranks: Mapping[Request, int], *, even_recent: bool = False
+    space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int], *, even_recent: bool = False
 ) -> list[Candidate]:
     """Blocks of the requests in ``ranks`` that may step down now, each once, in no order.
 

@@ -1,7 +1,7 @@
 """Response to a shortage of KV memory, in this order: idle cached blocks are given up; the coldest blocks step down one
-rung; no more requests are admitted; the youngest running request is preempted.
+rung; no more requests are admitted; the last running request is preempted, by priority and arrival.
 
-The oldest running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do.
+The first running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.request import Request
 
 from .coldest import Candidate, Coldest, eligible
-from .queue import ArrivalQueue
+from .queue import RequestQueue
 from .space import KVSpace
 
 logger = logging.getLogger("qkv_engine")
@@ -28,7 +28,7 @@ EAGER_PER_STEP = 8  # blocks that an eager ladder demotes, for every 32 running 
 class Pressure:
     """Makes room, and keeps some ahead of need. One object a scheduler; its findings about requests last one step."""
 
-    def __init__(self, space: KVSpace, running: ArrivalQueue):
+    def __init__(self, space: KVSpace, running: RequestQueue):
         self.space, self.running = space, running
         self._has_quota = space.over_quota(2**62)
         self._coldest: Coldest | None = None  # blocks that may step down in this step
@@ -179,6 +179,6 @@ class Pressure:
             )  # fmt: skip
 
 
-def choose_victim(running: ArrivalQueue) -> Request:
-    """The request to preempt: the youngest."""
-    return running.youngest
+def choose_victim(running: RequestQueue) -> Request:
+    """The request to preempt: the last to be served."""
+    return running.last

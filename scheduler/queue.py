@@ -1,4 +1,4 @@
-"""Queues of waiting and running requests in order of arrival."""
+"""Queues of waiting and running requests in order of service."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from qkv_engine.request import Request
 
 
-class ArrivalQueue:
-    """Requests in order of arrival. A preempted request returns to its old place."""
+class RequestQueue:
+    """Requests by priority, those of equal priority in order of arrival. A preempted request returns to its old place.
+
+    The first one is served before all others and gives way to none; the last one gives way to all.
+    """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -21,23 +24,23 @@ class ArrivalQueue:
         return iter(self._requests)
 
     @property
-    def oldest(self) -> Request:
+    def first(self) -> Request:
         return self._requests[0]
 
     @property
-    def youngest(self) -> Request:
+    def last(self) -> Request:
         return self._requests[-1]
 
     def add(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=_arrival)
+        bisect.insort(self._requests, request, key=_place)
 
     def remove(self, request: Request) -> None:
         """Takes ``request`` out. Raises ``ValueError`` if it is not in the queue."""
-        index = bisect.bisect_left(self._requests, request.arrival, key=_arrival)
+        index = bisect.bisect_left(self._requests, _place(request), key=_place)
         if index == len(self._requests) or self._requests[index] is not request:
             raise ValueError(f"request {request.request_id!r} is not in the queue")
         del self._requests[index]
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _place(request: Request) -> tuple[int, int]:
+    return request.params.priority, request.arrival

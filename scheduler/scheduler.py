@@ -1,4 +1,4 @@
-"""The scheduler: computed tokens catch up with known tokens, under a token budget, first come first served.
+"""The scheduler: computed tokens catch up with known tokens, under a token budget, by priority and then arrival.
 
 One rule gives chunked prefill, mixed batches and recompute after a preemption. Pure decisions: no tensors, no clock.
 """
@@ -14,7 +14,7 @@ from qkv_engine.request import FinishReason, Request, RequestStatus
 from .output import ScheduledBatch, ScheduledRequest
 from .pace import LEAST_CHUNK, Pace
 from .pressure import Pressure, choose_victim
-from .queue import ArrivalQueue
+from .queue import RequestQueue
 from .space import KVSpace
 
 logger = logging.getLogger("qkv_engine")
@@ -34,8 +34,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pace = pace
         self.requests: dict[str, Request] = {}
-        self.waiting = ArrivalQueue()
-        self.running = ArrivalQueue()
+        self.waiting = RequestQueue()
+        self.running = RequestQueue()
         self.pressure = Pressure(space, self.running)
         self.num_preemptions = 0
         self._num_steps = 0
@@ -76,7 +76,7 @@ class Scheduler:
         preempted = self.num_preemptions
         self._num_steps += 1
         self.pressure.begin_step()
-        for request in self.running:  # a request preempted for an older one is the last, and leaves
+        for request in self.running:  # a request preempted for one before it is the last, and leaves
             if budget == 0:
                 break
             start, target = request.num_computed_tokens, request.num_tokens
@@ -139,7 +139,7 @@ class Scheduler:
         Needs nothing of the old books but ``requests``, which every method above keeps true at each line.
         """
         self.space = space
-        self.waiting, self.running = ArrivalQueue(), ArrivalQueue()
+        self.waiting, self.running = RequestQueue(), RequestQueue()
         self.pressure = Pressure(space, self.running)
         self._over_quota.clear()
         for request in list(self.requests.values()):
@@ -217,7 +217,7 @@ class Scheduler:
         return min(end - computed, budget)
 
     def _make_room(self, request: Request, wanted: int) -> int:
-        """Makes room for the next tokens, at least one, preempting younger requests; 0 if it was preempted itself."""
+        """Makes room for the next tokens, at least one, preempting requests behind it; 0 if it was preempted itself."""
         computed = request.num_computed_tokens
         num_tokens = self.pressure.stretch(request, computed + wanted) - computed
         if num_tokens > 0:

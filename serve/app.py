@@ -149,6 +149,8 @@ async def _generate(
     frontend = _frontend(request)
     frontend.check_model(body.model)
     tenant: str = request.state.tenant
+    if tenant and (body.priority or 0) < 0:
+        raise ApiError(400, "below 0 no tenant may go: it would be served before the others", param="priority")
     changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
     try:
         generation = await frontend.submit(

@@ -84,6 +84,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     return_token_ids: bool | None = None
     # the engine's own
     kv_floor: str | None = None
@@ -93,7 +94,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     functions: list[Any] | None = None
     audio: JsonObject | None = None
-    priority: int | None = None
 
     def changes(self) -> JsonObject:
         """The sampling parameters that the body names. Raises ``ApiError`` for a field that cannot be honoured."""
@@ -121,7 +121,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             "best_of": self.best_of not in (None, self.n or 1),
             "functions": bool(self.functions),
             "audio": self.audio is not None,
-            "priority": bool(self.priority),
         }
         for name, is_asked in asked.items():
             if is_asked:

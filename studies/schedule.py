@@ -172,7 +172,7 @@ def prompt(running: int) -> Iterator[float]:
     bench.add(running, spread=BLOCK_TOKENS)
     bench.start()
     bench.add(1, 100_000)
-    while bench.scheduler.running.youngest.num_computed_tokens < 100_000:
+    while bench.scheduler.running.last.num_computed_tokens < 100_000:
         yield bench.step()
 
 

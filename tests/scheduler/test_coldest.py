@@ -10,7 +10,7 @@ import pytest
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import Request
 from qkv_engine.scheduler.coldest import Candidate, Coldest, eligible
-from qkv_engine.scheduler.queue import ArrivalQueue
+from qkv_engine.scheduler.queue import RequestQueue
 
 from .common import BLOCK, LADDER, TinyLadder, make_request, make_space
 
@@ -18,7 +18,7 @@ from .common import BLOCK, LADDER, TinyLadder, make_request, make_space
 class AllInOrder:
     """A heap of all blocks that may step down."""
 
-    def __init__(self, space: KVManager, running: ArrivalQueue, ranks: dict[Request, int]):
+    def __init__(self, space: KVManager, running: RequestQueue, ranks: dict[Request, int]):
         self.heap = eligible(space, running, ranks)
         heapify(self.heap)
 
@@ -30,10 +30,10 @@ class AllInOrder:
         return chosen
 
 
-def crowd(rng: random.Random) -> tuple[KVManager, ArrivalQueue]:
+def crowd(rng: random.Random) -> tuple[KVManager, RequestQueue]:
     """Requests of all lengths and floors, some of which begin with blocks of another, on rungs of all kinds."""
     space = make_space(2000, TinyLadder(LADDER.rungs, recent=rng.choice((0, 50))), slab_blocks=4)
-    running = ArrivalQueue()
+    running = RequestQueue()
     for arrival in range(rng.choice((3, 12, 40))):
         request = make_request(f"r{arrival}", 1, kv_floor=rng.choice((None, None, "int8", "dense16")))
         request.arrival, request.num_computed_tokens = arrival, rng.randint(1, 6 * BLOCK)

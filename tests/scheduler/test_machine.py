@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             batch = self.scheduler.schedule()
             assert 0 < batch.num_tokens <= 300
-            assert self.scheduler.running.oldest in [item.request for item in batch.items]
+            assert self.scheduler.running.first in [item.request for item in batch.items]
             run(self.scheduler, batch)
             self._collect()
 

@@ -258,5 +258,5 @@ def test_whatever_comes_all_finish_and_no_step_exceeds_the_limit():
         num_limited += decodes and batch.num_chunk_tokens > 0
         run(scheduler, batch)
         if rng.random() < 0.02 and scheduler.running:
-            scheduler.finish(scheduler.running.oldest, FinishReason.ABORT)
+            scheduler.finish(scheduler.running.first, FinishReason.ABORT)
     assert num_limited > 40 and CHUNK_STEP == 2 * LEAST_CHUNK

@@ -78,6 +78,25 @@ def test_the_youngest_is_preempted_and_recomputes_prompt_and_output(overcommitte
     assert scheduler.requests["old"].num_preemptions == 0
 
 
+def test_waiting_requests_are_served_by_priority_and_equals_in_order():
+    scheduler = make_scheduler(4, budget=BLOCK)
+    for name, priority in (("b", 1), ("d", 2), ("a", -5), ("c", 1)):
+        scheduler.add(make_request(name, BLOCK, priority=priority))
+    assert [r.request_id for r in scheduler.waiting] == ["a", "b", "c", "d"]
+    assert shape(scheduler.schedule()) == [("a", 0, BLOCK)]
+
+
+def test_the_less_urgent_gives_way_though_it_came_first(overcommitted: None):
+    scheduler = make_scheduler(4)
+    scheduler.add(make_request("low", BLOCK - 1, max_tokens=2 * BLOCK, priority=1))
+    run(scheduler, scheduler.schedule())
+    scheduler.add(make_request("high", BLOCK - 1, max_tokens=2 * BLOCK))
+    while not scheduler.num_preemptions:
+        run(scheduler, scheduler.schedule())
+    assert scheduler.requests["low"].status is RequestStatus.WAITING
+    assert scheduler.requests["high"].num_preemptions == 0
+
+
 def test_admission_keeps_what_running_requests_may_still_write():
     scheduler = make_scheduler(4)
     scheduler.add(make_request("a", 10, max_tokens=3 * BLOCK))
@@ -128,7 +147,7 @@ def test_random_loads_end_with_every_block_free(seed: int):
             if not to_come:
                 break
             continue
-        oldest = scheduler.running.oldest if scheduler.running else None
+        oldest = scheduler.running.first if scheduler.running else None
         before = 0 if oldest is None else oldest.num_preemptions
         batch = scheduler.schedule()
         assert 0 < batch.num_tokens <= budget

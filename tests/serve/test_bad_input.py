@@ -67,7 +67,8 @@ def error_of(response) -> dict[str, object]:
         (b'{"prompt": "Hi", "seed": 9223372036854775808}', "seed"),
         (b'{"prompt": "Hi", "best_of": 2}', "best_of"),
         (b'{"prompt": "Hi", "suffix": "x"}', "suffix"),
-        (b'{"prompt": "Hi", "priority": 1}', "priority"),
+        (b'{"prompt": "Hi", "priority": 2147483648}', "priority"),
+        (b'{"prompt": "Hi", "priority": 0.5}', "priority"),
         (b'{"prompt": "Hi", "cache_salt": "\\u0000"}', "cache_salt"),
     ],
 )

@@ -59,6 +59,15 @@ def test_a_key_s_tenant_is_counted_and_shares_no_prefixes(guarded: Running, monk
     assert [details["cached_tokens"] > 0 for details in cached] == [False, True, False]
 
 
+def test_priorities_order_requests_and_no_tenant_goes_before_the_others(server: Running, guarded: Running):
+    body = {"prompt": "Hi", "max_tokens": 1, "priority": -1}
+    assert server.post(body).status_code == 200
+    refused = guarded.http.post("/v1/completions", json=body, headers=bearer(ALICE))
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+    allowed = guarded.http.post("/v1/completions", json=body | {"priority": 3}, headers=bearer(ALICE))
+    assert allowed.status_code == 200
+
+
 def test_a_key_file_names_tenants(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text(f"# ours\nalice {ALICE}\n\n{BOB}\n")

@@ -9,7 +9,7 @@ object, so all its holders see it change.
 
 Scheduler: S1 waiting or running, S2 waiting requests own nothing, S3 budget and room, S4 legal states, S8 order.
 The simulator and ``check_batch`` have S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission
-sees all that requests may need nobody is preempted at all; elsewhere only the youngest. S17, and S16 once more, need
+sees all that requests may need nobody is preempted at all; elsewhere only the last one. S17, and S16 once more, need
 real numbers: ``tests/engine/test_precision_schedule.py``. Threads (S13) are in ``tests/engine/test_engine.py``.
 """
 
@@ -121,11 +121,14 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
     together = running + waiting
     require(len(running) <= scheduler.max_num_seqs, "too many run")
     require(len(together) == len(scheduler.requests), "a request is lost or doubled")
-    previous: dict[str, int] = {}
-    for request in together:  # first come first served: within a tenant, running requests came before waiting ones
-        tenant = request.params.tenant if space.options.quota else ""
-        require(request.arrival > previous.get(tenant, -1), "a later request runs before an earlier one")
-        previous[tenant] = request.arrival
+    for queue in (running, waiting):
+        places = [(request.params.priority, request.arrival) for request in queue]
+        require(places == sorted(places), "a queue is out of order")
+    previous: dict[tuple[str, int], int] = {}
+    for request in together:  # equal requests of a tenant: the running ones came before the waiting ones
+        equals = request.params.tenant if space.options.quota else "", request.params.priority
+        require(request.arrival > previous.get(equals, -1), "a later request runs before an earlier one")
+        previous[equals] = request.arrival
         require(scheduler.requests.get(request.request_id) is request, "the registry disagrees")
         require(request.num_computed_tokens <= request.num_tokens, "more is computed than known")
     if space.prefix is not None:
@@ -151,9 +154,9 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
     require(batch.num_tokens <= options.budget, f"{batch.num_tokens} tokens in a step")
     names = [item.request.request_id for item in batch.items]
     require(len(set(names)) == len(names), "a request is twice in a batch")
-    oldest = scheduler.running.oldest if scheduler.running else None
-    advances = oldest is None or oldest in [item.request for item in batch.items]
-    require(advances or oldest.num_in_flight > 0, "the oldest does not advance")
+    first = scheduler.running.first if scheduler.running else None
+    advances = first is None or first in [item.request for item in batch.items]
+    require(advances or first.num_in_flight > 0, "the first does not advance")
     chunks = [item.num_tokens > 1 for item in batch.items]
     require(chunks == sorted(chunks), "single tokens do not come first")
     for item in batch.items:

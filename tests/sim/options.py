@@ -56,6 +56,7 @@ class Options:
     has_bank: bool = False  # whether the last of the other slots is a bank
     scored: float = 0.0  # share of requests with ``num_prefill_tokens``
     chunk_tokens: int | None = None  # of a step with decoding requests; None: no limit
+    priorities: int = 1  # to choose from
 
     def ladder(self) -> TinyLadder:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0

@@ -40,6 +40,7 @@ class Requests:
             cache_salt=f"s{rng.randrange(options.salts)}",
             prompt_logprobs=1 if rng.random() < 0.05 else None,
             presence_penalty=0.5 if rng.random() < 0.1 else 0.0,
+            priority=rng.randrange(options.priorities) if options.priorities > 1 else 0,
         )
 
     def _tokens(self, number: int) -> list[int]:

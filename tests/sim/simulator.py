@@ -255,7 +255,7 @@ class Simulation:
     def before_schedule(self) -> None:
         running = self.scheduler.running
         self._had = set(running)
-        self._oldest = (running.oldest, running.oldest.num_preemptions) if running else None
+        self._first = (running.first, running.first.num_preemptions) if running else None
         self.space.begin_schedule()
 
     def scheduled(self, batch: Any) -> None:
@@ -264,8 +264,8 @@ class Simulation:
         ahead = bool(self.core._in_flight)
         require(ahead <= self.options.ahead, "a step runs ahead that must not")
         self.counts["ahead"] += check_batch(batch, self.scheduler, self.space, ahead)
-        oldest, rounds = self._oldest or (None, 0)
-        require(oldest is None or oldest.num_preemptions == rounds, "the oldest was preempted")
+        first, rounds = self._first or (None, 0)
+        require(first is None or first.num_preemptions == rounds, "the first was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
 
     def apply_moves(self) -> set[Any]:

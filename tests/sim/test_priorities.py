@@ -1,0 +1,43 @@
+"""Requests of several priorities: every invariant, as elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from .code import Patch
+from .options import Options, draw
+from .simulator import Simulation
+from .spy import Broken
+from .test_simulator import check_loads
+
+BUGS = (
+    Patch(
+        "priorities are ignored",
+        "queue",
+        "return request.params.priority, request.arrival",
+        "return 0, request.arrival",
+    ),
+    Patch("the most urgent gives way", "pressure", "    return running.last", "    return running.first"),
+)
+
+
+def with_priorities(options: Options) -> Options:
+    return replace(options, priorities=3)
+
+
+def test_priorities_keep_every_invariant(report: list[str]):
+    check_loads(report, range(7100, 7120), 400, with_priorities)
+
+
+@pytest.mark.slow
+def test_priorities_for_long(report: list[str]):
+    check_loads(report, range(7200, 7500), 500, with_priorities)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_seeded_bug_is_found(bug: Patch):
+    with pytest.raises(Broken):
+        for seed in range(7100, 7110):
+            Simulation(with_priorities(draw(seed)), bug).run(400)
