@@ -16,6 +16,8 @@ from qkv_engine.errors import ConfigError
 from .connection import LimitedConnection
 from .limits import Limits
 
+logger = logging.getLogger("qkv_engine")
+
 MAX_PORT = 65_535
 SWITCH_SECONDS = 0.0005  # that a thread may keep Python to itself: the engine's waits so long for the event loop's
 BACKLOG = 2048  # connections that the kernel accepts before the server does
@@ -40,7 +42,7 @@ class Server:
             timeout_keep_alive=cast(int, limits.read_timeout),
             timeout_graceful_shutdown=cast(int, limits.drain_timeout),
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Uvicorn(config)
         sock.listen(BACKLOG)  # so that who reads of the server finds it, if with a moment's wait
 
     @property
@@ -55,6 +57,14 @@ class Server:
     def stop(self) -> None:
         """Begins to drain. For any thread."""
         self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if number := len(self.server_state.tasks):
+            seconds = self.config.timeout_graceful_shutdown
+            logger.warning("requests under way: %d, which have %g s to finish; Ctrl-C again ends them", number, seconds)
+        await super().shutdown(sockets)
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
