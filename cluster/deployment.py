@@ -86,9 +86,10 @@ def start(
     keys: Keys,
     sites: Mapping[str, Any],
 ) -> DeploymentHandle:
-    """Serves ``replicas`` on every machine of the cluster that this process is connected to, until ``stop``: the fronts.
+    """Serves ``replicas`` on every machine of the cluster that this process is connected to, until ``stop``.
 
-    ``options`` are those of ``Engine``, the others those of ``make_app``, of which ``sites`` are what browsers may do.
+    Returns the fronts. ``options`` are those of ``Engine``, the others those of ``make_app``, of which ``sites`` are
+    what browsers may do.
     Raises ``ConfigError`` for an option out of range, and ``QKVError`` where the replicas do not start.
     """
     options = {**options, "kv": resolve_kv(options.get("kv", DEFAULT_KV))}  # here: other machines lack a plan's file
@@ -135,7 +136,7 @@ async def drain(fronts: DeploymentHandle, seconds: float) -> None:
 
 
 def stop() -> None:
-    """Gives up the replicas and leaves the cluster; other applications stay in it, and what this process started ends."""
+    """Gives up the replicas at once and leaves the cluster; other applications stay in it."""
     try:
         if APP in serve.status().applications:
             serve.delete(APP, _blocking=False)

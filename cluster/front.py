@@ -24,7 +24,7 @@ from qkv_engine.serve.limits import Limits
 from .metrics import merged
 from .routing import routing_key
 
-logger = logging.getLogger("qkv_engine")
+logger = logging.getLogger("ray.serve")  # which Ray writes to a file of this process
 
 ATTEMPTS = 2  # replicas that a request is sent to, as long as nothing of an answer has come
 RETRY_AFTER = "1"  # seconds after which a refused client may try again
