@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -54,7 +55,7 @@ class Front:
         self._is_draining = True
         end = asyncio.get_running_loop().time() + seconds
         for limit in self._live:
-            if not limit.expired():
+            with suppress(RuntimeError):  # where it is over, and its request only has its error to send
                 limit.reschedule(min(end, limit.when() or end))
         return len(self._live)
 
