@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import signal
 import sys
@@ -112,9 +113,13 @@ def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys, sites: d
     note(f"starting {args.replicas} replicas of {names[0]}")
     access = {"host": args.host, "port": args.port, "limits": limits, "keys": keys}
     try:
-        deployment.start(replicas, options, names, **access, sites=sites)
+        fronts = deployment.start(replicas, options, names, **access, sites=sites)
         note(f"serving {names[0]} on http://{args.host}:{args.port}")
-        signal.pause()
+        try:
+            signal.pause()
+        finally:
+            note(f"requests under way have {limits.drain_timeout:g} s to finish; Ctrl-C again ends them")
+            asyncio.run(deployment.drain(fronts, limits.drain_timeout))
     finally:
         deployment.stop()
     return common.EXIT_OK

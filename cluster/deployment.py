@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray import serve
+from ray._private import services
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from ray.serve.handle import DeploymentHandle
 
 from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
 from qkv_engine.errors import ConfigError, QKVError
@@ -28,6 +35,8 @@ logger = logging.getLogger("qkv_engine")
 APP = "qkv-engine"  # name of the application in the cluster
 MAX_REPLICAS = 4096
 DOWNSCALE_SECONDS = 300.0  # of low load before a replica, and its prefix cache, is given up
+POLL_SECONDS = 0.5  # between two looks at the requests under way; a shutdown is late by at most twice as much
+CLOSING_SECONDS = 5.0  # beyond the drain timeout, in which fronts must have told clients that their answers are cut
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,9 @@ def connect(*, is_verbose: bool = False) -> None:
     """Connects this process to the Ray cluster of this machine, or starts one of this machine alone."""
     level = logging.INFO if is_verbose else logging.WARNING
     on_terminate = signal.getsignal(signal.SIGTERM)
-    ray.init(logging_level=level, log_to_driver=is_verbose)
+    launch = partial(services.ConsolePopen, process_group=0)  # so that a signal to this process' group spares Ray
+    with patch.object(services, "ConsolePopen", launch):
+        ray.init(logging_level=level, log_to_driver=is_verbose, include_dashboard=False)
     signal.signal(signal.SIGTERM, on_terminate)  # which Ray replaces by its own
 
 
@@ -74,10 +85,11 @@ def start(
     limits: Limits,
     keys: Keys,
     sites: Mapping[str, Any],
-) -> None:
+) -> DeploymentHandle:
     """Serves ``replicas`` on every machine of the cluster that this process is connected to, until ``stop``.
 
-    ``options`` are those of ``Engine``, the others those of ``make_app``, of which ``sites`` are what browsers may do.
+    Returns the fronts. ``options`` are those of ``Engine``, the others those of ``make_app``, of which ``sites`` are
+    what browsers may do.
     Raises ``ConfigError`` for an option out of range, and ``QKVError`` where the replicas do not start.
     """
     options = {**options, "kv": resolve_kv(options.get("kv", DEFAULT_KV))}  # here: other machines lack a plan's file
@@ -106,16 +118,31 @@ def start(
     ).bind(engines, limits)
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     try:
-        serve.run(front, name=APP)
+        return serve.run(front, name=APP)
     except RuntimeError as error:
         raise QKVError(f"the replicas do not start: {error}") from error
 
 
+async def drain(fronts: DeploymentHandle, seconds: float) -> None:
+    """Refuses further requests and returns once those under way have ended, after ``seconds`` in an error."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > -CLOSING_SECONDS:
+        with suppress(TimeoutError):
+            asked = fronts.broadcast("drain", max(left, 0.0))
+            if not any(await asked.results_async(timeout_s=CLOSING_SECONDS, return_exceptions=True)):
+                break
+        await asyncio.sleep(POLL_SECONDS)
+    await asyncio.sleep(POLL_SECONDS)  # for Ray's proxies, which pass on the last of the answers
+
+
 def stop() -> None:
-    """Lets requests under way end within the drain timeout, and leaves the cluster; other applications stay in it."""
-    if APP in serve.status().applications:
-        serve.delete(APP)
-    ray.shutdown()
+    """Gives up the replicas at once and leaves the cluster; other applications stay in it."""
+    try:
+        if APP in serve.status().applications:
+            serve.delete(APP, _blocking=False)
+            serve.status()  # which is answered after the deletion has begun
+    finally:
+        ray.shutdown()
 
 
 def _warn_if_short(resources: Mapping[str, float], number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +25,7 @@ from qkv_engine.serve.limits import Limits
 from .metrics import merged
 from .routing import routing_key
 
-logger = logging.getLogger("qkv_engine")
+logger = logging.getLogger("ray.serve")  # which Ray writes to a file of this process
 
 ATTEMPTS = 2  # replicas that a request is sent to, as long as nothing of an answer has come
 RETRY_AFTER = "1"  # seconds after which a refused client may try again
@@ -42,17 +43,31 @@ class Front:
 
     def __init__(self, replicas: DeploymentHandle, limits: Limits):
         self._replicas, self._limits = replicas, limits
+        self._live: set[asyncio.Timeout] = set()  # the time limits of requests under way
+        self._is_draining = False
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application, as Ray Serve asks for it."""
         return Starlette(routes=[Mount("/", self._serve)])  # which answers the messages of its lifespan
 
+    async def drain(self, seconds: float) -> int:
+        """The number of requests under way. Further ones are refused, and these end in an error after ``seconds``."""
+        self._is_draining = True
+        end = asyncio.get_running_loop().time() + seconds
+        for limit in self._live:
+            with suppress(RuntimeError):  # where it is over, and its request only has its error to send
+                limit.reschedule(min(end, limit.when() or end))
+        return len(self._live)
+
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        answer = _Forwarded(send)
+        answer, limit = _Forwarded(send), asyncio.timeout(self._limits.request_timeout)
+        self._live.add(limit)
         try:
-            async with asyncio.timeout(self._limits.request_timeout):
+            async with limit:
+                if self._is_draining:
+                    raise _shutting_down()
                 body = await read_bytes(Request(scope, receive), self._limits)
                 forwarded = {name: scope[name] for name in _FORWARDED if name in scope}
                 if scope["path"] == "/metrics":
@@ -62,7 +77,10 @@ class Front:
         except ClientGoneError:
             return
         except Exception as error:
-            await answer.fail(_refusal(error), scope, receive)
+            is_cut = self._is_draining and isinstance(error, TimeoutError)
+            await answer.fail(_shutting_down() if is_cut else _refusal(error), scope, receive)
+        finally:
+            self._live.remove(limit)
 
     async def _forward(self, scope: dict[str, Any], body: bytes, answer: _Forwarded) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -128,6 +146,11 @@ class _Forwarded:
 
 async def _nothing() -> Message:
     return {"type": "http.disconnect"}
+
+
+def _shutting_down() -> ApiError:
+    headers = {"retry-after": RETRY_AFTER}
+    return ApiError(503, "the server shuts down; send the request again", code="shutting_down", headers=headers)
 
 
 def _refusal(error: Exception) -> ApiError:

@@ -22,7 +22,7 @@ from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 from qkv_engine.serve.server import SWITCH_SECONDS
 
-logger = logging.getLogger("qkv_engine")
+logger = logging.getLogger("ray.serve")  # which Ray writes to a file of this process
 
 MESSAGES_PER_SECOND = 2000  # of a replica; one front's core forwards about as many. More wait and travel together
 

@@ -1,7 +1,8 @@
 """Throughput of many streams over HTTP, beside the same load on an embedded engine.
 
 ``python -m studies.http_load --concurrency 256 -- --shape qwen3-8b --kv-memory 60GiB``: options after ``--`` are those
-of ``qkv-engine serve``. Each run has prompts of its own, and the first of each kind, which warms up, does not count.
+of ``qkv-engine serve``. With ``--port 8000`` only the server that runs there is measured. Each run has prompts of its
+own, and the first of each kind, which warms up, does not count.
 """
 
 from __future__ import annotations
@@ -128,9 +129,13 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--port", type=int, help="port of a server that runs on this machine already")
     parser.add_argument("serve", nargs="*", help="options of qkv-engine serve")
     args = parser.parse_args()
     load = Load(args.concurrency, args.input_len, args.output_len)
+    if args.port is not None:
+        measure("http", lambda *given: over_http(("127.0.0.1", args.port), *given), load, args.repeats)
+        return
     serve: Any = build_parser().parse_args(["serve", *args.serve])
     with open_engine(serve, **engine_options(serve)) as engine:
         batch = measure("generate", lambda *given: generated(engine, *given), load, args.repeats)

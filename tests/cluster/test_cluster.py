@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 ENVIRONMENT = {**os.environ, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
 KEY = "a-secret-key"
 QUESTION = {"role": "user", "content": "What is 47*86?"}
+DRAIN = 8.0  # seconds that requests get to end
 LONG = {"max_tokens": 1000, "ignore_eos": True}
 
 
@@ -44,17 +46,17 @@ class Program:
         return found
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
+@contextmanager
+def launched(keys: Path) -> Iterator[Program]:
+    """A server of two replicas, in a process group of its own."""
     keys.write_text(f"tenant {KEY}\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "qkv_engine", "serve", "--replicas", "2", "--port", str(port)]
-    options = ["--api-key-file", str(keys), "--kv-memory", "64MiB", "--threads", "1"]
+    options = ["--api-key-file", str(keys), "--kv-memory", "64MiB", "--threads", "1", "--drain-timeout", f"{DRAIN:g}"]
     folder = Path(__file__).parent  # not the root, whose kernels/ would be on the path of Ray's workers
     with subprocess.Popen(
-        [*command, *options], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder
+        [*command, *options], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder, process_group=0
     ) as process:
         try:
             assert process.stderr is not None
@@ -67,6 +69,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
             process.terminate()
             process.stderr.close()
             process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    with launched(tmp_path_factory.mktemp("keys") / "keys") as found:
+        yield found
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -152,8 +160,42 @@ def test_a_replica_dies_in_the_middle(program: Program):
     assert survivor in replica_processes()
 
 
-def test_its_end_leaves_no_process(program: Program):
-    assert replica_processes()
-    program.process.send_signal(signal.SIGTERM)
+def test_its_end_waits_for_streams_and_cuts_late_ones(program: Program):
+    """Also where the signal is one to the process group, as of timeout(1) or a shell's kill %1."""
+    body = {"model": "demo", "ignore_eos": True, "stream": True}
+
+    def stream(number: int, length: int) -> str:
+        return program.http.post("/v1/completions", json=body | {"prompt": f"{number} figs", "max_tokens": length}).text
+
+    with ThreadPoolExecutor(4) as pool:
+        late = [pool.submit(stream, number, 5000) for number in range(3)]
+        wait_for(lambda: sum(program.samples("num_requests_running").values()) == 3)
+        soon = pool.submit(stream, 3, 200)
+        wait_for(lambda: sum(program.samples("num_requests_running").values()) == 4)
+        begin = time.monotonic()
+        os.killpg(program.process.pid, signal.SIGTERM)
+        time.sleep(1)
+        refused = program.http.get("/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert '"finish_reason":"length"' in soon.result()
+        for text in (one.result() for one in late):
+            assert '"code":"shutting_down"' in text and text.endswith("data: [DONE]\n\n")
     assert program.process.wait(60) == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < DRAIN + 10
+    wait_for(lambda: not replica_processes(), seconds=10)
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path):
+    with launched(tmp_path / "keys") as program, ThreadPoolExecutor(1) as pool:
+        body = {"model": "demo", "prompt": "Hello", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        stream = pool.submit(program.http.post, "/v1/completions", json=body)
+        wait_for(lambda: sum(program.samples("num_requests_running").values()) == 1)
+        begin = time.monotonic()
+        program.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        program.process.send_signal(signal.SIGINT)
+        assert program.process.wait(60) == 128 + signal.SIGINT
+        assert time.monotonic() - begin < DRAIN
+        with pytest.raises(httpx.RemoteProtocolError):
+            stream.result()
     wait_for(lambda: not replica_processes(), seconds=10)

@@ -114,6 +114,33 @@ def test_full_replicas_refuse():
     assert answer.status_code == 429 and answer.headers["retry-after"]
 
 
+def test_a_front_that_drains_cuts_the_late_and_refuses_the_new():
+    begun = asyncio.Event()
+
+    async def endless() -> AsyncIterator[list[dict[str, Any]]]:
+        yield [HEAD, part(b"data: 1\n\n", True)]
+        begun.set()
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        front = Front(FakeReplicas(endless), Limits())
+        transport = httpx.ASGITransport(front.__serve_build_asgi_app__())
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            late = asyncio.create_task(client.post("/v1/completions", json={"prompt": "Hello"}))
+            await begun.wait()
+            assert await front.drain(60) == 1
+            refused = await client.post("/v1/completions", json={"prompt": "Hello"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            assert refused.headers["retry-after"] and not late.done()
+            assert await front.drain(0) == 1
+            first, error, done = (await late).text.strip().split("\n\n")
+            assert (first, done) == ("data: 1", "data: [DONE]")
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+            assert await front.drain(0) == 0
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_a_body_that_is_too_long_reaches_no_replica():
     replicas = FakeReplicas()
     assert post(replicas, Limits(max_body=4)).status_code == 413
