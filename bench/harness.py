@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 BOOTSTRAP_ITERS = 1000  # resamples behind the standard errors of metrics that are no means
-
-
-class HarnessEngine(ScoringEngine, AbstractContextManager["HarnessEngine"], Protocol):
-    """The part of ``Engine`` for the harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,7 @@ def _unknown(names: Iterable[str]) -> ConfigError | None:
 def run_harness(
     plan: HarnessPlan,
     tasks: Tasks,
-    open_engine: Callable[[str], HarnessEngine],
+    open_engine: Callable[[str], AbstractContextManager[ScoringEngine]],
     *,
     begin: Callable[[str], None] = lambda kv: None,
     describe: Callable[[QKVError], str] = str,
@@ -150,7 +146,7 @@ def run_harness(
         yield from rows
 
 
-def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_progress: bool) -> list[HarnessRow]:
+def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: ScoringEngine, show_progress: bool) -> list[HarnessRow]:
     from lm_eval.evaluator import simple_evaluate
 
     from .lm_eval import EngineLM

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from qkv_engine.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 2048  # tokens of a window, where the model takes as many
-
-
-class PerplexityEngine(ScoringEngine, AbstractContextManager["PerplexityEngine"], Protocol):
-    """The part of ``Engine`` for perplexity."""
 
 
 class PerplexityText(NamedTuple):
@@ -122,7 +118,7 @@ def cut(tokenizer: Tokenizer, text: PerplexityText, *, context: int, stride: int
 
 def measure_perplexity(
     plan: PerplexityPlan,
-    open_engine: Callable[[str], PerplexityEngine],
+    open_engine: Callable[[str], AbstractContextManager[ScoringEngine]],
     *,
     watch: Watch = no_watch,
     describe: Callable[[QKVError], str] = str,
@@ -161,7 +157,7 @@ def _stride(stride: int | None, context: int) -> int:
 
 
 def _measure(
-    row: PerplexityRow, text: PerplexityText, engine: PerplexityEngine, watch: Watch, clock: Callable[[], float]
+    row: PerplexityRow, text: PerplexityText, engine: ScoringEngine, watch: Watch, clock: Callable[[], float]
 ) -> PerplexityRow:
     if engine.tokenizer is None:
         raise ConfigError("has no tokenizer to read a text with", field="model", value=row.model)
@@ -188,7 +184,7 @@ def _with_figures(
     pairs: list[Pair],
     scores: list[Score],
     num_bytes: int,
-    engine: PerplexityEngine,
+    engine: ScoringEngine,
     seconds: float,
 ) -> PerplexityRow:
     stats = engine.stats()

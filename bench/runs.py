@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from .sweep import SweepPlan
 
 
-class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
+class BenchEngine(Protocol):
     """The part of ``Engine`` for a run."""
 
     @property
