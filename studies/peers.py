@@ -20,15 +20,15 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.bench.batches import parse_batches
-from qkv_engine.bench.forms import FORMATS
 from qkv_engine.bench.provenance import cpu_name
-from qkv_engine.bench.report import number, render
+from qkv_engine.bench.report import number
 from qkv_engine.bench.runs import greedy, ordinary_tokens, random_prompts, timeline
-from qkv_engine.bench.table import PLAIN_WIDTH, Table
+from qkv_engine.bench.table import Table
 from qkv_engine.bench.timing import Timeline
 from qkv_engine.config import DEFAULT_KV, resolve_kv
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.errors import ConfigError
 
+from . import results
 from .contender import Contender, Generate, Generation, Loaded, Run
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
     add("--warmup", type=int, default=2, metavar="N", help="runs before them (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
+    results.add_options(parser)
     args = parser.parse_args(argv)
     if min(args.input_len, args.output_len - 1, args.repeats, args.warmup) < 1:
         parser.error("lengths, repeats and warm-up must be at least 1, --output-len at least 2")
@@ -361,19 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare_attention(argv[1:])
     args = parse_args(argv)
-    rows: list[PeerRow] = []
-    code = 0
-    try:
-        for row in run(args):
-            rows.append(row)
-    except KeyboardInterrupt:
-        code = 130
-    except QKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 1
+    rows, code = results.collect(run(args))
     if rows:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        print(render(args.format, rows, peer_table(rows), width=width), end="")
+        results.deliver(args, rows, peer_table(rows))
     return code
 
 

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,23 +24,23 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qkv_engine.bench.batches import parse_batches
-from qkv_engine.bench.files import write_file
 from qkv_engine.bench.filled import FilledEngine, spread_prompts
-from qkv_engine.bench.forms import FORMATS, format_of
-from qkv_engine.bench.report import number, render
+from qkv_engine.bench.report import number
 from qkv_engine.bench.roofline import Weights, count_weights, limit_seconds
 from qkv_engine.bench.sampled import WINDOWS
 from qkv_engine.bench.sizing import largest_batch, make_ladder
-from qkv_engine.bench.table import PLAIN_WIDTH, Table
+from qkv_engine.bench.table import Table
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.errors import ConfigError
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.loader import resolve_dtype
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.sizes import parse_size
 from qkv_engine.startup import resolve_device
+
+from . import results
 
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
@@ -299,8 +298,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=40, metavar="N", help="steps of each measurement (default: %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too")
+    results.add_options(parser)
     args = parser.parse_args(argv)
     if args.steps < 1 or args.context < WARMUP_STEPS + 3 * args.steps + WINDOWS + 2:
         parser.error("--steps must be at least 1 and few for the context")
@@ -311,20 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns the exit code."""
     args = parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
-    try:
-        rows = list(run(args))
-    except KeyboardInterrupt:
-        return 130
-    except QKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    table = profile_table(rows)
-    if args.output is not None:
-        kind = format_of(args.output, args.format)
-        write_file(args.output, render(kind, rows, table).encode())
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    print(render(args.format, rows, table, width=width), end="")
-    return 0
+    rows, code = results.collect(run(args))
+    if rows:
+        results.deliver(args, rows, profile_table(rows))
+    return code
 
 
 if __name__ == "__main__":
