@@ -18,7 +18,7 @@ from qkv_engine.request import RequestOutput
 
 from .grading import final_answer, is_correct, score
 from .preset_loop import measure_presets
-from .provenance import Provenance, provenance, provenance_of
+from .provenance import Provenance, engine_values, provenance
 from .questions import Task, ask
 from .report import number, short, unfilled_notes
 from .runs import BenchEngine
@@ -161,19 +161,15 @@ class _Evaluation:
         row = self._failure(kv, task, OK, None)
         return replace(
             row,
-            **provenance_of(stats, self.plan.seed),
+            **engine_values(stats, self.plan.seed),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),
             high=round(found.high, 4),
             same=sum(map(str.__eq__, replies, first)),
             cut=sum(output.outputs[0].finish_reason == "length" for output in outputs),
-            kv_bytes_total=stats.kv_bytes_total,
-            effective_bits=round(stats.effective_bits, 3),
             lowest_bits=min(bits, default=None),
             output_tokens=stats.generation_tokens,
-            demotions=stats.num_demotions,
-            preemptions=stats.num_preemptions,
             seconds=round(seconds, 3),
             status=FAILED if errors else OK,
             detail=f"{len(errors)} of {len(outputs)} requests failed, the first: {errors[0]}" if errors else None,

@@ -20,7 +20,7 @@ from qkv_engine.request import RequestOutput, SamplingParams
 from .arrivals_row import ArrivalsRow, Served, figures
 from .grading import is_correct
 from .preset_loop import measure_presets
-from .provenance import provenance, provenance_of
+from .provenance import engine_values, provenance
 from .runs import BenchEngine, greedy, ordinary_tokens
 from .series import Sample, sampled, thinned
 from .watch import no_watch, work_of
@@ -141,7 +141,7 @@ class _Measurement:
             served = asyncio.run(_serve_all(engine, requests, times, self.describe))
         stats = engine.stats()
         found = figures(served, samples, stats, self.plan.limits)
-        row = self._row(kv, rate, **provenance_of(stats, self.plan.seed), **found, right=self._num_right(served))
+        row = self._row(kv, rate, **engine_values(stats, self.plan.seed), **found, right=self._num_right(served))
         return Measured(row, thinned(samples))
 
     def _num_right(self, served: Sequence[Served]) -> int | None:

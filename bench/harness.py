@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
-from .provenance import Provenance, provenance, provenance_of
+from .provenance import Provenance, engine_values, provenance
 from .report import number, short, unfilled_notes
 from .scoring import ScoringEngine
 from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
@@ -167,16 +167,11 @@ def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: ScoringEngine, show_p
         torch_random_seed=plan.seed,
         fewshot_random_seed=plan.seed,
     )
-    stats = engine.stats()
     figures: dict[str, Any] = {
-        **provenance_of(stats, plan.seed),
+        **engine_values(engine.stats(), plan.seed),
         "model": plan.model,
         "kv": kv,
-        "kv_bytes_total": stats.kv_bytes_total,
-        "effective_bits": round(stats.effective_bits, 3),
         "lowest_bits": lm.lowest_bits,
-        "demotions": stats.num_demotions,
-        "preemptions": stats.num_preemptions,
         "status": OK,
     }
     return [HarnessRow(**figures, **metric) for metric in _metrics(found)]

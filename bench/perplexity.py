@@ -14,7 +14,7 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.input_files import read_input
 
-from .provenance import Provenance, provenance, provenance_of
+from .provenance import Provenance, engine_values, provenance
 from .questions import MAX_FILE_NBYTES
 from .report import number, short, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
@@ -187,22 +187,17 @@ def _with_figures(
     engine: ScoringEngine,
     seconds: float,
 ) -> PerplexityRow:
-    stats = engine.stats()
     total = -sum(one.logprob for one in scores)
     tokens = sum(len(pair.continuation) for pair in pairs)
     bits = [one.lowest_bits for one in scores if one.lowest_bits is not None]
     figures: dict[str, Any] = {
-        **provenance_of(stats),
+        **engine_values(engine.stats()),
         "windows": len(pairs),
         "tokens": tokens,
         "nll": total / tokens,
         "perplexity": math.exp(total / tokens),
         "bits_per_byte": total / math.log(2) / num_bytes,
-        "kv_bytes_total": stats.kv_bytes_total,
-        "effective_bits": round(stats.effective_bits, 3),
         "lowest_bits": min(bits, default=None),
-        "demotions": stats.num_demotions,
-        "preemptions": stats.num_preemptions,
         "tok_s": sum(len(pair.ids) for pair in pairs) / seconds,
         "seconds": round(seconds, 3),
         "status": OK,
