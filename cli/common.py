@@ -162,6 +162,14 @@ def fill_in(args: argparse.Namespace, **values: Any) -> None:
             setattr(args, name, value)
 
 
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises ``ConfigError`` for an option that is given below its least value."""
+    for field, low in least.items():
+        value = getattr(args, field)
+        if value is not None and value < low:
+            raise ConfigError(f"must be at least {low}", field=field, value=value)
+
+
 def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:
     """The function that words an error as a row's detail, in the options of the command line."""
     return lambda error: str(name_options(error, args.options))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.config import KVConfig, main_presets
-from qkv_engine.errors import ConfigError
 
 from . import common, results
 from .eval import DEFAULT_SAMPLES, DEFAULT_TASKS
@@ -67,8 +66,7 @@ def set_defaults(args: argparse.Namespace) -> None:
         kvs = ",".join(main_presets())
         common.fill_in(args, kv=kvs, batch_sweep=MAX, kv_memory=memory, input_len=PARETO_INPUT_LEN)
     common.fill_in(args, samples=DEFAULT_SAMPLES)
-    if args.samples < 1:
-        raise ConfigError("must be at least 1", field="samples", value=args.samples)
+    common.check_least(args, samples=1)
 
 
 def questions(args: argparse.Namespace) -> Questions:
