@@ -110,14 +110,13 @@ def evaluate(
     watch: Watch = no_watch,
     log: Log = lambda samples: None,
     describe: Callable[[QKVError], str] = str,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[AccuracyRow]:
     """Yields a row as soon as it is known; ``watch`` is entered around every task, ``log`` is given its samples.
     ``describe`` words errors.
 
     Engines and failures are those of ``measure_presets``.
     """
-    return _Evaluation(plan, open_engine, watch, log, describe, clock).rows()
+    return _Evaluation(plan, open_engine, watch, log, describe).rows()
 
 
 @dataclass
@@ -127,7 +126,6 @@ class _Evaluation:
     watch: Watch
     log: Log
     describe: Callable[[QKVError], str]
-    clock: Callable[[], float]
     _first_replies: dict[str, list[str]] = field(default_factory=dict)  # by task, of the preset that answered it first
 
     def rows(self) -> Iterator[AccuracyRow]:
@@ -144,9 +142,9 @@ class _Evaluation:
         prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
         engine.reset_stats()
         with self.watch(work_of(f"{kv}, {task.label}", prompts, params), engine):
-            start = self.clock()
+            start = time.monotonic()
             outputs = engine.generate(prompts, params)
-            seconds = self.clock() - start
+            seconds = time.monotonic() - start
         self.log(self._samples(kv, task, outputs))
         return self._row(kv, task, outputs, engine.stats(), seconds)
 

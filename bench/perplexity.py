@@ -122,7 +122,6 @@ def measure_perplexity(
     *,
     watch: Watch = no_watch,
     describe: Callable[[QKVError], str] = str,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[PerplexityRow]:
     """One row a preset, each as soon as it is measured. The first preset's engine decides the default context.
 
@@ -136,7 +135,7 @@ def measure_perplexity(
             with open_engine(kv) as engine:
                 context = context or min(DEFAULT_CONTEXT, max_pair_tokens(engine))
                 row = replace(row, context=context, stride=_stride(plan.stride, context))
-                row = _measure(row, plan.text, engine, watch, clock)
+                row = _measure(row, plan.text, engine, watch)
         except CapacityError as error:
             row = replace(row, status=NO_FIT, detail=describe(error))
         except (ConfigError, ModelError):
@@ -156,9 +155,7 @@ def _stride(stride: int | None, context: int) -> int:
     return stride or context // 2
 
 
-def _measure(
-    row: PerplexityRow, text: PerplexityText, engine: ScoringEngine, watch: Watch, clock: Callable[[], float]
-) -> PerplexityRow:
+def _measure(row: PerplexityRow, text: PerplexityText, engine: ScoringEngine, watch: Watch) -> PerplexityRow:
     if engine.tokenizer is None:
         raise ConfigError("has no tokenizer to read a text with", field="model", value=row.model)
     assert row.context is not None and row.stride is not None
@@ -173,10 +170,10 @@ def _measure(
         )
     engine.reset_stats()
     num_tokens = sum(len(pair.ids) for pair in pairs)
-    start = clock()
+    start = time.perf_counter()
     with watch(Work(row.kv, len(pairs), num_tokens, len(pairs)), engine):
         scores = list(score(engine, pairs))
-    return _with_figures(row, pairs, scores, num_bytes, engine, clock() - start)
+    return _with_figures(row, pairs, scores, num_bytes, engine, time.perf_counter() - start)
 
 
 def _with_figures(

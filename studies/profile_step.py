@@ -47,6 +47,7 @@ LIMIT = "limit of a step"
 WARMUP_STEPS = 24  # steps in which recurring launches are captured
 WAITING, WORKING = "wait for the tokens", "all but waiting"
 IDLE = "nothing runs"
+LEAST_SHARE = 0.005  # of a step's time
 
 # Kind of work by kernel name: ours exactly, libraries' by a part of the name; the first match counts.
 KERNELS = {
@@ -258,8 +259,8 @@ def _parts(core: FilledEngine, args: argparse.Namespace, batch: int, weights: We
     core.end()
 
 
-def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
-    """A line a part, a column a batch size; parts below ``least`` of every step are left out."""
+def profile_table(rows: Sequence[ProfileRow]) -> Table:
+    """A line a part, a column a batch size; parts below ``LEAST_SHARE`` of every step are left out."""
     batches = list(dict.fromkeys(row.batch for row in rows))
     found = {(row.side, row.part, row.batch): row for row in rows}
     largest: dict[tuple[str, str], float] = {}
@@ -267,7 +268,7 @@ def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
         largest[row.side, row.part] = max(largest.get((row.side, row.part), 0.0), row.share)
     order = [STEP, HOST, DEVICE, OPERATORS]
     keys = sorted(
-        (key for key, share in largest.items() if share >= least), key=lambda k: (order.index(k[0]), -largest[k])
+        (key for key, share in largest.items() if share >= LEAST_SHARE), key=lambda k: (order.index(k[0]), -largest[k])
     )
     cells = []
     for side, part in keys:
