@@ -102,7 +102,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
         type=int,
         dest="num_threads",
         metavar="N",
-        help="CPU threads (default: 1 or all, by model size)",
+        help="CPU threads (default: one a core; of a small model four at most)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
     return group
