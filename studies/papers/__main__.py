@@ -67,7 +67,7 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "kvmix-2": lambda task, n: kvmix.scheme(kvmix.HighLayers(), n),
     "kvmix-2.19": lambda task, n: _kvmix(task, n, faithful=True),
     "kvmix-2.19-own-step": lambda task, n: _kvmix(task, n, faithful=False),
-    "patternkv": lambda task, n: patternkv.scheme(HEAD_DIM),
+    "patternkv": lambda task, n: patternkv.scheme(HEAD_DIM, PRESETS["patternkv"]),
     "pm-kvq-4": lambda task, n: pm_kvq.scheme(4, n, max_len=PM_KVQ_TOKENS),
     "pm-kvq-2": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS),
     "pm-kvq-2-modified": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS, variant=pm_kvq.MODIFIED),
