@@ -19,7 +19,7 @@ PAD = 0.08  # inches around and between panels
 
 
 def require_matplotlib() -> None:
-    """Raises ``ConfigError`` naming the extra that has it, so that nobody learns it after a long run."""
+    """Raises ``ConfigError``, naming the extra, where matplotlib is not installed; called before a long run."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -35,7 +35,7 @@ class Preset(NamedTuple):
 
     @property
     def style(self) -> dict[str, Any]:
-        """Of its lines; points on the axis are drawn whole."""
+        """Style of the preset's lines; points on the axis are drawn whole."""
         return {"color": self.color, "marker": self.marker, "clip_on": False}
 
 

@@ -102,13 +102,13 @@ def peak_overlap(intervals: Sequence[tuple[float, float]]) -> int:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of those that are not None; None of nothing."""
+    """The median of ``values``, Nones left out; None if nothing is left."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The ``percent``-th percentile, linear between neighbours as in numpy; None of nothing."""
+    """The ``percent``-th percentile, linear between neighbours as in numpy; None without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -60,7 +60,7 @@ class Questions(NamedTuple):
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for ``--samples`` below 1."""
+    """Fills in the defaults of ``--pareto`` and ``--samples``. Raises ``ConfigError`` for ``--samples`` below 1."""
     if args.pareto:
         memory = PARETO_MEMORY if args.memory is None else None
         kvs = ",".join(main_presets())

@@ -159,7 +159,7 @@ def _keys(args: argparse.Namespace) -> Keys:
 
 
 def _sites(args: argparse.Namespace) -> dict[str, Any]:
-    """What browsers may do."""
+    """The app's options for browsers: origins, hosts, the chat page."""
     hosts = [args.host, *(args.allow_host or ())]
     return {"allow_origins": args.allow_origin or [], "allow_hosts": hosts, "page": not args.no_page}
 
