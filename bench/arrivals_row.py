@@ -111,15 +111,7 @@ class Served(NamedTuple):
     @property
     def timeline(self) -> Timeline:
         """The times of a request that finished."""
-        times = self.token_times
-        return Timeline(
-            sent=self.sent,
-            scheduled=self.sent,
-            first_token=times[0],
-            last_token=times[-1],
-            num_tokens=len(times),
-            token_times=times,
-        )
+        return Timeline.read(self.sent, self.token_times)
 
 
 def figures(

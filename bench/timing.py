@@ -22,6 +22,14 @@ class Timeline:
     num_tokens: int
     token_times: Sequence[float] = ()
 
+    @classmethod
+    def read(cls, sent: float, times: Sequence[float]) -> Timeline:
+        """The times of a request as its reader saw them: when it was sent, and when each token came."""
+        first, last = times[0], times[-1]
+        return cls(
+            sent=sent, scheduled=sent, first_token=first, last_token=last, num_tokens=len(times), token_times=times
+        )
+
     @property
     def ttft(self) -> float:
         """Time to first token: from the request being sent."""

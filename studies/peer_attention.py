@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ OK, SKIPPED, FAILED, WRONG = "ok", "skipped", "failed", "wrong"
 OURS = "qkv-engine"
 TOLERANCE = 0.02  # relative error of a result against plain attention over the values the codes stand for
 CHECKED = 2  # requests compared
+PACKAGES = ("qkv-engine", "torch", "triton", "flashinfer-python")  # whose versions are told
 EAGER_CALLS = 20  # timed together where a kernel cannot be captured
 
 
@@ -276,18 +276,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
     ]
     title = f"decode attention, one layer, {rows[0].batch} x {rows[0].length} tokens · {rows[0].device}"
     notes = [f"{row.kernel}: {row.status}: {row.detail}" for row in rows if row.detail]
-    return Table(title, headers, cells, [*notes, versions()], text=("kernel", "status"))
-
-
-def versions() -> str:
-    """Versions of the libraries compared."""
-    found = []
-    for name in ("qkv-engine", "torch", "triton", "flashinfer-python"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    return Table(title, headers, cells, [*notes, results.versions(PACKAGES)], text=("kernel", "status"))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

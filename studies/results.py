@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,3 +50,12 @@ def deliver(args: argparse.Namespace, rows: Sequence[DataclassInstance], table: 
         write_file(args.output, render(kind, rows, table).encode())
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     print(render(args.format, rows, table, width=width), end="")
+
+
+def versions(packages: Iterable[str]) -> str:
+    """The versions of those of ``packages`` that are installed."""
+    found = []
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
