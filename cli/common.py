@@ -68,7 +68,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
     group.add_argument(
         "--warm-up",
         choices=WARM_UPS,
-        help="capture steps on a GPU when they are met (lazy, default) or all of them at start (full)",
+        help="capture steps on a GPU when they are met (lazy) or all of them at start (full; default of serve alone)",
     )
     group.add_argument(
         "--max-itl-ms",

@@ -42,7 +42,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "--pareto",
         action="store_true",
-        help="compare all presets, or those of --kv, each at the largest batch that --kv-memory "
+        help="compare the presets without -g32 and -sink, or those of --kv, each at the largest batch that --kv-memory "
         f"(default: {PARETO_MEMORY}) holds or the best of --batch-sweep: throughput and capacity against --eval "
         f"(default: {DEFAULT_TASKS})",
     )
