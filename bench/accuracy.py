@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
-from qkv_engine.request import RequestOutput, SamplingParams
+from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.request import RequestOutput
 
 from .grading import final_answer, is_correct, score
-from .provenance import Provenance, provenance, provenance_of
+from .preset_loop import measure_presets
+from .provenance import Provenance, engine_values, provenance
 from .questions import Task, ask
 from .report import number, short, unfilled_notes
-from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
+from .runs import BenchEngine
+from .status import FAILED, OK, status_cells, status_notes
 from .table import Table, from_columns, joined
 from .watch import no_watch, work_of
 
@@ -30,20 +33,7 @@ if TYPE_CHECKING:
     from .watch import Watch
 
 
-class EvalEngine(AbstractContextManager["EvalEngine"], Protocol):
-    """The part of ``Engine`` for an evaluation."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def reset_stats(self) -> None: ...
-
-
-OpenEngine = Callable[[str], AbstractContextManager[EvalEngine]]
+OpenEngine = Callable[[str], AbstractContextManager[BenchEngine]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +110,13 @@ def evaluate(
     watch: Watch = no_watch,
     log: Log = lambda samples: None,
     describe: Callable[[QKVError], str] = str,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[AccuracyRow]:
     """Yields a row as soon as it is known; ``watch`` is entered around every task, ``log`` is given its samples.
     ``describe`` words errors.
 
-    One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
-    ``ModelError``, which no other task would cure; every other failure is a row.
+    Engines and failures are those of ``measure_presets``.
     """
-    return _Evaluation(plan, open_engine, watch, log, describe, clock).rows()
+    return _Evaluation(plan, open_engine, watch, log, describe).rows()
 
 
 @dataclass
@@ -138,47 +126,27 @@ class _Evaluation:
     watch: Watch
     log: Log
     describe: Callable[[QKVError], str]
-    clock: Callable[[], float]
     _first_replies: dict[str, list[str]] = field(default_factory=dict)  # by task, of the preset that answered it first
 
     def rows(self) -> Iterator[AccuracyRow]:
-        for kv in self.plan.kvs:
-            tasks = list(self.plan.tasks)
-            while tasks:
-                try:
-                    with self.open_engine(kv) as engine:
-                        yield from self._tasks(kv, tasks, engine)
-                except CapacityError as error:
-                    yield from (self._failure(kv, task, NO_FIT, self.describe(error)) for task in tasks)
-                    break
+        tasks = dict.fromkeys(self.plan.kvs, self.plan.tasks)
+        return measure_presets(tasks, self.open_engine, self._begin, self._failure, self.describe)
 
-    def _tasks(self, kv: str, tasks: list[Task], engine: EvalEngine) -> Iterator[AccuracyRow]:
-        """Takes tasks off ``tasks`` until none is left or one fails: then the engine is in doubt."""
+    def _begin(self, kv: str, engine: BenchEngine) -> Callable[[Task], AccuracyRow]:
         if engine.tokenizer is None:
             raise ConfigError("has no tokenizer to ask questions with", field="model", value=self.plan.model)
-        while tasks:
-            row = self._task(kv, tasks.pop(0), engine, engine.tokenizer)
-            yield row
-            if row.status == FAILED:
-                return
+        return partial(self._task, kv, engine, engine.tokenizer)
 
-    def _task(self, kv: str, task: Task, engine: EvalEngine, tokenizer: Tokenizer) -> AccuracyRow:
-        try:
-            asks = ask(tokenizer, task.examples, max_tokens=self.plan.max_tokens)
-            prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
-            engine.reset_stats()
-            with self.watch(work_of(f"{kv}, {task.label}", prompts, params), engine):
-                start = self.clock()
-                outputs = engine.generate(prompts, params)
-                seconds = self.clock() - start
-            self.log(self._samples(kv, task, outputs))
-            return self._row(kv, task, outputs, engine.stats(), seconds)
-        except CapacityError as error:
-            return self._failure(kv, task, NO_FIT, self.describe(error))
-        except (ConfigError, ModelError):
-            raise
-        except FAILURES as error:
-            return self._failure(kv, task, FAILED, cause(error, self.describe))
+    def _task(self, kv: str, engine: BenchEngine, tokenizer: Tokenizer, task: Task) -> AccuracyRow:
+        asks = ask(tokenizer, task.examples, max_tokens=self.plan.max_tokens)
+        prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
+        engine.reset_stats()
+        with self.watch(work_of(f"{kv}, {task.label}", prompts, params), engine):
+            start = time.monotonic()
+            outputs = engine.generate(prompts, params)
+            seconds = time.monotonic() - start
+        self.log(self._samples(kv, task, outputs))
+        return self._row(kv, task, outputs, engine.stats(), seconds)
 
     def _row(
         self, kv: str, task: Task, outputs: list[RequestOutput], stats: EngineStats, seconds: float
@@ -191,19 +159,15 @@ class _Evaluation:
         row = self._failure(kv, task, OK, None)
         return replace(
             row,
-            **provenance_of(stats, self.plan.seed),
+            **engine_values(stats, self.plan.seed),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),
             high=round(found.high, 4),
             same=sum(map(str.__eq__, replies, first)),
             cut=sum(output.outputs[0].finish_reason == "length" for output in outputs),
-            kv_bytes_total=stats.kv_bytes_total,
-            effective_bits=round(stats.effective_bits, 3),
             lowest_bits=min(bits, default=None),
             output_tokens=stats.generation_tokens,
-            demotions=stats.num_demotions,
-            preemptions=stats.num_preemptions,
             seconds=round(seconds, 3),
             status=FAILED if errors else OK,
             detail=f"{len(errors)} of {len(outputs)} requests failed, the first: {errors[0]}" if errors else None,

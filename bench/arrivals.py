@@ -9,19 +9,20 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, RequestError
+from qkv_engine.errors import ConfigError, QKVError, RequestError
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .arrivals_row import ArrivalsRow, Served, figures
 from .grading import is_correct
-from .provenance import provenance, provenance_of
+from .preset_loop import measure_presets
+from .provenance import engine_values, provenance
 from .runs import BenchEngine, greedy, ordinary_tokens
 from .series import Sample, sampled, thinned
-from .status import FAILED, FAILURES, NO_FIT, cause
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class StreamingEngine(BenchEngine, Protocol):
     """The part of ``Engine`` for a run with arrivals."""
 
     def generate_async(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[RequestOutput]: ...
+
+
+OpenEngine = Callable[[str], AbstractContextManager[StreamingEngine]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +87,14 @@ class _Requests(NamedTuple):
 
 def measure(
     plan: ArrivalsPlan,
-    open_engine: Callable[[str], StreamingEngine],
+    open_engine: OpenEngine,
     *,
     watch: Watch = no_watch,
     describe: Callable[[QKVError], str] = str,
 ) -> Iterator[Measured]:
     """Yields each row as soon as it is measured; ``watch`` is entered around every run, ``describe`` words errors.
 
-    One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
-    ``ModelError``, which no other rate would cure; every other failure is a row.
+    Engines and failures are those of ``measure_presets``.
     """
     return _Measurement(plan, open_engine, watch, describe).rows()
 
@@ -99,37 +102,27 @@ def measure(
 @dataclass
 class _Measurement:
     plan: ArrivalsPlan
-    open_engine: Callable[[str], StreamingEngine]
+    open_engine: OpenEngine
     watch: Watch
     describe: Callable[[QKVError], str]
 
     def rows(self) -> Iterator[Measured]:
-        for kv in self.plan.kvs:
-            rates = list(self.plan.rates)
-            while rates:
-                try:
-                    with (engine := self.open_engine(kv)):
-                        yield from self._rates(kv, rates, engine)
-                except CapacityError as error:
-                    yield from (self._unmeasured(kv, rate, NO_FIT, self.describe(error)) for rate in rates)
-                    break
+        rates = dict.fromkeys(self.plan.kvs, self.plan.rates)
+        return measure_presets(rates, self.open_engine, self._begin, self._unmeasured, self.describe)
 
-    def _rates(self, kv: str, rates: list[Rate], engine: StreamingEngine) -> Iterator[Measured]:
-        """Takes rates off ``rates`` until none is left or one fails: then the engine is in doubt."""
+    def _begin(self, kv: str, engine: StreamingEngine) -> Callable[[Rate], Measured]:
+        """The function that measures a rate on ``engine``, the first one behind the warm-up."""
         requests, warmup = self._requests(engine), self.plan.warmup
-        while rates:
-            rate = rates.pop(0)
-            try:
-                for _ in range(warmup):
-                    self._run(kv, self.plan.highest_rate, engine, requests, 1 / (warmup + 1))
-                found = self._run(kv, rate, engine, requests, 1 / (warmup + 1))
-            except (ConfigError, ModelError):
-                raise
-            except FAILURES as error:
-                yield self._unmeasured(kv, rate, FAILED, cause(error, self.describe))
-                return
-            yield found
-            warmup = 0
+
+        def measured(rate: Rate) -> Measured:
+            nonlocal warmup
+            before, warmup = warmup, 0
+            share = 1 / (before + 1)
+            for _ in range(before):
+                self._run(kv, self.plan.highest_rate, engine, requests, share)
+            return self._run(kv, rate, engine, requests, share)
+
+        return measured
 
     def _requests(self, engine: StreamingEngine) -> _Requests:
         if self.plan.workload is not None:
@@ -148,7 +141,7 @@ class _Measurement:
             served = asyncio.run(_serve_all(engine, requests, times, self.describe))
         stats = engine.stats()
         found = figures(served, samples, stats, self.plan.limits)
-        row = self._row(kv, rate, **provenance_of(stats, self.plan.seed), **found, right=self._num_right(served))
+        row = self._row(kv, rate, **engine_values(stats, self.plan.seed), **found, right=self._num_right(served))
         return Measured(row, thinned(samples))
 
     def _num_right(self, served: Sequence[Served]) -> int | None:

@@ -8,7 +8,7 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import PERCENTILES, ArrivalsRow
-from .report import number, short, unfilled_notes
+from .report import number, short, size, times, unfilled_notes
 from .status import status_cells, status_notes
 from .table import Table, from_columns, joined
 
@@ -29,7 +29,7 @@ def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PR
         "failed": [number(row.failed or None, 0) for row in rows],
         "right": [number(row.right, 0) for row in rows],
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        ratio: [times(row.output_tok_s, base.get(row.rate)) for row in rows] if len(base) < len(rows) else [],
         "req/s": [number(row.requests_s, 2) for row in rows],
         "goodput": [number(row.goodput, 2) for row in rows],
         "seconds": [number(row.seconds, 1) for row in rows],
@@ -39,7 +39,7 @@ def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PR
         "demotions": [number(row.demotions, 0) for row in rows],
         "lowest": [short(row.lowest_bits) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "KV peak": [format_size(row.kv_bytes_peak) if row.kv_bytes_peak else "" for row in rows],
+        "KV peak": [size(row.kv_bytes_peak) for row in rows],
         "status": status_cells(rows),
     }
     spare = ["failed", "seconds", "req/s", "KV peak", "bits", ratio, "finished", "lowest", "status"]
@@ -90,11 +90,6 @@ def _title(rows: Sequence[ArrivalsRow]) -> str:
     parts.append(f"KV memory {format_size(ran.kv_bytes_total)}" if ran.kv_bytes_total else None)
     parts.append(f"limits {ran.limits} ms" if ran.limits else None)
     return joined(*parts)
-
-
-def _ratio(row: ArrivalsRow, base: Mapping[str, float | None]) -> str:
-    reference = base.get(row.rate)
-    return f"{row.output_tok_s / reference:.2f}x" if row.output_tok_s and reference else ""
 
 
 def _steps(row: ArrivalsRow, name: str) -> str:

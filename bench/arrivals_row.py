@@ -111,15 +111,7 @@ class Served(NamedTuple):
     @property
     def timeline(self) -> Timeline:
         """The times of a request that finished."""
-        times = self.token_times
-        return Timeline(
-            sent=self.sent,
-            scheduled=self.sent,
-            first_token=times[0],
-            last_token=times[-1],
-            num_tokens=len(times),
-            token_times=times,
-        )
+        return Timeline.read(self.sent, self.token_times)
 
 
 def figures(
@@ -136,11 +128,7 @@ def figures(
         **latencies([one.timeline for one in finished]),
         "max_running": max(sample.running for sample in samples),
         "max_waiting": max(sample.waiting for sample in samples),
-        "preemptions": stats.num_preemptions,
-        "demotions": stats.num_demotions,
         "lowest_bits": min((b for one in finished if (b := _lowest_bits(one)) is not None), default=None),
-        "effective_bits": rounded(stats.effective_bits),
-        "kv_bytes_total": stats.kv_bytes_total,
         "kv_bytes_peak": stats.kv_bytes_peak,
         **step_times("decode_steps", [step for step in steps if not step.prompt_tokens]),
         **step_times("mixed_steps", [step for step in steps if step.prompt_tokens]),

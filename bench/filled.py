@@ -52,7 +52,7 @@ class FilledManager(KVManager):
         self._core, self._patterns = core, patterns
 
     def admits(self, request: Request) -> bool:
-        """Always true: the batch was sized by this question."""
+        """Always true: the batch was sized by the cache's own admission."""
         return True
 
     def open(self, request: Request) -> int:

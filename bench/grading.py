@@ -13,6 +13,7 @@ from .tasks import TASKS, Turn, chat_text
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 _END = "<|im_end|>"
+_Z = 1.959964  # standard deviations of a normal distribution around its mean that hold 95 %
 
 
 class Example(NamedTuple):
@@ -66,11 +67,11 @@ def score(replies: list[str], examples: list[Example]) -> Score:
     return Score(correct, len(examples), *wilson_interval(correct, len(examples)))
 
 
-def wilson_interval(correct: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's interval of a share, 95 % by default: sound for few samples and for shares near 0 and 1."""
+def wilson_interval(correct: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: sound for few samples and for shares near 0 and 1."""
     if not 0 <= correct <= total or total == 0:
         raise ConfigError("must lie between 0 and a positive total", field="correct", value=(correct, total))
-    share = correct / total
+    share, z = correct / total, _Z
     middle = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
-from .provenance import Provenance, provenance, provenance_of
+from .provenance import Provenance, engine_values, provenance
 from .report import number, short, unfilled_notes
 from .scoring import ScoringEngine
 from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 BOOTSTRAP_ITERS = 1000  # resamples behind the standard errors of metrics that are no means
-
-
-class HarnessEngine(ScoringEngine, AbstractContextManager["HarnessEngine"], Protocol):
-    """The part of ``Engine`` for the harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,7 @@ def _unknown(names: Iterable[str]) -> ConfigError | None:
 def run_harness(
     plan: HarnessPlan,
     tasks: Tasks,
-    open_engine: Callable[[str], HarnessEngine],
+    open_engine: Callable[[str], AbstractContextManager[ScoringEngine]],
     *,
     begin: Callable[[str], None] = lambda kv: None,
     describe: Callable[[QKVError], str] = str,
@@ -150,7 +146,7 @@ def run_harness(
         yield from rows
 
 
-def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_progress: bool) -> list[HarnessRow]:
+def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: ScoringEngine, show_progress: bool) -> list[HarnessRow]:
     from lm_eval.evaluator import simple_evaluate
 
     from .lm_eval import EngineLM
@@ -171,16 +167,11 @@ def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: HarnessEngine, show_p
         torch_random_seed=plan.seed,
         fewshot_random_seed=plan.seed,
     )
-    stats = engine.stats()
     figures: dict[str, Any] = {
-        **provenance_of(stats, plan.seed),
+        **engine_values(engine.stats(), plan.seed),
         "model": plan.model,
         "kv": kv,
-        "kv_bytes_total": stats.kv_bytes_total,
-        "effective_bits": round(stats.effective_bits, 3),
         "lowest_bits": lm.lowest_bits,
-        "demotions": stats.num_demotions,
-        "preemptions": stats.num_preemptions,
         "status": OK,
     }
     return [HarnessRow(**figures, **metric) for metric in _metrics(found)]

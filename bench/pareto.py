@@ -11,7 +11,7 @@ from qkv_engine.errors import CapacityError
 from qkv_engine.sizes import format_size
 
 from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title
-from .report import number
+from .report import number, times
 from .sizing import make_ladder, planned_cache
 from .status import status_cells, status_notes
 from .sweep import SAMPLED
@@ -88,14 +88,13 @@ def capacity_frontier(rows: Sequence[ParetoRow]) -> list[str]:
 def pareto_table(rows: Sequence[ParetoRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The best row of each of ``ladders``, and the frontiers that it is on."""
     rows = best_rows(rows)
-    first = rows[0].output_tok_s
     asked = next((row for row in rows if row.accuracy is not None), rows[0])
     fronts = {"speed": speed_frontier(rows), "capacity": capacity_frontier(rows)}
     columns = {
         "kv": [row.kv for row in rows],
         "batch": [number(row.batch, 0) for row in rows],
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        f"vs {rows[0].kv}": [f"{row.output_tok_s / first:.2f}x" if row.output_tok_s and first else "" for row in rows],
+        f"vs {rows[0].kv}": [times(row.output_tok_s, rows[0].output_tok_s) for row in rows],
         "capacity tokens": [number(row.capacity_tokens, 0) for row in rows],
         "bytes per token": [number(row.floor_bytes_per_token, 0) for row in rows],
         "bits": [number(row.floor_bits, 2) for row in rows],

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.input_files import read_input
 
-from .provenance import Provenance, provenance, provenance_of
+from .provenance import Provenance, engine_values, provenance
 from .questions import MAX_FILE_NBYTES
 from .report import number, short, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from qkv_engine.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 2048  # tokens of a window, where the model takes as many
-
-
-class PerplexityEngine(ScoringEngine, AbstractContextManager["PerplexityEngine"], Protocol):
-    """The part of ``Engine`` for perplexity."""
 
 
 class PerplexityText(NamedTuple):
@@ -122,11 +118,10 @@ def cut(tokenizer: Tokenizer, text: PerplexityText, *, context: int, stride: int
 
 def measure_perplexity(
     plan: PerplexityPlan,
-    open_engine: Callable[[str], PerplexityEngine],
+    open_engine: Callable[[str], AbstractContextManager[ScoringEngine]],
     *,
     watch: Watch = no_watch,
     describe: Callable[[QKVError], str] = str,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[PerplexityRow]:
     """One row a preset, each as soon as it is measured. The first preset's engine decides the default context.
 
@@ -140,7 +135,7 @@ def measure_perplexity(
             with open_engine(kv) as engine:
                 context = context or min(DEFAULT_CONTEXT, max_pair_tokens(engine))
                 row = replace(row, context=context, stride=_stride(plan.stride, context))
-                row = _measure(row, plan.text, engine, watch, clock)
+                row = _measure(row, plan.text, engine, watch)
         except CapacityError as error:
             row = replace(row, status=NO_FIT, detail=describe(error))
         except (ConfigError, ModelError):
@@ -160,9 +155,7 @@ def _stride(stride: int | None, context: int) -> int:
     return stride or context // 2
 
 
-def _measure(
-    row: PerplexityRow, text: PerplexityText, engine: PerplexityEngine, watch: Watch, clock: Callable[[], float]
-) -> PerplexityRow:
+def _measure(row: PerplexityRow, text: PerplexityText, engine: ScoringEngine, watch: Watch) -> PerplexityRow:
     if engine.tokenizer is None:
         raise ConfigError("has no tokenizer to read a text with", field="model", value=row.model)
     assert row.context is not None and row.stride is not None
@@ -177,10 +170,10 @@ def _measure(
         )
     engine.reset_stats()
     num_tokens = sum(len(pair.ids) for pair in pairs)
-    start = clock()
+    start = time.perf_counter()
     with watch(Work(row.kv, len(pairs), num_tokens, len(pairs)), engine):
         scores = list(score(engine, pairs))
-    return _with_figures(row, pairs, scores, num_bytes, engine, clock() - start)
+    return _with_figures(row, pairs, scores, num_bytes, engine, time.perf_counter() - start)
 
 
 def _with_figures(
@@ -188,25 +181,20 @@ def _with_figures(
     pairs: list[Pair],
     scores: list[Score],
     num_bytes: int,
-    engine: PerplexityEngine,
+    engine: ScoringEngine,
     seconds: float,
 ) -> PerplexityRow:
-    stats = engine.stats()
     total = -sum(one.logprob for one in scores)
     tokens = sum(len(pair.continuation) for pair in pairs)
     bits = [one.lowest_bits for one in scores if one.lowest_bits is not None]
     figures: dict[str, Any] = {
-        **provenance_of(stats),
+        **engine_values(engine.stats()),
         "windows": len(pairs),
         "tokens": tokens,
         "nll": total / tokens,
         "perplexity": math.exp(total / tokens),
         "bits_per_byte": total / math.log(2) / num_bytes,
-        "kv_bytes_total": stats.kv_bytes_total,
-        "effective_bits": round(stats.effective_bits, 3),
         "lowest_bits": min(bits, default=None),
-        "demotions": stats.num_demotions,
-        "preemptions": stats.num_preemptions,
         "tok_s": sum(len(pair.ids) for pair in pairs) / seconds,
         "seconds": round(seconds, 3),
         "status": OK,

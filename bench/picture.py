@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .arrivals_row import ArrivalsRow
+    from .sweep import Row
+
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PAD = 0.08  # inches around and between panels
 
 
 def require_matplotlib() -> None:
-    """Raises ``ConfigError`` naming the extra that has it, so that nobody learns it after a long run."""
+    """Raises ``ConfigError``, naming the extra, where matplotlib is not installed; called before a long run."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -42,6 +45,17 @@ def as_file(figure: Figure, kind: str) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format=kind)
     return picture.getvalue()
+
+
+def subject(row: Row | ArrivalsRow) -> str:
+    """Model, machine and dtype of a picture's title: "demo on NVIDIA H200, bfloat16"."""
+    where = ", ".join(part for part in (row.machine, row.dtype) if part)
+    return f"{row.model} on {where}" if where else row.model
+
+
+def unit_of(most: int) -> tuple[str, int]:
+    """The unit of an axis of up to ``most`` bytes: its name and its bytes."""
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
 def literal(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import ArrivalsRow
-from .picture import as_file, literal, new_figure, plain_axes
+from .picture import as_file, literal, new_figure, plain_axes, subject, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def plot_arrivals(found: Sequence[Measured], bits: Mapping[str, float], *, kind:
     figure = new_figure((width, HEIGHT), dpi)
     grid = figure.subplots(3, len(shown), squeeze=False, sharex=True, sharey="row", height_ratios=HEIGHTS)
     rungs = _colors(shown, bits)
-    unit, divisor = _unit(shown)
+    unit, divisor = unit_of(max(one.row.kv_bytes_total or 0 for one in shown))
     for one, (blocks, memory, requests) in zip(shown, grid.T, strict=True):
         _draw_blocks(blocks, one, rungs)
         _draw_free(memory, one, divisor)
@@ -67,11 +67,6 @@ def _colors(shown: Sequence[Measured], bits: Mapping[str, float]) -> dict[str, A
     span = math.log2(MOST_BITS / FEWEST_BITS)
     ordered = sorted(names, key=lambda name: -bits[name])
     return {name: colors(math.log2(MOST_BITS / bits[name]) / span) for name in ordered}
-
-
-def _unit(shown: Sequence[Measured]) -> tuple[str, int]:
-    most = max((one.row.kv_bytes_total or 0 for one in shown), default=0)
-    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
 def _draw_blocks(axes: Axes, one: Measured, rungs: Mapping[str, Any]) -> None:
@@ -125,12 +120,11 @@ def _counts(row: ArrivalsRow) -> str:
 
 def _title(row: ArrivalsRow) -> str:
     """Model and machine, then what came."""
-    where = ", ".join(part for part in (row.machine, row.dtype) if part)
     rate = {"inf": "all at once", TRACE: "at the times of a trace"}.get(row.rate, f"{row.rate} a second")
     lengths = f"{row.input_len:,.0f} tokens in, {row.output_len:,.0f} out"
     memory = f"; KV memory {format_size(row.kv_bytes_total)}" if row.kv_bytes_total else ""
     load = f"{row.requests:,} requests, {rate}: {row.task or lengths}{memory}"
-    return literal(f"{row.model}{f' on {where}' if where else ''}\n{load}")
+    return literal(f"{subject(row)}\n{load}")
 
 
 def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) -> None:

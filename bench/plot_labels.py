@@ -36,7 +36,7 @@ class Box(NamedTuple):
         )
 
     def widened(self) -> Box:
-        """With ``GAP`` around it."""
+        """The rectangle with ``GAP`` around it."""
         return Box(self.left - GAP, self.bottom - GAP, self.right + GAP, self.top + GAP)
 
     def nearest(self, x: float, y: float) -> tuple[float, float]:

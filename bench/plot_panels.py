@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.sizes import format_size
 
-from .picture import literal, plain_axes
+from .picture import literal, plain_axes, unit_of
 from .status import QUEUED
 from .sweep import Row
 
@@ -35,7 +35,7 @@ class Preset(NamedTuple):
 
     @property
     def style(self) -> dict[str, Any]:
-        """Of its lines; points on the axis are drawn whole."""
+        """Style of the preset's lines; points on the axis are drawn whole."""
         return {"color": self.color, "marker": self.marker, "clip_on": False}
 
 
@@ -50,7 +50,7 @@ class Presets(tuple[Preset, ...]):
 
 def draw_lines(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets) -> None:
     """Both panels against batch size; sizes that did not run are marked below the axis."""
-    unit, divisor = _unit(rows)
+    unit, divisor = unit_of(max(row.kv_bytes_peak or 0 for row in rows))
     for preset, mine in _by_preset(rows, presets):
         ran = [row for row in mine if row.output_tok_s is not None]
         if not ran:
@@ -73,7 +73,7 @@ def draw_lines(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets)
 
 def draw_bars(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets) -> None:
     """Both panels by preset, with the figure on each bar; what did not run says so where its bar would stand."""
-    unit, divisor = _unit(rows)
+    unit, divisor = unit_of(max(row.kv_bytes_peak or 0 for row in rows))
     for i, (preset, (row, *_)) in enumerate(_by_preset(rows, presets)):
         values = (row.output_tok_s, None if row.kv_bytes_peak is None else row.kv_bytes_peak / divisor)
         for axes, value in zip((speed, memory), values, strict=True):
@@ -115,11 +115,6 @@ def tick_labels(batches: Sequence[int], width: float = PANEL_WIDTH) -> list[str]
 def _by_preset(rows: Sequence[Row], presets: Presets) -> Iterator[tuple[Preset, list[Row]]]:
     for preset in presets:
         yield preset, [row for row in rows if row.kv == preset.kv]
-
-
-def _unit(rows: Sequence[Row]) -> tuple[str, int]:
-    most = max((row.kv_bytes_peak or 0 for row in rows), default=0)
-    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
 def _mark_missing(axes: Axes, rows: Sequence[Row], presets: Presets) -> None:

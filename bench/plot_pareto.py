@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .pareto import ParetoRow, best_rows, capacity_frontier, speed_frontier
-from .picture import as_file, literal, new_figure, plain_axes
+from .picture import as_file, literal, new_figure, plain_axes, subject
 from .plot_labels import Box, Line, Scene, place_labels
 from .plot_panels import COLORS, GREY, MARKERS
 from .quality import right_header
@@ -118,8 +118,7 @@ def _title(rows: Sequence[ParetoRow]) -> str:
     if not rows:
         return "no preset has answers"
     ran = next((row for row in rows if row.repeats), rows[0])
-    where = ", ".join(part for part in (ran.machine, ran.dtype) if part)
-    head = f"{ran.model}{f' on {where}' if where else ''}: {ran.input_len:,} tokens in, {ran.output_len:,} out"
+    head = f"{subject(ran)}: {ran.input_len:,} tokens in, {ran.output_len:,} out"
     head += ", decode steps sampled" if ran.method == SAMPLED else ""
     return f"{head}\nright: mean of {ran.eval_tasks}, {ran.answers:,} answers, bars 95 %; dashed: frontier"
 

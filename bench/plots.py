@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .picture import as_file, literal, new_figure
+from .picture import as_file, literal, new_figure, subject
 from .plot_panels import GREY, Presets, draw_bars, draw_lines
 from .plot_paper import draw_ratios
 from .status import QUEUED
@@ -54,14 +54,13 @@ def _band(rows: Sequence[Row], is_one_batch: bool) -> str:
 def _title(rows: Sequence[Row], is_one_batch: bool) -> str:
     """Model, machine, dtype; the task or the lengths; the batch size where there is only one."""
     ran = next((row for row in rows if row.repeats), rows[0])
-    where = ", ".join(part for part in (ran.machine, ran.dtype) if part)
     if ran.task:
         what = f"{ran.batch:,} requests of {ran.task}" if is_one_batch else ran.task
     else:
         batch = f", batch {ran.batch:,}" if is_one_batch else ""
         what = f"{ran.input_len:,} tokens in, {ran.output_len:,} out{batch}"
     what += ", decode steps sampled" if ran.method == SAMPLED else ""
-    return literal(f"{ran.model}{f' on {where}' if where else ''}: {what}")
+    return literal(f"{subject(ran)}: {what}")
 
 
 def _legend(figure: Figure, rows: Sequence[Row], presets: Presets) -> None:

@@ -1,4 +1,4 @@
-"""The origin of a row of measurements: commit, versions, machine, date, command."""
+"""The origin of a row of measurements: commit, versions, machine, date, command; and the counters of its engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import qkv_engine
+
+from .timing import rounded
 
 if TYPE_CHECKING:
     from qkv_engine.metrics import EngineStats
@@ -79,9 +81,15 @@ def provenance(
     }
 
 
-def provenance_of(stats: EngineStats, seed: int | None = None) -> dict[str, Any]:
-    """The fields of ``Provenance`` of what the engine behind ``stats`` did just now."""
-    return provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=seed)
+def engine_values(stats: EngineStats, seed: int | None = None) -> dict[str, Any]:
+    """Fields of a row from the counters of its engine: origin, KV memory, effective bits, demotions, preemptions."""
+    return {
+        **provenance(device=stats.device, dtype=stats.dtype, threads=stats.num_threads, seed=seed),
+        "kv_bytes_total": stats.kv_bytes_total,
+        "effective_bits": rounded(stats.effective_bits),
+        "demotions": stats.num_demotions,
+        "preemptions": stats.num_preemptions,
+    }
 
 
 @cache

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, cast
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import QKVError
 
-from .accuracy import AccuracyPlan, AccuracyRow, EvalEngine, evaluate
+from .accuracy import AccuracyPlan, AccuracyRow, evaluate
 from .grading import wilson_interval
 from .papers import Experiment
 from .report import paper_tables, sweep_table, workload_table
+from .runs import BenchEngine
 from .status import FAILURES, OK, cause
 from .sweep import OpenEngine, Row
 from .table import Table
@@ -22,7 +23,6 @@ from .watch import Watch, Watched, Work, no_watch
 
 if TYPE_CHECKING:
     from .filled import FilledEngine
-    from .runs import BenchEngine
 
 DENSE_BITS = 16  # of a KV element before any block has stepped down
 
@@ -52,7 +52,7 @@ class RatedRow(Quality, Row):
     """A row of a sweep with the answers of its preset, which are the same in all its rows."""
 
 
-OpenOther = Callable[[], AbstractContextManager[EvalEngine]]
+OpenOther = Callable[[], AbstractContextManager[BenchEngine]]
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Answering:
         with self.open_engine(kv) as engine:
             yield engine
             if kv not in self.others:
-                self._ask(kv, lambda _: nullcontext(cast("EvalEngine", engine)))
+                self._ask(kv, lambda _: nullcontext(cast("BenchEngine", engine)))
         if kv in self.others:
             self._ask(kv, lambda _: self.others[kv]())
 
-    def _ask(self, kv: str, open_engine: Callable[[str], AbstractContextManager[EvalEngine]]) -> None:
+    def _ask(self, kv: str, open_engine: Callable[[str], AbstractContextManager[BenchEngine]]) -> None:
         is_answered = kv in self.found and self.found[kv].accuracy is not None  # by an engine that failed later
         if not self.plan.tasks or is_answered:
             return

@@ -89,7 +89,7 @@ class _Question(msgspec.Struct):
 def read_questions(path: Path, *, samples: int) -> Task:
     """The first ``samples`` lines of a JSONL file of objects with "prompt" and "answer", and "reply" if it is known.
 
-    Raises ``ConfigError`` for any other line, for none, and for what is no regular file of at most 64 MiB.
+    Raises ``ConfigError`` for any other line, for none, and for anything but a regular file of at most 64 MiB.
     """
     lines = read_lines(path)[:samples]
     return Task(path.stem, None, tuple(_parse_question(path, number, line) for number, line in lines))
@@ -98,7 +98,7 @@ def read_questions(path: Path, *, samples: int) -> Task:
 def read_lines(path: Path) -> list[tuple[int, bytes]]:
     """Number and content of each line of the file ``--data`` that is not blank.
 
-    Raises ``ConfigError`` for a file without any, and for what is no regular file of at most 64 MiB.
+    Raises ``ConfigError`` for a file without any, and for anything but a regular file of at most 64 MiB.
     """
     lines = enumerate(read_input(path, field="data", max_nbytes=MAX_FILE_NBYTES).split(b"\n"), 1)
     filled = [(number, line) for number, line in lines if line.strip()]

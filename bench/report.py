@@ -64,18 +64,18 @@ def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) 
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
         "±": [_spread(row) for row in rows],
         "total tok/s": [number(row.total_tok_s, 1) for row in rows],
-        ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
-        best_ratio: [_ratio(row, {row.batch: best}) for row in rows] if 1 < len(base) < len(rows) else [],
+        ratio: [times(row.output_tok_s, base.get(row.batch)) for row in rows] if len(base) < len(rows) else [],
+        best_ratio: [times(row.output_tok_s, best) for row in rows] if 1 < len(base) < len(rows) else [],
         "decode tok/s": [number(row.decode_tok_s, 1) for row in rows],
         "TTFT ms": [number(row.ttft_ms, 1) for row in rows],
         "TPOT ms": [number(row.tpot_ms, 2) for row in rows],
         "ITL ms": [number(row.itl_ms, 2) for row in rows],
         "p99": [number(row.itl_p99_ms, 2) for row in rows],
         "of limit": [number(row.of_limit, 2) for row in rows],
-        "KV peak": [_size(row.kv_bytes_peak) for row in rows],
-        "codes": [_size(row.kv_bytes_codes) for row in rows],
-        "meta": [_size(row.kv_bytes_meta) for row in rows],
-        "dense": [_size(row.kv_bytes_dense) if row.kv_bytes_codes else "" for row in rows],
+        "KV peak": [size(row.kv_bytes_peak) for row in rows],
+        "codes": [size(row.kv_bytes_codes) for row in rows],
+        "meta": [size(row.kv_bytes_meta) for row in rows],
+        "dense": [size(row.kv_bytes_dense) if row.kv_bytes_codes else "" for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
@@ -123,12 +123,12 @@ def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESET
         "preemptions": [number(row.preemptions, 0) for row in rows],
         "demotions": [number(row.demotions, 0) for row in rows],
         "bits": [number(row.effective_bits, 2) for row in rows],
-        "KV peak": [_size(row.kv_bytes_peak) for row in rows],
+        "KV peak": [size(row.kv_bytes_peak) for row in rows],
         "TTFT ms": [number(row.ttft_ms, 0) for row in rows],
         "seconds": [number(row.seconds, 1) for row in rows],
         "±": [_spread(row) for row in rows],
         "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        ratio: [_ratio(row, base) for row in rows] if len(base) < len(rows) else [],
+        ratio: [times(row.output_tok_s, base.get(row.batch)) for row in rows] if len(base) < len(rows) else [],
         "status": [row.status if row.status in (NO_FIT, FAILED) else "" for row in rows],
     }
     notes = [
@@ -202,11 +202,6 @@ def unfilled_notes(
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def _ratio(row: Row, base: dict[int, float | None]) -> str:
-    reference = base.get(row.batch)
-    return f"{row.output_tok_s / reference:.2f}x" if row.output_tok_s and reference else ""
-
-
 def _spread(row: Row) -> str:
     """Half the distance between the slowest and the fastest repeat, as a share of the median."""
     if row.repeats < 2 or not row.output_tok_s or row.output_tok_s_max is None or row.output_tok_s_min is None:
@@ -224,5 +219,11 @@ def short(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
-def _size(nbytes: int | None) -> str:
+def size(nbytes: int | None) -> str:
+    """``nbytes`` with a unit; nothing for none."""
     return format_size(nbytes) if nbytes else ""
+
+
+def times(value: float | None, base: float | None) -> str:
+    """``value`` as a multiple of ``base``, such as "1.25x"; nothing where one of them is missing or 0."""
+    return f"{value / base:.2f}x" if value and base else ""

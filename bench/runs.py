@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from qkv_engine.request import RequestOutput, SamplingParams
 
 from .grading import score
-from .provenance import provenance_of
+from .provenance import engine_values
 from .timing import RunFigures, Timeline, median, rounded, run_figures
 from .watch import Watch, no_watch, work_of
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from .sweep import SweepPlan
 
 
-class BenchEngine(AbstractContextManager["BenchEngine"], Protocol):
+class BenchEngine(Protocol):
     """The part of ``Engine`` for a run."""
 
     @property
@@ -146,7 +145,7 @@ def _summary(runs: Sequence[Run], seed: int) -> dict[str, Any]:
     medians = ("output_tok_s", "total_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "itl_ms", "itl_p99_ms")
     return {
         **{name: rounded(median(getattr(figure, name) for figure in figures)) for name in medians},
-        **engine_values(max((run.stats for run in runs), key=lambda stats: stats.kv_bytes_peak), seed),
+        **memory_values(max((run.stats for run in runs), key=lambda stats: stats.kv_bytes_peak), seed),
         "repeats": len(runs),
         "seconds": rounded(median(run.seconds for run in runs)),
         "output_tok_s_min": rounded(min(rates)),
@@ -155,13 +154,7 @@ def _summary(runs: Sequence[Run], seed: int) -> dict[str, Any]:
     }
 
 
-def engine_values(stats: EngineStats, seed: int) -> dict[str, Any]:
-    """Fields of a row from an engine's counters: origin, KV memory, demotions and preemptions."""
-    kept = ("kv_bytes_total", "kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
-    return {
-        **provenance_of(stats, seed),
-        **{name: getattr(stats, name) for name in kept},
-        "effective_bits": rounded(stats.effective_bits),
-        "demotions": stats.num_demotions,
-        "preemptions": stats.num_preemptions,
-    }
+def memory_values(stats: EngineStats, seed: int) -> dict[str, Any]:
+    """``engine_values``, and the peak of KV memory in parts."""
+    parts = ("kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
+    return engine_values(stats, seed) | {name: getattr(stats, name) for name in parts}

@@ -15,7 +15,7 @@ from qkv_engine.errors import CapacityError, ConfigError
 
 from .filled import FilledEngine, spread_prompts
 from .roofline import GPU, count_weights, limit_seconds
-from .runs import engine_values
+from .runs import memory_values
 from .sizing import largest_batch
 from .timing import rounded
 from .watch import Watch, Work, no_watch
@@ -83,7 +83,7 @@ class Samples:
         # without the slowest and the fastest window, in which a kernel may have been compiled.
         ordered = [sorted(w.seconds for w in piece)[1:-1] for piece in pieces]
         slow, fast = fmean(each[-1] for each in ordered), fmean(each[0] for each in ordered)
-        values = engine_values(engine.stats(), self.plan.seed)
+        values = memory_values(engine.stats(), self.plan.seed)
         weights = count_weights(engine.started.config, engine.started.dtype)
         kv_read = fmean(w.kv_nbytes for piece in pieces for w in piece)
         limit = limit_seconds(weights, batch, kv_read) if GPU in values["device_name"] else None

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
+from qkv_engine.errors import ConfigError, QKVError
 
+from .preset_loop import measure_presets
 from .provenance import Provenance, provenance
 from .runs import BenchEngine, Runs
-from .status import FAILED, FAILURES, NO_FIT, OK, QUEUED, cause
+from .status import OK, QUEUED
 from .watch import no_watch
 
 if TYPE_CHECKING:
@@ -136,62 +137,35 @@ def sweep(
 ) -> Iterator[Row]:
     """Yields a row as soon as it is measured; ``watch`` is entered around every run, ``describe`` words errors.
 
-    One engine a preset, opened by ``open_engine`` and closed before the next. Raises ``ConfigError`` and
-    ``ModelError``, which no other batch size would cure; every other failure is a row.
+    Engines and failures are those of ``measure_presets``.
     """
     method: Method = Runs(plan, watch, clock)
     if plan.sampled:
         from .sampled import Samples  # loads torch, which the command does with Ctrl-C held back
 
         method = Samples(plan, watch)
-    return _Sweep(plan, open_engine, method, describe).rows()
+    batches = {kv: plan.batches_of(kv) for kv in plan.kvs}
+
+    def begin(kv: str, engine: BenchEngine | FilledEngine) -> Callable[[int], Row]:
+        return lambda batch: _measured(plan, kv, batch, method.measure(engine, kv, batch))
+
+    def failure(kv: str, batch: int, status: str, detail: str) -> Row:
+        return _row(plan, kv, batch, status=status, detail=detail)
+
+    return measure_presets(batches, open_engine, begin, failure, describe)
 
 
-@dataclass
-class _Sweep:
-    plan: SweepPlan
-    open_engine: OpenEngine
-    method: Method
-    describe: Callable[[QKVError], str]
+def _measured(plan: SweepPlan, kv: str, batch: int, values: dict[str, Any]) -> Row:
+    most = values["max_running"]
+    if most == batch:
+        return _row(plan, kv, batch, status=OK, **values)
+    detail = f"at most {most} requests ran at once: memory was full, or the first ended before the last began"
+    return _row(plan, kv, batch, status=QUEUED, detail=detail, **values)
 
-    def rows(self) -> Iterator[Row]:
-        for kv in self.plan.kvs:
-            batches = list(self.plan.batches_of(kv))
-            while batches:
-                try:
-                    with self.open_engine(kv) as engine:
-                        yield from self._sizes(kv, batches, engine)
-                except CapacityError as error:
-                    yield from (self._row(kv, batch, status=NO_FIT, detail=self.describe(error)) for batch in batches)
-                    break
 
-    def _sizes(self, kv: str, batches: list[int], engine: BenchEngine | FilledEngine) -> Iterator[Row]:
-        """Takes sizes off ``batches`` until none is left or one fails: then the engine is in doubt."""
-        while batches:
-            row = self._size(kv, batches.pop(0), engine)
-            yield row
-            if row.status == FAILED:
-                return
-
-    def _size(self, kv: str, batch: int, engine: BenchEngine | FilledEngine) -> Row:
-        try:
-            values = self.method.measure(engine, kv, batch)
-        except CapacityError as error:
-            return self._row(kv, batch, status=NO_FIT, detail=self.describe(error))
-        except (ConfigError, ModelError):
-            raise
-        except FAILURES as error:
-            return self._row(kv, batch, status=FAILED, detail=cause(error, self.describe))
-        most = values["max_running"]
-        if most == batch:
-            return self._row(kv, batch, status=OK, **values)
-        detail = f"at most {most} requests ran at once: memory was full, or the first ended before the last began"
-        return self._row(kv, batch, status=QUEUED, detail=detail, **values)
-
-    def _row(self, kv: str, batch: int, *, status: str, **values: Any) -> Row:
-        plan = self.plan
-        origin = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len}
-        method = SAMPLED if plan.sampled else RUN
-        named: dict[str, Any] = {"model": plan.model, "preset": plan.preset, "kv": kv, "batch": batch, "method": method}
-        named["task"] = plan.workload and plan.workload.task.label
-        return Row(**named, status=status, **origin | values)
+def _row(plan: SweepPlan, kv: str, batch: int, *, status: str, **values: Any) -> Row:
+    origin = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len}
+    method = SAMPLED if plan.sampled else RUN
+    named: dict[str, Any] = {"model": plan.model, "preset": plan.preset, "kv": kv, "batch": batch, "method": method}
+    named["task"] = plan.workload and plan.workload.task.label
+    return Row(**named, status=status, **origin | values)

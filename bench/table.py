@@ -54,7 +54,7 @@ def from_columns(title: str, columns: Mapping[str, list[str]], notes: list[str],
 
 
 def joined(*parts: str | None) -> str:
-    """A title of those of its ``parts`` that there are."""
+    """A title of ``parts``, empty ones left out."""
     return " · ".join(part for part in parts if part)
 
 

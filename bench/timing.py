@@ -22,6 +22,14 @@ class Timeline:
     num_tokens: int
     token_times: Sequence[float] = ()
 
+    @classmethod
+    def read(cls, sent: float, times: Sequence[float]) -> Timeline:
+        """The times of a request as its reader saw them: when it was sent, and when each token came."""
+        first, last = times[0], times[-1]
+        return cls(
+            sent=sent, scheduled=sent, first_token=first, last_token=last, num_tokens=len(times), token_times=times
+        )
+
     @property
     def ttft(self) -> float:
         """Time to first token: from the request being sent."""
@@ -102,13 +110,13 @@ def peak_overlap(intervals: Sequence[tuple[float, float]]) -> int:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of those that are not None; None of nothing."""
+    """The median of ``values``, Nones left out; None if nothing is left."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The ``percent``-th percentile, linear between neighbours as in numpy; None of nothing."""
+    """The ``percent``-th percentile, linear between neighbours as in numpy; None without values."""
     if not values:
         return None
     ordered = sorted(values)

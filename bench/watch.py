@@ -43,7 +43,7 @@ Watch = Callable[[Work, Watched], AbstractContextManager[None]]
 
 
 def no_watch(work: Work, engine: Watched) -> AbstractContextManager[None]:
-    """Nobody looks."""
+    """The watch that shows nothing."""
     return nullcontext()
 
 

@@ -45,7 +45,7 @@ class MarkdownBlocks:
         return blocks
 
     def finish(self) -> list[str]:
-        """What is left, now that the text has ended."""
+        """The blocks that are left at the end of the text."""
         if self._partial:
             line, self._partial = self._partial, ""
             self._add(line)

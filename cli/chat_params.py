@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +11,8 @@ import msgspec
 from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.request import SamplingParams
 from qkv_engine.validation import BOUNDS, validate_params
+
+from .common import nearest
 
 if TYPE_CHECKING:
     from qkv_engine import Engine
@@ -73,8 +74,7 @@ def chat_params(engine: Engine, overrides: dict[str, Any]) -> SamplingParams:
 def set_param(params: SamplingParams, name: str, text: str, engine: Engine) -> SamplingParams:
     """``params`` with ``name`` as ``text`` says, where "default" is the model's. Raises ``RequestError``."""
     if name not in SETTABLE:
-        near = difflib.get_close_matches(name, SETTABLE, n=1)
-        hint = f"Did you mean {near[0]}?" if near else "/params lists those that can be set"
+        hint = nearest(name, SETTABLE, "/params lists those that can be set")
         reason = "cannot be set in a chat" if name in _FIXED else "is not a sampling parameter"
         raise RequestError(f"{name} {reason}", remedy=hint)
     value = getattr(engine.default_params, name) if text == "default" else _parse(name, text)

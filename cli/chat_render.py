@@ -1,4 +1,4 @@
-"""How a streamed reply looks: plain text for pipes, live Markdown for terminals."""
+"""Streamed replies on their way out: plain text for pipes, live Markdown for terminals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _THINKING_LINES = 6  # lines of thinking in sight while it streams
 
 
 class ThinkMode(enum.StrEnum):
-    """What becomes of a reply's thinking in the terminal."""
+    """Ways to show a reply's thinking in the terminal."""
 
     SHOW = "show"  # it stays
     FOLD = "fold"  # it streams, then folds to one line

@@ -93,7 +93,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """What has been said, and with which parameters the next turn is sampled."""
+    """The messages so far, and the sampling parameters of the next turn."""
 
     engine: Engine
     params: SamplingParams

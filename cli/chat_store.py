@@ -23,7 +23,7 @@ class SavedMessage(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
 
 
 class SavedChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What ``/save`` writes and ``/load`` reads. A system prompt may also stand first among the messages."""
+    """A saved conversation. A system prompt may also stand first among the messages."""
 
     version: Literal[1] = 1
     model: str | None = None

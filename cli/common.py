@@ -68,7 +68,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
     group.add_argument(
         "--warm-up",
         choices=WARM_UPS,
-        help="capture steps on a GPU when they are met (lazy, default) or all of them at start (full)",
+        help="capture steps on a GPU when they are met (lazy) or all of them at start (full; default of serve alone)",
     )
     group.add_argument(
         "--max-itl-ms",
@@ -102,7 +102,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
         type=int,
         dest="num_threads",
         metavar="N",
-        help="CPU threads (default: 1 or all, by model size)",
+        help="CPU threads (default: one a core; of a small model four at most)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
     return group
@@ -160,6 +160,14 @@ def fill_in(args: argparse.Namespace, **values: Any) -> None:
     for name, value in values.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises ``ConfigError`` for an option that is given below its least value."""
+    for field, low in least.items():
+        value = getattr(args, field)
+        if value is not None and value < low:
+            raise ConfigError(f"must be at least {low}", field=field, value=value)
 
 
 def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:

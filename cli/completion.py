@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from qkv_engine.bench.papers import PAPERS
 from qkv_engine.config import PRESETS
@@ -12,7 +13,6 @@ from qkv_engine.config import PRESETS
 from . import common
 
 SHELLS = ("bash", "zsh", "fish")
-_FILE_OPTIONS = ("output", "plot", "data", "log_samples")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def _offer_values(actions: Iterable[argparse.Action]) -> None:
     for action in actions:
         if action.dest in words:
             action.choices = list(words[action.dest])
-        elif action.dest in _FILE_OPTIONS:
+        elif action.type is Path:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         elif action.dest == "model":
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

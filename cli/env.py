@@ -125,7 +125,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _excess(weights: int, kv_nbytes: int, free: int) -> str | None:
-    """Why the model cannot be started here, if so."""
+    """The reason why the model cannot be started here; None if it can."""
     if weights > free:
         return f"weights need {format_size(weights)}, {format_size(free)} are free"
     if weights + kv_nbytes > free:
@@ -162,7 +162,7 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
 
 
 def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], CapacityError | None]:
-    """Tokens that ``nbytes`` hold on each rung, and why they hold none, if so."""
+    """Tokens that ``nbytes`` hold on each rung, and the error if they hold none."""
     from qkv_engine.bench.sizing import planned_cache
 
     try:
@@ -256,7 +256,7 @@ def _render(facts: dict[str, Any], form: str, width: int | None) -> str:
 
 
 def _entries(facts: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Section, name and value of all that is no rung; without what there is nothing to say of."""
+    """Section, name and value of every fact but the rungs; facts without a value are left out."""
     for section, entries in facts.items():
         for name, value in entries.items():
             if name != "rungs" and value is not None:

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv_engine.errors import ConfigError
-
 from . import common, eval_harness, eval_perplexity, results, tasks
 from .combinations import check_combinations
 from .model import check_ladders
@@ -148,10 +146,7 @@ def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:
     from qkv_engine.bench.accuracy import AccuracyPlan
     from qkv_engine.bench.questions import parse_tasks, read_questions
 
-    for field in ("samples", "max_tokens"):
-        value = getattr(args, field)
-        if value is not None and value < 1:
-            raise ConfigError("must be at least 1", field=field, value=value)
+    common.check_least(args, samples=1, max_tokens=1)
     samples = DEFAULT_SAMPLES if args.samples is None else args.samples
     asked: tuple[Task, ...] = ()
     given = tasks.given(args)

@@ -66,10 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> HarnessPlan:
     from qkv_engine.bench.harness import HarnessPlan
 
-    for field, least in (("limit", 1), ("num_fewshot", 0)):
-        value = getattr(args, field)
-        if value is not None and value < least:
-            raise ConfigError(f"must be at least {least}", field=field, value=value)
+    common.check_least(args, limit=1, num_fewshot=0)
     names = tuple(dict.fromkeys(name.strip() for name in args.lm_eval.split(",") if name.strip()))
     if not names:
         raise ConfigError("names no task", field="lm_eval", value=args.lm_eval, remedy="Give a list such as arc_easy")

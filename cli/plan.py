@@ -248,7 +248,5 @@ def _deliver(args: argparse.Namespace, plan: KVPlan, memory: int | None) -> None
     rows = layer_rows(plan)
     table = plan_table(plan, rows, memory)
     files = [results.Extra(args.output, lambda: plan_bytes(plan), "the plan")]
-    if args.plot is not None:
-        kind = args.plot.suffix.lower().removeprefix(".")
-        files.append(results.Extra(args.plot, lambda: plot_plan(plan, kind=kind), "a plot"))
+    files += results.plot(args, lambda kind: plot_plan(plan, kind=kind))
     results.show_and_write(args.format, lambda form, width: render(form, rows, table, width=width), files)

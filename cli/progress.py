@@ -33,13 +33,13 @@ class Bar:
         self._name = ""
 
     def reach(self, rows: int) -> None:
-        """So many rows are there."""
+        """Sets the number of rows done."""
         self._rows = rows
         self._done = rows
         self._update(rows)
 
     def begin(self, name: str) -> None:
-        """``name`` is what all rows are about."""
+        """Names the work of all rows."""
         self._say(name, name)
 
     @contextmanager

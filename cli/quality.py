@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.config import KVConfig, main_presets
-from qkv_engine.errors import ConfigError
 
 from . import common, results
 from .eval import DEFAULT_SAMPLES, DEFAULT_TASKS
@@ -43,7 +42,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "--pareto",
         action="store_true",
-        help="compare all presets, or those of --kv, each at the largest batch that --kv-memory "
+        help="compare the presets without -g32 and -sink, or those of --kv, each at the largest batch that --kv-memory "
         f"(default: {PARETO_MEMORY}) holds or the best of --batch-sweep: throughput and capacity against --eval "
         f"(default: {DEFAULT_TASKS})",
     )
@@ -61,14 +60,13 @@ class Questions(NamedTuple):
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Fills in what ``--pareto`` leaves out. Raises ``ConfigError`` for ``--samples`` below 1."""
+    """Fills in the defaults of ``--pareto`` and ``--samples``. Raises ``ConfigError`` for ``--samples`` below 1."""
     if args.pareto:
         memory = PARETO_MEMORY if args.memory is None else None
         kvs = ",".join(main_presets())
         common.fill_in(args, kv=kvs, batch_sweep=MAX, kv_memory=memory, input_len=PARETO_INPUT_LEN)
     common.fill_in(args, samples=DEFAULT_SAMPLES)
-    if args.samples < 1:
-        raise ConfigError("must be at least 1", field="samples", value=args.samples)
+    common.check_least(args, samples=1)
 
 
 def questions(args: argparse.Namespace) -> Questions:

@@ -164,7 +164,7 @@ def _keys(args: argparse.Namespace) -> Keys:
 
 
 def _sites(args: argparse.Namespace) -> dict[str, Any]:
-    """What browsers may do. Raises ``ConfigError``."""
+    """The app's options for browsers: origins, hosts, the chat page. Raises ``ConfigError``."""
     from qkv_engine.serve.hosts import check_origin
 
     hosts, origins = [args.host, *(args.allow_host or ())], [check_origin(url) for url in args.allow_origin or ()]

@@ -159,7 +159,7 @@ def _completion(word: str, typed: str, meta: str = "") -> Completion:
 
 
 def _history() -> History:
-    """What was typed before, readable by its owner alone; only this session where no file can be written."""
+    """The history of the prompt, in a file that its owner alone can read; in memory where no file can be written."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = state / "qkv-engine" / "chat_history"
     try:

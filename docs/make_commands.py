@@ -30,7 +30,7 @@ def reference(parser: argparse.ArgumentParser) -> str:
     parts = [f"```text\n{usage}\n```", parser.description or ""]
     parts += [table for group in parser._action_groups for table in tables(group)]
     if parser.epilog:
-        lines = [textwrap.fill(line, 110) for line in parser.epilog.strip().splitlines()]
+        lines = [textwrap.fill(line, 110, break_on_hyphens=False) for line in parser.epilog.strip().splitlines()]
         parts.append("\n".join(["```text", *lines, "```"]))
     return "\n\n".join(parts)
 

@@ -64,8 +64,8 @@ class Engine(Closable):
         cuda_graphs: replay captured steps on a GPU; False saves their memory and makes small steps slower.
         warm_up: "lazy" captures a step on a GPU when its shape is met again; "full" captures all shapes that the limits
             allow at start, so that no request waits for a capture.
-        num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, but at most 4 if the
-            weights take up to 64 MiB.
+        num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, but for weights of up
+            to 64 MiB for 4 at most, or for 1 where a short step is faster so.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -11,13 +10,10 @@ from torch import Tensor
 
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.config import BLOCK_TOKENS
-from qkv_engine.models.llama import LlamaForCausalLM
-from qkv_engine.models.loader import load_model
-from qkv_engine.text.tokenizer import Tokenizer
 
-from .papers.__main__ import DEMO
-from .papers.cache import LayerCache, Side, attention
+from .papers.cache import LayerCache, attention, full_precision
 from .papers.decode import SimulatedBatch
+from .papers.demo import demo_model
 
 WINDOW = 128  # newest tokens, which stay in full precision; only their queries are measured
 
@@ -57,7 +53,7 @@ class _Recorder(LayerCache):
     """A layer in full precision that keeps the queries of the last call."""
 
     def __init__(self) -> None:
-        super().__init__(Side(lambda full: 0, lambda x: x), Side(lambda full: 0, lambda x: x))
+        super().__init__(full_precision(), full_precision())
         self.q = torch.empty(0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,10 +64,7 @@ class _Recorder(LayerCache):
 @torch.inference_mode()
 def conversations(tasks: str, samples: int, seed: int = 0) -> Iterator[list[Attended]]:
     """The layers of each conversation, ``samples`` of each of ``tasks``: question and right reply, read at once."""
-    torch.set_num_threads(1)  # waking another thread costs a model this small more than it gains
-    model = load_model(str(DEMO), device=torch.device("cpu")).model
-    assert isinstance(model, LlamaForCausalLM)
-    with closing(Tokenizer.from_folder(DEMO)) as tokenizer:
+    with demo_model() as (model, tokenizer):
         for task in parse_tasks(tasks, samples=samples, seed=seed):
             for example in task.examples:
                 ids = torch.tensor(tokenizer.encode(example.chat + example.reply))

@@ -12,7 +12,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,16 +25,14 @@ from qkv_engine.bench.grading import wilson_interval
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.table import Table, as_markdown, from_columns
 from qkv_engine.models.llama import LlamaForCausalLM
-from qkv_engine.models.loader import load_model
-from qkv_engine.text.tokenizer import Tokenizer
 
+from .accuracy import TASKS
 from .papers import kitty, patternkv, quantizers
-from .papers.__main__ import DEMO, HEAD_DIM
-from .papers.cache import LayerCache, Quantize, Side, Simulate, attention, by_channel, by_token
+from .papers.cache import LayerCache, Quantize, Side, Simulate, attention, by_channel, by_token, full_precision
 from .papers.decode import SimulatedBatch
+from .papers.demo import HEAD_DIM, demo_model
 from .papers.patternkv import WINDOW, Assign, Mine, PatternSide, flattest, gate_limit, gated, nearest
 
-TASKS = "ledger:40,lookup:100,addition:10,sorting:40"
 META_BITS = 32  # of a group: minimum and range in fp16
 INDEX_BITS = 8  # of a token and head that may have a pattern
 
@@ -201,7 +198,7 @@ class Choice(NamedTuple):
 
     def _side(self, assign: Assign | None, coder: Coder) -> Side:
         if assign is None:
-            return Side(lambda full: 0, lambda x: x)
+            return full_precision()
         if assign is unassigned:
             return Side(lambda full: full // WINDOW * WINDOW, coder.simulate)
         mine = self.mine or partial(
@@ -290,7 +287,7 @@ class Measured(LayerCache):
         layer = choice.layer()
         super().__init__(layer.k, layer.v)
         self.choice, self.sums = choice, sums
-        self.exact = [Side(lambda full: 0, lambda x: x) for _ in range(2)]
+        self.exact = [full_precision(), full_precision()]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``LayerCache.attend``."""
@@ -359,10 +356,7 @@ def row(name: str, tasks: Sequence[Sums]) -> dict[str, str]:
 def run(args: argparse.Namespace, sums: dict[str, list[Sums]]) -> Iterator[int]:
     """Reads question after question of every task by every choice into ``sums``; yields after each question."""
     tasks = parse_tasks(args.tasks, samples=args.samples, seed=args.seed)
-    torch.set_num_threads(1)
-    model = load_model(str(DEMO), device=torch.device("cpu")).model
-    assert isinstance(model, LlamaForCausalLM)
-    with closing(Tokenizer.from_folder(DEMO)) as tokenizer:
+    with demo_model() as (model, tokenizer):
         for i in range(args.samples):
             for j, task in enumerate(tasks):
                 example = task.examples[i]

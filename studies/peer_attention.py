@@ -14,25 +14,24 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from qkv_engine.bench.files import write_file
-from qkv_engine.bench.forms import FORMATS, format_of
-from qkv_engine.bench.report import number, render
+from qkv_engine.bench.report import number
 from qkv_engine.bench.roofline import BANDWIDTH
-from qkv_engine.bench.table import PLAIN_WIDTH, Table
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.bench.table import Table
+from qkv_engine.errors import ConfigError
 
+from . import results
 from .peer_kernels import KERNELS, Call, PeerKernel, Shape, load, reference
 
 OK, SKIPPED, FAILED, WRONG = "ok", "skipped", "failed", "wrong"
 OURS = "qkv-engine"
 TOLERANCE = 0.02  # relative error of a result against plain attention over the values the codes stand for
 CHECKED = 2  # requests compared
+PACKAGES = ("qkv-engine", "torch", "triton", "flashinfer-python")  # whose versions are told
 EAGER_CALLS = 20  # timed together where a kernel cannot be captured
 
 
@@ -243,7 +242,9 @@ def run(folder: Path | None, shape: Shape, bits: Sequence[int]) -> Iterator[Atte
     name = torch.cuda.get_device_name()
     for entry in entries(folder):
         if entry.bits in bits:
-            yield replace(measure(entry, shape, "cuda", device_seconds), device=name)
+            row = measure(entry, shape, "cuda", device_seconds)
+            print(f"{row.bits} bits {row.kernel}: {row.us} us {row.status} {row.detail or ''}", file=sys.stderr)
+            yield replace(row, device=name)
             torch.cuda.empty_cache()
 
 
@@ -275,18 +276,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
     ]
     title = f"decode attention, one layer, {rows[0].batch} x {rows[0].length} tokens · {rows[0].device}"
     notes = [f"{row.kernel}: {row.status}: {row.detail}" for row in rows if row.detail]
-    return Table(title, headers, cells, [*notes, versions()], text=("kernel", "status"))
-
-
-def versions() -> str:
-    """Versions of the libraries compared."""
-    found = []
-    for name in ("qkv-engine", "torch", "triton", "flashinfer-python"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    return Table(title, headers, cells, [*notes, results.versions(PACKAGES)], text=("kernel", "status"))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -297,8 +287,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=64, metavar="N", help="requests (default: %(default)s)")
     add("--length", type=int, default=8192, metavar="N", help="tokens of each (default: %(default)s)")
     add("--bits", default="16,8,4,2", metavar="LIST", help="code bits to compare (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too")
+    results.add_options(parser)
     args = parser.parse_args(argv)
     if min(args.batch, args.length) < 1 or not set(args.bits.split(",")) <= {"16", "8", "4", "2"}:
         parser.error("--batch and --length must be at least 1, --bits of 16, 8, 4 and 2")
@@ -308,25 +297,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the comparison and returns the exit code."""
     args = parse_args(argv)
-    rows: list[AttentionRow] = []
-    code = 0
-    try:
-        for row in run(args.kernels, Shape(args.batch, args.length), [int(b) for b in args.bits.split(",")]):
-            rows.append(row)
-            print(f"{row.bits} bits {row.kernel}: {row.us} us {row.status} {row.detail or ''}", file=sys.stderr)
-    except KeyboardInterrupt:
-        code = 130
-    except QKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 1
+    bits = [int(word) for word in args.bits.split(",")]
+    rows, code = results.collect(run(args.kernels, Shape(args.batch, args.length), bits))
     if rows:
         rows = with_ratios(rows)
-        table = attention_table(rows)
-        if args.output is not None:
-            kind = format_of(args.output, args.format)
-            write_file(args.output, render(kind, rows, table).encode())
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        print(render(args.format, rows, table, width=width), end="")
+        results.deliver(args, rows, attention_table(rows))
     return code or int(any(row.status in (FAILED, WRONG) for row in rows))
 
 

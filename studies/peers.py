@@ -16,19 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv_engine.bench.batches import parse_batches
-from qkv_engine.bench.forms import FORMATS
-from qkv_engine.bench.provenance import cpu_name
-from qkv_engine.bench.report import number, render
+from qkv_engine.bench.provenance import device_name
+from qkv_engine.bench.report import number
 from qkv_engine.bench.runs import greedy, ordinary_tokens, random_prompts, timeline
-from qkv_engine.bench.table import PLAIN_WIDTH, Table
+from qkv_engine.bench.table import Table
 from qkv_engine.bench.timing import Timeline
 from qkv_engine.config import DEFAULT_KV, resolve_kv
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.errors import ConfigError
 
+from . import results
 from .contender import Contender, Generate, Generation, Loaded, Run
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def _hf_generate(model: Any, cache: dict[str, Any], prompts: list[list[int]], ou
             **cache,
         )
     tokens = output[:, input_ids.shape[1] :].tolist()
-    return Generation(tokens, [_timeline(sent, stopwatch.times)] * len(tokens))
+    return Generation(tokens, [Timeline.read(sent, stopwatch.times)] * len(tokens))
 
 
 class _Stopwatch:
@@ -175,17 +174,6 @@ class _Stopwatch:
             torch.cuda.synchronize()  # ``generate`` waits for the token right after this anyway
         self.times.append(time.monotonic())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _timeline(sent: float, times: list[float]) -> Timeline:
-    return Timeline(
-        sent=sent,
-        scheduled=sent,
-        first_token=times[0],
-        last_token=times[-1],
-        num_tokens=len(times),
-        token_times=times,
-    )
 
 
 def load_ours(setup: Setup, kv: str, kv_memory: str | None, max_model_len: int, max_num_seqs: int) -> Loaded:
@@ -226,7 +214,8 @@ def _load_peer(name: str, setup: Setup) -> Loaded:
 
 def compare(plan: Plan, peer: Contender, ours: dict[str, Contender]) -> Iterator[PeerRow]:
     """A row for each batch size and each of ``ours``, by KV preset."""
-    about = {"machine": machine(plan.device), "versions": versions(plan.peer)}
+    packages = ("qkv-engine", "torch", PEERS[plan.peer].package)
+    about = {"machine": machine(plan.device), "versions": results.versions(packages)}
     shared = set(peer.vocabulary).intersection(*(our.vocabulary for our in ours.values()))
     for batch in plan.batches:
         # A new draw for each repeat: the KV of an earlier run must not be found again.
@@ -281,14 +270,8 @@ def machine(device: str) -> str:
     from qkv_engine.startup import resolve_device
 
     resolved = resolve_device(device)
-    if resolved.type == "cuda":
-        return str(torch.cuda.get_device_name(resolved))
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def versions(peer: str) -> str:
-    names = ("qkv-engine", "torch", PEERS[peer].package)
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    name = device_name(str(resolved))
+    return name if resolved.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def peer_table(rows: Sequence[PeerRow]) -> Table:
@@ -331,7 +314,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
     add("--warmup", type=int, default=2, metavar="N", help="runs before them (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
+    results.add_options(parser)
     args = parser.parse_args(argv)
     if min(args.input_len, args.output_len - 1, args.repeats, args.warmup) < 1:
         parser.error("lengths, repeats and warm-up must be at least 1, --output-len at least 2")
@@ -361,19 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare_attention(argv[1:])
     args = parse_args(argv)
-    rows: list[PeerRow] = []
-    code = 0
-    try:
-        for row in run(args):
-            rows.append(row)
-    except KeyboardInterrupt:
-        code = 130
-    except QKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) else 1
+    rows, code = results.collect(run(args))
     if rows:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        print(render(args.format, rows, peer_table(rows), width=width), end="")
+        results.deliver(args, rows, peer_table(rows))
     return code
 
 

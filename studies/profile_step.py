@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,29 +24,30 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qkv_engine.bench.batches import parse_batches
-from qkv_engine.bench.files import write_file
 from qkv_engine.bench.filled import FilledEngine, spread_prompts
-from qkv_engine.bench.forms import FORMATS, format_of
-from qkv_engine.bench.report import number, render
+from qkv_engine.bench.report import number
 from qkv_engine.bench.roofline import Weights, count_weights, limit_seconds
 from qkv_engine.bench.sampled import WINDOWS
 from qkv_engine.bench.sizing import largest_batch, make_ladder
-from qkv_engine.bench.table import PLAIN_WIDTH, Table
+from qkv_engine.bench.table import Table
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.errors import ConfigError
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.loader import resolve_dtype
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.sizes import parse_size
 from qkv_engine.startup import resolve_device
 
+from . import results
+
 STEP, HOST, DEVICE, OPERATORS = "step", "host", "device", "operators"
 LIMIT = "limit of a step"
 WARMUP_STEPS = 24  # steps in which recurring launches are captured
 WAITING, WORKING = "wait for the tokens", "all but waiting"
 IDLE = "nothing runs"
+LEAST_SHARE = 0.005  # of a step's time
 
 # Kind of work by kernel name: ours exactly, libraries' by a part of the name; the first match counts.
 KERNELS = {
@@ -259,8 +259,8 @@ def _parts(core: FilledEngine, args: argparse.Namespace, batch: int, weights: We
     core.end()
 
 
-def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
-    """A line a part, a column a batch size; parts below ``least`` of every step are left out."""
+def profile_table(rows: Sequence[ProfileRow]) -> Table:
+    """A line a part, a column a batch size; parts below ``LEAST_SHARE`` of every step are left out."""
     batches = list(dict.fromkeys(row.batch for row in rows))
     found = {(row.side, row.part, row.batch): row for row in rows}
     largest: dict[tuple[str, str], float] = {}
@@ -268,7 +268,7 @@ def profile_table(rows: Sequence[ProfileRow], least: float = 0.005) -> Table:
         largest[row.side, row.part] = max(largest.get((row.side, row.part), 0.0), row.share)
     order = [STEP, HOST, DEVICE, OPERATORS]
     keys = sorted(
-        (key for key, share in largest.items() if share >= least), key=lambda k: (order.index(k[0]), -largest[k])
+        (key for key, share in largest.items() if share >= LEAST_SHARE), key=lambda k: (order.index(k[0]), -largest[k])
     )
     cells = []
     for side, part in keys:
@@ -299,8 +299,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=40, metavar="N", help="steps of each measurement (default: %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="write the rows to FILE too")
+    results.add_options(parser)
     args = parser.parse_args(argv)
     if args.steps < 1 or args.context < WARMUP_STEPS + 3 * args.steps + WINDOWS + 2:
         parser.error("--steps must be at least 1 and few for the context")
@@ -311,20 +310,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns the exit code."""
     args = parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
-    try:
-        rows = list(run(args))
-    except KeyboardInterrupt:
-        return 130
-    except QKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    table = profile_table(rows)
-    if args.output is not None:
-        kind = format_of(args.output, args.format)
-        write_file(args.output, render(kind, rows, table).encode())
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    print(render(args.format, rows, table, width=width), end="")
-    return 0
+    rows, code = results.collect(run(args))
+    if rows:
+        results.deliver(args, rows, profile_table(rows))
+    return code
 
 
 if __name__ == "__main__":

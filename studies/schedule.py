@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from qkv_engine.bench.forms import FORMATS
-from qkv_engine.bench.report import number, render
+from qkv_engine.bench.report import number
 from qkv_engine.bench.sizing import make_ladder, planned_cache
 from qkv_engine.bench.table import Table
 from qkv_engine.config import BLOCK_TOKENS, PRESETS
@@ -29,6 +28,8 @@ from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
+
+from . import results
 
 ROOMY = 2**40  # bytes of KV memory, more than any load fills
 STEPS = BLOCK_TOKENS  # steps of a steady load, in which each request begins one block
@@ -226,11 +227,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.schedule", description=__doc__)
     parser.add_argument("--running", type=int, default=4096, metavar="N", help="requests (default: %(default)s)")
     parser.add_argument("--load", action="append", choices=LOADS, help="only this one; may be repeated")
-    parser.add_argument("-o", dest="format", choices=FORMATS, default="table", help="form of the rows")
+    results.add_options(parser)
     args = parser.parse_args(argv)
-    rows = [measure(load, args.running) for load in args.load or LOADS]
-    print(render(args.format, rows, load_table(rows)), end="")
-    return 0
+    rows, code = results.collect(measure(load, args.running) for load in args.load or LOADS)
+    if rows:
+        results.deliver(args, rows, load_table(rows))
+    return code
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ event loop, in turns. Random token ids; the median of ``--repeats`` runs counts.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import random
 import time
-from collections.abc import Callable
 from statistics import median
 
-from qkv_engine import Engine, SamplingParams
+from qkv_engine import Engine
 from qkv_engine.models.shapes import SHAPES
+
+from .http_load import Load, generated, streamed
 
 
 def main() -> None:
@@ -27,9 +26,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    rng = random.Random(0)
-    prompts = [[rng.randrange(5, 1000) for _ in range(args.input_len)] for _ in range(args.requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
+    load, seconds = Load(args.requests, args.input_len, args.output_len), dict[str, list[float]]()
     with Engine(
         args.shape,
         kv=args.kv,
@@ -38,37 +35,16 @@ def main() -> None:
         prefix_caching=False,
         load_format="auto" if args.shape is None else "random",
     ) as engine:
-
-        def unwatched() -> None:
-            engine.generate(prompts, params)
-
-        def streamed() -> None:
-            asyncio.run(_read_all(engine, prompts, params))
-
-        unwatched()  # graphs are captured
-        streamed()
-        runs: dict[str, list[float]] = {"unwatched": [], "streamed": []}
-        for _ in range(args.repeats):
-            runs["unwatched"].append(_seconds(unwatched))
-            runs["streamed"].append(_seconds(streamed))
-    tokens = args.requests * args.output_len
-    for name, seconds in runs.items():
-        print(f"{name:10} {tokens / median(seconds):9,.0f} tok/s  runs {', '.join(f'{s:.2f} s' for s in seconds)}")
+        for _ in range(1 + args.repeats):
+            for name, run in (("unwatched", generated), ("streamed", streamed)):
+                start = time.perf_counter()
+                run(engine, load, seed=0)
+                seconds.setdefault(name, []).append(time.perf_counter() - start)
+    runs = {name: found[1:] for name, found in seconds.items()}  # graphs are captured in the first
+    for name, found in runs.items():
+        each = ", ".join(f"{one:.2f} s" for one in found)
+        print(f"{name:10} {load.num_tokens / median(found):9,.0f} tok/s  runs {each}")
     print(f"streamed / unwatched: {median(runs['unwatched']) / median(runs['streamed']):.3f}")
-
-
-async def _read_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
-    async def read(prompt: list[int]) -> None:
-        async for _ in engine.generate_async(prompt, params):
-            pass
-
-    await asyncio.gather(*map(read, prompts))
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

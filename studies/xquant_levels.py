@@ -30,9 +30,9 @@ from qkv_engine.kernels.formats.uniform import Uniform
 from qkv_engine.kernels.formats.uniform.layout import Axis, UniformSide
 from qkv_engine.kernels.formats.uniform.reference import encode, spread
 
+from .accuracy import TASKS
 from .captured import Attended, conversations
 
-TASKS = "ledger:40,lookup:100,addition:10,sorting:40"
 GRID = {2: (0.0, 0.0225, 0.045, 0.09), 1: (0.0, 1 / 12, 1 / 6, 0.2, 1 / 4, 1 / 3)}
 PAPER = {2: 0.045, 1: 1 / 6}
 AXES: dict[SideName, Axis] = {"k": "channel", "v": "token"}

@@ -25,8 +25,9 @@ from qkv_engine.kernels.formats.uniform import Uniform
 from qkv_engine.kernels.formats.uniform.layout import UniformSide
 from qkv_engine.kernels.formats.uniform.reference import encode, spread
 
+from .accuracy import TASKS
 from .captured import Attended, conversations
-from .xquant_levels import AXES, PAPER, TASKS, group_mean
+from .xquant_levels import AXES, PAPER, group_mean
 
 Choice = Callable[[Tensor, Tensor], Tensor]  # codes of the lower and the upper layer, float -> those of both
 

@@ -32,6 +32,7 @@ from qkv_engine.kernels.linear.triton import (
     TileTuning,
     few_rows_variant,
     linear_few_rows,
+    linear_sum_kernel,
 )
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm
@@ -133,7 +134,7 @@ def compile_all(kernels: Iterable[Wanted]) -> None:
     with ThreadPoolExecutor(12) as pool, triton.AsyncCompileMode(pool):
         for rows, num_out, size, gated, tuning, dtype, bias in kernels:
             kernel, constexprs, num_warps = few_rows_variant(rows, num_out, size, gated=gated, tuning=tuning)
-            operands = (dtype, dtype, bias, dtype, rows, num_out)
+            operands = (dtype, dtype, bias, dtype, num_out, rows)[: 5 if kernel is linear_sum_kernel else 6]
             kernel.warmup(*operands, grid=(1,), num_warps=num_warps, **constexprs, **options)
 
 

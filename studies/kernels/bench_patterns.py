@@ -109,9 +109,9 @@ def _seal_us(blocks: Blocks) -> float:
     return 1e6 * time_calls([call]) / len(blocks.src)
 
 
-def _seconds(call: Callable[[], Any], repeats: int = 9) -> tuple[float, float]:
+def _seconds(call: Callable[[], Any]) -> tuple[float, float]:
     """Median times of a call outside of graphs: until the device is done, and until the host is."""
-    events: Any = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
+    events: Any = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(9)]  # type: ignore[no-untyped-call]
     found = []
     for start, end in events:
         torch.cuda.synchronize()

@@ -157,9 +157,10 @@ def added(calls: list[Call], products: list[Call]) -> float:
     return 1e6 * (2 * together - time_calls([product for product, _ in pairs]))
 
 
-def make_products(tokens: int, size: int = 4096, copies: int = 8) -> list[Call]:
-    x = torch.randn(tokens, size, device="cuda").bfloat16()
-    weights = [torch.randn(size, size, device="cuda").bfloat16() for _ in range(copies)]
+def make_products(tokens: int) -> list[Call]:
+    """Products with eight weights of 4096 x 4096, which together exceed L2."""
+    x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+    weights = [torch.randn(4096, 4096, device="cuda").bfloat16() for _ in range(8)]
     return [partial(torch.nn.functional.linear, x, weight) for weight in weights]
 
 

@@ -50,9 +50,9 @@ class Case:
     banks: Tensor | None = None
 
 
-def dense_page(dtype: torch.dtype, num_kv_heads: int, head_dim: int, num_tokens: int = T) -> PageLayout:
+def dense_page(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> PageLayout:
     """A page of elements of ``dtype`` on both sides."""
-    shape = PageShape(num_kv_heads, num_tokens, head_dim)
+    shape = PageShape(num_kv_heads, T, head_dim)
     return BlockLayout.stack([DenseSide("k", shape, dtype), DenseSide("v", shape, dtype)]).pages[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def time_calls(calls: Sequence[Callable[[], Any]], *, replays: int = 15) -> float:
+def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
     """Median seconds of one call, all ``calls`` being captured one after the other in a graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -21,7 +21,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], *, replays: int = 15) -> floa
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    events: Any = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]  # type: ignore[no-untyped-call]
+    events: Any = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(15)]  # type: ignore[no-untyped-call]
     for _ in range(3):
         graph.replay()
     for start, end in events:

@@ -10,49 +10,38 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-import torch
-
 from qkv_engine import Engine
-from qkv_engine.bench.forms import FORMATS
 from qkv_engine.bench.grading import sample_examples, score, wilson_interval
 from qkv_engine.bench.questions import Ask, Task, ask, parse_tasks
-from qkv_engine.bench.report import number, render
-from qkv_engine.bench.table import PLAIN_WIDTH, Table, from_columns
+from qkv_engine.bench.report import number
+from qkv_engine.bench.table import Table, from_columns
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.errors import QKVError
 from qkv_engine.models.llama import LlamaForCausalLM
-from qkv_engine.models.loader import load_model
+from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
+from .. import results
 from . import kitty, kivi, kvmix, patternkv, pm_kvq, xquant
-from .cache import LayerCache, Scheme, Side
+from .cache import LayerCache, Scheme, full_precision
 from .decode import generate
+from .demo import HEAD_DIM, demo_model
 
-DEMO = Path(str(files("qkv_engine") / "assets" / "demo"))
-HEAD_DIM = 128  # of the demo model
 PROFILE_TEXTS = 10  # right conversations a task for KVmix's scores, as released
 PM_KVQ_TOKENS = 1024  # of PM-KVQ's budget a layer: about a question with its reply, so all layers end at the floor
 PROFILE_SEED = 1_000_003  # unlike any likely seed of questions
-
-
-def full_precision() -> LayerCache:
-    """A layer's cache that never quantizes."""
-    return LayerCache(Side(lambda full: 0, lambda x: x), Side(lambda full: 0, lambda x: x))
 
 
 @cache
 def profiled(task: str, size: int) -> kvmix.HighLayers:
     """The demo model's layers with the largest gradients on right conversations of ``task``."""
     examples = sample_examples(task, size, PROFILE_TEXTS, PROFILE_SEED)
-    return kvmix.top_layers(*kvmix.gradient_scores(DEMO, [example.chat + example.reply for example in examples]))
+    texts = [example.chat + example.reply for example in examples]
+    return kvmix.top_layers(*kvmix.gradient_scores(demo_folder(), texts))
 
 
 def _kvmix(task: Task, num_layers: int, *, faithful: bool) -> Scheme:
@@ -63,7 +52,7 @@ def _kvmix(task: Task, num_layers: int, *, faithful: bool) -> Scheme:
 # Schemes by name, made for a task (which KVmix profiles) and the model's number of layers. Kitty's simulator boosts
 # 10 % and 20 % of 128 channels in the paper's tables, its engine 12.5 % and 25 %.
 SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
-    "fp16": lambda task, n: Scheme(lambda _: full_precision(), PRESETS["bf16"]),
+    "fp16": lambda task, n: Scheme(lambda _: LayerCache(full_precision(), full_precision()), PRESETS["bf16"]),
     "kivi-4": lambda task, n: kivi.scheme(4, 4),
     "kivi-k4v2": lambda task, n: kivi.scheme(4, 2),
     "kivi-k2v4": lambda task, n: kivi.scheme(2, 4),
@@ -78,7 +67,7 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "kvmix-2": lambda task, n: kvmix.scheme(kvmix.HighLayers(), n),
     "kvmix-2.19": lambda task, n: _kvmix(task, n, faithful=True),
     "kvmix-2.19-own-step": lambda task, n: _kvmix(task, n, faithful=False),
-    "patternkv": lambda task, n: patternkv.scheme(HEAD_DIM),
+    "patternkv": lambda task, n: patternkv.scheme(HEAD_DIM, PRESETS["patternkv"]),
     "pm-kvq-4": lambda task, n: pm_kvq.scheme(4, n, max_len=PM_KVQ_TOKENS),
     "pm-kvq-2": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS),
     "pm-kvq-2-modified": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS, variant=pm_kvq.MODIFIED),
@@ -191,7 +180,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--task", default="ledger", metavar="LIST", help='such as "ledger:40,lookup" (default: %(default)s)')
     add("--samples", type=int, default=20, metavar="N", help="questions a task (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of the questions (default: %(default)s)")
-    add("-o", dest="format", choices=FORMATS, default="table", help="form of the rows (default: %(default)s)")
+    results.add_options(parser)
     args = parser.parse_args(argv)
     args.scheme = [name.strip() for name in args.scheme.split(",")]
     unknown = [name for name in args.scheme if name not in SCHEMES]
@@ -205,28 +194,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> Iterator[PaperRow]:
     """A row for each task and scheme. Raises ``ConfigError`` for a task that does not exist."""
     tasks = parse_tasks(args.task, samples=args.samples, seed=args.seed, field="task")
-    torch.set_num_threads(1)  # waking another costs a model this small more than it computes
-    model = load_model(str(DEMO), device=torch.device("cpu")).model
-    assert isinstance(model, LlamaForCausalLM)
-    with closing(Tokenizer.from_folder(DEMO)) as tokenizer:
+    with demo_model() as (model, tokenizer):
         yield from (measure(name, task, model, tokenizer) for task in tasks for name in args.scheme)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns the exit code; Ctrl-C prints the rows there are."""
     args = parse_args(argv)
-    rows: list[PaperRow] = []
-    code = 0
-    try:
-        for row in run(args):
-            rows.append(row)
-    except KeyboardInterrupt:
-        code = 130
-    except QKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
+    rows, code = results.collect(run(args))
     if rows:
-        print(render(args.format, rows, papers_table(rows), width=PLAIN_WIDTH), end="")
+        results.deliver(args, rows, papers_table(rows))
     return code
 
 

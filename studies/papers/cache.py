@@ -61,6 +61,11 @@ class Side:
             self.quantized += num_tokens
 
 
+def full_precision() -> Side:
+    """A side that never quantizes."""
+    return Side(lambda full: 0, lambda x: x)
+
+
 @dataclass
 class LayerCache:
     """Both sides of a layer. ``quantizes_first``: tokens leave full precision before a decode step attends."""

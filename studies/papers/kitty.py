@@ -77,6 +77,6 @@ def _simulator_v(full: int) -> int:
     return max(0, full - PAGE)
 
 
-def scheme(num_boosted: int, preset: KVConfig | None, *, simulator: bool = False) -> Scheme:
+def scheme(num_boosted: int, preset: KVConfig, *, simulator: bool = False) -> Scheme:
     """Kitty with ``num_boosted`` channels a head, beside the engine's ``preset``."""
     return Scheme(lambda _: layer(num_boosted, simulator=simulator), preset)

@@ -141,6 +141,6 @@ def layer(head_dim: int, bits: int = 2) -> LayerCache:
     return LayerCache(k, v)
 
 
-def scheme(head_dim: int, preset: KVConfig | None = None) -> Scheme:
+def scheme(head_dim: int, preset: KVConfig) -> Scheme:
     """PatternKV at 2 bits, beside the engine's ``preset``."""
     return Scheme(lambda _: layer(head_dim), preset)

@@ -125,10 +125,11 @@ def test_what_does_not_fit_is_a_row(demo_engine: Engine) -> None:
     assert oracle.closed == 1
 
 
-def test_requests_that_fail_make_their_row_fail(demo_engine: Engine) -> None:
-    row = rows_of({"int4": Oracle(demo_engine.tokenizer, wrong=2, errors=2)}, kvs=("int4",), tasks=TASKS[:1])[0]
-    assert (row.status, row.right) == ("failed", 2)
-    assert row.detail == "2 of 4 requests failed, the first: not finite"
+def test_requests_that_fail_make_their_row_fail_and_harm_no_other(demo_engine: Engine) -> None:
+    oracle = Oracle(demo_engine.tokenizer, wrong=2, errors=2)
+    rows = rows_of({"int4": oracle}, kvs=("int4",))
+    assert [(row.status, row.right) for row in rows] == [("failed", 2)] * 2
+    assert rows[0].detail == "2 of 4 requests failed, the first: not finite" and oracle.closed == 1
 
 
 def test_a_model_without_tokenizer_cannot_be_asked() -> None:

@@ -233,6 +233,7 @@ def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bench --shape llama-3.1-8", ["llama-3.1-8b"]),
         ("env --dtype bf", ["bfloat16"]),
         ("completion z", ["zsh"]),
+        ("bench --trace READM", ["README.md"]),
     ],
 )
 def test_bash_completes(bash_script: Path, line: str, found: list[str]):

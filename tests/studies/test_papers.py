@@ -19,12 +19,13 @@ from qkv_engine import Engine, KVConfig, SamplingParams
 from qkv_engine.config import PRESETS
 from qkv_engine.kv.ladder import Rung, build_ladder
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.loader import load_model
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.startup import demo_folder
 from studies.papers import kitty, kivi, kvmix, patternkv, quantizers, xquant
-from studies.papers.__main__ import DEMO, SCHEMES, full_precision, main
-from studies.papers.cache import LayerCache, Side, attention, by_channel, by_token
+from studies.papers.__main__ import SCHEMES, main
+from studies.papers.cache import LayerCache, Side, attention, by_channel, by_token, full_precision
 from studies.papers.decode import generate
+from studies.papers.demo import demo_model
 from studies.papers.three_bits import table
 
 
@@ -183,7 +184,7 @@ def test_kvmix_average_bits():
 @pytest.mark.slow  # imports transformers
 def test_kvmix_scores_are_means_of_gradient_norms():
     texts = ["<|im_start|>user\nWhat is 5+4?<|im_end|>\n", "<|im_start|>user\nSort: 3, 1, 2<|im_end|>\n"]
-    first, second, both = (kvmix.gradient_scores(DEMO, part) for part in (texts[:1], texts[1:], texts))
+    first, second, both = (kvmix.gradient_scores(demo_folder(), part) for part in (texts[:1], texts[1:], texts))
     for one, other, mean in zip(first, second, both, strict=True):
         assert len(mean) == 8 and min(mean) > 0 and len(set(mean)) == 8
         assert mean == pytest.approx([(x + y) / 2 for x, y in zip(one, other, strict=True)])
@@ -325,8 +326,9 @@ def test_the_simulated_sequence_is_the_engines_in_full_precision(demo_engine: En
     prompt = demo_engine.tokenizer.encode("<|im_start|>user\nWhat is 512+49?<|im_end|>\n<|im_start|>assistant\n")
     params = SamplingParams(temperature=0.0, max_tokens=80)
     expected = demo_engine.generate([prompt], params)[0].outputs[0].token_ids
-    model = load_model(str(DEMO), device=torch.device("cpu")).model
-    found = generate(model, [full_precision() for _ in range(8)], prompt, 80, {demo_engine.tokenizer.eos_token_id})
+    layers = [LayerCache(full_precision(), full_precision()) for _ in range(8)]
+    with demo_model() as (model, tokenizer):
+        found = generate(model, layers, prompt, 80, {tokenizer.eos_token_id})
     assert found == [token for token in expected if token != demo_engine.tokenizer.eos_token_id]
     assert 40 < len(found) < 80
 

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.bench.questions import parse_tasks
-from qkv_engine.models.loader import load_model
-from qkv_engine.text.tokenizer import Tokenizer
-from studies.papers.__main__ import DEMO
+from studies.papers.demo import demo_model
 from studies.papers.patternkv import PatternSide, nearest
 from studies.pattern_choices import (
     BEST,
@@ -116,19 +114,16 @@ def test_bits_of_coders():
 @pytest.fixture(scope="module")
 def question() -> tuple[list[int], list[int]]:
     example = parse_tasks("addition:6", samples=1)[0].examples[0]
-    tokenizer = Tokenizer.from_folder(DEMO)
-    try:
+    with demo_model() as (_, tokenizer):
         return tokenizer.encode(example.chat), tokenizer.encode(example.reply)
-    finally:
-        tokenizer.close()
 
 
 def test_a_right_reply_read_in_full_precision_is_right_and_without_error(question: tuple[list[int], list[int]]):
-    model = load_model(str(DEMO), device=torch.device("cpu")).model
     exact, coded, wrong = Sums(), Sums(), Sums()
-    read(model, Choice(), *question, exact)
-    read(model, BEST, *question, coded)
-    read(model, Choice(), question[0], [*question[1][:-2], 5, question[1][-1]], wrong)
+    with demo_model() as (model, _):
+        read(model, Choice(), *question, exact)
+        read(model, BEST, *question, coded)
+        read(model, Choice(), question[0], [*question[1][:-2], 5, question[1][-1]], wrong)
     assert (exact.right, exact.asked, wrong.right) == (1, 1, 0) and exact.loss < 1 < wrong.loss
     assert exact.relative("output") == 0 and exact.bits == 0 and coded.elements > 0
     assert 0 < coded.relative("v") < coded.relative("k") < 0.5
