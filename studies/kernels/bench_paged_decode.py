@@ -203,9 +203,7 @@ def _slots(page: PageLayout, nbytes: int, contents: list[tuple[torch.Tensor, tor
     rows = page.rows(slots[:, slice(*page.span)])
     for side, out, (x, bank) in zip((page.k, page.v), rows, contents, strict=True):
         patterns = bank.expand(len(x), -1) if side.bank_nbytes else None
-        found = side.family.quantize(x, side, patterns)
-        out.codes.copy_(found.codes)
-        out.meta.copy_(found.meta)
+        out.copy_(side.family.quantize(x, side, patterns))
     return slots
 
 
