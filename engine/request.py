@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from qkv_engine.errors import QKVError
+    from .errors import QKVError
 
 
 class RequestOutputKind(enum.StrEnum):

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
+from qkv_engine.kernels.to_device import to_device
 
 from ..kv.attention_gpu import GpuAttentionPlanner
 from ..kv.device_tables import DeviceTables
@@ -30,6 +30,7 @@ from .command import StepCommand, Tokens
 from .graphs import Graphs
 from .logits import CausalLM, Computed, read_hidden
 from .mixed_steps import MixedShape, MixedSteps
+from .pinned import HostCopies, PinnedRing
 
 
 @dataclass(frozen=True, slots=True)

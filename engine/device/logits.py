@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.linear import padded_rows
+from qkv_engine.kernels.to_device import to_device
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.ranks import Ranks

@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.sample import UNSEEN, Edits, Settings
+from qkv_engine.kernels.to_device import to_device
 
 from .sample_row import SampleRow
 

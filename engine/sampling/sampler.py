@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import RowsCopy, to_device
 from qkv_engine.kernels.sample import NOT_FINITE, edit, sample
+from qkv_engine.kernels.to_device import to_device
 
 from ..device.host_copy import HostCopy
+from ..device.pinned import RowsCopy
 from ..errors import RequestError
 from .logprobs import PendingLogprobs, TokenLogprobs
 from .sample_row import SampleRow
