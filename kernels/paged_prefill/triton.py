@@ -7,7 +7,6 @@ of them at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import BlockLayout, PageLayout, Side
 from ..formats.dense import DenseSide
-from ..formats.loaders import page_loaders
-from ..paged_decode.triton import Tuning, bank_arguments
+from ..formats.loaders import loaded_dtype, page_loaders
+from ..paged_decode.triton import LOG2_E, Tuning, bank_arguments
 from .kernel import prefill_kernel
 from .plan import PrefillWork
 from .stage import stage_kernel
 
-LOG2_E = math.log2(math.e)
 BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
 TUNING = Tuning(num_warps=4, num_stages=5, tile=64)  # of 16-bit pages with head dims up to 128
 TAIL_STAGES = 3  # of the loop that masks; with more, two programs no longer fit a multiprocessor's shared memory
@@ -132,7 +130,7 @@ def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageLayout | None
     """Launches over a staged rung, which share one piece of memory."""
     assert page is not None
     num_blocks = len(work.blocks[rung])
-    dtype = page.k.dense_dtype or page.v.dense_dtype or torch.float16
+    dtype = loaded_dtype(page)
     staged = BlockLayout.stack([DenseSide("k", page.k.shape, dtype), DenseSide("v", page.v.shape, dtype)])
     step = max(1, min(num_blocks, STAGED_NBYTES // staged.nbytes))
     memory = torch.empty(step * staged.nbytes, dtype=torch.uint8, device=arena.device)
