@@ -8,7 +8,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..config import BLOCK_TOKENS
 from ..request import Request, SamplingParams
-from ..sampling.sampler import SampleRow
+from ..sampling.sample_row import SampleRow
 from .runner import Runner
 
 REQUEST_ID = "warm-up"

@@ -22,7 +22,8 @@ from ..kv.manager import KVManager
 from ..metrics import Counters
 from ..request import FINISHED, FinishReason, Request, SamplingParams
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.sampler import SampledToken, SampleRow
+from ..sampling.sample_row import SampleRow
+from ..sampling.sampler import SampledToken
 from ..text.tokenizer import Tokenizer
 from .launched import Launched, NotLaunched, StepTimer
 from .stream import OutputStream, wake
