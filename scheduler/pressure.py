@@ -177,8 +177,3 @@ class Pressure:
                 name, number, "" if number == 1 else "s", number * BLOCK_TOKENS,
                 self.space.rung_name(old), self.space.rung_name(new), before, self.space.free_blocks(),
             )  # fmt: skip
-
-
-def choose_victim(running: ArrivalQueue) -> Request:
-    """The request to preempt: the youngest."""
-    return running.youngest

@@ -87,7 +87,7 @@ SCHEDULING = (
         "        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:",
         "        if False:",
     ),
-    Patch("the oldest gives way", "pressure", "    return running.youngest", "    return running.oldest"),
+    Patch("the oldest gives way", "scheduler", "victim = self.running.youngest", "victim = self.running.oldest"),
     Patch(
         "what can never fit is taken",
         "scheduler",
