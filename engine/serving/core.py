@@ -119,10 +119,7 @@ class EngineCore:
         """Starts counting anew; the peak of KV memory becomes the memory in use."""
         self.counters = Counters()
         self.scheduler.num_preemptions = 0
-        self.runner.cache.peak.clear()
-        self.runner.cache.fullest.clear()
-        self.runner.cache.tables.num_demotions.clear()
-        self.runner.cache.note_peak()
+        self.runner.cache.reset_counters()
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
