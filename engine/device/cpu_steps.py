@@ -28,7 +28,7 @@ class CpuSteps:
         self._is_padded = False
 
     def execute(self, command: StepCommand) -> Computed:
-        """Computes the KV of the command's tokens and what it asks for."""
+        """Computes the KV of the command's tokens and the results that it asks for."""
         if command.changes:
             self._tables.apply(command.changes)
             self._planner.forget()

@@ -78,7 +78,7 @@ class GpuSteps:
         self._likeliest = self._sampled
 
     def execute(self, command: StepCommand) -> Computed:
-        """Enqueues the KV of the command's tokens and what it asks for.
+        """Enqueues the KV of the command's tokens and the results that it asks for.
 
         The token of each item that samples becomes its row's last one.
         """

@@ -20,7 +20,7 @@ Piece: TypeAlias = "bytes | array[int] | array[float]"  # of a column
 
 
 class SampleTables(msgspec.Struct, frozen=True, gc=False):
-    """How ``num_rows`` rows are sampled, of which some are not plain.
+    """Settings and edits of ``num_rows`` rows to sample, of which some are not plain.
 
     Fields
         data: columns of settings, if ``is_drawn``, then of edits, if there are ``ends``; 16-byte aligned.
