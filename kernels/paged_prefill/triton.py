@@ -51,7 +51,6 @@ def paged_prefill(
     arena: Tensor,
     work: PrefillWork,
     pages: Sequence[PageLayout | None],
-    num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
     tuning: Tuning | None = None,
@@ -62,10 +61,11 @@ def paged_prefill(
     ``pages[r]``: this layer's page layout on rung r. Slots and offsets of rung 0, which is dense, are multiples of the
     bytes of D elements.
     """
+    assert pages[0] is not None and work.rungs[0] == 0
     num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = pages[0].k.shape.num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
-    assert pages[0] is not None and work.rungs[0] == 0
     launches = [Launch(0, pages[0], arena, work.addresses)]
     for rung in work.rungs[1:]:
         launches += _pieces(arena, work, rung, pages[rung])
@@ -78,10 +78,7 @@ def paged_prefill(
             _stage(arena, work, pages[launch.rung], launch)
         constexprs, tuned = prefill_variant(
             page,
-            num_kv_heads,
             num_heads // num_kv_heads,
-            head_dim,
-            work.block_tokens,
             work.sink_tokens,
             tuning,
             block_m=triton.next_power_of_2(work.tile_tokens * (num_heads // num_kv_heads)),
@@ -168,17 +165,11 @@ def stage_constexprs(page: PageLayout) -> dict[str, Any]:
 
 
 def prefill_variant(
-    page: PageLayout,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    block_tokens: int,
-    sink_tokens: int,
-    tuning: Tuning | None = None,
-    block_m: int = BLOCK_M,
+    page: PageLayout, group: int, sink_tokens: int, tuning: Tuning | None = None, block_m: int = BLOCK_M
 ) -> tuple[dict[str, Any], Tuning]:
     """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
-    block_d, dtype = max(16, triton.next_power_of_2(head_dim)), _dense_dtype(page.k)
+    shape, dtype = page.k.shape, _dense_dtype(page.k)
+    block_d = max(16, triton.next_power_of_2(shape.head_dim))
     tuning = tuning or TUNING
     if block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
         tuning = replace(tuning, num_warps=8, tile=32)
@@ -186,10 +177,10 @@ def prefill_variant(
         tuning = replace(tuning, num_stages=1)
     constexprs = {
         "SIDE": page.k.spec,
-        "H": num_kv_heads,
+        "H": shape.num_kv_heads,
         "G": group,
-        "D": head_dim,
-        "T": block_tokens,
+        "D": shape.head_dim,
+        "T": shape.num_tokens,
         "S": sink_tokens,
         "BLOCK_M": max(16, block_m),
         "BLOCK_D": block_d,

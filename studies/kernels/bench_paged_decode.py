@@ -104,7 +104,7 @@ def check(device: str = "cuda") -> dict[str, float]:
             banks=case.banks,
         )
         layer = LayerFormats.of(case.pages, case.q.device)
-        out = paged_decode(case.q, case.arena, work, layer, case.num_kv_heads, scale).float()
+        out = paged_decode(case.q, case.arena, work, layer, scale).float()
         want = reference(case, scale)
         found[name] = float((out - want).norm() / want.norm())
     return found
@@ -237,7 +237,7 @@ def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[]
         )
 
         def call(work: DecodeWork = work) -> Any:
-            return paged_decode(case.q, case.arena, work, layer, HEADS, HEAD_DIM**-0.5, tuning=tuning)
+            return paged_decode(case.q, case.arena, work, layer, HEAD_DIM**-0.5, tuning=tuning)
 
         found.append(call)
     return found
