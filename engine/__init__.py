@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from .device.openmp import shorten_spinning
 
 if TYPE_CHECKING:
-    from qkv_engine.config import DENSE16, KVConfig, RungConfig
-    from qkv_engine.engine import Engine, RequestStream
-    from qkv_engine.errors import (
+    from .config import DENSE16, KVConfig, RungConfig
+    from .engine import Engine, RequestStream
+    from .errors import (
         CapacityError,
         ConfigError,
         DeviceLostError,
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         QKVError,
         RequestError,
     )
-    from qkv_engine.metrics import EngineStats
-    from qkv_engine.request import (
+    from .metrics import EngineStats
+    from .request import (
         CompletionOutput,
         KVUsage,
         Logprob,

@@ -249,16 +249,10 @@ class Engine(Closable):
             submission = await asyncio.to_thread(self._intake.streamed, *given)
         else:
             submission = self._intake.streamed(*given)
-        finished = False
-        try:
+        with RequestStream(self, submission) as stream:
             self._loop.submit([submission])
-            while not finished:
-                output = await submission.stream.get_async()
-                finished = output.finished
+            async for output in stream:
                 yield output
-        finally:
-            if not finished:
-                self._loop.drop(submission)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment with ``finish_reason`` "abort"; an unknown or ended id is ignored."""

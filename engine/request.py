@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from qkv_engine.errors import QKVError
+    from .errors import QKVError
 
 
 class RequestOutputKind(enum.StrEnum):
@@ -330,7 +330,7 @@ class Request:
     next_demotable_at: int = 0  # computed tokens at which a block of it can first step down; kept by KV memory
     next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # of these, found in the prefix cache
+    num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

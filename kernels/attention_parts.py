@@ -1,4 +1,4 @@
-"""Attention in parts: each part of a request's KV gives an output and a log-sum-exp, which merge exactly.
+"""Attention in parts on the CPU: each part of a request's KV gives an output and a log-sum-exp, which merge exactly.
 
 With S the scores of all keys and S_p those of part p: out = sum_p softmax_p(lse_p) out_p, lse_p = log sum exp S_p.
 Source: flash-decoding split-KV.
@@ -20,18 +20,9 @@ def partial_attention(
     Shapes:  q [B, H, M, D];  k, v [B, H, T, D];  mask [B|1, H|1, M|1, T], 0 or -inf;  out [B, H, M, D], lse [B, H, M]
     ``is_causal`` aligns query i with key i. lse is float32, in natural log. Rows without a visible key are undefined.
     """
-    if q.device.type == "cpu":
-        if mask is not None:
-            mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
-        return _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
     if mask is not None:
-        scores = scores + mask
-    lse = scores.logsumexp(-1)
-    return torch.exp(scores - lse[..., None]).to(v.dtype) @ v, lse
+        mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
+    return _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> Tensor:

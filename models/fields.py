@@ -1,4 +1,4 @@
-"""Strict reading of a JSON object by somebody else: every value is checked for type and range."""
+"""Strict reading of a JSON object that somebody else wrote: every value is checked for type and range."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ NEVER = 2**62  # tokens: newer than any block, for a block whose holder does not
 class Candidate(NamedTuple):
     """A block that may step down; candidates sort in the order of stepping down, field by field."""
 
-    tenant: int  # 0: its tenant pays first, 1: second; see ``Pressure._ranks``
+    rank: int  # of payment, 0 first; see ``Pressure._ranks``
     shared: bool
     rung: int
     newness: int  # minus the age, so that the coldest come first
@@ -95,14 +95,14 @@ def eligible(
         payer = ranks.get(request)
         for index, (block, age) in enumerate(space.unsettled(request)):
             twin = found.get(id(block))
-            rank = max(payer or 0, twin.tenant if twin else 0)
+            rank = max(payer or 0, twin.rank if twin else 0)
             newness = NEVER if payer is None else -age
             if twin is None or newness > twin.newness:
                 found[id(block)] = Candidate(
                     rank, block.is_shared, block.rung, newness, request.arrival, index, block, request
                 )
-            elif rank > twin.tenant:
-                found[id(block)] = twin._replace(tenant=rank)
+            elif rank > twin.rank:
+                found[id(block)] = twin._replace(rank=rank)
     return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]
 
 

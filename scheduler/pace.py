@@ -27,7 +27,7 @@ class Pace:
         self.max_itl = max_itl
         self._bases = deque[float](maxlen=NUM_STEPS)  # seconds of steps without chunks
         self._slopes = deque[float](maxlen=NUM_STEPS)  # seconds a chunk token of steps with chunks
-        self._sizes = deque[int](maxlen=NUM_STEPS)  # chunk tokens of these
+        self._sizes = deque[int](maxlen=NUM_STEPS)  # chunk tokens of the steps in ``_slopes``
 
     @property
     def chunk_tokens(self) -> int:

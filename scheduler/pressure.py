@@ -119,7 +119,8 @@ class Pressure:
         """Steps the ``number`` coldest blocks down one rung; returns how many did."""
         # With quotas, each block may change which tenants are over theirs.
         if self._coldest is None or self._payer != tenant or self._has_quota:
-            self._coldest, self._payer = self._find_coldest(tenant), tenant
+            ranks = self._ranks(tenant, self.space.aged(self.running))
+            self._coldest, self._payer = Coldest(self.space, self.running, ranks), tenant
         return self._demote([(candidate, candidate.rung + 1) for candidate in self._coldest.take(number)])
 
     def _step_down_any(self, tenant: str) -> bool:
@@ -135,9 +136,6 @@ class Pressure:
                 return True
             tried.add(steps)
         return False
-
-    def _find_coldest(self, tenant: str | None) -> Coldest:
-        return Coldest(self.space, self.running, self._ranks(tenant, self.space.aged(self.running)))
 
     def _ranks(self, tenant: str | None, requests: Iterable[Request]) -> dict[Request, int]:
         """Ranks of payment of the ``requests`` whose blocks may step down if ``tenant`` needs room; 0 pays first.
@@ -177,8 +175,3 @@ class Pressure:
                 name, number, "" if number == 1 else "s", number * BLOCK_TOKENS,
                 self.space.rung_name(old), self.space.rung_name(new), before, self.space.free_blocks(),
             )  # fmt: skip
-
-
-def choose_victim(running: RequestQueue) -> Request:
-    """The request to preempt: the last to be served."""
-    return running.last

@@ -13,7 +13,7 @@ from qkv_engine.request import FinishReason, Request, RequestStatus
 
 from .output import ScheduledBatch, ScheduledRequest
 from .pace import LEAST_CHUNK, Pace
-from .pressure import Pressure, choose_victim
+from .pressure import Pressure
 from .queue import RequestQueue
 from .space import KVSpace
 
@@ -223,7 +223,7 @@ class Scheduler:
         if num_tokens > 0:
             return num_tokens
         while not self.pressure.make_room(request, computed + 1):
-            victim = choose_victim(self.running)
+            victim = self.running.last
             self._preempt(victim)
             if victim is request:
                 return 0

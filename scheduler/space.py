@@ -12,7 +12,6 @@ class Block(Protocol):
     """A KV block, as far as pressure looks at it."""
 
     rung: int
-    refs: int
     floor: int
 
     @property

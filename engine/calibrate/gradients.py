@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkv_engine.errors import CapacityError, ModelError
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
 
+from ..errors import CapacityError, ModelError
 from .forward import Heads, compute_logits, decoder_layers, embed, run_layer
 from .profile import KeyScale, LayerScores, Profile, Prompts, Sensitivities, mean
 from .sensitivity import Candidates, side_sensitivities

@@ -18,7 +18,7 @@ from ..layer_schedule import LayerSchedule
 from .kvmix import KVmix
 from .mixed import Mixed
 from .pm_kvq import PMKVQ
-from .profile import KeyScale, Profile
+from .profile import KeyScale, Profile, Strict
 
 VERSION: Final = 2  # of the file format; files of another version are refused
 MAX_NBYTES = 4 * 2**20  # of a plan file: 16 rungs of 512 layers take a tenth of it
@@ -30,11 +30,7 @@ _LEAF_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
 Settings = KVmix | PMKVQ | Mixed
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class PlannedRung(_Strict, frozen=True):
+class PlannedRung(Strict, frozen=True):
     """``RungConfig`` in a file: the format of K and of V, one for all layers or a list of one each."""
 
     name: str
@@ -56,7 +52,7 @@ def _listed(side: str | tuple[str, ...] | LayerSchedule) -> str | list[str]:
     return side if isinstance(side, str) else list(side)
 
 
-class PlannedLadder(_Strict, frozen=True):
+class PlannedLadder(Strict, frozen=True):
     """``KVConfig`` in a file, without name and model."""
 
     rungs: list[PlannedRung]
@@ -71,7 +67,7 @@ class PlannedLadder(_Strict, frozen=True):
         return cls(rungs, kv.sink, kv.recent, kv.recent_ratio, kv.eager)
 
 
-class KVPlan(_Strict, frozen=True, kw_only=True):
+class KVPlan(Strict, frozen=True, kw_only=True):
     """The contents of a plan file: a model's profile, the settings that were solved for, and the ladder they led to."""
 
     version: Literal[2] = VERSION

@@ -5,7 +5,7 @@ Source: PM-KVQ (arXiv 2505.18610). Floors follow from a memory budget: the least
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
@@ -18,6 +18,7 @@ from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
 WIDTHS = (16, 8, 4, 2, 1)  # bits of a layer's K and V: floors, and the rungs that lead there
+FORMATS = {width: DENSE if width == 16 else f"int{width}-token-128" for width in WIDTHS}
 SINK, RECENT = 1, 128  # tokens that stay at 16 bits: the first and the newest
 
 
@@ -55,13 +56,9 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 candidates.k[name].nbytes + candidates.v[name].nbytes,
                 k[name][layer] + v[name][layer],
             )
-            for width, name in _formats().items()
+            for width, name in FORMATS.items()
             if width >= self.least_bits and name in candidates.k and name in k and name in v
         ]
-
-
-def _formats() -> Mapping[int, str]:
-    return {width: DENSE if width == WIDTHS[0] else f"int{width}-token-128" for width in WIDTHS}
 
 
 def _ladder(floors: Sequence[Choice], num_rungs: int) -> KVConfig:
@@ -71,11 +68,10 @@ def _ladder(floors: Sequence[Choice], num_rungs: int) -> KVConfig:
 
 def progressive(name: str, floors: Sequence[int]) -> KVConfig:
     """The ladder called ``name`` in which all layers are halved together, each down to its floor in bits."""
-    formats = _formats()
     steps = [tuple(max(width, floor) for floor in floors) for width in WIDTHS]
     rungs = [DENSE16]
     for width, (before, after) in zip(WIDTHS[1:], pairwise(steps), strict=True):
         if after != before:
-            sides = tuple(formats[bits] for bits in after)
+            sides = tuple(FORMATS[bits] for bits in after)
             rungs.append(RungConfig(f"pm-kvq-{width}", sides, sides))
     return KVConfig(name=name, rungs=tuple(rungs), sink=SINK, recent=RECENT)

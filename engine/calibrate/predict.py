@@ -11,7 +11,7 @@ from .budget import ladder_of
 from .plan import KVPlan
 from .profile import Profile
 
-AS_GOOD = 1.02  # of a plan's predicted loss; below it a preset counts as good: a profile can tell no better
+AS_GOOD = 1.02  # times a plan's predicted loss: up to there a preset is called as good, since no profile tells better
 OUTLIERS = 8.0  # K's largest over its median channel; from here K per token at few bits loses its other channels
 
 

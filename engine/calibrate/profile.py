@@ -19,31 +19,29 @@ LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # bounds of a divisor of K; a channel that 
 
 Norm = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
 Divisor = Annotated[float, msgspec.Meta(ge=LEAST_SCALE, le=MOST_SCALE)]
 KeyScale = tuple[tuple[tuple[Divisor, ...], ...], ...]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a plan file, which is refused if it has unknown fields."""
 
 
-class LayerScores(_Strict, frozen=True):
+class LayerScores(Strict, frozen=True):
     """One number a layer for K and one for V, such as the gradient norms of W_k and of W_v."""
 
     k: list[Norm]
     v: list[Norm]
 
 
-class Sensitivities(_Strict, frozen=True):
+class Sensitivities(Strict, frozen=True):
     """Sensitivity in nats of K and of V to each format by name, one number a layer."""
 
     k: dict[str, list[Norm]]
     v: dict[str, list[Norm]]
 
 
-class Prompts(_Strict, frozen=True):
+class Prompts(Strict, frozen=True):
     """The profiled texts: source, number, tokens in all, and the limit on the tokens of one."""
 
     source: str
@@ -52,7 +50,7 @@ class Prompts(_Strict, frozen=True):
     max_tokens: Count
 
 
-class Profile(_Strict, frozen=True, kw_only=True):
+class Profile(Strict, frozen=True, kw_only=True):
     """A model's profile, the mean over texts: all that a plan is made from.
 
     ``dtype``: of the weights while they were profiled. ``context``: tokens that the model was made for.

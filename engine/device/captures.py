@@ -23,7 +23,7 @@ GROWTH = 2**0.25  # between two numbers of blocks that are looked at, fewer than
 
 
 class Captured(NamedTuple):
-    """How many steps were captured, in how many seconds, and the bytes of device memory that they take."""
+    """The number of steps captured, the seconds that took, and the bytes of device memory that the steps take."""
 
     number: int
     seconds: float

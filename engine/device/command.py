@@ -1,4 +1,4 @@
-"""What one step does, as plain data: the same for every device, and for every rank that holds a share of the heads."""
+"""A step as plain data, the same for every device and for every rank that holds a share of the heads."""
 
 from __future__ import annotations
 

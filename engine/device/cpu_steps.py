@@ -11,7 +11,6 @@ from ..kv.attention_cpu import CpuAttentionPlanner
 from ..kv.device_tables import HostTables
 from ..kv.ladder import Ladder
 from ..kv.table_rows import TableLayout
-from ..sampling.sampler import Sampler
 from .command import StepCommand, Tokens
 from .logits import CausalLM, Computed, read_hidden
 
@@ -23,14 +22,13 @@ class CpuSteps:
         self.model = model
         self._tables = HostTables(layout)
         self._planner = CpuAttentionPlanner(memory, self._tables, ladder)
-        self._sampler = Sampler()
         # The last command's items, and its tokens with padding.
         self._rows, self._starts, self._lengths, self._num_tokens = list[int](), list[int](), list[int](), 0
         self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
         self._is_padded = False
 
     def execute(self, command: StepCommand) -> Computed:
-        """Computes the KV of the command's tokens and what it asks for."""
+        """Computes the KV of the command's tokens and the results that it asks for."""
         if command.changes:
             self._tables.apply(command.changes)
             self._planner.forget()
@@ -40,7 +38,7 @@ class CpuSteps:
             self._begin(command)
         step = self._planner.plan(self._rows, self._starts, self._lengths)
         hidden = self.model(self._ids, self._positions, step)[: self._num_tokens]
-        computed = read_hidden(self.model, self._sampler, hidden, command, self._lengths)
+        computed = read_hidden(self.model, hidden, command, self._lengths)
         if computed.tokens is not None:
             self._sampled = computed.tokens.token_ids
         return computed

@@ -14,22 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import HostCopies, PinnedRing, to_device
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
+from qkv_engine.kernels.to_device import to_device
 
 from ..kv.attention_gpu import GpuAttentionPlanner
 from ..kv.device_tables import DeviceTables
 from ..kv.ladder import Ladder
 from ..kv.table_rows import TableLayout
-from ..sampling.sampler import PendingTokens, Sampler
+from ..sampling.sampler import PendingTokens, sample_tokens
 from .command import StepCommand, Tokens
 from .graphs import Graphs
 from .logits import CausalLM, Computed, read_hidden
 from .mixed_steps import MixedShape, MixedSteps
+from .pinned import HostCopies, PinnedRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,6 @@ class GpuSteps:
         self.tables = DeviceTables(layout, ladder, self.device)
         num_heads = model.ranks.part(model.config.num_heads).size
         self.planner = GpuAttentionPlanner(memory, self.tables, num_heads)
-        self._sampler = Sampler()
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None:
@@ -78,7 +78,7 @@ class GpuSteps:
         self._likeliest = self._sampled
 
     def execute(self, command: StepCommand) -> Computed:
-        """Enqueues the KV of the command's tokens and what it asks for.
+        """Enqueues the KV of the command's tokens and the results that it asks for.
 
         The token of each item that samples becomes its row's last one.
         """
@@ -89,7 +89,7 @@ class GpuSteps:
             self._rows = command.rows
         if command.is_decode:
             return self._execute_decode(command)
-        computed = read_hidden(self.model, self._sampler, self._hidden(command), command, command.lengths)
+        computed = read_hidden(self.model, self._hidden(command), command, command.lengths)
         if computed.tokens is not None:
             self._keep_tokens(command.sampling, computed.tokens.token_ids)
         return computed
@@ -111,7 +111,7 @@ class GpuSteps:
             return Computed(PendingTokens(self._likeliest, self._copies.begin(2, self._batch)), True, {})
         if len(sampling) < len(logits):
             logits = logits[to_device(torch.tensor(sampling), self.device)]
-        tokens = self._sampler.run(logits, command.tables)
+        tokens = sample_tokens(logits, command.tables)
         self._keep_tokens(sampling, tokens.token_ids)
         return Computed(tokens, False, {})
 
@@ -157,7 +157,7 @@ class GpuSteps:
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
 
     def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
-        """``forward`` operator by operator."""
+        """Hidden states of a step that is run operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)

@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.linear import padded_rows
+from qkv_engine.kernels.to_device import to_device
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.ranks import Ranks
 
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
-from ..sampling.sampler import PendingTokens, Sampler
+from ..sampling.sampler import PendingTokens, sample_tokens
 from .command import StepCommand
 
 
@@ -42,15 +42,13 @@ class Computed(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
-def read_hidden(
-    model: CausalLM, sampler: Sampler, hidden: Tensor, command: StepCommand, lengths: list[int]
-) -> Computed:
-    """What ``command`` asks of its hidden states [N, E]; ``lengths``: tokens of each item."""
+def read_hidden(model: CausalLM, hidden: Tensor, command: StepCommand, lengths: list[int]) -> Computed:
+    """The results that ``command`` asks for, from its hidden states [N, E]; ``lengths``: tokens of each item."""
     ends = list(accumulate(lengths))
     tokens = None
     if command.sampling:
         logits = _logits(model, hidden, [ends[i] - 1 for i in command.sampling])
-        tokens = sampler.run(logits, command.tables)
+        tokens = sample_tokens(logits, command.tables)
     found = {}
     for item, targets, k in command.prompt_scores:
         first = ends[item] - lengths[item]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import PinnedRing
 from qkv_engine.kernels.block_tables import input_nwords
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
@@ -24,6 +23,7 @@ from ..kv.device_tables import DeviceTables
 from .command import Tokens
 from .graphs import Graphs
 from .logits import CausalLM
+from .pinned import PinnedRing
 
 MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longer than the host takes to enqueue it
 CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing

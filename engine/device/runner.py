@@ -17,7 +17,8 @@ from ..parallel.commands import Capture
 from ..parallel.led import LedMover, LedSteps
 from ..request import Request
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens, SampleRow
+from ..sampling.sample_row import SampleRow
+from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens
 from .backend import Steps, make_steps
 from .logits import CausalLM
 from .memory import is_out_of_memory

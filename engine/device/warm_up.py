@@ -8,7 +8,7 @@ from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..config import BLOCK_TOKENS
 from ..request import Request, SamplingParams
-from ..sampling.sampler import SampleRow
+from ..sampling.sample_row import SampleRow
 from .runner import Runner
 
 REQUEST_ID = "warm-up"
@@ -44,9 +44,7 @@ def warm_up(runner: Runner) -> None:
         rows[request] = SampleRow(params, 0, request.token_ids, num_tokens)
         _run(runner, request, rows, num_tokens - 1, 1)
     tables.release(REQUEST_ID)
-    tables.num_demotions.clear()
-    runner.cache.peak.clear()
-    runner.cache.fullest.clear()
+    runner.cache.reset_counters()
 
 
 def _run(runner: Runner, request: Request, rows: dict[Request, SampleRow], start: int, num_tokens: int) -> None:

@@ -79,10 +79,10 @@ class CpuAttentionPlanner:
         """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
         extents = [self._extent(row, start + 1) for row, start in zip(rows, starts, strict=True)]
         if self._decodes is None or not _are_alike(extents, self._decodes[0]):
-            plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS, self.memory.device)
+            plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS)
             self._decodes = extents, plan
             return plan
-        return self._decodes[1].with_lengths([extent.num_open for extent in extents], self.memory.device)
+        return self._decodes[1].with_lengths([extent.num_open for extent in extents])
 
     def _extent(self, row: int, length: int) -> Extent:
         num_sink = min(length, self.ladder.sink)

@@ -114,9 +114,9 @@ class GpuAttention:
         q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decode is not None:
-            paged_decode(q[:n], self._memory, self._decode, self._layers[layer], heads, scale, out[:n])
+            paged_decode(q[:n], self._memory, self._decode, self._layers[layer], scale, out[:n])
         if self._chunks is not None:
-            paged_prefill(q[n:], self._memory, self._chunks, self._pages[layer], heads, scale, out[n:])
+            paged_prefill(q[n:], self._memory, self._chunks, self._pages[layer], scale, out[n:])
         return out
 
 

@@ -1,4 +1,4 @@
-"""The bank of a request: patterns that the tokens of its sealed blocks are stored as differences from. No torch.
+"""The bank of a request: patterns, from which tokens of its sealed blocks are stored as differences. No torch.
 
 Patterns are mined once, from the first tokens of the request, right before the first of its blocks is sealed.
 """

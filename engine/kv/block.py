@@ -36,6 +36,11 @@ class Block:
         """Whether several requests hold the block."""
         return len(self.holders) > 1
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the block can step down no further."""
+        return self.rung >= self.floor
+
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
@@ -52,6 +57,14 @@ class BlockTable:
     def __iter__(self) -> Iterator[Block]:
         yield from self.slots
         yield from self.blocks
+
+    def count_settled(self, floor_epoch: int) -> int:
+        """The number of leading blocks that are settled, counted from the first again after a lift of floors."""
+        if self.floor_epoch != floor_epoch:
+            self.num_settled, self.floor_epoch = 0, floor_epoch
+        while self.num_settled < len(self.blocks) and self.blocks[self.num_settled].is_settled:
+            self.num_settled += 1
+        return self.num_settled
 
 
 @dataclass(slots=True)
@@ -78,3 +91,11 @@ class Move:
     new: int
     bank: int | None = None
     mining: Mining | None = None
+
+    @classmethod
+    def down(cls, block: Block, slot: Slot, rung: int) -> Move:
+        """The move of ``block`` to ``slot`` on a narrower ``rung``; a request's first seal has its bank mined."""
+        where = block, block.slot.address, slot.address, block.rung, rung
+        if block.rung or block.bank is None:
+            return cls(*where)
+        return cls(*where, block.bank.block.slot.address, block.bank.mine())

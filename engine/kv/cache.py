@@ -76,10 +76,17 @@ class KVCache:
     def note_peak(self) -> None:
         """Remembers the bytes in use if they, or the KV elements they hold, are the most so far."""
         found = self.bytes_in_use()
-        if _nbytes(found) > _nbytes(self.peak):
+        if total_nbytes(found) > total_nbytes(self.peak):
             self.peak = found
         if found["elements"] >= self.fullest["elements"]:
             self.fullest = found
+
+    def reset_counters(self) -> None:
+        """Counts demotions anew; the peak becomes the memory in use."""
+        self.tables.num_demotions.clear()
+        self.peak.clear()
+        self.fullest.clear()
+        self.note_peak()
 
     def apply_moves(self) -> set[Block]:
         """Carries out the moves in the tables' waves; returns blocks found to hold non-finite values."""
@@ -95,7 +102,8 @@ class KVCache:
         return PendingMoves(blocks, checks)
 
 
-def _nbytes(found: Counter[str]) -> int:
+def total_nbytes(found: Counter[str]) -> int:
+    """All bytes of ``KVCache.bytes_in_use``."""
     return found["codes"] + found["meta"] + found["dense"]
 
 

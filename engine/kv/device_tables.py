@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
+from qkv_engine.kernels.to_device import to_device
 
 from ..config import BLOCK_TOKENS
 from .ladder import Ladder

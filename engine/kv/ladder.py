@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -143,14 +143,6 @@ class Ladder:
         """Whether each request has a bank of patterns, its last slot."""
         return self.narrowest.layout.bank_nbytes > 0
 
-    def index(self, name: str) -> int:
-        """Number of the rung called ``name``. Raises ``ConfigError`` for an unknown one."""
-        for number, rung in enumerate(self.rungs):
-            if rung.name == name:
-                return number
-        names = ", ".join(rung.name for rung in self.rungs)
-        raise ConfigError(f"no rung of ladder {self.name}", field="rung", value=name, remedy=f"Choose from {names}")
-
 
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
     """The ladder of ``config`` for a model that computes in ``dtype``.
@@ -177,8 +169,9 @@ def _build_ladder(config: KVConfig, num_layers: int, num_kv_heads: int, head_dim
     for wide, narrow in pairwise(rungs):
         _check_step(wide, narrow)
     slots = (*_sink_slots(rungs[0], config.sink), *_bank_slots(rungs))
-    ladder = Ladder(config.name, rungs, slots, config.window, config.eager, len(rungs) - 1)
-    return ladder if config.admit_at is None else replace(ladder, admit_at=ladder.index(config.admit_at))
+    names = [rung.name for rung in rungs]
+    admit_at = len(rungs) - 1 if config.admit_at is None else names.index(config.admit_at)
+    return Ladder(config.name, rungs, slots, config.window, config.eager, admit_at)
 
 
 def _sink_slots(rung: Rung, num_tokens: int) -> Iterator[RequestSlot]:

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import HostCopies, PinnedRing, RowsCopy
 from qkv_engine.kernels.formats import BlockLayout
 from qkv_engine.kernels.mine import mine
 from qkv_engine.kernels.step_down import copy, transfer
 
 from ..device.graphs import Graphs
+from ..device.pinned import HostCopies, PinnedRing, RowsCopy
 from .block import Block
 from .ladder import Ladder
 from .moves import MoveCommand, MoveGroup

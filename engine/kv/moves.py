@@ -41,7 +41,7 @@ class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
 
 
 def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
-    """What the books decided since the last call, and the blocks that lose dense values, in the command's order."""
+    """Moves noted in the books since the last call, and the blocks that lose dense values, in the command's order."""
     noted, tables.waves = tables.waves, []
     waves, blocks = [], list[Block]()
     for moves in noted:

@@ -106,21 +106,13 @@ class BlockTables:
 
     def max_tokens(self, rung: int, share: float = 1.0) -> int:
         """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena."""
-        low, high = 0, self.arena.nbytes * BLOCK_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(self.demand(middle, rung), share) else (low, middle - 1)
-        return low
+        return _largest(self.arena.nbytes * BLOCK_TOKENS, lambda number: self.fits(self.demand(number, rung), share))
 
     def max_requests(self, num_tokens: int, rung: int) -> int:
         """Requests of ``num_tokens`` that fit together on ``rung``."""
         one = self.demand(num_tokens, rung)
-        low, high = 0, self.arena.nbytes // min(size for size, number in one.items() if number)
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.fits(Counter({size: middle * number for size, number in one.items()}))
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        most = self.arena.nbytes // min(size for size, number in one.items() if number)
+        return _largest(most, lambda times: self.fits({size: times * number for size, number in one.items()}))
 
     @property
     def max_blocks(self) -> int:
@@ -232,28 +224,28 @@ class BlockTables:
 
         A negative age means that the block is too new (or not full) and must stay as it is.
         """
-        blocks, newest = self._look_at(request_id, num_computed)
-        for index in range(self._num_settled(request_id), len(blocks)):
-            if not _is_settled(blocks[index]):
-                yield blocks[index], newest - (index + 1) * BLOCK_TOKENS
+        table, newest = self._look_at(request_id, num_computed)
+        for index in range(table.count_settled(self.floor_epoch), len(table.blocks)):
+            if not table.blocks[index].is_settled:
+                yield table.blocks[index], newest - (index + 1) * BLOCK_TOKENS
 
     def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
         """The first of the widest eligible blocks that only this request holds, and its age in tokens."""
-        blocks, newest = self._look_at(request_id, num_computed)
-        first, found = self._num_settled(request_id), None
-        for number, block in enumerate(blocks[first : max(0, newest // BLOCK_TOKENS)], first + 1):
+        table, newest = self._look_at(request_id, num_computed)
+        first, found = table.count_settled(self.floor_epoch), None
+        for number, block in enumerate(table.blocks[first : max(0, newest // BLOCK_TOKENS)], first + 1):
             if block.rung < (block.floor if found is None else found[0].rung) and len(block.holders) == 1:
                 found = block, newest - number * BLOCK_TOKENS
                 if not block.rung:
                     break
         return found
 
-    def _look_at(self, request_id: str, num_computed: int) -> tuple[list[Block], int]:
-        """The blocks of a request, and ``_newest``; tells the request's bank how much can be mined."""
+    def _look_at(self, request_id: str, num_computed: int) -> tuple[BlockTable, int]:
+        """The table of a request, and ``_newest``; tells the request's bank how much can be mined."""
         table = self._tables[request_id]
         if table.bank is not None:
             table.bank.num_computed_tokens = num_computed - self.ladder.sink
-        return table.blocks, self._newest(num_computed)
+        return table, self._newest(num_computed)
 
     def _newest(self, num_computed: int) -> int:
         """Tokens of blocks, the sink's not counted, that are older than the recent window."""
@@ -264,22 +256,13 @@ class BlockTables:
 
         Rises as blocks are settled; falls only when a floor is lifted, which ``floor_epoch`` counts.
         """
-        end = self.ladder.sink + (self._num_settled(request_id) + 1) * BLOCK_TOKENS
-        return self.ladder.window.least_computed(end)
+        num_settled = self._tables[request_id].count_settled(self.floor_epoch)
+        return self.ladder.window.least_computed(self.ladder.sink + (num_settled + 1) * BLOCK_TOKENS)
 
     def next_aging(self, num_computed: int) -> int:
         """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
         aged = max(0, self._newest(num_computed) // BLOCK_TOKENS)
         return self.ladder.window.least_computed(self.ladder.sink + (aged + 1) * BLOCK_TOKENS)
-
-    def _num_settled(self, request_id: str) -> int:
-        """Number of a request's leading blocks that are settled."""
-        table = self._tables[request_id]
-        if table.floor_epoch != self.floor_epoch:
-            table.num_settled, table.floor_epoch = 0, self.floor_epoch
-        while table.num_settled < len(table.blocks) and _is_settled(table.blocks[table.num_settled]):
-            table.num_settled += 1
-        return table.num_settled
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, in one wave if there is room; returns how many did.
@@ -294,7 +277,7 @@ class BlockTables:
                     break
             else:
                 continue
-            wave.append(_step(block, slot, rung))
+            wave.append(Move.down(block, slot, rung))
             rungs = self.ladder.rungs
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
             self.num_blocks[block.rung] -= 1
@@ -405,13 +388,10 @@ class BlockTables:
         self.arena.release(slot)
 
 
-def _step(block: Block, slot: Slot, rung: int) -> Move:
-    """The move of a block down to ``slot``; the first seal of a request also has its bank mined."""
-    where = block, block.slot.address, slot.address, block.rung, rung
-    if block.rung or block.bank is None:
-        return Move(*where)
-    return Move(*where, block.bank.block.slot.address, block.bank.mine())
-
-
-def _is_settled(block: Block) -> bool:
-    return block.rung >= block.floor
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``most`` that ``fits``, as all below it do; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,4 +1,4 @@
-"""What rank 0 sends to the workers, and its form on the way."""
+"""Commands that rank 0 sends to the workers, and their encoding."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Guide:
         return Guide(self._matcher.deep_copy(), self._vocab_size, self._eos_ids, marks)
 
     def allowed(self, token_ids: Sequence[int], num_prompt_tokens: int) -> torch.Tensor | None:
-        """Which tokens may follow, [V] bool, after those of prompt and output; None for all.
+        """The tokens that may follow those of prompt and output, [V] bool; None for all.
 
         ``token_ids`` has the tokens of the call before, and perhaps more. Raises ``RequestError`` where the grammar
         takes more than llguidance's limits.

@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import to_device
 from qkv_engine.kernels.sample import UNSEEN, Edits, Settings
+from qkv_engine.kernels.to_device import to_device
 
 from .sample_row import SampleRow
 
@@ -20,7 +20,7 @@ Piece: TypeAlias = "bytes | array[int] | array[float]"  # of a column
 
 
 class SampleTables(msgspec.Struct, frozen=True, gc=False):
-    """How ``num_rows`` rows are sampled, of which some are not plain.
+    """Settings and edits of ``num_rows`` rows to sample, of which some are not plain.
 
     Fields
         data: columns of settings, if ``is_drawn``, then of edits, if there are ``ends``; 16-byte aligned.

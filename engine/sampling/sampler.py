@@ -1,4 +1,4 @@
-"""Sampler: turns logits into tokens on any device. It does not decide when a request stops.
+"""Sampling of tokens from logits on any device. It does not decide when a request stops.
 
 Order of operations (vLLM's): log-probabilities of the raw logits; masks (allowed_token_ids, bad_words,
 min_tokens) and logit_bias; penalties; temperature; min_p; top_k; top_p; draw.
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.device.pinned import RowsCopy, to_device
 from qkv_engine.kernels.sample import NOT_FINITE, edit, sample
+from qkv_engine.kernels.to_device import to_device
 
 from ..device.host_copy import HostCopy
+from ..device.pinned import RowsCopy
 from ..errors import RequestError
 from .logprobs import PendingLogprobs, TokenLogprobs
-from .sample_row import SampleRow
 from .sample_tables import SampleTables
 
 
@@ -80,26 +80,20 @@ class PendingTokens:
         return SampledTokens(token_ids, special)
 
 
-class Sampler:
-    """Samples one token a row. Holds no state: that of a request lives in its ``SampleRow``."""
+@torch.inference_mode()
+def sample_tokens(logits: Tensor, tables: SampleTables | None) -> PendingTokens:
+    """Enqueues one token a row, the likeliest of each without ``tables``.
 
-    def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
-        """``run`` for requests' rows, at least one, which are read before this returns."""
-        return self.run(logits, SampleTables.pack(rows))
-
-    @torch.inference_mode()
-    def run(self, logits: Tensor, tables: SampleTables | None) -> PendingTokens:
-        """Enqueues one token a row. logits [M, V], any float dtype, is left unchanged.
-
-        A row with NaN or +Inf, or with every token masked, gets ``error`` and ``token_id`` -1; the others go on.
-        """
-        if tables is None:
-            return PendingTokens(sample(logits))
-        settings, edits = tables.on(logits.device)
-        edited, raw_peak = (logits, None) if edits is None else edit(logits, edits)
-        pending = PendingTokens(sample(edited, settings, raw_peak))
-        pending.rank(logits, tables.ranked)
-        return pending
+    logits [M, V], any float dtype, is left unchanged. A row with NaN or +Inf, or with every token masked, gets
+    ``error`` and ``token_id`` -1; the others go on.
+    """
+    if tables is None:
+        return PendingTokens(sample(logits))
+    settings, edits = tables.on(logits.device)
+    edited, raw_peak = (logits, None) if edits is None else edit(logits, edits)
+    pending = PendingTokens(sample(edited, settings, raw_peak))
+    pending.rank(logits, tables.ranked)
+    return pending
 
 
 def _failed(fault: int) -> SampledToken:
@@ -111,6 +105,3 @@ def _failed(fault: int) -> SampledToken:
             remedy="Relax allowed_token_ids, bad_words or min_tokens: together they mask every token",
         )
     return SampledToken(-1, error=error)
-
-
-__all__ = ["PendingTokens", "SampleRow", "SampledToken", "SampledTokens", "Sampler"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
@@ -22,7 +22,8 @@ from ..kv.manager import KVManager
 from ..metrics import Counters
 from ..request import FINISHED, FinishReason, Request, SamplingParams
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.sampler import SampledToken, SampleRow
+from ..sampling.sample_row import SampleRow
+from ..sampling.sampler import SampledToken
 from ..text.tokenizer import Tokenizer
 from .launched import Launched, NotLaunched, StepTimer
 from .stream import OutputStream, wake
@@ -118,10 +119,7 @@ class EngineCore:
         """Starts counting anew; the peak of KV memory becomes the memory in use."""
         self.counters = Counters()
         self.scheduler.num_preemptions = 0
-        self.runner.cache.peak.clear()
-        self.runner.cache.fullest.clear()
-        self.runner.cache.tables.num_demotions.clear()
-        self.runner.cache.note_peak()
+        self.runner.cache.reset_counters()
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
@@ -202,7 +200,7 @@ class EngineCore:
                 if token_id is not None:
                     self._accept_token(submission, completion, token_id, now)
             except Exception as error:
-                self._fail({submission: error})
+                self._fail(submission, error)
             if submission.incremental or request.status is FINISHED:
                 changed[submission.request_id] = submission
 
@@ -217,7 +215,7 @@ class EngineCore:
     ) -> None:
         self.counters.prompt_tokens += min(item.end, item.request.num_prompt_tokens) - item.start
         if found is not None and completion.index == 0:
-            self._add_prompt_logprobs(submission, item.start, found)
+            submission.add_prompt_logprobs(item.start, found, self._texts_of(submission.params))
 
     def _accept_token(self, submission: Submission, completion: Completion, token_id: int, now: float) -> None:
         submission.note_time(completion.index, now)
@@ -328,14 +326,13 @@ class EngineCore:
             return self._run(first) + self._run(second)
         self.runner.check_device()
         for item in batch.items:
-            self._fail({self._owners[item.request][0]: error})
+            self._fail(self._owners[item.request][0], error)
         return []
 
-    def _fail(self, failed: Mapping[Submission, Exception]) -> None:
-        """Ends submissions that failed while they ran."""
-        for submission, error in failed.items():
-            logger.warning("request %s failed", submission.request_id, exc_info=error)
-            self._fail_submission(submission, as_request_error(error))
+    def _fail(self, submission: Submission, error: Exception) -> None:
+        """Ends a submission that failed while it ran."""
+        logger.warning("request %s failed", submission.request_id, exc_info=error)
+        self._fail_submission(submission, as_request_error(error))
 
     def _finish(self, completion: Completion, reason: FinishReason, error: QKVError | None = None) -> None:
         request = completion.request
@@ -409,14 +406,6 @@ class EngineCore:
         self._owners[request] = (submission, completion)
         self._rows[request] = row = submission.sample_row(request, self.eos_ids)
         request.needs_tokens = row.needs_tokens
-
-    def _add_prompt_logprobs(self, submission: Submission, start: int, found: list[TokenLogprobs]) -> None:
-        """Files a chunk's log-probabilities; positions that come again after a preemption are not filed twice."""
-        assert submission.prompt_logprobs is not None
-        tokenizer = self._texts_of(submission.params)
-        for position, logprobs in enumerate(found, start + 1):
-            if position == len(submission.prompt_logprobs):
-                submission.prompt_logprobs.append(logprobs.entries(tokenizer))
 
     def _texts_of(self, params: SamplingParams) -> Tokenizer | None:
         """The tokenizer, where tokens are to have a text."""

@@ -12,7 +12,7 @@ from ..request import CompletionOutput, Logprob, Request, RequestOutput
 
 
 class Extent(msgspec.Struct, gc=False, frozen=True):
-    """How far a completion has come, or its reader: output tokens, pieces of text and of reasoning."""
+    """The length of a completion, or of the part that its reader has had: tokens, pieces of text and of reasoning."""
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -42,7 +42,7 @@ class CompletionReport(msgspec.Struct, gc=False):
     extent: Extent
 
     def fill(self, had: Had, is_delta: bool) -> Had:
-        """Copies text and lists into ``output``; returns what its reader will have had.
+        """Copies text and lists into ``output``; returns the part that its reader has had after that.
 
         ``is_delta``: only those that are new to a reader who has had ``had``.
         """
@@ -77,7 +77,7 @@ class Report(msgspec.Struct, gc=False):
     is_delta: bool = False  # the reader wants what is new alone
 
     def read(self, had: list[Had]) -> tuple[RequestOutput, list[Had]]:
-        """The output for a reader who has had ``had`` of each completion, and what it will have had.
+        """The output for a reader who has had ``had`` of each completion, and the parts that it has had after that.
 
         For the reader's thread; interrupted, it may be called again.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from ..kv.cache import total_nbytes
 from ..metrics import EngineStats
 from ..startup import Started
 
@@ -13,7 +14,7 @@ def take_snapshot(started: Started) -> EngineStats:
     core, space = started.core, started.core.space
     cache, counters = core.runner.cache, core.counters
     peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
-    held = fullest["codes"] + fullest["meta"] + fullest["dense"]
+    held = total_nbytes(fullest)
     widest_tokens, floor_tokens = cache.capacity
     idle = space.prefix.idle_nbytes if space.prefix else 0
     return EngineStats(
@@ -41,7 +42,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_total=cache.nbytes,
         kv_bytes_used=cache.arena.used_nbytes - idle,
         kv_bytes_cached=idle,
-        kv_bytes_peak=peak["codes"] + peak["meta"] + peak["dense"],
+        kv_bytes_peak=total_nbytes(peak),
         kv_bytes_codes=peak["codes"],
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],

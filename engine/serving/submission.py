@@ -22,6 +22,7 @@ from ..request import (
     SamplingParams,
 )
 from ..sampling.guide import Guide
+from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sample_row import SampleRow
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import OutputText, ReasoningMarks
@@ -143,6 +144,13 @@ class Submission:
         if metrics.first_token_time is None:
             metrics.first_token_time = now
         metrics.last_token_time = now
+
+    def add_prompt_logprobs(self, start: int, found: list[TokenLogprobs], tokenizer: Tokenizer | None) -> None:
+        """Adds a chunk's log-probabilities; positions that come again after a preemption are not added twice."""
+        assert self.prompt_logprobs is not None
+        for position, logprobs in enumerate(found, start + 1):
+            if position == len(self.prompt_logprobs):
+                self.prompt_logprobs.append(logprobs.entries(tokenizer))
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText | None:
         """A new ``OutputText`` for a completion; None if no text is wanted."""

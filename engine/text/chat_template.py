@@ -22,7 +22,6 @@ from .template_process import TemplateProcess, WorkerEndedError, start_process
 
 MAX_TEMPLATE_CHARS = 1 << 18  # of its source; a longer template is refused
 RENDER_SECONDS = 1.25  # to compile and render, on the clock; ten times the longest honest conversation's
-_LIMITS = f"the chat template takes more than {RENDER_SECONDS} s"
 
 
 class ChatTemplate:
@@ -70,7 +69,7 @@ class ChatTemplate:
             self._process = start_process(self._source)
             return self._process.ask(request, time.monotonic() + seconds)
         except TimeoutError as error:
-            raise RequestError(_LIMITS) from error
+            raise RequestError(f"the chat template takes more than {RENDER_SECONDS} s") from error
         except WorkerEndedError as error:
             raise RequestError("the chat template ends its process: it takes too much time or memory") from error
 

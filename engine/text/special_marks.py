@@ -1,4 +1,4 @@
-"""Marks: how special tokens that a user wrote out pass through a chat template and stay ordinary text.
+"""Marks in place of special tokens that a user wrote out, which so stay ordinary text in a chat template.
 
 A mark is the number of a special token between two noncharacters, which no text may hold. The template sees the mark
 instead of the token, and after rendering every mark becomes the token's text again, at a known place.

@@ -35,7 +35,7 @@ class TextStream(Protocol):
 
 
 class TextDecoder:
-    """How a tokenizer's tokens become text; shared by all streams of a model."""
+    """The decoder of a tokenizer's tokens; shared by all text streams of a model."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]):
         self._backend, self._special_ids = backend, special_ids

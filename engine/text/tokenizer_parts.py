@@ -32,16 +32,8 @@ _CHILDREN = ("normalizers", "pretokenizers", "processors", "decoders")
 # Component types by part; a new one is added once its growth is known to `_lengthening` and `_shortening`.
 _NORMALIZING = {"BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled"}
 _NORMALIZING |= {"Prepend", "Replace", "Strip", "StripAccents"}
-_SPLITTING = {
-    "BertPreTokenizer",
-    "ByteLevel",
-    "CharDelimiterSplit",
-    "Digits",
-    "FixedLength",
-    "Metaspace",
-    "Punctuation",
-}
-_SPLITTING |= {"Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
+_SPLITTING = {"BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace"}
+_SPLITTING |= {"Punctuation", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
 _PROCESSING = {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"}
 _DECODING = {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 _KEEPS_LENGTH = {"ByteLevel", "Digits", "FixedLength", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend"}

@@ -18,7 +18,6 @@ def demote_cpu(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, ta
             for a, b in blocks:
                 rows, out = run_rows(memory, a, b, run, old, new)
                 if old == new:
-                    out.codes.copy_(rows.codes)
-                    out.meta.copy_(rows.meta)
+                    out.copy_(rows)
                 else:
                     new.family.cpu.demote(rows, out, old, new)

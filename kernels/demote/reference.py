@@ -16,6 +16,4 @@ def demote_reference(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayo
                 continue
             for step in steps:
                 rows, out = run_rows(memory, a, b, [step], old, new)
-                found = rows if old == new else new.family.demote(rows, old, new)
-                out.codes.copy_(found.codes)
-                out.meta.copy_(found.meta)
+                out.copy_(rows if old == new else new.family.demote(rows, old, new))

@@ -40,6 +40,11 @@ class SideBytes(NamedTuple):
     meta: Tensor
     bank: Tensor | None = None
 
+    def copy_(self, other: SideBytes) -> None:
+        """Writes codes and metadata of ``other`` here."""
+        self.codes.copy_(other.codes)
+        self.meta.copy_(other.meta)
+
 
 @dataclass(frozen=True)
 class Side(ABC):
@@ -211,17 +216,13 @@ def plain_cpu_ops(
 ) -> CpuOps:
     """Operations made of a family's references: correct from the start, fast enough where the CPU matters little."""
 
-    def store(found: SideBytes, out: SideBytes) -> None:
-        out.codes.copy_(found.codes)
-        out.meta.copy_(found.meta)
-
     def seal(x: Tensor, out: SideBytes, side: Any) -> bool:
-        store(quantize(x, side, out.bank), out)
+        out.copy_(quantize(x, side, out.bank))
         return bool(x.isfinite().all())
 
     return CpuOps(
         seal=seal,
-        demote=lambda rows, out, old, new: store(demote(rows, old, new), out),
+        demote=lambda rows, out, old, new: out.copy_(demote(rows, old, new)),
         dequantize=lambda rows, side, dtype: dequantize(rows, side).to(dtype),
         scores=lambda q, rows, side: q @ dequantize(rows, side).mT,
         values=lambda p, rows, side: p @ dequantize(rows, side),

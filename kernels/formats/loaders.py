@@ -11,12 +11,16 @@ from .page import PageLayout
 
 
 def page_loaders(page: PageLayout) -> dict[str, Any]:
-    """Tile loaders of both sides, their records, and the dtype that the kernel computes its dots in."""
-    dtype = page.k.dense_dtype or page.v.dense_dtype or torch.float16
+    """Tile loaders of both sides, their records, and the dtype of the elements that they give."""
     return {
         "LOAD_K": page.k.family.triton().load_tile,
         "K_SIDE": page.k.spec,
         "LOAD_V": page.v.family.triton().load_tile,
         "V_SIDE": page.v.spec,
-        "DTYPE": TL_DTYPE[dtype],
+        "DTYPE": TL_DTYPE[loaded_dtype(page)],
     }
+
+
+def loaded_dtype(page: PageLayout) -> torch.dtype:
+    """The dtype in which tiles of a page are loaded, and in which kernels compute their dots."""
+    return page.k.dense_dtype or page.v.dense_dtype or torch.float16

@@ -11,6 +11,7 @@ from ..formats import BlockLayout, PageShape, Side
 from ..formats.page import Step
 from ..formats.rows import even_runs, run_bank
 from ..formats.uniform.reference import LIMIT
+from ..to_device import to_device
 from .kmeans import MAX_CANDIDATES, evenly, kmeans
 
 MAX_TOKENS = 1024  # tokens clustered; more are thinned evenly, since time grows with them
@@ -53,7 +54,7 @@ def _patterns(
     row_nbytes = shape.head_dim * dtype.itemsize
     rows = memory[: memory.numel() - memory.numel() % row_nbytes].view(dtype).view(-1, shape.head_dim)
     first = torch.tensor(blocks)[tokens // shape.num_tokens] // row_nbytes + tokens % shape.num_tokens
-    at = _send(torch.tensor(offsets) // row_nbytes, memory.device)[:, None, None] + _send(first, memory.device)
+    at = to_device(torch.tensor(offsets) // row_nbytes, memory.device)[:, None, None] + to_device(first, memory.device)
     at = at + torch.arange(shape.num_kv_heads, device=memory.device)[:, None] * shape.num_tokens
     found = []
     for some in at.split(max(1, SCRATCH_NBYTES // _side_nbytes(len(tokens), number, shape, dtype))):
@@ -75,11 +76,6 @@ def _side_nbytes(num_tokens: int, number: int, shape: PageShape, dtype: torch.dt
     start = 4 * MAX_CANDIDATES * (shape.head_dim + MAX_CANDIDATES)
     iteration = num_tokens * (2 * number * dtype.itemsize + 8)
     return shape.num_kv_heads * (num_tokens * shape.head_dim * dtype.itemsize + max(start, iteration))
-
-
-def _send(x: Tensor, device: torch.device) -> Tensor:
-    """An asynchronous copy on the device."""
-    return x if device == x.device else x.pin_memory().to(device, non_blocking=True)
 
 
 __all__ = ["MAX_TOKENS", "mine"]

@@ -72,7 +72,7 @@ class DenseGroup:
     all_open: bool
     mask: Tensor | None = None
 
-    def with_lengths(self, lengths: Lengths, device: torch.device) -> DenseGroup:
+    def with_lengths(self, lengths: Lengths) -> DenseGroup:
         """The same slots with new ``lengths``."""
         if not self.opened:
             return self
@@ -81,7 +81,7 @@ class DenseGroup:
         if self.all_open:
             last = last._replace(num_tokens=max(valid.values()))
         num_before = sum(column.num_tokens for column in before)
-        mask = _mask(valid, num_before, last.num_tokens, self.num_rows, device)
+        mask = _mask(valid, num_before, last.num_tokens, self.num_rows)
         return replace(self, columns=(*before, last), mask=mask)
 
     def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
@@ -127,7 +127,7 @@ class SealedGroup:
     queries: Tensor | None
     bank: Tensor | None = None
 
-    def with_lengths(self, lengths: Lengths, device: torch.device) -> SealedGroup:
+    def with_lengths(self, lengths: Lengths) -> SealedGroup:
         """Itself: sealed blocks are full."""
         return self
 
@@ -152,8 +152,8 @@ class DecodePlan:
     missing: Tensor | None
 
     @classmethod
-    def build(cls, requests: list[RequestPages], block_tokens: int, device: torch.device) -> DecodePlan:
-        builder = _Builder(len(requests), block_tokens, device)
+    def build(cls, requests: list[RequestPages], block_tokens: int) -> DecodePlan:
+        builder = _Builder(len(requests), block_tokens)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             builder.add_sealed(
                 rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ()) if r.bank is None]
@@ -164,16 +164,16 @@ class DecodePlan:
         builder.add_dense(requests)
         return cls(tuple(builder.groups), *builder.order())
 
-    def with_lengths(self, lengths: Lengths, device: torch.device) -> DecodePlan:
+    def with_lengths(self, lengths: Lengths) -> DecodePlan:
         """The plan of a later step in which nothing has changed but the tokens written to each open block."""
-        return replace(self, groups=tuple(group.with_lengths(lengths, device) for group in self.groups))
+        return replace(self, groups=tuple(group.with_lengths(lengths) for group in self.groups))
 
 
 class _Builder:
     """Collects groups and the places of each request's parts in their outputs."""
 
-    def __init__(self, num_requests: int, block_tokens: int, device: torch.device):
-        self.block_tokens, self.device = block_tokens, device
+    def __init__(self, num_requests: int, block_tokens: int):
+        self.block_tokens = block_tokens
         self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
@@ -213,13 +213,13 @@ class _Builder:
         columns = list[Column]()
         for slots in zip(*(row.slots for row in rows), strict=True):
             is_sink = num_sink > 0 and not columns
-            where = torch.tensor(slots, device=self.device) if run is None else slice(run.start, run.stop, run.step)
+            where = torch.tensor(slots) if run is None else slice(run.start, run.stop, run.step)
             columns.append(Column(is_sink, where, num_sink if is_sink else self.block_tokens))
         opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
         queries = self._queries([row.request for row in rows])
         group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows))
         valid = {row.request: row.num_valid for row in rows if row.num_valid is not None}
-        group = group.with_lengths(valid, self.device)
+        group = group.with_lengths(valid)
         # A plan with new lengths has the same sinks.
         self.groups.append(replace(group, opened=()) if columns[-1].is_sink else group)
         for row in rows:
@@ -237,8 +237,8 @@ class _Builder:
         where = _even_run(addresses)
         owner = [request for _, request in members]
         queries = self._queries(owner if bank is None else owner[:1])
-        place = torch.tensor(addresses, device=self.device) if where is None else where
-        mine = None if bank is None else torch.tensor([bank], device=self.device)
+        place = torch.tensor(addresses) if where is None else where
+        mine = None if bank is None else torch.tensor([bank])
         self.groups.append(SealedGroup(rung, place, queries, mine))
         self._num_outputs += len(members)
 
@@ -250,13 +250,13 @@ class _Builder:
             return most, None, None
         missing = None
         if any(len(mine) < most for mine in self._parts):
-            missing = torch.tensor([[i >= len(mine) for mine in self._parts] for i in range(most)], device=self.device)
-        return most, torch.tensor(rows, device=self.device), missing
+            missing = torch.tensor([[i >= len(mine) for mine in self._parts] for i in range(most)])
+        return most, torch.tensor(rows), missing
 
     def _queries(self, owner: list[int]) -> Tensor | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
             return None
-        return torch.tensor(owner, device=self.device)
+        return torch.tensor(owner)
 
 
 def _even_run(numbers: list[int]) -> range | None:
@@ -266,24 +266,22 @@ def _even_run(numbers: list[int]) -> range | None:
     return range(numbers[0], numbers[-1] + 1, step) if not steps and step > 0 else None
 
 
-def _mask(
-    valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int, device: torch.device
-) -> Tensor | None:
+def _mask(valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int) -> Tensor | None:
     """0 or -inf for each token [n, 1, 1, num_before + num_last], by the ``valid`` ones of the last slot of some rows.
 
     ``None`` if all are valid.
     """
     if min(valid.values()) == num_last:
         return None
-    lengths = torch.tensor([num_before + valid.get(place, num_last) for place in range(num_rows)], device=device)
+    lengths = torch.tensor([num_before + valid.get(place, num_last) for place in range(num_rows)])
     num_tokens = num_before + num_last
-    return _masks(1 << (num_tokens - 1).bit_length(), device)[lengths][:, None, None, :num_tokens]
+    return _masks(1 << (num_tokens - 1).bit_length())[lengths][:, None, None, :num_tokens]
 
 
 @cache
-def _masks(num_tokens: int, device: torch.device) -> Tensor:
+def _masks(num_tokens: int) -> Tensor:
     """Row n hides tokens n and later: [num_tokens + 1, num_tokens]."""
-    return torch.full((num_tokens + 1, num_tokens), float("-inf"), device=device).triu()
+    return torch.full((num_tokens + 1, num_tokens), float("-inf")).triu()
 
 
 def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 SPLIT_BLOCKS = (1, 2, 4, 8, 16, 24, 32)  # candidates for the most blocks of an item
-MIN_ITEMS = 3  # least items of a request with as many blocks: fewer would be as uneven as the requests' lengths
+MIN_ITEMS = 3  # items of a request at least, if it has as many blocks: fewer are as uneven as the requests' lengths
 SHORT_ITEM = 4  # mean blocks a request on the first rung, up to which items there count as short
 DENSE_RESIDENT, CODES_RESIDENT = 5, 8  # programs that a multiprocessor holds: dense pages fetch more ahead
 

@@ -49,7 +49,6 @@ def paged_decode(
     arena: Tensor,
     work: DecodeWork,
     layer: LayerFormats,
-    num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
     tuning: Tuning | None = None,
@@ -60,6 +59,7 @@ def paged_decode(
     ``tuning``: launch parameters of the layer's narrowest format. Requests without a visible token give zeros.
     """
     batch, num_heads, head_dim = q.shape
+    num_kv_heads = layer.ranges[0].page.k.shape.num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
     num_parts = len(work.items)
@@ -71,10 +71,7 @@ def paged_decode(
     for formats, num_programs in launches(layer.ranges, work.bounds, num_kv_heads):
         kernel, constexprs, tuned = decode_variant(
             formats.page,
-            num_kv_heads,
             num_heads // num_kv_heads,
-            head_dim,
-            block_tokens=work.block_tokens,
             sink_tokens=work.sink_tokens,
             tuning=tuning if formats is layer.ranges[-1] else None,
             is_short=work.bounds.is_short and formats.end == 1,
@@ -153,24 +150,20 @@ def launches(ranges: Sequence[FormatRange], bounds: Bounds, num_kv_heads: int) -
 
 @cache  # a layer has few formats, and a step that no graph replays asks for each of them
 def decode_variant(
-    page: PageLayout,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    *,
-    block_tokens: int,
-    sink_tokens: int,
-    tuning: Tuning | None = None,
-    is_short: bool = False,
+    page: PageLayout, group: int, *, sink_tokens: int, tuning: Tuning | None = None, is_short: bool = False
 ) -> tuple[Any, dict[str, Any], Tuning]:
-    """Kernel, compile-time arguments and launch parameters for pages of one format."""
-    shape = {"H": num_kv_heads, "G": group, "D": head_dim, "T": block_tokens}
+    """Kernel, compile-time arguments and launch parameters for pages of one format.
+
+    ``group``: query heads a KV head.
+    """
+    num_tokens, head_dim = page.k.shape.num_tokens, page.k.shape.head_dim
+    shape = {"H": page.k.shape.num_kv_heads, "G": group, "D": head_dim, "T": num_tokens}
     k, v = (side.family.triton().integer(side) for side in (page.k, page.v))
     if isinstance(k, KeyFunctions) and isinstance(v, ValueFunctions):
         block_g = max(4, triton.next_power_of_2(group))  # two int8 columns a head fill the 8 of an mma
         tuning = tuning or integer_tuning(page, block_g, max(k.min_tiles, v.min_tiles))
         functions = {"QUERY": k.query, "SCORES": k.scores, "BEGIN": v.begin, "ADD": v.add, "FINISH": v.finish}
-        sides = {"K": page.k.spec, "V": page.v.spec, "TILES": block_tokens // tuning.tile}
+        sides = {"K": page.k.spec, "V": page.v.spec, "TILES": num_tokens // tuning.tile}
         return (
             decode_int_kernel,
             {**shape, **functions, **sides, "BLOCK_G": block_g, "STAGES": tuning.num_stages},

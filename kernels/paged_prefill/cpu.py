@@ -40,19 +40,18 @@ def _attend(heads: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: boo
 
 def _history(pages: LayerPages, past: RequestPages, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V [H, n, D] of the earlier tokens, some blocks at a time."""
-    device = pages.memory.device
     for kv, where in ((pages.sinks, past.sink), (pages.blocks, past.open)):
         if where is not None and kv is not None:
             slot, valid = where
             yield kv[slot, 0, :, :valid], kv[slot, 1, :, :valid]
     for some in _pieces(past.full):
-        kv = pages.blocks.index_select(0, torch.tensor(some, device=device))  # [n, 2, H, T, D]
+        kv = pages.blocks.index_select(0, torch.tensor(some))  # [n, 2, H, T, D]
         k, v = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)
         yield k, v
-    banks = None if past.bank is None else torch.tensor([past.bank], device=device)
+    banks = None if past.bank is None else torch.tensor([past.bank])
     for rung, addresses in past.sealed.items():
         for some in _pieces(addresses):
-            at = torch.tensor(some, device=device)
+            at = torch.tensor(some)
             sides = dequant(pages.memory, at, pages.layouts[rung].pages[pages.layer], dtype, banks)
             k, v = (side.transpose(0, 1).flatten(1, 2) for side in sides)
             yield k, v

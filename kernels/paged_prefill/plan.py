@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..paged_decode.plan import ABSENT, block_positions
+from ..to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,11 @@ class PrefillWork:
 
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
-
-        def move(x: Tensor) -> Tensor:
-            return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
-
-        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("addresses", "tiles", "runs")}
-        moved["banks"] = None if self.banks is None else move(self.banks)
-        return replace(self, **moved, blocks=tuple(map(move, self.blocks)))
+        addresses, tiles, runs, *blocks = (
+            to_device(x, device) for x in (self.addresses, self.tiles, self.runs, *self.blocks)
+        )
+        banks = None if self.banks is None else to_device(self.banks, device)
+        return replace(self, addresses=addresses, tiles=tiles, runs=runs, blocks=tuple(blocks), banks=banks)
 
 
 def _tiles(starts: Tensor, counts: Tensor, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

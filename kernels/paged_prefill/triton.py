@@ -7,7 +7,6 @@ of them at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import BlockLayout, PageLayout, Side
 from ..formats.dense import DenseSide
-from ..formats.loaders import page_loaders
-from ..paged_decode.triton import Tuning, bank_arguments
+from ..formats.loaders import loaded_dtype, page_loaders
+from ..paged_decode.triton import LOG2_E, Tuning, bank_arguments
 from .kernel import prefill_kernel
 from .plan import PrefillWork
 from .stage import stage_kernel
 
-LOG2_E = math.log2(math.e)
 BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
 TUNING = Tuning(num_warps=4, num_stages=5, tile=64)  # of 16-bit pages with head dims up to 128
 TAIL_STAGES = 3  # of the loop that masks; with more, two programs no longer fit a multiprocessor's shared memory
@@ -53,7 +51,6 @@ def paged_prefill(
     arena: Tensor,
     work: PrefillWork,
     pages: Sequence[PageLayout | None],
-    num_kv_heads: int,
     scale: float,
     out: Tensor | None = None,
     tuning: Tuning | None = None,
@@ -64,10 +61,11 @@ def paged_prefill(
     ``pages[r]``: this layer's page layout on rung r. Slots and offsets of rung 0, which is dense, are multiples of the
     bytes of D elements.
     """
+    assert pages[0] is not None and work.rungs[0] == 0
     num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = pages[0].k.shape.num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
-    assert pages[0] is not None and work.rungs[0] == 0
     launches = [Launch(0, pages[0], arena, work.addresses)]
     for rung in work.rungs[1:]:
         launches += _pieces(arena, work, rung, pages[rung])
@@ -80,10 +78,7 @@ def paged_prefill(
             _stage(arena, work, pages[launch.rung], launch)
         constexprs, tuned = prefill_variant(
             page,
-            num_kv_heads,
             num_heads // num_kv_heads,
-            head_dim,
-            work.block_tokens,
             work.sink_tokens,
             tuning,
             block_m=triton.next_power_of_2(work.tile_tokens * (num_heads // num_kv_heads)),
@@ -132,7 +127,7 @@ def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageLayout | None
     """Launches over a staged rung, which share one piece of memory."""
     assert page is not None
     num_blocks = len(work.blocks[rung])
-    dtype = page.k.dense_dtype or page.v.dense_dtype or torch.float16
+    dtype = loaded_dtype(page)
     staged = BlockLayout.stack([DenseSide("k", page.k.shape, dtype), DenseSide("v", page.v.shape, dtype)])
     step = max(1, min(num_blocks, STAGED_NBYTES // staged.nbytes))
     memory = torch.empty(step * staged.nbytes, dtype=torch.uint8, device=arena.device)
@@ -170,17 +165,11 @@ def stage_constexprs(page: PageLayout) -> dict[str, Any]:
 
 
 def prefill_variant(
-    page: PageLayout,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    block_tokens: int,
-    sink_tokens: int,
-    tuning: Tuning | None = None,
-    block_m: int = BLOCK_M,
+    page: PageLayout, group: int, sink_tokens: int, tuning: Tuning | None = None, block_m: int = BLOCK_M
 ) -> tuple[dict[str, Any], Tuning]:
     """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
-    block_d, dtype = max(16, triton.next_power_of_2(head_dim)), _dense_dtype(page.k)
+    shape, dtype = page.k.shape, _dense_dtype(page.k)
+    block_d = max(16, triton.next_power_of_2(shape.head_dim))
     tuning = tuning or TUNING
     if block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
         tuning = replace(tuning, num_warps=8, tile=32)
@@ -188,10 +177,10 @@ def prefill_variant(
         tuning = replace(tuning, num_stages=1)
     constexprs = {
         "SIDE": page.k.spec,
-        "H": num_kv_heads,
+        "H": shape.num_kv_heads,
         "G": group,
-        "D": head_dim,
-        "T": block_tokens,
+        "D": shape.head_dim,
+        "T": shape.num_tokens,
         "S": sink_tokens,
         "BLOCK_M": max(16, block_m),
         "BLOCK_D": block_d,

@@ -104,7 +104,7 @@ def check(device: str = "cuda") -> dict[str, float]:
             banks=case.banks,
         )
         layer = LayerFormats.of(case.pages, case.q.device)
-        out = paged_decode(case.q, case.arena, work, layer, case.num_kv_heads, scale).float()
+        out = paged_decode(case.q, case.arena, work, layer, scale).float()
         want = reference(case, scale)
         found[name] = float((out - want).norm() / want.norm())
     return found
@@ -201,9 +201,7 @@ def _slots(page: PageLayout, nbytes: int, contents: list[tuple[torch.Tensor, tor
     rows = page.rows(slots[:, slice(*page.span)])
     for side, out, (x, bank) in zip((page.k, page.v), rows, contents, strict=True):
         patterns = bank.expand(len(x), -1) if side.bank_nbytes else None
-        found = side.family.quantize(x, side, patterns)
-        out.codes.copy_(found.codes)
-        out.meta.copy_(found.meta)
+        out.copy_(side.family.quantize(x, side, patterns))
     return slots
 
 
@@ -237,7 +235,7 @@ def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[]
         )
 
         def call(work: DecodeWork = work) -> Any:
-            return paged_decode(case.q, case.arena, work, layer, HEADS, HEAD_DIM**-0.5, tuning=tuning)
+            return paged_decode(case.q, case.arena, work, layer, HEAD_DIM**-0.5, tuning=tuning)
 
         found.append(call)
     return found

@@ -118,14 +118,14 @@ def measure() -> Iterator[dict[str, Any]]:
 def call(name: str, history: int, tuning: Tuning | None = None, block_m: int = BLOCK_M) -> Callable[[], Any]:
     """Attention of one chunk over its history in one layer."""
     case, q, work = build(name, history, block_m=block_m)
-    return lambda: paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5, tuning=tuning)
+    return lambda: paged_prefill(q, case.arena, work, case.pages, HEAD_DIM**-0.5, tuning=tuning)
 
 
 def check() -> None:
     """Small chunks against float attention."""
     for name in named_pages():
         case, q, work = build(name, 1000, chunk=300)
-        out = paged_prefill(q, case.arena, work, case.pages, HEADS, HEAD_DIM**-0.5).float()
+        out = paged_prefill(q, case.arena, work, case.pages, HEAD_DIM**-0.5).float()
         want = prefill_reference(case, q, [300], HEAD_DIM**-0.5)
         error = float((out - want).norm() / want.norm())
         print(f"{name:10} relative error {error:.2e}")

@@ -87,26 +87,26 @@ def describe(built: Any) -> dict[str, Any]:
     return found | {"mix": dict(ops.most_common(24))}
 
 
-def variants() -> dict[str, tuple[PageLayout, int, int, int]]:
-    """Page format, KV heads, group and head dim by name."""
+def variants() -> dict[str, tuple[PageLayout, int]]:
+    """Page format and query heads a KV head by name."""
     bf16, fp16 = torch.bfloat16, torch.float16
-    found = {f"dense bf16 D{d} G4": (dense_page(bf16, 8, d), 8, 4, d) for d in (64, 80, 96, 128, 256)}
-    found["dense fp16 D128 G4"] = (dense_page(fp16, 8, 128), 8, 4, 128)
-    found["dense fp32 D128 G4"] = (dense_page(torch.float32, 8, 128), 8, 4, 128)
-    found["dense bf16 D128 G16"] = (dense_page(bf16, 8, 128), 8, 16, 128)
+    found = {f"dense bf16 D{d} G4": (dense_page(bf16, 8, d), 4) for d in (64, 80, 96, 128, 256)}
+    found["dense fp16 D128 G4"] = (dense_page(fp16, 8, 128), 4)
+    found["dense fp32 D128 G4"] = (dense_page(torch.float32, 8, 128), 4)
+    found["dense bf16 D128 G16"] = (dense_page(bf16, 8, 128), 16)
     for bits in (8, 4, 2):
         for d, g in ((128, 4), (128, 1), (128, 8), (64, 4), (80, 4), (256, 4)):
-            found[f"int{bits} D{d} G{g}"] = (uniform_page(bits, 8, d), 8, g, d)
+            found[f"int{bits} D{d} G{g}"] = (uniform_page(bits, 8, d), g)
     for bits in (4, 3, 2, 1):
-        found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 8, 4, 128)
+        found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 4)
     for name in ("kitty-12.5", "kitty-25"):
-        found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), 8, g, 128) for g in (4, 1, 8)}
-    found |= {f"int2 patterns{m} D128 G8": (pattern_page(2, m, 8, 128), 8, 8, 128) for m in (32, 64)}
+        found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), g) for g in (4, 1, 8)}
+    found |= {f"int2 patterns{m} D128 G8": (pattern_page(2, m, 8, 128), 8) for m in (32, 64)}
     for number, heads, group, d in PATTERN_SHAPES:
         for bits, tokens in product((4, 2, 1), (128, 32)):
             page = pattern_page(bits, number, heads, d, tokens)
-            found[f"int{bits}/{tokens} patterns{number} D{d} G{group}"] = page, heads, group, d
-    found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 8, 4, 128)
+            found[f"int{bits}/{tokens} patterns{number} D{d} G{group}"] = page, group
+    found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 4)
     return found
 
 
@@ -155,12 +155,12 @@ def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
 
 def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
-    for name, (page, heads, group, head_dim) in variants().items():
-        kernel, constexprs, tuning = decode_variant(page, heads, group, head_dim, block_tokens=128, sink_tokens=32)
+    for name, (page, group) in variants().items():
+        kernel, constexprs, tuning = decode_variant(page, group, sink_tokens=32)
         no_banks = {} if page.has_bank else NO_BANKS
         yield name, kernel, {**constexprs, **no_banks, "OVERLAP": True}, tuning
         if group == 4 and page.k.dense_dtype is not None:
-            constexprs, tuning = prefill_variant(page, heads, group, head_dim, 128, 32)
+            constexprs, tuning = prefill_variant(page, group, 32)
             place = {"IS_STAGED": False, "IS_LAST": True}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:

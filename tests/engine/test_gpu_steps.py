@@ -17,7 +17,7 @@ from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import launches
 from qkv_engine.request import Request
-from qkv_engine.sampling.sampler import SampleRow
+from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 from qkv_engine.serving.core import EngineCore
 from qkv_engine.serving.submission import Submission

@@ -10,7 +10,7 @@ import pytest
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
 from qkv_engine.request import Request
-from qkv_engine.sampling.sampler import SampleRow
+from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch
 from qkv_engine.serving import core as core_module
 from qkv_engine.serving import launched as launched_module

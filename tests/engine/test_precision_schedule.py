@@ -19,7 +19,8 @@ from qkv_engine.config import RungConfig, uniform_rung
 from qkv_engine.device.runner import Runner
 from qkv_engine.kv.cache import KVCache
 from qkv_engine.request import Request
-from qkv_engine.sampling.sampler import SampledToken, SampleRow
+from qkv_engine.sampling.sample_row import SampleRow
+from qkv_engine.sampling.sampler import SampledToken
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 DENSE = RungConfig("dense32", "dense32", "dense32")

@@ -13,7 +13,7 @@ from qkv_engine import RequestOutput, SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.device.runner import Runner, StepResult
 from qkv_engine.request import Request
-from qkv_engine.sampling.sampler import SampleRow
+from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch
 from qkv_engine.serving.core import EngineCore
 from qkv_engine.serving.submission import Submission

@@ -18,9 +18,9 @@ from qkv_engine.kernels.sample import Settings, pack_settings, sample, uniform
 from qkv_engine.kernels.sample.reference import pick, weigh
 from qkv_engine.request import SamplingParams
 from qkv_engine.sampling.logprobs import TokenLogprobs, token_logprobs
-from qkv_engine.sampling.sampler import SampledToken, Sampler, SampleRow
-
-SAMPLER = Sampler()
+from qkv_engine.sampling.sample_row import SampleRow
+from qkv_engine.sampling.sample_tables import SampleTables
+from qkv_engine.sampling.sampler import SampledToken, sample_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def make_row(
 
 def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
     """All there is of each row's token."""
-    token_ids, special = SAMPLER.launch(logits, rows).wait()
+    token_ids, special = sample_tokens(logits, SampleTables.pack(rows)).wait()
     return [special.get(i, SampledToken(token_id)) for i, token_id in enumerate(token_ids)]
 
 

@@ -18,7 +18,7 @@ from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.request import Request, SamplingParams
-from qkv_engine.sampling.sampler import SampleRow
+from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledRequest
 from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import Started

@@ -292,7 +292,7 @@ def test_a_page_is_fetched_ahead_and_once(name: str) -> None:
     from studies.kernels.inputs import named_page
 
     page = named_page(name, "int2-token-128", 8, 128)
-    kernel, options, tuning = decode_variant(page, 8, 4, 128, block_tokens=128, sink_tokens=32)
+    kernel, options, tuning = decode_variant(page, 4, sink_tokens=32)
     one_page = {**options, **NO_BANKS, "STAGES": 4, "OVERLAP": True}  # 4 stages hold one page
     built = compile_kernel(kernel, one_page, Tuning(tuning.num_warps, 4))
     found = describe(built)

@@ -14,7 +14,6 @@ from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 from .common import BLOCK_TOKENS, block_tables, dense_pages, locate, poison_unused, relative_error
 
 SCALE = 0.11
-CPU = torch.device("cpu")
 LENGTHS = {
     "one token": [1],
     "one block": [128],
@@ -36,7 +35,7 @@ def test_decode_equals_the_reference(lengths: list[int], order: str, heads: tupl
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim)
     expected = paged_decode_reference(q, pages, locate(tables, lengths), SCALE)
     poison_unused(pages.blocks, tables, float("nan"))
-    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS)
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
@@ -45,7 +44,7 @@ def test_decode_in_16_bit_pages(dtype: torch.dtype):
     lengths = [70, 256, 300]
     pages, tables = dense_pages(9, 2, 64, dtype), block_tables(lengths, 9, order="shuffled")
     q = torch.randn(3, 8, 64)
-    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS)
     out = paged_decode(q, pages, plan, SCALE)
     assert out.dtype == torch.float32
     assert relative_error(out, paged_decode_reference(q, pages, locate(tables, lengths), SCALE)) < 1e-2
@@ -54,7 +53,7 @@ def test_decode_in_16_bit_pages(dtype: torch.dtype):
 def test_tokens_beyond_the_length_never_matter():
     pages, tables = dense_pages(4, 2, 64, torch.float32), [[2, 0], [1]]
     q, lengths = torch.randn(2, 4, 64), [130, 5]
-    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS)
     before = paged_decode(q, pages, plan, SCALE)
     pages.blocks[0][:, :, 2:] = 3e4
     pages.blocks[1][:, :, 5:] = -3e4
@@ -65,9 +64,9 @@ def test_a_request_is_answered_alike_alone_and_in_a_crowd():
     lengths = [300, 1, 129, 512, 77, 256]
     pages, tables = dense_pages(20, 2, 64, torch.float32), block_tables(lengths, 20, order="shuffled")
     q = torch.randn(len(lengths), 4, 64)
-    crowd = paged_decode(q, pages, DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, q.device), SCALE)
+    crowd = paged_decode(q, pages, DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS), SCALE)
     for b in range(len(lengths)):
-        plan = DecodePlan.build(locate(tables[b : b + 1], lengths[b : b + 1]), BLOCK_TOKENS, q.device)
+        plan = DecodePlan.build(locate(tables[b : b + 1], lengths[b : b + 1]), BLOCK_TOKENS)
         assert relative_error(paged_decode(q[b : b + 1], pages, plan, SCALE), crowd[b : b + 1]) < 1e-6
 
 
@@ -76,14 +75,14 @@ def test_blocks_that_requests_share(tables: list[list[int]]):
     pages, lengths = dense_pages(9, 2, 64, torch.float32), [len(table) * BLOCK_TOKENS - 5 for table in tables]
     for sized in (lengths, [n + 5 for n in lengths]):
         q = torch.randn(len(tables), 4, 64)
-        plan = DecodePlan.build(locate(tables, sized), BLOCK_TOKENS, q.device)
+        plan = DecodePlan.build(locate(tables, sized), BLOCK_TOKENS)
         expected = paged_decode_reference(q, pages, locate(tables, sized), SCALE)
         assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
 def test_evenly_spaced_blocks_are_read_in_place():
     def slots_read(tables: list[list[int]]):
-        plan = DecodePlan.build(locate(tables, [len(table) * BLOCK_TOKENS for table in tables]), BLOCK_TOKENS, CPU)
+        plan = DecodePlan.build(locate(tables, [len(table) * BLOCK_TOKENS for table in tables]), BLOCK_TOKENS)
         return [column.slots for group in plan.groups for column in group.columns]
 
     assert slots_read([[3, 4], [5, 6]]) == [slice(3, 7, 1)]
@@ -99,7 +98,7 @@ def test_blocks_are_copied_a_few_at_a_time(nbytes: int, monkeypatch: pytest.Monk
     lengths = [500, 130, 7, 300]
     pages, tables = dense_pages(20, 2, 64, torch.float32), block_tables(lengths, 20, order="shuffled")
     q = torch.randn(4, 4, 64)
-    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS, CPU)
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS)
     expected = paged_decode_reference(q, pages, locate(tables, lengths), SCALE)
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
@@ -127,7 +126,7 @@ def with_sinks(lengths: list[int]) -> tuple[LayerPages, list[RequestPages]]:
 def test_sinks_and_open_blocks_are_attended_side_by_side(lengths: list[int], num_groups: int):
     pages, requests = with_sinks(lengths)
     q = torch.randn(len(lengths), 4, 64)
-    plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
+    plan = DecodePlan.build(requests, BLOCK_TOKENS)
     assert len(plan.groups) == num_groups
     expected = paged_decode_reference(q, pages, requests, SCALE)
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
@@ -137,14 +136,14 @@ def test_a_plan_lives_on_while_open_blocks_grow():
     pages, requests = with_sinks([500, 40, 159, 32, 20])
     pages.blocks.nan_to_num_(0.5)
     q = torch.randn(len(requests), 4, 64)
-    plan = DecodePlan.build(requests, BLOCK_TOKENS, CPU)
+    plan = DecodePlan.build(requests, BLOCK_TOKENS)
     grown = [r.open and (r.open[0], min(r.open[1] + 9, BLOCK_TOKENS)) for r in requests]
     later = [
         replace(r, open=o, length=r.length + (o[1] - r.open[1] if o else 0))
         for r, o in zip(requests, grown, strict=True)
     ]
     expected = paged_decode_reference(q, pages, later, SCALE)
-    plan = plan.with_lengths([o[1] if o else 0 for o in grown], CPU)
+    plan = plan.with_lengths([o[1] if o else 0 for o in grown])
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 

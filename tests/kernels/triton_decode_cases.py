@@ -38,7 +38,7 @@ def plan(case: Case, item_blocks: int = 2, bounds: Bounds | None = None) -> Deco
 
 def attend(case: Case, work: DecodeWork, q: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     q, layer = case.q if q is None else q, LayerFormats.of(case.pages, case.q.device)
-    return paged_decode(q, case.arena, work, layer, case.num_kv_heads, case.q.shape[2] ** -0.5, out).float()
+    return paged_decode(q, case.arena, work, layer, case.q.shape[2] ** -0.5, out).float()
 
 
 def error(case: Case, out: Tensor) -> float:

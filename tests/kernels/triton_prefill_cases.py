@@ -32,7 +32,7 @@ def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = No
         block_tokens=T,
         banks=case.banks,
     )
-    return paged_prefill(q, case.arena, work, case.pages, case.num_kv_heads, q.shape[2] ** -0.5, out).float()
+    return paged_prefill(q, case.arena, work, case.pages, q.shape[2] ** -0.5, out).float()
 
 
 def build(

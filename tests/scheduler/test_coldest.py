@@ -58,7 +58,7 @@ def test_the_coldest_are_the_first_of_all_in_order(seed: int):
     while True:
         number = rng.choice((1, 1, 2, 8))
         found, expected = some.take(number), every.take(number)
-        assert [(c.block, c.rung, c.tenant) for c in found] == [(c.block, c.rung, c.tenant) for c in expected]
+        assert [(c.block, c.rung, c.rank) for c in found] == [(c.block, c.rung, c.rank) for c in expected]
         if not found:
             break
         assert space.demote([(candidate.block, candidate.rung + 1) for candidate in found]) == len(found)

@@ -114,9 +114,9 @@ BOOKS = (
     ),
     Patch(
         "settled blocks are not looked at again when a floor is lifted",
-        "table",
-        "            table.num_settled, table.floor_epoch = 0, self.floor_epoch\n",
-        "            table.floor_epoch = self.floor_epoch\n",
+        "block",
+        "            self.num_settled, self.floor_epoch = 0, floor_epoch\n",
+        "            self.floor_epoch = floor_epoch\n",
     ),
     Patch(
         "an old slot is freed within its wave",
@@ -133,7 +133,7 @@ BOOKS = (
     Patch("a wave is lost", "table", "            self.waves.append(wave[:])\n", "            pass\n"),
     Patch(
         "a move starts from the new address",
-        "table",
+        "block",
         "where = block, block.slot.address, slot.address, block.rung, rung",
         "where = block, slot.address, slot.address, block.rung, rung",
     ),

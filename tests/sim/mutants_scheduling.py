@@ -87,7 +87,7 @@ SCHEDULING = (
         "        if done and self._lacking is not None and num_tokens > request.num_computed_tokens:",
         "        if False:",
     ),
-    Patch("the first gives way", "pressure", "    return running.last", "    return running.first"),
+    Patch("the first gives way", "scheduler", "victim = self.running.last", "victim = self.running.first"),
     Patch(
         "what can never fit is taken",
         "scheduler",

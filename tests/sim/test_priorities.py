@@ -19,7 +19,7 @@ BUGS = (
         "return request.params.priority, request.arrival",
         "return 0, request.arrival",
     ),
-    Patch("the most urgent gives way", "pressure", "    return running.last", "    return running.first"),
+    Patch("the most urgent gives way", "scheduler", "victim = self.running.last", "victim = self.running.first"),
 )
 
 

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from ..family import Family, Side, TritonOps
+from ..family import Family, TritonOps
 from ..uniform import Uniform
 from .cpu import PATTERN_CPU
 from .layout import NO_PATTERN, Pattern, PatternSide, parse
 from .reference import check_step, demote, dequantize, quantize
 
 ORDINARY = tuple(Pattern(Uniform(bits, axis, 128), 32) for bits in (4, 2, 1) for axis in ("channel", "token"))
-
-
-def _check_step(old: Side, new: PatternSide) -> None:
-    if not isinstance(old, PatternSide):
-        raise ValueError(f"no demotion leads from {old.family.name} to pattern sides")
-    check_step(old, new)
 
 
 def _formats(dtype: torch.dtype) -> dict[str, Pattern]:
@@ -32,7 +26,7 @@ def _triton() -> TritonOps:
     return PATTERN_TRITON
 
 
-PATTERN = Family("pattern", _formats, _check_step, quantize, dequantize, demote, PATTERN_CPU, _triton, parse)
+PATTERN = Family("pattern", _formats, check_step, quantize, dequantize, demote, PATTERN_CPU, _triton, parse)
 PatternSide.family = PATTERN
 
 __all__ = ["NO_PATTERN", "PATTERN", "Pattern", "PatternSide"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import SideBytes
+from ..family import Side, SideBytes
 from ..uniform import UniformSide
 from ..uniform import reference as uniform
 from ..uniform.layout import TILES
@@ -38,8 +38,10 @@ def demote(rows: SideBytes, old: PatternSide, new: PatternSide) -> SideBytes:
     return SideBytes(codes, rows.meta)
 
 
-def check_step(old: PatternSide, new: PatternSide) -> None:
+def check_step(old: Side, new: PatternSide) -> None:
     """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
+    if not isinstance(old, PatternSide):
+        raise ValueError(f"no demotion leads from {old.family.name} to pattern sides")
     if old.num_patterns != new.num_patterns:
         raise ValueError(f"a demotion keeps the number of patterns, {old.num_patterns}")
     uniform.check_step(old.residual, new.residual)

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ..family import Family, Side, TritonOps
+from ..family import Family, TritonOps
 from .cpu import UNIFORM_CPU
 from .layout import Uniform, UniformSide, parse, uniform_formats
 from .reference import check_step, demote, dequantize, quantize
-
-
-def _check_step(old: Side, new: UniformSide) -> None:
-    if not isinstance(old, UniformSide):
-        raise ValueError(f"no demotion leads from {old.family.name} to uniform sides")
-    check_step(old, new)
 
 
 def _formats(dtype: torch.dtype) -> dict[str, Uniform]:
@@ -29,7 +23,7 @@ def _triton() -> TritonOps:
     return UNIFORM_TRITON
 
 
-UNIFORM = Family("uniform", _formats, _check_step, quantize, dequantize, demote, UNIFORM_CPU, _triton, parse)
+UNIFORM = Family("uniform", _formats, check_step, quantize, dequantize, demote, UNIFORM_CPU, _triton, parse)
 UniformSide.family = UNIFORM
 
 __all__ = ["UNIFORM", "Uniform", "UniformSide"]

@@ -111,7 +111,8 @@ class UniformSide(HeadSide):
     @property
     def num_groups(self) -> int:
         """Groups along the axis; the last one of a head is smaller if ``group`` does not divide it."""
-        return -(-self._extent // self.group)
+        extent = self.shape.num_tokens if self.axis == "channel" else self.shape.head_dim
+        return -(-extent // self.group)
 
     @property
     def max_code(self) -> int:
@@ -143,10 +144,6 @@ class UniformSide(HeadSide):
             self.top_offset,
             float(self.eta),
         )
-
-    @property
-    def _extent(self) -> int:
-        return self.shape.num_tokens if self.axis == "channel" else self.shape.head_dim
 
 
 @dataclass(frozen=True)

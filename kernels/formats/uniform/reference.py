@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import SideBytes
+from ..family import Side, SideBytes
 from .codes import pack, unpack
 from .layout import TILES, HeadSide, UniformSide
 
@@ -50,8 +50,10 @@ def demote(rows: SideBytes, old: UniformSide, new: UniformSide) -> SideBytes:
     return write(codes, read_meta(rows, old), new)
 
 
-def check_step(old: UniformSide, new: UniformSide) -> None:
+def check_step(old: Side, new: UniformSide) -> None:
     """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
+    if not isinstance(old, UniformSide):
+        raise ValueError(f"no demotion leads from {old.family.name} to uniform sides")
     if (old.name, old.axis, old.group) != (new.name, new.axis, new.group):
         raise ValueError("a demotion keeps side, axis and group")
     if old.is_subordinate and not new.is_subordinate:
