@@ -19,6 +19,7 @@ from .process import WorkerProcess
 from .process_ranks import ProcessRanks
 
 HOST = "127.0.0.1"
+DEATH_SECONDS = 0.5  # for the system to tell of a process' end, whose exchanges break off a moment before
 T = TypeVar("T")
 
 
@@ -89,7 +90,7 @@ class Crew:
 
     def _error(self) -> RankLostError:
         for worker in self._workers:
-            if worker.has_ended:
+            if worker.ends_within(DEATH_SECONDS):
                 return RankLostError(worker.last_words(), remedy="Make a new Engine")
         return RankLostError(self._lost or "a rank ended", remedy="Make a new Engine")
 

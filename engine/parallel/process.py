@@ -41,9 +41,11 @@ class WorkerProcess:
             )
         self.connection = Connection(ours.detach())
 
-    @property
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the process has ended, or does so in ``seconds``."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
 
     def send(self, message: bytes) -> None:
         """Sends the worker its next message. Raises ``RankLostError`` if it has ended."""
