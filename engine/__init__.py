@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .device.openmp import shorten_spinning
-
 if TYPE_CHECKING:
     from .config import DENSE16, KVConfig, RungConfig
     from .engine import Engine, RequestStream
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
-
-shorten_spinning()
 
 _HOMES = {
     "DENSE16": "config",

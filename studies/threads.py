@@ -1,7 +1,7 @@
 """CPU threads beside other work: ``python -m studies.threads --cores 0-3``.
 
 Each setting (threads, OpenMP's way of waiting) decodes in a process of its own, on an idle machine and beside one busy
-process, pinned to the same cores. Prints tokens per second of single requests: least, median and most.
+process, pinned to the same cores. Prints tokens per second: least, median and most.
 """
 
 from __future__ import annotations
@@ -15,22 +15,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Way(NamedTuple):
-    """A way in which OpenMP's threads wait after a parallel region: settings of libgomp, and code run beforehand."""
-
-    settings: Mapping[str, str]
-    before: str = ""
-
-
-WAYS = {
-    "default": Way({}),
-    "torch first": Way({}, "import torch; "),  # as in an application that embeds the engine: libgomp's own default
-    "spin 300,000": Way({"GOMP_SPINCOUNT": "300000"}),
-    "spin 10,000": Way({"GOMP_SPINCOUNT": "10000"}),
-    "passive": Way({"OMP_WAIT_POLICY": "passive"}),
+WAYS: dict[str, Mapping[str, str]] = {  # how OpenMP's threads wait after a parallel region: settings of libgomp
+    "default": {},
+    "spin 300,000": {"GOMP_SPINCOUNT": "300000"},
+    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 REQUESTS, INPUT_LEN = 7, 32
 
@@ -41,10 +32,11 @@ def main() -> None:
     parser.add_argument("--cores", default="0-1", help="cores to use, such as 0-3")
     parser.add_argument("--threads", default="1,less,all", help='numbers; "less" is one less than the cores')
     parser.add_argument("--output-len", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=1, help="requests at once")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
-        print(json.dumps(decode(args.shape, args.worker, args.output_len)))
+        print(json.dumps(decode(args.shape, args.worker, args.output_len, args.batch)))
         return
     first, last = map(int, args.cores.split("-"))
     cores = set(range(first, last + 1))
@@ -76,18 +68,18 @@ def busy(number: int) -> Iterator[None]:
             other.wait()
 
 
-def measure(args: argparse.Namespace, threads: int, way: Way) -> list[float]:
-    program = f"{way.before}from studies.threads import main; main()"
+def measure(args: argparse.Namespace, threads: int, way: Mapping[str, str]) -> list[float]:
+    program = "from studies.threads import main; main()"
     command = [sys.executable, "-c", program, "--worker", str(threads)]
-    command += ["--shape", args.shape, "--output-len", str(args.output_len)]
+    command += ["--shape", args.shape, "--output-len", str(args.output_len), "--batch", str(args.batch)]
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(command, env={**inherited, **way.settings}, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env={**inherited, **way}, capture_output=True, text=True, check=True)
     found: list[float] = json.loads(done.stdout)
     return found
 
 
-def decode(shape: str, threads: int, output_len: int) -> list[float]:
-    """Tokens per second of some requests after one another, the first left out."""
+def decode(shape: str, threads: int, output_len: int, batch: int) -> list[float]:
+    """Tokens per second of some batches after one another, the first left out."""
     from qkv_engine import Engine, SamplingParams
 
     options: dict[str, Any] = (
@@ -98,8 +90,8 @@ def decode(shape: str, threads: int, output_len: int) -> list[float]:
     with Engine(**options, device="cpu", kv="bf16", kv_memory="1GiB", num_threads=threads) as engine:
         for _ in range(REQUESTS):
             started = time.perf_counter()
-            engine.generate([list(range(5, 5 + INPUT_LEN))], params)
-            found.append(output_len / (time.perf_counter() - started))
+            engine.generate([list(range(5, 5 + INPUT_LEN))] * batch, params)
+            found.append(batch * output_len / (time.perf_counter() - started))
     return found[1:]
 
 

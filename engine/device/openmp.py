@@ -1,25 +1,86 @@
-"""OpenMP's spinning threads. Nothing here imports torch, whose import fixes the spin count for the process."""
+"""OpenMP's waiting threads: they spin on an idle machine, and sleep where other work needs the cores.
+
+At the end of each parallel region, a hundred times a step, libgomp lets waiting threads spin for 300,000 rounds. That
+is fastest on an idle machine. Where another program holds a core, the thread that lost it keeps all others spinning for
+a time slice of the scheduler. Libgomp spins for 100 rounds while there are more OpenMP threads than cores, so an idle
+team of them, which stands by, puts the others to sleep.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-SPIN_COUNT = 1000  # rounds, some microseconds: bridges two operators of a step, wastes little beside a busy program
+import torch
 
-_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+CHECK_SECONDS = 0.2  # between two looks at the machine; steps take many times as long until other work is noticed
+CROWDED_SHARE = 0.1  # of the time, spent waiting for a core: .02 on an idle machine, .4 and more beside a busy process
+
+_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_PARALLEL_SIZE = 2**20  # elements that torch adds up with all of its threads
 
 
-def shorten_spinning() -> None:
-    """Lets libgomp's threads spin for a short time, before torch is loaded and unless the user has decided.
+@contextmanager
+def considerate_threads() -> Iterator[None]:
+    """Lets OpenMP's threads spin or sleep as the machine has room, unless libgomp's variables say how they wait."""
+    if any(name in os.environ for name in _SETTINGS):
+        yield
+        return
+    done = threading.Event()
+    in_a_thread(lambda: _watch(done))
+    try:
+        yield
+    finally:
+        done.set()
 
-    Its default is 300,000 rounds at the end of each of a step's hundred parallel regions. On a machine with other work
-    a thread that has lost its core keeps the others spinning for a scheduler's time slice, each time.
+
+def run_delay() -> float | None:
+    """Seconds for which the threads of this process have waited for a core; ``None`` where the system does not tell.
+
+    Linux alone does, in ``/proc/self/task/*/schedstat``. The seconds of a thread that ends are taken away again.
     """
-    if "torch" not in sys.modules and not is_decided():
-        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    ran = waited = 0
+    with suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with suppress(OSError), open(f"/proc/self/task/{task}/schedstat") as file:
+                nanoseconds = file.read().split()
+                ran, waited = ran + int(nanoseconds[0]), waited + int(nanoseconds[1])
+    return waited / 1e9 if ran else None
 
 
-def is_decided() -> bool:
-    """Whether this package or the user has chosen how threads wait."""
-    return any(name in os.environ for name in _VARIABLES)
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    """A daemon thread that does ``work``."""
+    thread = threading.Thread(target=work, name="qkv-engine-threads", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(done: threading.Event) -> None:
+    team: threading.Event | None = None  # whose setting ends the team that stands by
+    before, began = run_delay(), time.monotonic()
+    while not done.wait(CHECK_SECONDS):
+        waited, now = run_delay(), time.monotonic()
+        is_crowded = waited is None or before is None or waited - before > CROWDED_SHARE * (now - began)
+        before, began = waited, now
+        if is_crowded and team is None:
+            team = _stand_by()
+        elif team is not None and not is_crowded:
+            team.set()
+            team = None
+    if team is not None:
+        team.set()
+
+
+def _stand_by() -> threading.Event:
+    """Makes an idle team of OpenMP threads, which ends once the event is set."""
+    ended = threading.Event()
+
+    def work() -> None:
+        torch.ones(_PARALLEL_SIZE).add_(1)
+        ended.wait()
+
+    in_a_thread(work)
+    return ended

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
 
-from .openmp import is_decided
+from .openmp import considerate_threads, in_a_thread
 
 SMALL_MODEL_NBYTES = 64 * 2**20  # of weights; up to here a step is too short for more than SMALL_MODEL_THREADS
 SMALL_MODEL_THREADS = 4
-_PARALLEL_SIZE = 2**20  # elements that torch adds up with all of its threads
 _STEP_SIZE = 512  # rows and columns of a small model's matrices
 
 
@@ -48,17 +46,13 @@ def short_step_seconds(number: int) -> float:
                         x = x + 1
                 found.append(time.perf_counter() - start)
 
-    _in_a_thread(measure).join()
+    in_a_thread(measure).join()
     return min(found)
 
 
 @contextmanager
 def computing_with(number: int | None) -> Iterator[None]:
-    """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number.
-
-    Where torch was loaded before this package, its threads would spin for long. Libgomp cuts that short while there are
-    more OpenMP threads than cores, so for the time being an idle team of them stands by.
-    """
+    """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number."""
     if number is None:
         yield
         return
@@ -66,24 +60,6 @@ def computing_with(number: int | None) -> Iterator[None]:
     if number != before:
         torch.set_num_threads(number)
         torch.get_num_threads()  # torch takes the number over for this thread, and reads the global one no more
-        _in_a_thread(lambda: torch.set_num_threads(before)).join()
-    if number == 1 or is_decided():
+        in_a_thread(lambda: torch.set_num_threads(before)).join()
+    with considerate_threads() if number > 1 else nullcontext():
         yield
-        return
-    done = threading.Event()
-    _in_a_thread(lambda: _stand_by(done))
-    try:
-        yield
-    finally:
-        done.set()
-
-
-def _stand_by(done: threading.Event) -> None:
-    torch.ones(_PARALLEL_SIZE).add_(1)
-    done.wait()
-
-
-def _in_a_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, name="qkv-engine-threads", daemon=True)
-    thread.start()
-    return thread

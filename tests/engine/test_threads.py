@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from qkv_engine import ConfigError, Engine
-from qkv_engine.device import threads
+from qkv_engine.device import openmp, threads
 from qkv_engine.device.threads import (
     SMALL_MODEL_NBYTES,
     SMALL_MODEL_THREADS,
@@ -21,26 +19,63 @@ from qkv_engine.device.threads import (
 )
 
 
-def run(program: str, **settings: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**kept, **settings}, check=True
-    )
-    return done.stdout.strip()
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "qkv-engine-threads"]
 
 
-@pytest.mark.parametrize(
-    ("program", "settings", "expected"),
-    [
-        ("import qkv_engine", {}, "1000 None"),
-        ("import torch, qkv_engine", {}, "None None"),
-        ("import qkv_engine", {"GOMP_SPINCOUNT": "7"}, "7 None"),
-        ("import qkv_engine", {"OMP_WAIT_POLICY": "active"}, "None active"),
-    ],
-)
-def test_spinning_is_shortened_unless_somebody_has_decided(program: str, settings: dict[str, str], expected: str):
-    shown = "; import os; print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
-    assert run(program + shown, **settings) == expected
+def wait_for(number: int) -> None:
+    """Waits until so many threads of the module live."""
+    deadline = time.monotonic() + 10
+    while len(names()) != number:
+        assert time.monotonic() < deadline, names()
+        time.sleep(0.005)
+
+
+def test_an_idle_team_stands_by_while_threads_wait_for_cores(monkeypatch: pytest.MonkeyPatch):
+    delay, share = 0.0, 0.0
+
+    def run_delay() -> float:
+        nonlocal delay
+        delay += share * 0.02
+        return delay
+
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(openmp, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(openmp, "run_delay", run_delay)
+    wait_for(0)
+    with openmp.considerate_threads():
+        wait_for(1)  # who watches
+        share = 1.0
+        wait_for(2)
+        share = 0.0
+        wait_for(1)
+        share = 1.0
+        wait_for(2)
+    wait_for(0)
+
+
+def test_where_the_system_does_not_tell_a_team_stands_by(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(openmp, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(openmp, "run_delay", lambda: None)
+    with openmp.considerate_threads():
+        wait_for(2)
+    wait_for(0)
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_the_users_way_of_waiting_holds(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "passive")
+    wait_for(0)
+    with openmp.considerate_threads():
+        assert not names()
+
+
+def test_waiting_for_a_core_is_counted():
+    found = openmp.run_delay()
+    assert found is None or found >= 0.0
 
 
 def test_a_small_model_uses_a_few_threads(monkeypatch: pytest.MonkeyPatch):
