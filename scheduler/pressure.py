@@ -1,7 +1,8 @@
 """Response to a shortage of KV memory, in this order: idle cached blocks are given up; the coldest blocks step down one
 rung; no more requests are admitted; the last running request is preempted, by priority and arrival.
 
-The first running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do.
+The first running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do
+unless more urgent ones keep coming.
 """
 
 from __future__ import annotations
