@@ -75,11 +75,16 @@ def _watch(done: threading.Event) -> None:
 
 
 def _stand_by() -> threading.Event:
-    """Makes an idle team of OpenMP threads, which ends once the event is set."""
+    """Makes an idle team of as many OpenMP threads as cores, which ends once the event is set."""
     ended = threading.Event()
 
     def work() -> None:
+        given, cores = torch.get_num_threads(), os.cpu_count() or 1
+        if given < cores:
+            torch.set_num_threads(cores)
         torch.ones(_PARALLEL_SIZE).add_(1)
+        if given < cores:
+            in_a_thread(lambda: torch.set_num_threads(given)).join()  # for threads to come; this one keeps its team
         ended.wait()
 
     in_a_thread(work)
