@@ -64,8 +64,9 @@ class ProcessRanks(Ranks):
     def abort(self) -> None:
         """Ends exchanges that wait for a rank that is gone, soon after this returns. From any thread."""
         # NCCL ends them at once, but returns only when all graphs that hold some are gone.
-        self._aborts.append(thread := Thread(target=self.backend.abort, daemon=True, name="abort"))
+        thread = Thread(target=self.backend.abort, daemon=True, name="abort")
         thread.start()
+        self._aborts.append(thread)  # started: ``leave`` of another thread joins it
 
     def leave(self) -> None:
         """Leaves the group. Nothing may be exchanged after that, and no graph may hold an exchange."""
