@@ -51,6 +51,15 @@ def run_delay() -> float | None:
     return waited / 1e9 if ran else None
 
 
+def use_threads(number: int) -> None:
+    """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number."""
+    before = torch.get_num_threads()
+    if number != before:
+        torch.set_num_threads(number)
+        torch.get_num_threads()  # torch takes the number over for this thread, and reads the global one no more
+        in_a_thread(lambda: torch.set_num_threads(before)).join()
+
+
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
     """A daemon thread that does ``work``."""
     thread = threading.Thread(target=work, name="qkv-engine-threads", daemon=True)
@@ -79,12 +88,8 @@ def _stand_by() -> threading.Event:
     ended = threading.Event()
 
     def work() -> None:
-        given, cores = torch.get_num_threads(), os.cpu_count() or 1
-        if given < cores:
-            torch.set_num_threads(cores)
+        use_threads(max(torch.get_num_threads(), os.cpu_count() or 1))
         torch.ones(_PARALLEL_SIZE).add_(1)
-        if given < cores:
-            in_a_thread(lambda: torch.set_num_threads(given)).join()  # for threads to come; this one keeps its team
         ended.wait()
 
     in_a_thread(work)

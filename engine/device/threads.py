@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from .openmp import considerate_threads, in_a_thread
+from .openmp import considerate_threads, in_a_thread, use_threads
 
 SMALL_MODEL_NBYTES = 64 * 2**20  # of weights; up to here a step is too short for more than SMALL_MODEL_THREADS
 SMALL_MODEL_THREADS = 4
@@ -56,10 +56,6 @@ def computing_with(number: int | None) -> Iterator[None]:
     if number is None:
         yield
         return
-    before = torch.get_num_threads()
-    if number != before:
-        torch.set_num_threads(number)
-        torch.get_num_threads()  # torch takes the number over for this thread, and reads the global one no more
-        in_a_thread(lambda: torch.set_num_threads(before)).join()
+    use_threads(number)
     with considerate_threads() if number > 1 else nullcontext():
         yield
