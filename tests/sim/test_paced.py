@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from .code import Patch
-from .options import Options, draw
-from .simulator import Simulation
-from .spy import Broken
+from .options import Options
 from .test_scored import with_scored
-from .test_simulator import check_loads
+from .test_simulator import check_bug_is_found, check_loads
 
 BUGS = (
     Patch(
@@ -43,9 +41,4 @@ def test_paced_requests_for_long(report: list[str]):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_found(bug: Patch):
-    def run() -> None:
-        for seed in range(6100, 6140):
-            Simulation(with_pace(draw(seed)), bug).run(400)
-
-    with pytest.raises(Broken, match="over the limit"):
-        run()
+    check_bug_is_found(bug, range(6100, 6140), 400, with_pace, "over the limit")

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from .code import Patch
-from .options import Options, draw
-from .simulator import Simulation
-from .spy import Broken
-from .test_simulator import check_loads
+from .options import Options
+from .test_simulator import check_bug_is_found, check_loads
 
 BUGS = (
     Patch(
@@ -38,6 +36,4 @@ def test_priorities_for_long(report: list[str]):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_found(bug: Patch):
-    with pytest.raises(Broken):
-        for seed in range(7100, 7110):
-            Simulation(with_priorities(draw(seed)), bug).run(400)
+    check_bug_is_found(bug, range(7100, 7110), 400, with_priorities)

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from .options import Options
-from .simulator import simulate
+from .code import Patch
+from .options import Options, draw
+from .simulator import Simulation, simulate
+from .spy import Broken
 
 ROOT = Path(__file__).parents[2]
 CHAOS = 900  # events of a run before everybody may finish
@@ -52,6 +54,19 @@ def check_loads(report: list[str], seeds: range, num_events: int, change: Callab
     report.append(describe(seeds, total, digest, time.monotonic() - started))
     for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
         assert total[kind], f"the loads show no {kind}"
+
+
+def check_bug_is_found(
+    bug: Patch, seeds: range, num_events: int, change: Callable[[Options], Options], match: str | None = None
+) -> None:
+    """Runs changed configurations with a seeded bug until one of them breaks."""
+
+    def run() -> None:
+        for seed in seeds:
+            Simulation(change(draw(seed)), bug).run(num_events)
+
+    with pytest.raises(Broken, match=match):
+        run()
 
 
 def test_random_loads_keep_every_invariant(report: list[str]):
