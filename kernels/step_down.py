@@ -17,15 +17,16 @@ def transfer(
     target: BlockLayout,
     finite: Tensor,
     banks: Tensor | None = None,
+    num_windows: Tensor | None = None,
 ) -> None:
     """Writes the blocks at ``src``, of layout ``source``, at ``dst`` in layout ``target``.
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
              finite [n] int64, ones: 0 is written for a block with dense values that are not all finite;
-             banks [n] int64, byte addresses of the blocks' banks, where dense sides get patterns
+             banks, num_windows [n] int64, as in ``seal``, where dense sides get patterns
     """
     if source.has_dense:
-        seal(memory, src, dst, source, target, finite, banks)
+        seal(memory, src, dst, source, target, finite, banks, num_windows)
     if source.has_codes:
         demote(memory, src, dst, source, target)
 

@@ -21,6 +21,7 @@ TEXT_FILES = [
     "chat_template.jinja",
     "chat_template.json",
 ]
+_CLASS_NAMES = re.compile(r"(?:Got: )?\b(?:[\w.]+(?:Error|Exception|Timeout): )+|\[Errno -?\d+\] ")
 WEIGHT_FILES = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 
 
@@ -52,18 +53,36 @@ def _fetch(repo_id: str, revision: str | None, token: str | None, patterns: list
         folder = huggingface_hub.snapshot_download(repo_id, revision=revision, token=token, allow_patterns=patterns)
     # The library raises its own errors, its HTTP client's and OSError, with no common base below Exception.
     except Exception as error:
-        reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:300].rstrip(".")
-        raise ModelError(f"{repo_id} could not be downloaded: {reason}", remedy=_remedy(error)) from error
+        raise ModelError(f"{repo_id} could not be downloaded: {_reason(error)}", remedy=_remedy(error)) from error
     return Path(folder)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a library's message without the names of its classes; of an empty one the class."""
+    from huggingface_hub import errors
+
+    if _is_offline(error):
+        return "it is not in the cache, and HF_HUB_OFFLINE forbids to fetch it"
+    line = str(error).strip().partition("\n")[0]
+    reason = _CLASS_NAMES.sub("", line)[:300].rstrip(". ") or type(error).__name__
+    return f"the Hub cannot be reached: {reason}" if isinstance(error, errors.LocalEntryNotFoundError) else reason
+
+
+def _is_offline(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    return isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled)
 
 
 def _remedy(error: Exception) -> str:
     from huggingface_hub import errors
 
+    if _is_offline(error):
+        return "Unset HF_HUB_OFFLINE, or pass the path of a local folder"
     if isinstance(error, errors.GatedRepoError):
         return "Accept the model's licence on its page and pass token=... or set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "Check the name; a private model needs token=... or HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
         return "Check revision: a branch, a tag or a commit of this model"
-    return "Check the network and HF_HUB_OFFLINE, or pass the path of a local folder"
+    return "Check the network, or pass the path of a local folder"

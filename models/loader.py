@@ -238,7 +238,10 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device) -> No
     # torch reports a failed allocation as OutOfMemoryError on a GPU and as RuntimeError on the CPU.
     except RuntimeError as error:
         gib = sum(parameter.numel() for parameter in net.parameters()) * dtype.itemsize / 2**30
-        raise CapacityError(f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free") from error
+        raise CapacityError(
+            f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free",
+            remedy="Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model",
+        ) from error
 
 
 def _go_on_unless(stopped: Callable[[], bool]) -> None:

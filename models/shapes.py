@@ -32,6 +32,28 @@ _LLAMA_3_1: dict[str, Any] = {
     "vocab_size": 128256,
 }
 
+_QWEN2_5: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA_3_1,
     "llama-3.1-70b": _LLAMA_3_1
@@ -83,6 +105,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "use_sliding_window": False,
         "vocab_size": 151936,
+    },
+    "qwen2.5-7b": _QWEN2_5,
+    "qwen2.5-14b": _QWEN2_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "max_window_layers": 48,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
     },
     "llama-2-7b": {
         "architectures": ["LlamaForCausalLM"],

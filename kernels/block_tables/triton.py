@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fusion import FUSED
 from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed
 
 BLOCK = 128  # updates, or tokens, of one program
@@ -73,7 +74,7 @@ def place_kernel(
 def update_triton(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
     """Same contract as ``qkv_engine.kernels.block_tables.update``."""
     first = HEADER + 3 * num_tokens
-    update_kernel[(MAX_UPDATES // BLOCK,)](step_input, tables.words, first, BLOCK=BLOCK, num_warps=4)
+    update_kernel[(MAX_UPDATES // BLOCK,)](step_input, tables.words, first, BLOCK=BLOCK, num_warps=4, **FUSED)
 
 
 def place_triton(
@@ -104,6 +105,7 @@ def place_triton(
         T=tables.block_tokens,
         BLOCK=BLOCK,
         num_warps=4,
+        **FUSED,
     )
     rows = step_input[HEADER + 2 * num_tokens : HEADER + 3 * num_tokens]
     return Placed(ids, positions, rows, lengths, token_rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..formats import BlockLayout, Side
 from ..formats.steps import step_table
+from ..fusion import UNFUSED
 
 
 @triton.jit
@@ -61,7 +62,8 @@ def demote_triton(memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout,
             continue
         steps, shape = step_table(source, target, old, new, memory.device), old.shape
         demote_kernel[(len(src) * len(steps) * shape.num_kv_heads,)](
-            memory, src, dst, steps, len(steps), shape.num_kv_heads, **demote_variant(old, new), num_warps=8
+            memory, src, dst, steps, len(steps), shape.num_kv_heads, **demote_variant(old, new), num_warps=8,
+            **UNFUSED,
         )  # fmt: skip
 
 

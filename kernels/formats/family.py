@@ -72,13 +72,22 @@ class Side(ABC):
 
     @property
     def num_patterns(self) -> int:
-        """The number of patterns in a request's bank that tokens of this side may choose from."""
+        """The number of patterns in a request's bank that are mined from its prompt."""
+        return 0
+
+    @property
+    def num_later(self) -> int:
+        """The number of windows after the prompt that add a pattern each, behind those of the prompt."""
         return 0
 
     @property
     def pattern_nbytes(self) -> int:
         """Bytes of one of the patterns in a bank, of all heads; patterns follow one another."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim
+
+    def visible_nbytes(self, num_windows: int) -> int:
+        """Bytes of the patterns that tokens may choose from in the last of ``num_windows`` windows after the prompt."""
+        return self.bank_nbytes
 
     @property
     @abstractmethod
@@ -172,8 +181,9 @@ class TritonOps(NamedTuple):
     ``load_tile(p_codes, p_meta, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, DTYPE)``: tokens
     ``o_t`` [TILE] of a head as [TILE, BLOCK_D] ``DTYPE``, zero where ``b_t`` is false. Dense pages of sinks have fewer
     tokens than T.
-    ``seal_head(p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's elements
-    [T, TILE_D], as stored before (``b_raw``) and finite in float32 (``b_x``).
+    ``seal_head(p_codes, p_meta, p_bank, num_windows, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)``: writes a head's
+    elements [T, TILE_D], as stored before (``b_raw``) and finite in float32 (``b_x``), of the last of ``num_windows``
+    windows after the prompt.
     ``demote_head(p_codes, p_meta, p_to_codes, p_to_meta, i_h, OLD, NEW, H, T, D, TILE_D)``: writes a head of ``OLD`` as
     ``NEW``; called for the family of ``NEW``.
     ``integer(side)``: ``KeyFunctions`` of a K side or ``ValueFunctions`` of a V side, for the integer decode kernel;

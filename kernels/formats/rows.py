@@ -81,9 +81,14 @@ def run_bank(memory: Tensor, address: int, run: list[Step], new: Side) -> Tensor
     return memory.as_strided((len(run), new.bank_nbytes), (growth, 1), address + run[0].bank)
 
 
-def block_bank(memory: Tensor, banks: Tensor | None, index: int, run: list[Step], new: Side) -> Tensor | None:
-    """The patterns of block ``index`` for the sides of a run, a view; ``None`` for sides without."""
-    return run_bank(memory, int(banks[index]), run, new) if banks is not None and new.bank_nbytes else None
+def block_bank(
+    memory: Tensor, banks: Tensor | None, num_windows: Tensor | None, index: int, run: list[Step], new: Side
+) -> Tensor | None:
+    """The patterns that block ``index`` may choose from for the sides of a run, a view; ``None`` for sides without."""
+    if banks is None or not new.bank_nbytes:
+        return None
+    visible = new.visible_nbytes(0 if num_windows is None else int(num_windows[index]))
+    return run_bank(memory, int(banks[index]), run, new)[:, :visible]
 
 
 def _views(memory: Tensor, address: int, place: Place, growth: tuple[int, ...], number: int, side: Side) -> SideBytes:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fusion import FUSED
 from ..overlap import begin_overlap, end_overlap, overlap_options
 
 VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
@@ -180,7 +181,7 @@ def linear_few_rows(
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
     rows = () if kernel is linear_sum_kernel else (num_rows,)
     kernel[(triton.cdiv(num_out, constexprs["BLOCK_N"]),)](
-        x, weight, bias, out, num_out, *rows, **constexprs, num_warps=num_warps, **overlap_options(x.device)
+        x, weight, bias, out, num_out, *rows, **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED
     )
     return out
 

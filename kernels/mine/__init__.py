@@ -1,4 +1,4 @@
-"""Mining: the patterns of a request's bank, by k-means over its first tokens."""
+"""Mining: the patterns of a request's bank, by k-means over its first tokens, and the centres of later windows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockLayout, PageShape, Side
+from ..formats.dense import elements
 from ..formats.page import Step
-from ..formats.rows import even_runs, run_bank
+from ..formats.rows import even_runs, run_bank, run_rows
 from ..formats.uniform.reference import LIMIT
 from ..to_device import to_device
 from .kmeans import MAX_CANDIDATES, evenly, kmeans
@@ -46,6 +47,33 @@ def mine(
             out.view(found.shape).copy_(found)
 
 
+def add_centres(
+    memory: Tensor, first: int, blocks: list[int], bank: int, source: BlockLayout, target: BlockLayout
+) -> None:
+    """Writes the centres of a request's later windows behind the mined patterns of the bank at address ``bank``.
+
+    A centre is the middle of each channel's range over the window's tokens. Source: PatternKV (arXiv 2510.05176), eq. 5
+
+    Shapes:  memory [M] uint8;  blocks: byte addresses of dense blocks, laid out as ``source``: windows ``first``,
+             ``first`` + 1, ..., of which a side takes as many as it has room for
+    """
+    for (old, new), steps in source.steps(target).items():
+        if old.dense_dtype is None or not new.num_later:
+            continue
+        for run in even_runs(steps):
+            bytes_ = run_bank(memory, bank, run, new)[:, : new.visible_nbytes(new.num_later)]
+            patterns = bytes_.view(torch.float16).unflatten(1, (-1, old.shape.num_kv_heads, old.shape.head_dim))
+            for index, address in enumerate(blocks[: max(0, new.num_later - first)], new.num_patterns + first):
+                rows, _ = run_rows(memory, address, address, run, old, old)
+                patterns[:, index].copy_(_centre(elements(rows, old)))
+
+
+def _centre(x: Tensor) -> Tensor:
+    """The middle of each channel's range: [n, H, T, D] of any float type to [n, H, D] float32."""
+    low, high = x.float().nan_to_num(0.0, 0.0, 0.0).clamp(-LIMIT, LIMIT).aminmax(dim=2)
+    return (low + high) / 2
+
+
 def _patterns(
     memory: Tensor, blocks: list[int], tokens: Tensor, offsets: list[int], shape: PageShape, dtype: torch.dtype,
     number: int,
@@ -78,4 +106,4 @@ def _side_nbytes(num_tokens: int, number: int, shape: PageShape, dtype: torch.dt
     return shape.num_kv_heads * (num_tokens * shape.head_dim * dtype.itemsize + max(start, iteration))
 
 
-__all__ = ["MAX_TOKENS", "mine"]
+__all__ = ["MAX_TOKENS", "add_centres", "mine"]

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_tables import ITEM_BLOCKS, RUNG_BITS, BlockWords
+from ..fusion import FUSED
 from .plan import DecodeWork
 from .split import Bounds
 
@@ -160,6 +161,7 @@ def plan_decode(
         BLOCK_R=block_r,
         BLOCK=64,
         num_warps=2,
+        **FUSED,
     )
     split_items_kernel[(batch,)](
         step_input,
@@ -175,6 +177,7 @@ def plan_decode(
         BLOCK_B=128,
         BLOCK=32,
         num_warps=4,
+        **FUSED,
     )
     sink_tokens, block_tokens = tables.sink_tokens, tables.block_tokens
     return DecodeWork(

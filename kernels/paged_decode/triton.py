@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats import PageLayout
 from ..formats.family import KeyFunctions, ValueFunctions
 from ..formats.loaders import page_loaders
+from ..fusion import FUSED
 from ..overlap import can_overlap
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
@@ -95,6 +96,7 @@ def paged_decode(
             **constexprs,
             num_warps=tuned.num_warps,
             **options,
+            **FUSED,
         )
         options = chained
     block_p, block_h, num_warps = _merge_tile(num_parts, batch)
@@ -112,6 +114,7 @@ def paged_decode(
         BLOCK_P=block_p,
         num_warps=num_warps,
         **options,
+        **FUSED,
     )
     return out
 

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..formats import BlockLayout, PageLayout, Side
 from ..formats.dense import DenseSide
 from ..formats.loaders import loaded_dtype, page_loaders
+from ..fusion import FUSED
 from ..paged_decode.triton import LOG2_E, Tuning, bank_arguments
 from .kernel import prefill_kernel
 from .plan import PrefillWork
@@ -106,6 +107,7 @@ def paged_prefill(
             IS_LAST=launch is launches[-1],
             **constexprs,
             num_warps=tuned.num_warps,
+            **FUSED,
         )
     return out
 
@@ -153,6 +155,7 @@ def _stage(arena: Tensor, work: PrefillWork, page: PageLayout | None, launch: La
         **bank_arguments(page, work.banks),
         **stage_constexprs(page),
         num_warps=4,
+        **FUSED,
     )
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fusion import FUSED
 from ..overlap import begin_overlap, end_overlap, overlap_options
 
 
@@ -49,7 +50,7 @@ def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
     out = torch.empty_like(x)
     constexprs, num_warps = rms_norm_variant(size, eps, add=residual is not None)
     rms_norm_kernel[(triton.cdiv(num_rows, constexprs["ROWS"]),)](
-        x, residual, weight, out, num_rows, **constexprs, num_warps=num_warps, **overlap_options(x.device)
+        x, residual, weight, out, num_rows, **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED
     )
     return out
 

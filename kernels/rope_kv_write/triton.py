@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fusion import FUSED
 from ..overlap import begin_overlap, end_overlap, overlap_options
 
 TILE_H = 8
@@ -87,7 +88,7 @@ def rope_kv_write_triton(
     constexprs, num_warps = rope_kv_write_variant(num_heads, num_kv_heads, head_dim, eps, norm=norm)
     rope_kv_write_kernel[(num_tokens * triton.cdiv(heads, TILE_H),)](
         qkv, cos, signed_sin, rows, pages, norm_weight, layer,
-        **constexprs, num_warps=num_warps, **overlap_options(qkv.device),
+        **constexprs, num_warps=num_warps, **overlap_options(qkv.device), **FUSED,
     )  # fmt: skip
     return qkv[:, :num_heads]
 

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..fusion import UNFUSED
 from .draw_kernel import peak_kernel, pick_kernel, weigh_kernel
 from .edit_kernel import copy_kernel, edit_kernel
 from .edits import Edits
@@ -20,7 +21,6 @@ PROGRAMS = 1024  # about 8 on each multiprocessor
 KEYS = 2048  # tokens among which a floor is searched in registers; more are narrowed down first
 LIMIT_WARPS = 16  # with fewer the kernel runs out of registers
 ENTRIES = 128  # edits a program applies
-OPTIONS = {"enable_fp_fusion": False}  # each operation rounds, as in the reference
 
 
 class Shares(NamedTuple):
@@ -74,12 +74,12 @@ def sample_triton(logits: Tensor, settings: Settings | None, raw_peak: Tensor | 
     sums = floors = tile_peaks = rows = positions = sampled  # stands in for arguments that a launch does not read
     if limited:
         tile_peaks = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
-    peak_kernel[grid](logits, peaks, ids, tile_peaks, *sizes, blocks, HAS_TILE_PEAKS=limited, **tiles, **OPTIONS)
+    peak_kernel[grid](logits, peaks, ids, tile_peaks, *sizes, blocks, HAS_TILE_PEAKS=limited, **tiles, **UNFUSED)
     if settings is not None:
         rows, positions = settings.rows, settings.positions
         sums = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device)
         weigh_kernel[grid](
-            logits, peaks, rows, sums, *sizes, blocks, num_shares, TILE_S=padded["TILE_S"], **tiles, **OPTIONS
+            logits, peaks, rows, sums, *sizes, blocks, num_shares, TILE_S=padded["TILE_S"], **tiles, **UNFUSED
         )
     if limited:
         floors = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -87,13 +87,13 @@ def sample_triton(logits: Tensor, settings: Settings | None, raw_peak: Tensor | 
         keys = torch.empty(num_rows, KEYS, dtype=torch.int32, device=device)
         limit_kernel[(num_rows,)](
             logits, peaks, tile_peaks, rows, floors, sums, live, keys, *sizes, num_shares,
-            **tiles, **padded, KEYS=KEYS, num_warps=LIMIT_WARPS, **OPTIONS,
+            **tiles, **padded, KEYS=KEYS, num_warps=LIMIT_WARPS, **UNFUSED,
         )  # fmt: skip
     flags = {"HAS_RAW": raw_peak is not None, "HAS_DRAWS": settings is not None, "HAS_FLOORS": limited}
     raw_peaks = sampled if raw_peak is None else raw_peak
     pick_kernel[(num_rows,)](
         logits, raw_peaks, peaks, ids, rows, positions, floors, sums, sampled, *sizes, num_shares,
-        TILE=TILE, **padded, **flags, **OPTIONS,
+        TILE=TILE, **padded, **flags, **UNFUSED,
     )  # fmt: skip
     return sampled
 
@@ -106,14 +106,15 @@ def edit_triton(logits: Tensor, edits: Edits) -> tuple[Tensor, Tensor]:
     raw_peak = torch.full((num_rows,), float("-inf"), device=device)
     _, num_shares, blocks = split(num_rows, vocab_size)
     copy_kernel[(num_rows, num_shares)](
-        logits, edits.penalties, edited, raw_peak, logits.stride(0), vocab_size, blocks, TILE=BLOCK_TILES * TILE
-    )
+        logits, edits.penalties, edited, raw_peak, logits.stride(0), vocab_size, blocks, TILE=BLOCK_TILES * TILE,
+        **UNFUSED,
+    )  # fmt: skip
     start = 0
     for end, source in zip(edits.ends, (logits, edited, edited), strict=True):
         if end > start:
             edit_kernel[(triton.cdiv(end - start, ENTRIES),)](
                 source, edits.penalties, edits.rows, edits.tokens, edits.counts, edits.biases, edited,
-                source.stride(0), vocab_size, start, end, TILE=ENTRIES, **OPTIONS,
+                source.stride(0), vocab_size, start, end, TILE=ENTRIES, **UNFUSED,
             )  # fmt: skip
         start = end
     return edited, raw_peak

@@ -17,6 +17,7 @@ def seal(
     target: BlockLayout,
     finite: Tensor | None = None,
     banks: Tensor | None = None,
+    num_windows: Tensor | None = None,
 ) -> Tensor:
     """Writes the blocks at ``src`` in the ``target`` layout at ``dst``: all dense sides, a launch a format.
 
@@ -25,7 +26,8 @@ def seal(
 
     Shapes:  memory [M] uint8;  src, dst [n] int64, byte addresses of slots, none of which overlap;
              finite [n] int64, ones, made if not given;  banks [n] int64, byte addresses of the banks of the
-             blocks' requests, for a target with patterns
+             blocks' requests, for a target with patterns;  num_windows [n] int64, windows after the request's prompt
+             up to the block, whose patterns it may choose from, zeros if not given
     Returns: ``finite``, 0 for a block that holds a NaN or an infinity (stored as 0: codes and metadata stay finite)
     Errors:  ValueError if a dense side changes its dtype
     """
@@ -37,11 +39,11 @@ def seal(
     if memory.is_cuda:
         from .triton import seal_triton
 
-        seal_triton(memory, src, dst, source, target, finite, banks)
+        seal_triton(memory, src, dst, source, target, finite, banks, num_windows)
     else:
         from .cpu import seal_cpu
 
-        seal_cpu(memory, src, dst, source, target, finite, banks)
+        seal_cpu(memory, src, dst, source, target, finite, banks, num_windows)
     return finite
 
 

@@ -17,6 +17,7 @@ def seal_cpu(
     target: BlockLayout,
     finite: Tensor,
     banks: Tensor | None = None,
+    num_windows: Tensor | None = None,
 ) -> None:
     """See ``seal``."""
     steps = source.steps(target).items()
@@ -24,6 +25,6 @@ def seal_cpu(
     for index, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
         for old, new, run in runs:
             rows, out = run_rows(memory, a, b, run, old, new)
-            out = out._replace(bank=block_bank(memory, banks, index, run, new))
+            out = out._replace(bank=block_bank(memory, banks, num_windows, index, run, new))
             if not new.family.cpu.seal(elements(rows, old), out, new):
                 finite[index] = 0

@@ -11,7 +11,13 @@ from ..formats.rows import block_bank, run_rows
 
 
 def seal_reference(
-    memory: Tensor, src: Tensor, dst: Tensor, source: BlockLayout, target: BlockLayout, banks: Tensor | None = None
+    memory: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    source: BlockLayout,
+    target: BlockLayout,
+    banks: Tensor | None = None,
+    num_windows: Tensor | None = None,
 ) -> Tensor:
     """Same contract as ``seal``."""
     finite = torch.ones(len(src), dtype=torch.int64)
@@ -23,5 +29,6 @@ def seal_reference(
                 rows, out = run_rows(memory, a, b, [step], old, new)
                 x = elements(rows, old)
                 finite[block] &= x.isfinite().all()
-                out.copy_(new.family.quantize(x, new, block_bank(memory, banks, block, [step], new)))
+                bank = block_bank(memory, banks, num_windows, block, [step], new)
+                out.copy_(new.family.quantize(x, new, bank))
     return finite

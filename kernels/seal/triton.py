@@ -11,11 +11,12 @@ from torch import Tensor
 from ..formats import BlockLayout, Side
 from ..formats.dense.triton import TL_DTYPE
 from ..formats.steps import bank_table, step_table
+from ..fusion import UNFUSED
 
 
 @triton.jit
 def seal_kernel(
-    memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H, banks_ptr, bank_steps_ptr,
+    memory_ptr, src_ptr, dst_ptr, steps_ptr, finite_ptr, NUM_STEPS, H, banks_ptr, bank_steps_ptr, windows_ptr,
     SEAL: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     TILE_D: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +24,8 @@ def seal_kernel(
 
     Shapes:  memory [M] uint8;  src, dst [n] int64;  steps [NUM_STEPS, 4] int64, offsets of codes and metadata in the
              source and in the target;  finite [n] int64, set to 0 for a block with a NaN or an infinity;
-             banks [n] int64, bank_steps [NUM_STEPS] int64, offsets of the patterns in a bank: ``None`` without
+             banks [n] int64, bank_steps [NUM_STEPS] int64, offsets of the patterns in a bank: ``None`` without;
+             windows [n] int64, windows after the prompt up to the block: ``None`` for none
     Grid:    (n * NUM_STEPS * H,)
     """
     i_h = tl.program_id(0) % H
@@ -34,7 +36,9 @@ def seal_kernel(
     target = tl.load(dst_ptr + i_n)
     p_codes = memory_ptr + tl.multiple_of(target + tl.load(p_step + 2), 16)
     p_meta = memory_ptr + tl.multiple_of(target + tl.load(p_step + 3), 16)
-    p_bank = memory_ptr
+    p_bank, num_windows = memory_ptr, 0
+    if windows_ptr is not None:
+        num_windows = tl.load(windows_ptr + i_n).to(tl.int32)
     if banks_ptr is not None:
         bank = tl.load(banks_ptr + i_n) + tl.load(bank_steps_ptr + tl.program_id(0) // H % NUM_STEPS)
         p_bank = memory_ptr + tl.multiple_of(bank, 16)
@@ -49,7 +53,7 @@ def seal_kernel(
         if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
             tl.store(finite_ptr + i_n, 0)
         b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -32752.0), 32752.0), 0.0)
-    SEAL(p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
+    SEAL(p_codes, p_meta, p_bank, num_windows, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
 
 
 def seal_triton(
@@ -60,6 +64,7 @@ def seal_triton(
     target: BlockLayout,
     finite: Tensor,
     banks: Tensor | None = None,
+    num_windows: Tensor | None = None,
 ) -> None:
     """See ``seal``."""
     for old, new in source.steps(target):
@@ -67,10 +72,11 @@ def seal_triton(
             continue
         steps, heads = step_table(source, target, old, new, memory.device), old.shape.num_kv_heads
         where = (banks, bank_table(source, target, old, new, memory.device)) if new.bank_nbytes else (None, None)
+        windows = num_windows if new.num_later else None
         constexprs, num_warps = seal_variant(old, new)
         seal_kernel[(len(src) * len(steps) * heads,)](
-            memory, src, dst, steps, finite, len(steps), heads, *where,
-            **constexprs, num_warps=num_warps, enable_fp_fusion=False,
+            memory, src, dst, steps, finite, len(steps), heads, *where, windows,
+            **constexprs, num_warps=num_warps, **UNFUSED,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fusion import FUSED
 from ..overlap import begin_overlap, end_overlap, overlap_options
 
 TILE = 1024
@@ -42,7 +43,7 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(num_rows, inner)
     constexprs, num_warps = swiglu_variant(inner)
     grid = (num_rows * triton.cdiv(inner, TILE),)
-    swiglu_kernel[grid](gate_up, out, **constexprs, num_warps=num_warps, **overlap_options(gate_up.device))
+    swiglu_kernel[grid](gate_up, out, **constexprs, num_warps=num_warps, **overlap_options(gate_up.device), **FUSED)
     return out
 
 

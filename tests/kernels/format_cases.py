@@ -13,6 +13,7 @@ from qkv_engine.kernels.demote import demote_reference
 from qkv_engine.kernels.demote.triton import demote_triton
 from qkv_engine.kernels.formats import FAMILIES, BlockLayout, Family, PageShape, Side
 from qkv_engine.kernels.formats.dense import Dense
+from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.seal import seal_reference
 from qkv_engine.kernels.seal.triton import seal_triton
 
@@ -49,9 +50,10 @@ def seal_case(sides: list[Side], dtype: torch.dtype) -> float:
     sides = [side for side in sides if side.dense_dtype in (None, dtype)] + [Dense("dense", dtype).layout(shape, "k")]
     blocks = sow_odd(make_blocks(sides, shape, num_blocks=2, dtype=dtype, lay_out=lay_apart))
     expected = blocks.memory.clone()
-    flags = seal_reference(expected, blocks.src, blocks.dst, blocks.source, blocks.target, blocks.banks)
+    where, windows = (blocks.src, blocks.dst, blocks.source, blocks.target), torch.tensor([1, 40])
+    flags = seal_reference(expected, *where, blocks.banks, windows)
     finite = torch.ones_like(flags)
-    seal_triton(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target, finite, blocks.banks)
+    seal_triton(blocks.memory, *where, finite, blocks.banks, windows)
     return float((blocks.memory != expected).sum() + (finite != flags).sum())
 
 
@@ -81,7 +83,7 @@ def tile_case(sides: list[Side]) -> float:
             blocks.memory, tokens, out, int(blocks.dst) + place.codes, int(blocks.dst) + place.meta,
             (bank or 0) + blocks.target.bank_offsets[i], VISIBLE,
             LOAD=side.family.triton().load_tile, SIDE=side.spec, H=shape.num_kv_heads, T=shape.num_tokens,
-            D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), TILE=TILE,
+            D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), TILE=TILE, **FUSED,
         )  # fmt: skip
         expected = torch.where((tokens < VISIBLE)[None, :, None], x[:, tokens.long()], 0)
         worst = max(worst, float((out - expected).abs().nan_to_num(float("inf")).max()))

@@ -121,7 +121,7 @@ def _fill_bank(bank: Tensor, layout: BlockLayout, generator: torch.Generator) ->
     """Random patterns up to each side's number, two of them equal; the others are zeros."""
     bank.zero_()
     for side, offset in zip(layout.sides, layout.bank_offsets, strict=True):
-        patterns = torch.randn(side.num_patterns, side.pattern_nbytes // 2, generator=generator).half()
+        patterns = torch.randn(side.num_patterns + side.num_later, side.pattern_nbytes // 2, generator=generator).half()
         patterns[1::7] = patterns[:1]
         bank[offset : offset + patterns.nbytes] = patterns.view(torch.uint8).flatten()
 

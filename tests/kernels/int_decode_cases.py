@@ -14,6 +14,7 @@ from torch import Tensor
 from qkv_engine.kernels.formats.family import PageShape
 from qkv_engine.kernels.formats.uniform.integer import KeyFunctions, ValueFunctions, integer_functions
 from qkv_engine.kernels.formats.uniform.layout import BITS, Axis, Uniform, UniformSide
+from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.paged_decode.int_kernel import decode_int_kernel
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS
 
@@ -158,6 +159,7 @@ def attend(pages: Pages, first_rung: int, last_rung: int, tiles: int | None = No
         **constexprs(pages.k, pages.v, num_heads // heads, tiles),
         STAGES=1,
         OVERLAP=False,
+        **FUSED,
     )
     return o, lse
 

@@ -66,8 +66,13 @@ def _use_true_bf16() -> None:
             return x
         return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain_dot(self, value(a), value(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        """Sums in float64: a BLAS may add equal columns in different orders, in which float32 would tell them apart."""
+        a, b = value(a), value(b)
+        if not np.issubdtype(d.data.dtype, np.floating):
+            return plain_dot(self, a, b, d, *rest)
+        sums = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return TensorHandle(sums.astype(d.data.dtype), d.dtype.scalar)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):

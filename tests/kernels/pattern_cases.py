@@ -22,7 +22,7 @@ from .triton_prefill_cases import build
 BF16 = torch.bfloat16
 
 
-def pattern_sides(head_dim: int, numbers: tuple[int, ...], heads: int = 2, group: int = 128) -> list[Side]:
+def pattern_sides(head_dim: int, numbers: tuple[int | str, ...], heads: int = 2, group: int = 128) -> list[Side]:
     """K and V with each number of patterns, of 4 bits and less."""
     shape, found = PageShape(heads, 128, head_dim), []
     for i, number in enumerate(numbers):
@@ -69,6 +69,10 @@ def cases() -> dict[str, Callable[[], float]]:
         found[f"seal D{head_dim}"] = partial(seal_case, pattern_sides(head_dim, numbers), BF16)
         found[f"tile D{head_dim}"] = partial(tile_case, pattern_sides(head_dim, numbers))
     found["seal fp32 D64 groups of 32"] = partial(seal_case, pattern_sides(64, (5,), group=32), torch.float32)
+    found["seal later D64"] = partial(
+        seal_case, pattern_sides(64, ("8-later24", "3-later60", "33-later2")), torch.float32
+    )
+    found["tile later D64"] = partial(tile_case, pattern_sides(64, ("8-later24",)))
     found["seal fp16 D64"] = partial(seal_case, pattern_sides(64, (7,)), torch.float16)
     for number in (1, 33, 255):
         k, v = f"int2-channel-128-patterns{number}", f"int2-token-128-patterns{number}"

@@ -119,8 +119,8 @@ def _place(cache: KVCache, table: BlockTable, position: int) -> Tensor:
     else:
         number, offset = divmod(position - sink, BLOCK_TOKENS)
         block, num_tokens = table.blocks[number], BLOCK_TOKENS
-    slots = cache.memory.view(torch.float32).view(-1, LAYERS, 2, KV_HEADS, num_tokens, HEAD_DIM)
-    return slots[block.slot.address // block.slot.nbytes, :, :, :, offset]
+    found = cache.memory[block.slot.address : block.slot.address + block.slot.nbytes].view(torch.float32)
+    return found.view(LAYERS, 2, KV_HEADS, num_tokens, HEAD_DIM)[:, :, :, offset]
 
 
 def _rows(cache: KVCache, batch: ScheduledBatch) -> Tensor:

@@ -19,11 +19,10 @@ def test_sample_cases() -> None:
 
 def test_compiled_for_hopper() -> None:
     """Nothing spills, and nothing is rounded otherwise than in the reference."""
-    from qkv_engine.kernels.sample.triton import OPTIONS
     from studies.kernels.compiled import compile_kernel, describe, sample_kernels
 
     for name, kernel, constexprs, tuning in sample_kernels():
-        built = compile_kernel(kernel, constexprs, tuning, **OPTIONS)
+        built = compile_kernel(kernel, constexprs, tuning)
         found = describe(built)
         assert found["spilled"] == found["LDL"] == 0 and found["registers"] <= 128, (name, found)
         ptx = built.asm["ptx"]

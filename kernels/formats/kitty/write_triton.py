@@ -12,7 +12,7 @@ from .rank_triton import choose_channels
 
 @triton.jit
 def seal_head(
-    p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    p_codes, p_meta, p_bank, num_windows, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps``."""

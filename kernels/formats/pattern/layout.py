@@ -21,15 +21,19 @@ MAX_PATTERNS = 255  # an index is a byte
 MIN_ROWS = 16  # patterns that a matrix instruction takes at a time; the bank is padded to them
 Z_95 = 1.6448536269514722  # 95 % quantile of the normal distribution: alpha = .05
 
-_REMEDY = f'Choose a uniform format without eta, "-patterns" and a number from 1 to {MAX_PATTERNS}'
-_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_REMEDY = (
+    f'Choose a uniform format without eta, "-patterns" and a number, perhaps "-later" and another: 1 to {MAX_PATTERNS} '
+    "together"
+)
+_NUMBERS = re.compile(r"([0-9]{1,9})(?:-later([0-9]{1,9}))?", re.ASCII)
 
 
 class PatternSpec(NamedTuple):
     """Compile-time layout of a pattern side, for device functions: the fields of ``UniformSpec`` are its residual's.
 
     ``INDEX``: bytes from the start of the metadata to that of the residual. ``ROWS``: patterns of the bank, zeros
-    included. ``STRIDE``: elements from one of a head's patterns to the next. ``RHO``: see ``gate``.
+    included. ``STRIDE``: elements from one of a head's patterns to the next. ``RHO``: see ``gate``. ``MINED`` patterns
+    are the prompt's, ``LATER`` follow of the windows after it.
     """
 
     IS_K: bool
@@ -45,6 +49,8 @@ class PatternSpec(NamedTuple):
     ROWS: int
     STRIDE: int
     RHO: float
+    MINED: int
+    LATER: int
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,20 @@ class PatternSide(Side):
     Codes: those of the residual.
     Metadata: indices uint8, ``NO_PATTERN`` for a token stored as it is, K ``[H][T / 4 lanes][4 tiles]``, V ``[H][T]``;
     then the residual's metadata.
-    Bank: ``[num_rows][H][D]`` fp16, zeros behind the first ``capacity``.
+    Bank: ``[num_rows][H][D]`` fp16: ``mined`` patterns of the prompt, ``later`` of the windows after it, then zeros.
     """
 
     residual: UniformSide
-    capacity: int
+    mined: int
+    later: int
 
     @property
     def num_patterns(self) -> int:
-        return self.capacity
+        return self.mined
+
+    @property
+    def num_later(self) -> int:
+        return self.later
 
     @property
     def codes_nbytes(self) -> int:
@@ -80,7 +91,7 @@ class PatternSide(Side):
     @property
     def num_rows(self) -> int:
         """Patterns of the bank, padding included."""
-        return max(MIN_ROWS, 1 << (self.num_patterns - 1).bit_length())
+        return max(MIN_ROWS, 1 << (self.mined + self.later - 1).bit_length())
 
     @property
     def bank_nbytes(self) -> int:
@@ -89,29 +100,36 @@ class PatternSide(Side):
     @property
     def spec(self) -> PatternSpec:
         stride, rho = self.pattern_nbytes // 2, gate(self.shape.head_dim)
-        return PatternSpec(*self.residual.spec, self.index_nbytes, self.num_rows, stride, rho)
+        return PatternSpec(*self.residual.spec, self.index_nbytes, self.num_rows, stride, rho, self.mined, self.later)
+
+    def visible_nbytes(self, num_windows: int) -> int:
+        return self.pattern_nbytes * (self.mined + min(num_windows, self.later)) if self.later else self.bank_nbytes
 
 
 @dataclass(frozen=True)
 class Pattern:
     """The ``residual`` format of x - pattern, for up to ``num_patterns`` patterns a request, layer and KV head.
 
+    ``num_later`` windows after the prompt add a pattern each, the paper's eq. 5.
     Raises ``ConfigError`` for a number that a byte cannot index, and for a residual with an eta or without codes.
     Source: PatternKV (arXiv 2510.05176), with a bank a request and a byte a token for the index.
     """
 
     residual: Uniform
     num_patterns: int
+    num_later: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_patterns <= MAX_PATTERNS:
-            raise ConfigError("not a number of patterns", field="patterns", value=self.num_patterns, remedy=_REMEDY)
+        number = self.num_patterns + self.num_later
+        if not (self.num_patterns >= 1 and self.num_later >= 0 and number <= MAX_PATTERNS):
+            raise ConfigError("not a number of patterns", field="patterns", value=number, remedy=_REMEDY)
         if self.residual.eta or self.residual.is_subordinate:
             raise ConfigError("patterns go with plain codes", field="format", value=self.name, remedy=_REMEDY)
 
     @property
     def name(self) -> str:
-        return f"{self.residual.name}-patterns{self.num_patterns}"
+        later = f"-later{self.num_later}" if self.num_later else ""
+        return f"{self.residual.name}-patterns{self.num_patterns}{later}"
 
     @property
     def bits(self) -> float:
@@ -122,7 +140,7 @@ class Pattern:
         if self.residual.axis != ("channel" if side == "k" else "token"):
             remedy = 'Choose "channel" for K and "token" for V'
             raise ConfigError("patterns need the other axis", field="format", value=self.name, remedy=remedy)
-        return PatternSide(side, shape, self.residual.layout(shape, side), self.num_patterns)
+        return PatternSide(side, shape, self.residual.layout(shape, side), self.num_patterns, self.num_later)
 
 
 def parse(name: str) -> Pattern | None:
@@ -131,9 +149,10 @@ def parse(name: str) -> Pattern | None:
     residual = uniform_formats().get(base)
     if not found or residual is None:
         return None
-    if not _NUMBER.fullmatch(number):
+    numbers = _NUMBERS.fullmatch(number)
+    if numbers is None or numbers[2] == "0":
         raise ConfigError("not a number of patterns", field="patterns", value=number, remedy=_REMEDY)
-    return Pattern(residual, int(number))
+    return Pattern(residual, int(numbers[1]), int(numbers[2] or 0))
 
 
 def gate(head_dim: int) -> float:

@@ -42,8 +42,8 @@ def check_step(old: Side, new: PatternSide) -> None:
     """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
     if not isinstance(old, PatternSide):
         raise ValueError(f"no demotion leads from {old.family.name} to pattern sides")
-    if old.num_patterns != new.num_patterns:
-        raise ValueError(f"a demotion keeps the number of patterns, {old.num_patterns}")
+    if (old.mined, old.later) != (new.mined, new.later):
+        raise ValueError(f"a demotion keeps the number of patterns, {old.mined} and {old.later} later ones")
     uniform.check_step(old.residual, new.residual)
 
 
@@ -99,7 +99,10 @@ def chosen(patterns: Tensor, index: Tensor) -> Tensor:
 
 
 def read_patterns(bank: Tensor | None, side: PatternSide) -> Tensor:
-    """The patterns of ``SideBytes.bank`` and the zeros behind them, [n, H, rows, D] float32."""
+    """The patterns of ``SideBytes.bank`` and the zeros behind them, [n, H, rows, D] float32.
+
+    A block that is sealed gets a part of the bank, the patterns it may choose from.
+    """
     assert bank is not None, "sides with patterns go with their banks"
     shape = side.shape
     rows = bank[:, : side.num_rows * side.pattern_nbytes].view(torch.float16)

@@ -16,11 +16,11 @@ FEW = tl.constexpr(32)  # patterns compared with tokens at a time; more take mor
 
 @triton.jit
 def seal_head(
-    p_codes, p_meta, p_bank, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    TILE_D: tl.constexpr,
+    p_codes, p_meta, p_bank, num_windows, b_raw, b_x, i_h, SIDE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """See ``TritonOps`` for the arguments, ``reference.quantize`` for the arithmetic."""
-    b_index = _nearest(p_bank, b_x, i_h, SIDE, b_raw.dtype, T, D, TILE_D)
+    b_index = _nearest(p_bank, num_windows, b_x, i_h, SIDE, b_raw.dtype, T, D, TILE_D)
     b_rest = b_x - load_patterns(p_bank, b_index, i_h, SIDE.STRIDE, D, TILE_D).to(tl.float32)
     if SIDE.IS_K:
         m_pays = tl.broadcast_to(_spread(b_rest, SIDE, TILE_D) < _spread(b_x, SIDE, TILE_D), (T,))
@@ -31,13 +31,14 @@ def seal_head(
     tl.store(p_meta + i_h * T + index_byte(tl.arange(0, T), SIDE.IS_K, T), b_index.to(tl.uint8))
     b_rest = tl.where(m_pays[:, None], b_rest, b_x)
     b_rest = tl.minimum(tl.maximum(b_rest, -32752.0), 32752.0)  # clamped like elements: ranges must be finite in fp16
-    seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
+    seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, num_windows, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
 
 
 @triton.jit
 def _nearest(
-    p_bank, b_x, i_h, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
+    p_bank, num_windows, b_x, i_h, SIDE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+    TILE_D: tl.constexpr,
+):  # fmt: skip
     """The nearest pattern of each token by Euclidean distance, the first of several."""
     COUNT: tl.constexpr = min(SIDE.ROWS, FEW)
     b_best = tl.full([T], float("inf"), tl.float32)
@@ -47,6 +48,9 @@ def _nearest(
         b_m = load_patterns(p_bank, o_m, i_h, SIDE.STRIDE, D, TILE_D)
         b_wide = b_m.to(tl.float32)
         b_distance = tl.sum(b_wide * b_wide, 1)[None, :] - 2 * _products(b_x, b_m, DTYPE)
+        if SIDE.LATER > 0:
+            m_visible = o_m < SIDE.MINED + tl.minimum(num_windows, SIDE.LATER)
+            b_distance = tl.where(m_visible[None, :], b_distance, float("inf"))
         b_least, b_at = tl.min(b_distance, 1, return_indices=True)
         b_index = tl.where(b_least < b_best, (first + b_at).to(tl.int32), b_index)
         b_best = tl.minimum(b_best, b_least)
