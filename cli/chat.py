@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument("--stats", action="store_true", help="print the figures of each turn on stderr")
+    group.add_argument(
+        "--raw", action="store_true", help="on a terminal, show answers as the model writes them, not as Markdown"
+    )
     thinking = group.add_mutually_exclusive_group()
     thinking.add_argument(
         "--think",
@@ -63,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
         talk = Conversation(engine, chat_params(engine, overrides), args.system)
         if is_dialog:
-            return chat_modes.chat_on_screen(talk, _think_mode(args))
+            return chat_modes.chat_on_screen(talk, _think_mode(args), raw=args.raw)
         if question is None and sys.stdin.isatty():
             return chat_modes.chat_in_lines(talk, _think_mode(args), with_figures=args.stats)
-        with chat_modes.one_way(talk, _think_mode(args), _is_terminal(sys.stdout), with_figures=args.stats) as shell:
+        on_screen, options = _is_terminal(sys.stdout), {"raw": args.raw, "with_figures": args.stats}
+        with chat_modes.one_way(talk, _think_mode(args), on_screen, **options) as shell:
             return chat_modes.answer_question(shell, question) if question else chat_modes.answer_lines(shell)
 
 

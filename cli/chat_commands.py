@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,11 @@ from qkv_engine.errors import QKVError
 
 from .chat_params import SETTABLE, set_param
 from .chat_render import ThinkMode, thinking_lines
-from .chat_reports import print_help, print_kv, print_params, print_stats
+from .chat_reports import print_help, print_history, print_kv, print_params, print_stats
 from .chat_shell import Shell
 from .chat_store import SavedChat, SavedMessage, load_chat, save_chat
 from .common import nearest
-from .text import one_line, sanitize
+from .text import count, one_line, sanitize
 
 if TYPE_CHECKING:
     from .chat_session import Turn
@@ -67,7 +68,7 @@ def _reset(shell: Shell, argument: str) -> None:
     num_turns = shell.conversation.num_turns
     shell.conversation.reset()
     shell.path = None
-    shell.say(f"forgot {_count(num_turns, 'turn')}")
+    shell.say(f"forgot {count(num_turns, 'turn')}")
 
 
 def _undo(shell: Shell, argument: str) -> None:
@@ -97,7 +98,7 @@ def _save_to(shell: Shell, path: Path, *, replace: bool) -> None:
     chat = SavedChat(model=talk.engine.stats().model, system=talk.system, messages=messages)
     save_chat(path, chat, replace=replace or path == shell.path)
     shell.path = path
-    shell.say(f"saved {_count(talk.num_turns, 'turn')} to {path}")
+    shell.say(f"saved {count(talk.num_turns, 'turn')} to {path}")
 
 
 def _load(shell: Shell, argument: str) -> None:
@@ -107,7 +108,7 @@ def _load(shell: Shell, argument: str) -> None:
     talk.system = chat.system
     talk.messages = [msgspec.to_builtins(message) for message in chat.messages]
     shell.path = path
-    shell.say(f"loaded {_count(talk.num_turns, 'turn')}")
+    shell.say(f"loaded {count(talk.num_turns, 'turn')}")
 
 
 def _system(shell: Shell, argument: str) -> None:
@@ -128,6 +129,37 @@ def _params(shell: Shell, argument: str) -> None:
     elif name not in SETTABLE:
         set_param(talk.params, name, "default", talk.engine)
     shell.say(f"{name} = {getattr(talk.params, name)!r}")
+
+
+def _raw(shell: Shell, argument: str) -> None:
+    shell.raw = not shell.raw
+    shell.say(f"on a screen answers are shown {'as the model writes them' if shell.raw else 'as Markdown'}")
+
+
+def _copy(shell: Shell, argument: str) -> None:
+    answers = [message["content"] for message in shell.conversation.messages if message["role"] == "assistant"]
+    if not answers:
+        raise QKVError("there is no answer to copy yet")
+    if not shell.console.is_terminal or shell.console.is_dumb_terminal:
+        raise QKVError("only a terminal has a clipboard", remedy="/save FILE writes the conversation to a file")
+    code = b64encode(answers[-1].encode()).decode()
+    shell.console.file.write(f"\x1b]52;c;{code}\a")  # xterm's OSC 52, which reaches the user's machine through ssh, too
+    shell.say(f"sent {count(len(answers[-1]), 'character')} to the terminal's clipboard")
+
+
+def _history(shell: Shell, argument: str) -> None:
+    messages = shell.conversation.messages
+    if not messages:
+        raise QKVError("the conversation is empty")
+    print_history(shell.console, messages)
+
+
+def _tokens(shell: Shell, argument: str) -> None:
+    talk = shell.conversation
+    if not talk.messages and not argument:
+        raise QKVError("there is nothing to count yet", remedy="For example /tokens How long is this?")
+    number, limit = talk.num_tokens(argument), talk.engine.max_model_len
+    shell.say(f"{number:,} of {limit:,} tokens of context{' with this message' * bool(argument)}")
 
 
 def _stats(shell: Shell, argument: str) -> None:
@@ -172,10 +204,6 @@ def _path(argument: str) -> Path:
     return Path(argument).expanduser()
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 COMMANDS = {
     "help": Command("", "this list; so does /?", _help),
     "retry": Command("", "answer the last question again", _retry),
@@ -183,14 +211,21 @@ COMMANDS = {
     "reset": Command("", "forget the conversation, keep the settings; so does /clear", _reset),
     "save": Command("FILE", "write the conversation to a JSON file", _save, takes_path=True),
     "save!": Command("FILE", "the same, over another saved conversation", _save_anyway, takes_path=True),
-    "load": Command("FILE", "go on with a saved conversation", _load, takes_path=True),
+    "load": Command("FILE", "load a saved conversation", _load, takes_path=True),
+    "history": Command("", "list the messages of the conversation", _history),
+    "copy": Command("", "copy the last answer to the clipboard", _copy),
     "system": Command("[TEXT | none]", "show, set or remove the system prompt", _system, choices=("none",)),
     "params": Command("[NAME [VALUE]]", "show or set sampling parameters", _params, choices=SETTABLE),
     "stats": Command("", "what the engine has done so far", _stats),
     "kv": Command("", "how the KV memory is used", _kv),
+    "tokens": Command("[TEXT]", "count the conversation's tokens, with TEXT as its next message", _tokens),
     "think": Command(
-        "[show | fold | hide | off]", "print the last thinking, or say what becomes of it", _think, tuple(ThinkMode)
+        "[show | fold | hide | off]",
+        "print the last thinking; or show, fold, hide or switch off the model's thinking",
+        _think,
+        tuple(ThinkMode),
     ),
+    "raw": Command("", "show answers as the model writes them, or as Markdown again", _raw),
     "exit": Command("", "leave; so do /quit, /bye, /q and Ctrl-D", _exit),
 }
 

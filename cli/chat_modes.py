@@ -16,8 +16,8 @@ from qkv_engine.errors import EngineDeadError, QKVError
 
 from . import common
 from .chat_commands import LeaveChat, parse_command, run_command
-from .chat_log import held_log
-from .chat_render import PlainReply, TerminalReply, ThinkMode
+from .chat_log import HeldLog, held_log
+from .chat_render import PlainReply, RawReply, TerminalReply, ThinkMode
 from .chat_shell import Shell
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 _TRY = "Try: What is 47*86?"  # the demo model answers little else than such questions
 
 
-def chat_on_screen(talk: Conversation, think: ThinkMode) -> int:
+def chat_on_screen(talk: Conversation, think: ThinkMode, *, raw: bool) -> int:
     """Talk on a terminal that can move its cursor, until the user leaves. Returns the exit code."""
-    from .terminal import ChatInput, quiet_keyboard
+    from .terminal import ChatInput
 
     with held_log() as log:
         console = terminal_console()
-        shell = Shell(talk, console, think, lambda mode: TerminalReply(console, mode, log), keyboard=quiet_keyboard)
         prompt = ChatInput(lambda: talk.last.thinking if talk.last else "")
+        shell = Shell(talk, console, think, _replies(console, log, prompt.read_ahead), prompt, raw)
         _greet(shell)
 
         def read() -> str:
@@ -60,15 +60,14 @@ def chat_in_lines(talk: Conversation, think: ThinkMode, *, with_figures: bool) -
 
 
 @contextmanager
-def one_way(talk: Conversation, think: ThinkMode, on_screen: bool, *, with_figures: bool) -> Iterator[Shell]:
+def one_way(talk: Conversation, think: ThinkMode, on_screen: bool, *, raw: bool, with_figures: bool) -> Iterator[Shell]:
     """A shell that nobody types into: answers go to stdout, everything else to stderr."""
     shell = _plain_shell(talk, think, with_figures)
     if not on_screen:
         yield shell
         return
-    console = terminal_console()
     with held_log() as log:
-        shell.make_reply = lambda mode: TerminalReply(console, mode, log)
+        shell.make_reply, shell.raw = _replies(terminal_console(), log), raw
         yield shell
 
 
@@ -95,8 +94,15 @@ def terminal_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
+def _replies(
+    console: Console, log: HeldLog, on_text: Callable[[], object] = lambda: None
+) -> Callable[[ThinkMode, bool], TerminalReply]:
+    """What makes the replies of a chat on a screen."""
+    return lambda mode, raw: (RawReply if raw else TerminalReply)(console, mode, log, on_text)
+
+
 def _plain_shell(talk: Conversation, think: ThinkMode, with_figures: bool) -> Shell:
-    def make_reply(mode: ThinkMode) -> PlainReply:
+    def make_reply(mode: ThinkMode, raw: bool) -> PlainReply:
         return PlainReply(sys.stdout, with_thinking=mode is ThinkMode.SHOW)
 
     return Shell(talk, terminal_console(stderr=True), think, make_reply, with_figures=with_figures)

@@ -33,7 +33,7 @@ _WANTED = {
 _FIXED = {
     *("n", "detokenize", "skip_special_tokens", "separate_reasoning", "output_kind"),
     "structured_outputs",
-    *("logprobs", "prompt_logprobs", "num_prefill_tokens"),
+    *("logprobs", "prompt_logprobs", "prompt_logprob_ids", "num_prefill_tokens"),
 }
 SETTABLE = tuple(name for name in _TYPES if name not in _FIXED)
 
@@ -86,7 +86,7 @@ def _parse(name: str, text: str) -> Any:
     if text.lower() == "none":
         text = "null"
     candidates: list[Any] = [text]
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
         candidates.insert(0, msgspec.json.decode(text))
     for candidate in candidates:
         with contextlib.suppress(msgspec.ValidationError):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
+from markdown_it import MarkdownIt
 from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
 from rich.rule import Rule
 from rich.syntax import Syntax
@@ -16,12 +19,15 @@ from .chat_markdown import MarkdownBlocks
 from .live_tail import LiveTail, render_lines
 
 if TYPE_CHECKING:
+    from markdown_it.rules_inline import StateInline
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from .chat_log import HeldLog
 
 _REDRAW_INTERVAL = 0.05  # seconds; tokens may come faster than anyone reads
 _TIME_FACTOR = 9  # between two drawings passes this times what one took, so a tenth of the time goes into them
+# Of products such as 4*6 and (a+b)*(c+d), powers such as 2**10, and names such as *.py; not of **S**upport.
+_PLAIN_ASTERISK = re.compile(r"(?<=[\w)\]])(?:\*(?=[\w(\[])|\*\*(?=\d))|(?<![\w*])\*(?=\.\w)", re.ASCII)
 _THINKING_LINES = 6  # lines of thinking in sight while it streams
 
 
@@ -41,7 +47,7 @@ class ThinkMode(enum.StrEnum):
 class PlainReply:
     """Writes the answer as it comes, nothing else; ``with_thinking`` puts the thinking before it, in tags."""
 
-    def __init__(self, file: TextIO, *, with_thinking: bool = False):
+    def __init__(self, file: IO[str], *, with_thinking: bool = False):
         self._file, self._with_thinking = file, with_thinking
         self._is_thinking = False
         self._space = ""  # white space that is written only if more text follows
@@ -79,16 +85,20 @@ class PlainReply:
 
 
 class TerminalReply:
-    """Prints finished Markdown blocks for good and redraws only the one in progress; ``log`` goes above it."""
+    """Prints finished Markdown blocks for good and redraws only the one in progress; ``log`` goes above it.
+
+    ``on_text`` is called as text comes, at most once a drawing.
+    """
 
     def __init__(
         self,
         console: Console,
         mode: ThinkMode,
         log: HeldLog | None = None,
+        on_text: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._console, self._mode, self._log, self._clock = console, mode, log, clock
+        self._console, self._mode, self._log, self._on_text, self._clock = console, mode, log, on_text, clock
         self._tail = LiveTail(console)
         self._blocks = MarkdownBlocks()
         self._thinking = ""  # what has been thought and is not printed for good
@@ -131,6 +141,7 @@ class TerminalReply:
     def _draw(self, lines: Callable[[], list[str]]) -> None:
         started = self._clock()
         if started >= self._next_draw:
+            self._on_text()
             self._show_log()
             self._tail.draw(lines())
             ended = self._clock()
@@ -163,6 +174,26 @@ class TerminalReply:
         if self._mode is ThinkMode.SHOW and self._thinking.strip():
             self._tail.commit(thinking_lines(self._console, self._thinking))
         self._thinking = ""
+
+
+class RawReply(TerminalReply):
+    """Shows the answer as the model writes it, in lines that the terminal alone wraps; the thinking as ever."""
+
+    _text: PlainReply | None = None
+
+    def answer(self, text: str) -> None:
+        """Write more of the answer."""
+        if self._text is None:
+            self._tail.commit([])
+            self._text = PlainReply(self._console.file)
+        self._text.answer(text)
+        self._on_text()
+
+    def end(self) -> None:
+        """End the last line."""
+        if self._text is not None:
+            self._text.end()
+        super().end()
 
 
 def thinking_lines(console: Console, text: str, limit: int | None = None) -> list[str]:
@@ -202,7 +233,7 @@ class _LineRule(MarkdownElement):
 
 
 class ChatMarkdown(Markdown):
-    """Markdown as models write it: line breaks and HTML tags stay in sight, links say where they lead."""
+    """Markdown as models write it: line breaks, sums and HTML tags stay in sight, links say where they lead."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
@@ -214,7 +245,8 @@ class ChatMarkdown(Markdown):
     }
 
     def __init__(self, markup: str):
-        super().__init__(markup, hyperlinks=False)
+        super().__init__("", hyperlinks=False)
+        self.markup, self.parsed = markup, _parser().parse(markup)
         for token in self._flatten_tokens(self.parsed):
             if token.type == "softbreak":
                 token.type = "hardbreak"  # a model that breaks a line means it
@@ -222,3 +254,21 @@ class ChatMarkdown(Markdown):
                 token.type = "text"  # the screen has no HTML, so a tag is text
             elif token.type == "html_block":
                 token.info = "html"
+
+
+@cache
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt().enable(["strikethrough", "table"])
+    parser.inline.ruler.before("emphasis", "plain_asterisk", _keep_asterisk)
+    return parser
+
+
+def _keep_asterisk(state: StateInline, silent: bool) -> bool:
+    """A rule of the parser: asterisks that are text, though CommonMark may begin or end emphasis with them."""
+    found = _PLAIN_ASTERISK.match(state.src, state.pos)
+    if found is None:
+        return False
+    if not silent:
+        state.pending += found[0]
+    state.pos = found.end()
+    return True

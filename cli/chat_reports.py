@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import msgspec
 from rich.text import Text
 
 from qkv_engine.request import SamplingParams
 from qkv_engine.sizes import format_size
 
 from .chat_params import SETTABLE
+from .text import count, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +37,33 @@ def print_params(console: Console, params: SamplingParams) -> None:
     _print_rows(console, rows)
 
 
+def print_history(console: Console, messages: Iterable[Mapping[str, str]]) -> None:
+    """The messages of a conversation, a line each, with the number of its turn."""
+    turn = 0
+    for message in messages:
+        turn += message["role"] == "user"
+        line = Text(f"{turn:>3} {'you' if message['role'] == 'user' else 'model':5} {one_line(message['content'])}")
+        line.truncate(console.width, overflow="ellipsis")
+        console.print(line)
+
+
 def print_stats(console: Console, stats: EngineStats) -> None:
-    """All counters of the engine."""
-    _print_rows(console, [(name, Text(_value(name, value))) for name, value in msgspec.to_builtins(stats).items()])
+    """What the engine is and has done, for people."""
+    steps = ", ".join(f"{number:,} {step}" for step, number in stats.demotions.items())
+    rows = {
+        "engine": f"{stats.model} on {stats.device} in {stats.dtype}, {count(stats.num_threads, 'CPU thread')}",
+        "KV": f"{stats.kv}, {format_size(stats.kv_bytes_used)} of {format_size(stats.kv_bytes_total)} in use (see /kv)",
+        "context": f"{stats.max_model_len:,} tokens",
+        "requests now": f"{stats.num_running:,} running, {stats.num_waiting:,} waiting",
+        "requests so far": f"{stats.num_requests:,}: {stats.num_finished:,} finished, {stats.num_failed:,} failed, "
+        f"{stats.num_refused:,} refused",
+        "steps": f"{stats.num_steps:,}",
+        "tokens": f"{stats.prompt_tokens:,} of prompts, {stats.generation_tokens:,} generated",
+        "prefix cache": f"had {stats.prefix_hit_tokens:,} of {stats.prefix_query_tokens:,} prompt tokens",
+        "preemptions": f"{stats.num_preemptions:,}",
+        "blocks stepped down": steps or "none",
+    }
+    _print_rows(console, [(name, Text(text)) for name, text in rows.items()])
 
 
 def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
@@ -52,6 +76,7 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "memory": f"{format_size(stats.kv_bytes_total)}, {stats.kv_tokens_capacity:,} tokens{floor}",
         "in use now": f"{format_size(stats.kv_bytes_used)}, at most {format_size(stats.kv_bytes_peak)} so far",
         "kept for reuse": format_size(stats.kv_bytes_cached),
+        "reserve": format_size(stats.kv_bytes_reserve),
         "blocks": blocks or "none",
         "stepped down": steps or "none",
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
@@ -80,9 +105,3 @@ def _print_rows(console: Console, rows: list[tuple[str, Text]]) -> None:
         for line in lines:
             line.rstrip()
             console.print(line)
-
-
-def _value(name: str, value: Any) -> str:
-    if isinstance(value, int) and "bytes" in name:
-        return format_size(value)
-    return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -114,6 +114,11 @@ class Conversation:
         """Whether the model's chat template has a switch for thinking."""
         return _THINKING_SWITCH in (_tokenizer(self.engine).chat_template or "")
 
+    def num_tokens(self, question: str = "") -> int:
+        """Tokens of the prompt that the conversation makes, with ``question`` as its next message if there is one."""
+        prompt = self._prompt(self.messages, question)
+        return len(_tokenizer(self.engine).chat_prompt(prompt, self._template_kwargs or {})[1])
+
     def reset(self) -> None:
         """Forget what was said; the system prompt and the parameters stay."""
         self.messages, self.last, self._unanswered = [], None, None
@@ -139,12 +144,9 @@ class Conversation:
         return self._take_turn(Turn(question, attempt=attempt), history, reply)
 
     def _take_turn(self, turn: Turn, history: list[Message], reply: Reply) -> Turn:
-        user: Message = {"role": "user", "content": turn.question}
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        prompt: list[dict[str, Any]] = [*system, *history, user]
-        params, switch = self._params(turn.attempt), {_THINKING_SWITCH: False} if self.no_thinking else None
+        prompt, params = self._prompt(history, turn.question), self._params(turn.attempt)
         try:
-            with closing(self._stream(prompt, params, switch)) as outputs:
+            with closing(self._stream(prompt, params)) as outputs:
                 _Pump(self, turn, reply).run(outputs)
         except KeyboardInterrupt:
             turn.interrupted = True
@@ -152,14 +154,20 @@ class Conversation:
         if turn.finish_reason == "length":
             turn.cut_off = _limit_met(turn, params, self.engine.max_model_len)
         if turn.answer or not turn.interrupted:
-            self.messages, self._unanswered = [*history, user, _assistant(turn)], None
+            self.messages, self._unanswered = [*history, _user(turn.question), _assistant(turn)], None
         return turn
 
-    def _stream(
-        self, prompt: list[dict[str, Any]], params: SamplingParams, template_kwargs: dict[str, Any] | None
-    ) -> RequestStream:
+    @property
+    def _template_kwargs(self) -> dict[str, Any] | None:
+        return {_THINKING_SWITCH: False} if self.no_thinking else None
+
+    def _prompt(self, history: list[Message], question: str) -> list[dict[str, Any]]:
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *history, *([_user(question)] if question else [])]
+
+    def _stream(self, prompt: list[dict[str, Any]], params: SamplingParams) -> RequestStream:
         try:
-            return self.engine.stream(prompt, params, template_kwargs=template_kwargs)
+            return self.engine.stream(prompt, params, template_kwargs=self._template_kwargs)
         except RequestError as error:
             full = _full(error, self.engine.max_model_len)
             if full is None or not self.messages:
@@ -259,6 +267,10 @@ def _full(error: RequestError, max_model_len: int) -> RequestError | None:
         remedy = "/params max_tokens none, /reset, /undo, or start with --max-model-len N"
         return RequestError(f"the context ({max_model_len:,} tokens) has too little room left", remedy=remedy)
     return None
+
+
+def _user(question: str) -> Message:
+    return {"role": "user", "content": question}
 
 
 def _assistant(turn: Turn) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +18,27 @@ if TYPE_CHECKING:
     from .chat_session import Conversation, Reply, Turn
 
 
+class Keyboard:
+    """What is typed while a reply streams. Where input comes line by line nothing is to be done about it."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Keeps it off the screen for the block."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Drops it."""
+
+
 @dataclass
 class Shell:
-    """One user's chat. ``console`` takes remarks of the program; ``make_reply`` the words of the model."""
+    """One user's chat. ``console`` takes remarks of the program; ``make_reply(think, raw)`` the words of the model."""
 
     conversation: Conversation
     console: Console
     think: ThinkMode
-    make_reply: Callable[[ThinkMode], Reply]
-    keyboard: Callable[[], AbstractContextManager[None]] = nullcontext
+    make_reply: Callable[[ThinkMode, bool], Reply]
+    keyboard: Keyboard = field(default_factory=Keyboard)
+    raw: bool = False  # on a screen, answers as the model writes them in place of Markdown
     with_figures: bool = True
     path: Path | None = None  # the file this conversation was saved to or loaded from
 
@@ -48,8 +60,10 @@ class Shell:
 
     def answer(self, take_turn: Callable[[Reply], Turn]) -> Turn:
         """Show the reply that ``take_turn`` streams; after it its figures, or the limit that cut it off."""
-        with self.keyboard():
-            turn = take_turn(self.make_reply(self.think))
+        with self.keyboard.quiet():
+            turn = take_turn(self.make_reply(self.think, self.raw))
+        if turn.interrupted:
+            self.keyboard.forget()
         if self.with_figures:
             self.say(turn.status(self.conversation.engine.max_model_len))
         elif turn.cut_off:

@@ -52,7 +52,7 @@ def load_chat(path: Path) -> SavedChat:
         chat = msgspec.json.decode(path.read_bytes(), type=SavedChat)
     except OSError as error:
         raise QKVError(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise QKVError(f"{path} is not a saved conversation: {error}") from error
     return _with_system_apart(path, chat)
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import DEFAULT_KV, WARM_UPS, KVConfig, preset_families, resolve_kv
-from qkv_engine.errors import CapacityError, ConfigError, QKVError
+from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 
 from .text import one_line
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_CAPACITY = 0, 1, 2, 3
 EXIT_TERMINATED, EXIT_INTERRUPTED = 128 + signal.SIGTERM, 130
 
+MODEL = "MODEL"  # what the user types for the field ``model``
 DEMO = "demo"  # the MODEL that stands for the one inside the package
 
 # Errors name the engine's fields; this one is never an option of its own.
@@ -91,7 +92,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
         "model",
         nargs="?",
         type=_model,
-        metavar="MODEL",
+        metavar=MODEL,
         help=f'folder or Hugging Face name (default: "{DEMO}", the demo model)',
     )
     group = parser.add_argument_group("engine")
@@ -278,7 +279,8 @@ def prepare_streams() -> bool:
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, CapacityError):
         return EXIT_CAPACITY
-    return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+    is_wrong_word = isinstance(error, ModelError) and error.field == MODEL
+    return EXIT_USAGE if is_wrong_word or isinstance(error, ConfigError) else EXIT_FAILURE
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from qkv_engine.sizes import format_size, parse_size
 
 from . import common, results
 from .model import read_model, weight_dtype
+from .progress import note
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
     results.check_targets(args)
     facts = {"versions": _versions(), **_capacity(args)}
     results.deliver(args, lambda form, width: _render(facts, form, width), "facts")
-    return common.EXIT_CAPACITY if facts["model"]["does_not_fit"] else common.EXIT_OK
+    if not (shortage := facts["model"]["does_not_fit"]):
+        return common.EXIT_OK
+    note(f"{facts['model']['name']} does not fit here: {shortage}")
+    return common.EXIT_CAPACITY
 
 
 def _versions() -> dict[str, str]:
@@ -85,7 +89,7 @@ def _versions() -> dict[str, str]:
 def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     common.load_torch()
     from qkv_engine.bench.sizing import make_ladder
-    from qkv_engine.device.threads import choose_num_threads
+    from qkv_engine.device.threads import choose_threads
     from qkv_engine.models.loader import weights_nbytes
     from qkv_engine.startup import check_context, resolve_device
 
@@ -96,10 +100,11 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     ladder = make_ladder(resolve_kv(DEFAULT_KV if args.kv is None else args.kv), config, dtype, num_ranks)
     facts = _device(device)
     weights, free = weights_nbytes(config, dtype, num_ranks), facts["free_bytes"]
-    facts["threads"] = choose_num_threads(args.num_threads, weights)
+    threads = choose_threads(args.num_threads, weights)
+    facts |= {"threads": threads.number, "threads_reason": threads.reason}
     context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
-    capacities, shortage = _capacities(ladder, nbytes)
+    capacities, reserve, shortage = _capacities(ladder, nbytes)
     excess = _excess(weights, nbytes, free) or (shortage and common.describe_with(args)(shortage))
     model = {
         "name": args.model or "demo",
@@ -118,6 +123,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "recent_ratio": float(ladder.window.ratio),
         "admission": _admission(ladder),
         "memory_bytes": nbytes,
+        "reserve_bytes": reserve,
         **{f"request_{slot.name}_bytes": slot.nbytes for slot in ladder.slots},
         "rungs": _rungs(ladder, capacities),
     }
@@ -161,15 +167,15 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
-def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], CapacityError | None]:
-    """Tokens that ``nbytes`` hold on each rung, and the error if they hold none."""
+def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], int, CapacityError | None]:
+    """Tokens that ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits."""
     from qkv_engine.bench.sizing import planned_cache
 
     try:
         tables = planned_cache(ladder, nbytes).tables
     except CapacityError as error:
-        return [0] * len(ladder.rungs), error
-    return [tables.max_tokens(number) for number in range(len(ladder.rungs))], None
+        return [0] * len(ladder.rungs), 0, error
+    return [tables.max_tokens(number) for number in range(len(ladder.rungs))], tables.arena.reserve_nbytes, None
 
 
 def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
@@ -241,7 +247,12 @@ def _render(facts: dict[str, Any], form: str, width: int | None) -> str:
         return report.as_json(facts, indent=2 if form == "json" else None) + "\n"
     if form == "csv":
         return report.as_csv(list(_flat(facts)))
-    shown = [(section, name, _in_words(name, value)) for section, name, value in _entries(facts)]
+    reason = facts["device"]["threads_reason"]
+    shown = [
+        (section, name, f"{value} ({reason})" if name == "threads" else _in_words(name, value))
+        for section, name, value in _entries(facts)
+        if name != "threads_reason"
+    ]
     rungs = _rungs_table(facts["kv"]["rungs"])
     if form == "md":
         cells = [[section, _label(name), value] for section, name, value in shown]

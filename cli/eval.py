@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import common, eval_harness, eval_perplexity, results, tasks
+from . import common, eval_divergence, eval_harness, eval_perplexity, results, tasks
 from .combinations import check_combinations
 from .model import check_ladders
 from .progress import progress_bar
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 DEFAULT_TASKS = "ledger:40,lookup:100,addition:10"
 DEFAULT_SAMPLES = 24
 _OF_QUESTIONS = ("task", "tasks", "data", "samples", "max_tokens", "log_samples")
-EXCLUDED = {"perplexity": (*_OF_QUESTIONS, "lm_eval"), "lm_eval": _OF_QUESTIONS, **tasks.EXCLUDED}
+EXCLUDED = {
+    "divergence": eval_divergence.EXCLUDES,
+    "perplexity": (*_OF_QUESTIONS, "lm_eval"),
+    "lm_eval": _OF_QUESTIONS,
+    **tasks.EXCLUDED,
+}
 NEEDED = {
     **dict.fromkeys(eval_perplexity.OPTIONS, ("perplexity",)),
     **dict.fromkeys(eval_harness.OPTIONS, ("lm_eval",)),
@@ -40,12 +45,23 @@ columns:
   samples, right   questions asked; answered exactly right
   95 % interval    Wilson's interval of the accuracy
   same as KV       replies equal to the letter to those of the first preset
+  vs row above, p  questions that this row alone : the row above alone answered
+                   right, and McNemar's exact test: what chance would do
   cut              replies ended by --max-tokens
-  bits             per KV element when the most KV was held, metadata counted
+  bits a block     of a KV element in a block on the last rung, metadata counted
+  bits held        the same when the most KV was held, 16-bit windows counted
   lowest           fewest bits of any block of any request at its end
   tokens, seconds  of all replies together
   demotions        blocks that stepped down to fewer bits
   preemptions      requests that gave their KV back and were computed again
+
+--divergence has instead:
+  KL, nats         mean divergence of a token's distribution from the first
+                   preset's, over its 20 likeliest tokens and the rest as one
+  first choice     tokens in whose place another one is now the likeliest
+  95 %             bootstrap over texts
+  vs row above, p  texts that diverge less : more, and the sign test
+  to the letter    texts whose every token is the likeliest
 
 --perplexity FILE has instead:
   tokens, nll      scored tokens, their mean negative log-likelihood in nats
@@ -93,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="write every question, the expected and the given answer, and whether it is right",
     )
+    eval_divergence.add_arguments(parser.add_argument_group("divergence").add_argument)
     eval_perplexity.add_arguments(parser.add_argument_group("perplexity").add_argument)
     eval_harness.add_arguments(parser.add_argument_group("lm-evaluation-harness").add_argument)
 
@@ -104,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
         return eval_perplexity.run(args)
     if args.lm_eval is not None:
         return eval_harness.run(args)
+    if args.divergence:
+        return eval_divergence.run(args, _demo_tasks(args), _samples(args))
     return _run_questions(args)
 
 
@@ -144,19 +163,30 @@ def _deliver(
 
 def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> AccuracyPlan:
     from qkv_engine.bench.accuracy import AccuracyPlan
-    from qkv_engine.bench.questions import parse_tasks, read_questions
+    from qkv_engine.bench.questions import read_questions
 
-    common.check_least(args, samples=1, max_tokens=1)
-    samples = DEFAULT_SAMPLES if args.samples is None else args.samples
-    asked: tuple[Task, ...] = ()
-    given = tasks.given(args)
-    if given is not None or args.data is None:
-        text, field = (DEFAULT_TASKS, "tasks") if given is None else (given.text, given.field)
-        asked = parse_tasks(text, samples=samples, seed=args.seed, field=field)
+    common.check_least(args, max_tokens=1)
+    asked = _demo_tasks(args)
     if args.data is not None:
-        asked += (read_questions(args.data, samples=samples),)
+        asked += (read_questions(args.data, samples=_samples(args)),)
     model = args.model or common.DEMO
     return AccuracyPlan(model=model, kvs=kvs, tasks=asked, max_tokens=args.max_tokens, seed=args.seed)
+
+
+def _demo_tasks(args: argparse.Namespace) -> tuple[Task, ...]:
+    """The demo tasks that are asked for: the usual ones where nothing else is, none beside ``--data`` alone."""
+    from qkv_engine.bench.questions import parse_tasks
+
+    given = tasks.given(args)
+    if given is None and args.data is not None:
+        return ()
+    text, field = (DEFAULT_TASKS, "tasks") if given is None else (given.text, given.field)
+    return parse_tasks(text, samples=_samples(args), seed=args.seed, field=field)
+
+
+def _samples(args: argparse.Namespace) -> int:
+    common.check_least(args, samples=1)
+    return DEFAULT_SAMPLES if args.samples is None else int(args.samples)
 
 
 def _open_engine(args: argparse.Namespace, kv: KVConfig) -> Engine:

@@ -26,7 +26,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "--lm-eval",
         metavar="TASKS",
-        help="tasks of the lm-evaluation-harness instead, such as arc_easy,gsm8k (needs qkv-engine[eval])",
+        help="tasks of the lm-evaluation-harness instead, such as arc_easy,gsm8k (needs the extra eval)",
     )
     add("--limit", type=int, metavar="N", help="questions of each task (default: all)")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)")

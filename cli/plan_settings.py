@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 BUDGETED = ("budget", "context", "requests", "least_bits")
 RANKED = ("share", "k_bits", "v_bits", "low_bits", "group", "recent_ratio", "random")
-OPTIONS = {"mixed": (*BUDGETED, "rungs", "eager"), "pm-kvq": BUDGETED, "kvmix": RANKED}  # by method
+WINDOWS = ("sink", "recent")
+OPTIONS = {  # by method
+    "mixed": (*BUDGETED, "rungs", "eager"),
+    "pm-kvq": (*BUDGETED, "most_bits", *WINDOWS),
+    "kvmix": (*RANKED, *WINDOWS),
+}
 METHODS = tuple(OPTIONS)
 SCALED = {"pm-kvq"}  # methods that divide K by scales unless told not to
 DEFAULT_BUDGET = "3bits"
@@ -30,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("mixed").add_argument
     add("--rungs", type=int, metavar="N", help="rungs of the ladder, 2 to 12 (default: 8)")
     add("--eager", action="store_const", const=True, help="go to the floor as soon as a block is full")
+    add = parser.add_argument_group("pm-kvq").add_argument
+    add("--most-bits", type=int, metavar="N", help="most bits of any layer at the floor: 16, 8, 4, 2 (default: 16)")
+    add = parser.add_argument_group("pm-kvq and kvmix").add_argument
+    add("--sink", type=int, metavar="N", help="first tokens that stay dense (default: 1; kvmix 0)")
+    add("--recent", type=int, metavar="N", help="newest tokens that stay dense (default: 128; kvmix 0)")
     _add_kvmix(parser.add_argument_group("kvmix").add_argument)
 
 

@@ -62,7 +62,7 @@ def add_plot(add: Callable[..., Any], what: str, default: Path) -> None:
         const=default,
         type=Path,
         metavar="FILE",
-        help=f"draw {what} as .png, .svg or .pdf (without FILE: {default}; needs qkv-engine[bench])",
+        help=f"draw {what} as .png, .svg or .pdf (without FILE: {default}; needs the extra bench)",
     )
 
 

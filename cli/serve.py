@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.errors import ConfigError, QKVError, remedy_of_extra
 from qkv_engine.sizes import parse_size
 
 from . import common
@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
             sys.setswitchinterval(server.SWITCH_SECONDS)
             app = make_app(engine, names, limits=limits, keys=keys, **sites)
             running = server.Server(app, sock, limits)
+            server.keep_for_life()
             note(f"serving {names[0]} on {server.url_of(sock)}")
             running.run()
     return common.EXIT_OK
@@ -130,8 +131,9 @@ def _require(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        remedy = f"Run: pip install 'qkv-engine[{extra}]'"
-        raise QKVError(f"serve needs a package that is not installed: {error.name}", remedy=remedy) from error
+        raise QKVError(
+            f"serve needs a package that is not installed: {error.name}", remedy=remedy_of_extra(extra)
+        ) from error
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

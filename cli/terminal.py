@@ -14,12 +14,14 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input.typeahead import clear_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 from rich.console import Console
 from rich.text import Text
 
 from .chat_commands import ALIASES, COMMANDS
+from .chat_shell import Keyboard
 
 _STYLE = Style.from_dict({"prompt": "bold ansicyan", "hint": "ansibrightblack", "thinking": "ansibrightblack italic"})
 _HINTS = (  # the longest that fits beside the prompt is shown
@@ -28,11 +30,16 @@ _HINTS = (  # the longest that fits beside the prompt is shown
     "Ask something, or /help",
     "/help",
 )
+_PASTE_MARKS_ON, _PASTE_MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_CURSOR_ON, _CURSOR_OFF = "\x1b[?25h", "\x1b[?25l"
 _ROWS_KEPT = 6  # rows left for the input and its completions below unfolded thinking
 
 
-class ChatInput:
-    """Reads messages and commands. ``thinking`` gives the text that Ctrl-T unfolds above the prompt."""
+class ChatInput(Keyboard):
+    """Reads messages and commands. ``thinking`` gives the text that Ctrl-T unfolds above the prompt.
+
+    What is typed while a reply streams waits for the next prompt; a pasted text stays whole.
+    """
 
     def __init__(self, thinking: Callable[[], str]):
         self._thinking = thinking
@@ -55,6 +62,28 @@ class ChatInput:
         line = self._session.prompt(self._message, placeholder=self._placeholder)
         self._is_new = False
         return line
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """For a reply: no echo, no cursor, and pasted texts still come between marks; Ctrl-C works."""
+        with _without_echo():
+            sys.stdout.write(_PASTE_MARKS_ON + _CURSOR_OFF)
+            try:
+                yield
+            finally:
+                sys.stdout.write(_CURSOR_ON + _PASTE_MARKS_OFF)
+                sys.stdout.flush()
+
+    def read_ahead(self) -> None:
+        """Takes in what has been typed: the terminal would not see Ctrl-C behind its own buffer, which is small."""
+        store_typeahead(self._session.input, self._session.input.read_keys())
+
+    def forget(self) -> None:
+        """Drops what has been typed, even the first half of a pasted text."""
+        clear_typeahead(self._session.input)
+        parser = getattr(self._session.input, "vt100_parser", None)  # Windows has none
+        if parser is not None:
+            parser.reset()
 
     def _message(self) -> StyleAndTextTuples:
         message: StyleAndTextTuples = [("class:prompt", "> ")]
@@ -119,18 +148,6 @@ class CommandCompleter(Completer):
 
 
 @contextmanager
-def quiet_keyboard() -> Iterator[None]:
-    """While a reply streams: no echo, no cursor. What is typed waits for the prompt; Ctrl-C still works."""
-    with _without_echo():
-        sys.stdout.write("\x1b[?25l")
-        try:
-            yield
-        finally:
-            sys.stdout.write("\x1b[?25h")
-            sys.stdout.flush()
-
-
-@contextmanager
 def _without_echo() -> Iterator[None]:
     try:
         import termios
@@ -140,6 +157,7 @@ def _without_echo() -> Iterator[None]:
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     silent = termios.tcgetattr(keyboard)
+    silent[0] &= ~termios.ICRNL  # as at the prompt, where Enter is a carriage return
     silent[3] &= ~(termios.ECHO | termios.ICANON)
     silent[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell without echo and cursor
     termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)

@@ -1,4 +1,4 @@
-"""Text of a model or a user on its way to a terminal: control characters removed."""
+"""Text on its way to a terminal: control characters removed, numbers of things in words."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def sanitize(text: str) -> str:
 def one_line(text: str) -> str:
     """``text`` fit for one line of a log or an error message."""
     return " ".join(sanitize(text).split())
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things, such as "1 turn" or "1,024 turns"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -25,10 +25,11 @@ from qkv_engine.text.tokenizer import Tokenizer
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
-from .errors import ApiError, ClientGoneError, as_api_error, error_response, failed, refused
+from .errors import ApiError, ClientGoneError, as_api_error, ended, error_response, refused
 from .events import EventStream
-from .frontend import Frontend, Generation
+from .frontend import FIRST_TOKEN, Frontend, Generation
 from .hosts import Hosts
+from .intake import Load
 from .keys import Keys
 from .limits import Limits
 from .page import page_routes
@@ -54,9 +55,9 @@ def make_app(
     ``allow_origins`` are sites whose pages may call it from a browser. ``allow_hosts`` are the server's names beside
     "localhost" and IP addresses; with keys any name will do. ``page`` adds the chat at ``/``.
     """
-    frontend = Frontend(engine, names, Limits() if limits is None else limits)
-    pages = page_routes() if page else []
-    hosts, keys = Hosts(allow_hosts), Keys() if keys is None else keys
+    keys = Keys() if keys is None else keys
+    frontend = Frontend(engine, names, Limits() if limits is None else limits, num_tenants=keys.num_tenants)
+    pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
     open_paths = {HEALTH, *(route.path for route in pages)}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
@@ -115,63 +116,74 @@ class Gate:
         if tenant is None and request.scope["path"] not in self._open_paths:
             headers = {"www-authenticate": "Bearer"}
             raise ApiError(401, "send a key of this server as a bearer token", code="invalid_api_key", headers=headers)
-        request.state.tenant = tenant
+        request.state.tenant, request.state.is_operator = tenant, self._keys.is_operator(tenant)
 
 
 async def chat_completions(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     frontend = _frontend(request)
-    frontend.check_room()
-    body = await read_body(request, ChatBody, frontend.limits)
+    body, load = await read_body(request, ChatBody, frontend)
     answer_id = f"chatcmpl-{request.state.id}"
     answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
-    return await _generate(request, body, answer, [for_template(body.messages)], answer_id, body.template_kwargs())
+    work = _Work(body, load, answer, answer_id, lambda: [for_template(body.messages)])
+    return await _generate(request, work, body.template_kwargs())
 
 
 async def completions(request: Request) -> Response:
     """``POST /v1/completions``."""
     frontend = _frontend(request)
-    frontend.check_room()
-    body = await read_body(request, CompletionBody, frontend.limits)
+    body, load = await read_body(request, CompletionBody, frontend)
     answer_id = f"cmpl-{request.state.id}"
     answer = CompletionAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
-    return await _generate(request, body, answer, body.prompts(), answer_id, None)
+    body.check_length(frontend.engine.max_model_len)
+    return await _generate(request, _Work(body, load, answer, answer_id, body.prompts, body.num_prompts()), None)
 
 
-async def _generate(
-    request: Request,
-    body: GenerationBody,
-    answer: Answer,
-    prompts: Sequence[Any],
-    answer_id: str,
-    template_kwargs: dict[str, Any] | None,
-) -> Response:
-    frontend = _frontend(request)
+class _Work(NamedTuple):
+    """A body, the form of its answer, and how its prompts are made, which takes long."""
+
+    body: GenerationBody
+    load: Load
+    answer: Answer
+    answer_id: str
+    prompts: Callable[[], Sequence[Any]]
+    num_prompts: int = 1
+
+
+async def _generate(request: Request, work: _Work, template_kwargs: dict[str, Any] | None) -> Response:
+    frontend, body, tenant = _frontend(request), work.body, work.load.tenant
     frontend.check_model(body.model)
-    tenant: str = request.state.tenant
     if tenant and (body.priority or 0) < 0:
         raise ApiError(400, "below 0 no tenant may go: it would be served before the others", param="priority")
     changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
     try:
         generation = await frontend.submit(
-            prompts, changes, answer_id, template_kwargs=template_kwargs, is_streamed=bool(body.stream)
+            work.load,
+            work.prompts,
+            changes,
+            work.answer_id,
+            number=work.num_prompts * max(body.n or 1, 1),
+            template_kwargs=template_kwargs,
+            is_streamed=bool(body.stream),
         )
     except RequestError as error:
         raise refused(error, body.renamed()) from error
     if body.stream:
-        return EventStream(generation, answer, request.state.id, with_usage=body.includes_usage)
-    return await _answer(request, generation, answer)
+        names = body.renamed()
+        return EventStream(generation, work.answer, request.state.id, names, with_usage=body.includes_usage)
+    return await _answer(request, generation, work)
 
 
-async def _answer(request: Request, generation: Generation, answer: Answer) -> Response:
+async def _answer(request: Request, generation: Generation, work: _Work) -> Response:
     try:
-        outputs = await generation.result(request.receive)
+        on_token = request.scope.get("extensions", {}).get(FIRST_TOKEN)
+        outputs = await generation.result(request.receive, on_token)
     finally:
         generation.close()
     for output in outputs:
         if output.error is not None:
-            raise failed(request.state.id, output.error)
-    return _json(answer.whole(outputs))
+            raise ended(output, request.state.id, work.body.renamed())
+    return _json(work.answer.whole(outputs))
 
 
 def _salt(tenant: str, own: str) -> str:
@@ -200,29 +212,33 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
 async def tokenize(request: Request) -> Response:
     """``POST /tokenize``: token ids of a prompt or a conversation."""
     frontend = _frontend(request)
-    body = await read_body(request, TokenizeBody, frontend.limits)
+    body, load = await read_body(request, TokenizeBody, frontend)
     frontend.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages", param="prompt")
 
     def encode(tokenizer: Tokenizer) -> list[int]:
+        most = frontend.max_tokens
         if body.prompt is not None:
-            return tokenizer.encode(body.prompt, body.add_special_tokens)
+            return tokenizer.encode(body.prompt, body.add_special_tokens, max_tokens=most)
         kwargs = dict(body.chat_template_kwargs or {}) | ({"tools": body.tools} if body.tools else {})
-        return tokenizer.chat_prompt(for_template(body.messages or []), kwargs)[1]
+        return tokenizer.chat_prompt(for_template(body.messages or []), kwargs, max_tokens=most)[1]
 
-    ids = await frontend.with_tokenizer(encode)
+    ids = await frontend.with_tokenizer(load, encode)
     return _json({"count": len(ids), "max_model_len": frontend.engine.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
     """``POST /detokenize``: the text of token ids."""
     frontend = _frontend(request)
-    body = await read_body(request, DetokenizeBody, frontend.limits)
+    body, load = await read_body(request, DetokenizeBody, frontend)
     frontend.check_model(body.model)
-    if not all(0 <= token_id < frontend.engine.vocab_size for token_id in body.tokens):
-        raise ApiError(400, f"the model's ids are 0 to {frontend.engine.vocab_size - 1}", param="tokens")
-    text = await frontend.with_tokenizer(lambda tokenizer: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    if len(body.tokens) > frontend.max_tokens:
+        raise ApiError(400, f"{len(body.tokens)} ids are more than {frontend.max_tokens}", param="tokens")
+    size = frontend.engine.vocab_size
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+        raise ApiError(400, f"the model's ids are 0 to {size - 1}", param="tokens")
+    text = await frontend.with_tokenizer(load, lambda known: known.decode(body.tokens, skip_special_tokens=False))
     return _json({"prompt": text})
 
 
@@ -234,20 +250,31 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """``GET /metrics`` for Prometheus."""
+    _check_operator(request)
     return Response(await _frontend(request).render_metrics(), headers={"content-type": METRICS_TYPE})
 
 
 async def stats(request: Request) -> Response:
     """``GET /stats``: ``EngineStats`` as JSON, under the model's name for clients."""
+    _check_operator(request)
     frontend = _frontend(request)
     found = await to_thread.run_sync(frontend.engine.stats)  # waits for the engine between two steps
     return _json(replace(found, model=frontend.name))
 
 
+def _check_operator(request: Request) -> None:
+    """Raises ``ApiError`` for a tenant beside others: the figures are those of all, and tell what the others do."""
+    if not request.state.is_operator:
+        message = "figures of all tenants are for the first key of this server alone"
+        raise ApiError(403, message, code="operator_only")
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     """The error of a path that is not there, or has other methods."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.scope['path'][:80]}"
+    path = request.scope["path"]
+    message = _ELSEWHERE.get(path.rstrip("/")) if error.status_code == 404 else None
+    message = message or f"{error.detail}: {request.method} {path[:80]}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
@@ -260,6 +287,14 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+# Paths of other servers with this interface, and what to do here.
+_ELSEWHERE = {
+    "/v1/responses": "this server has no Responses API; use /v1/chat/completions",
+    "/v1/messages": "this server has no Messages API; use /v1/chat/completions",
+    "/v1/embeddings": "this server makes no embeddings; it has /v1/chat/completions and /v1/completions",
+    "/v1/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
+    "/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
+}
 _ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,9 +16,13 @@ from starlette.requests import Request
 from qkv_engine import SamplingParams, StructuredOutputs
 
 from .errors import ApiError, ClientGoneError
+from .frontend import Frontend
+from .intake import LARGE, Load
 from .limits import Limits
 
 MAX_PROMPTS = 256  # of one request to /v1/completions
+MAX_PARTS = 1 << 15  # lists and objects of a body
+_NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, OpenAI's
 T = TypeVar("T", bound=msgspec.Struct)
 Ids = list[int]
@@ -95,6 +99,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     functions: list[Any] | None = None
     audio: JsonObject | None = None
 
+    prompt_field: ClassVar[str]
+
     def changes(self) -> JsonObject:
         """The sampling parameters that the body names. Raises ``ApiError`` for a field that cannot be honoured."""
         self._refuse_unsupported()
@@ -107,10 +113,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     def renamed(self) -> dict[str, str]:
         """Fields of the body by the name of the sampling parameter that they gave, where the two differ."""
-        if self.structured_outputs is not None:
-            return {}
-        schema = "response_format.json_schema.schema"
-        return {"structured_outputs": "response_format", "structured_outputs.json": schema}
+        names = {"max_model_len": self.prompt_field}
+        if self.structured_outputs is None:
+            schema = "response_format.json_schema.schema"
+            names |= {"structured_outputs": "response_format", "structured_outputs.json": schema}
+        return names
 
     def _own_changes(self) -> JsonObject:
         return {}
@@ -138,6 +145,7 @@ _SAMPLING = set(GenerationBody.__struct_fields__) & set(SamplingParams.__struct_
 class CompletionBody(GenerationBody, kw_only=True):
     """Body of ``/v1/completions``; a prompt is text, token ids, or a list of these."""
 
+    prompt_field = "prompt"
     prompt: str | list[Any]
     echo: bool | None = None
     logprobs: int | None = None
@@ -156,22 +164,38 @@ class CompletionBody(GenerationBody, kw_only=True):
         """Whether nothing but the prompt is wanted, with its log-probabilities: no request of the engine is so."""
         return bool(self.echo) and self.max_tokens == 0
 
+    def check_length(self, max_model_len: int) -> None:
+        """Raises ``ApiError`` for token ids that leave no room, before any of them is looked at."""
+        if isinstance(self.prompt, list) and self._is_one_prompt and len(self.prompt) >= max_model_len:
+            message = f"the prompt has {len(self.prompt)} tokens and leaves no room in the context of {max_model_len}"
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+
+    def num_prompts(self) -> int:
+        """The number of prompts. Raises ``ApiError`` for too many."""
+        number = 1 if self._is_one_prompt else len(self.prompt)
+        if number > MAX_PROMPTS:
+            raise ApiError(400, f"{number} prompts are more than {MAX_PROMPTS}", param="prompt")
+        return number
+
     def prompts(self) -> list[str | Ids]:
-        """The prompts one by one. Raises ``ApiError``."""
-        given = self.prompt
-        if isinstance(given, str) or not given or isinstance(given[0], int):
-            return [given]
-        if len(given) > MAX_PROMPTS:
-            raise ApiError(400, f"{len(given)} prompts are more than {MAX_PROMPTS}", param="prompt")
+        """The prompts one by one; looks at every token id. Raises ``ApiError``."""
+        if self._is_one_prompt:
+            return [self.prompt]
+        given: list[Any] = list(self.prompt)
         for number, prompt in enumerate(given):
-            if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt))):
+            if not (isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) <= {int})):
                 raise ApiError(400, "a prompt is a string or a list of token ids", param=f"prompt[{number}]")
         return given
+
+    @property
+    def _is_one_prompt(self) -> bool:
+        return isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
+    prompt_field = "messages"
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -226,16 +250,25 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: Ids
 
 
-async def read_body(request: Request, kind: type[T], limits: Limits) -> T:
-    """The JSON body of ``request`` as a ``kind``. Raises ``ApiError`` and ``ClientGoneError``."""
+async def read_body(request: Request, kind: type[T], frontend: Frontend) -> tuple[T, Load]:
+    """The JSON body of ``request`` as a ``kind``, and whose it is. Raises ``ApiError`` and ``ClientGoneError``."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":  # a page of another site can send no such request without being allowed to
+    # A page of another site can send no JSON without being allowed to; its other requests all name the site, and
+    # those of programs, such as ``curl -d``, name none.
+    if media_type != "application/json" and "origin" in request.headers:
         raise ApiError(415, "send a JSON body, with the header Content-Type: application/json")
-    return decode(await read_bytes(request, limits), kind)
+    tenant: str = request.state.tenant
+    with frontend.seats.held(tenant):
+        body = await read_bytes(request, frontend.limits)
+        load = Load(tenant, len(body))
+        if load.nbytes <= LARGE:
+            return decode(body, kind), load
+        return await frontend.intake.run(load, lambda: decode(body, kind)), load
 
 
 def decode(body: bytes, kind: type[T]) -> T:
     """JSON as a ``kind``. Raises ``ApiError`` with the path of the field at fault."""
+    check_parts(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -248,6 +281,15 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+
+
+def check_parts(body: bytes) -> None:
+    """Raises ``ApiError`` for JSON of very many lists and objects: no other thread of Python runs while it is read."""
+    if body.count(b"[") + body.count(b"{") <= MAX_PARTS:
+        return
+    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS).replace(b'""', b"")
+    if sum(map(len, marks.split(b'"')[::2])) > MAX_PARTS:  # outside of texts
+        raise ApiError(413, f"the body has more than {MAX_PARTS} lists and objects", code="request_too_large")
 
 
 async def read_bytes(request: Request, limits: Limits) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -31,7 +31,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _QuietTransport(transport)))
         if len(self.connections) > self._limits.max_connections:
             transport.abort()
         else:
@@ -78,6 +78,7 @@ class LimitedConnection(HttpToolsProtocol):
         _cancel(self._write_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.pipeline.clear()  # nobody is left for their answers, each of which would end in a traceback
         _cancel(self._header_timer)
         _cancel(self._write_timer)
         super().connection_lost(exc)
@@ -99,6 +100,21 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
+class _QuietTransport:
+    """A transport that drops what is written after its end, as asyncio's does; uvloop's raises, in every request."""
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends ``data``, unless the connection is closed."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
 class _Parser(HttpRequestParser):
     """A parser that declines other protocols: Java's client and ``curl --http2`` offer HTTP/2 in their first request.
 
@@ -111,11 +127,12 @@ class _Parser(HttpRequestParser):
         self._connection = connection
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
-        while True:
-            try:
-                return super().feed_data(data)
-            except HttpParserUpgrade as offer:
-                data = self._connection.head_without_offer() + data[offer.args[0] :]
+        try:
+            super().feed_data(data)
+        except HttpParserUpgrade as offer:
+            data = self._connection.head_without_offer() + data[offer.args[0] :]
+            self._connection.parser = parser = _Parser(self._connection)  # this one may take no more requests
+            parser.feed_data(data)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

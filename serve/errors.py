@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from qkv_engine.errors import EngineDeadError, ModelError, RequestError
+from qkv_engine import RequestOutput
+from qkv_engine.errors import EngineDeadError, ModelError, RequestError, UnavailableError
 
 logger = logging.getLogger("qkv_engine")
 
@@ -50,6 +51,10 @@ def as_api_error(error: Exception | asyncio.CancelledError, request_id: str) -> 
         return error
     if isinstance(error, RequestError):
         return refused(error, {})
+    if isinstance(error, UnavailableError):
+        logger.warning("a request was refused: %s", error)
+        message = "the server has no process or file descriptor left for this request; send it again"
+        return ApiError(503, message, code="unavailable", headers={"retry-after": "1"})
     if isinstance(error, ModelError):  # a template that the model lacks, or that does not compile
         return ApiError(400, str(error))
     if isinstance(error, asyncio.CancelledError):
@@ -61,11 +66,18 @@ def as_api_error(error: Exception | asyncio.CancelledError, request_id: str) -> 
 
 def refused(error: RequestError, names: Mapping[str, str]) -> ApiError:
     """The error of an invalid request. ``names`` are fields of its body by the engine's name for them."""
-    if error.field == TOO_LONG:
-        return ApiError(400, str(error), code="context_length_exceeded")
+    if error.field == TOO_LONG:  # an option of the server, which its clients cannot change
+        return ApiError(400, error.message, param=names.get(TOO_LONG), code="context_length_exceeded")
     param = {**_PARAMS, **names}.get(error.field or "", error.field)
-    renamed = RequestError(error.message, field=param, value=error.value, remedy=error.remedy)
-    return ApiError(400, str(renamed), param=param)
+    return ApiError(400, str(error.renamed(param)), param=param)
+
+
+def ended(output: RequestOutput, request_id: str, names: Mapping[str, str]) -> ApiError:
+    """The error of a request that ended with one: its own, such as a grammar beyond limits, or the server's."""
+    if output.error_field is None or output.error is None:
+        return failed(request_id, output.error or "")
+    text = output.error.removeprefix(f"{output.error_field}: ")
+    return refused(RequestError(text, field=output.error_field), names)
 
 
 def failed(request_id: str, cause: Exception | str) -> ApiError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from qkv_engine import RequestOutput
 
 from .answers import Answer
 from .bodies import JsonObject
-from .errors import ClientGoneError, as_api_error, failed
+from .errors import ClientGoneError, as_api_error, ended
 from .frontend import Generation
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment tells proxies that the connection lives
@@ -26,10 +26,13 @@ class EventStream(Response):
     The next chunk is made when the client has taken the one before: what came meanwhile goes into it.
     """
 
-    def __init__(self, generation: Generation, answer: Answer, request_id: str, *, with_usage: bool):
+    def __init__(
+        self, generation: Generation, answer: Answer, request_id: str, names: Mapping[str, str], *, with_usage: bool
+    ):
+        """``names`` are fields of the body by the engine's name for them."""
         self.status_code, self.background = 200, None
         self._generation, self._answer, self._with_usage = generation, answer, with_usage
-        self._request_id = request_id
+        self._request_id, self._names = request_id, names
         self._begun: set[int] = set()  # prompts with an output
         self._finished: set[tuple[int, int]] = set()  # prompts and completions whose end was sent
         self._is_silent = True  # since the last look of ``_keep_alive``
@@ -55,7 +58,7 @@ class EventStream(Response):
                 await self._chunk([], self._answer.usage(outputs, sum(self._generation.num_tokens)))
         except ClientGoneError:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # cancelled at the end of the drain timeout
             await self._event(as_api_error(error, self._request_id).body())
         finally:
             keeping_alive.cancel()
@@ -67,7 +70,7 @@ class EventStream(Response):
             for choice in self._answer.opening(number, output):
                 await self._chunk([choice])
         if output.error is not None:
-            raise failed(self._request_id, output.error)
+            raise ended(output, self._request_id, self._names)
         for completion in output.outputs:
             if (number, completion.index) in self._finished:
                 continue

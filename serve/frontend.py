@@ -15,11 +15,14 @@ from qkv_engine.intake import Conversation, Prompt
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .errors import ApiError, ClientGoneError
+from .intake import Intake, Load
 from .limits import Limits
 from .metrics import Metrics
+from .seats import Seats
 
-INTAKE_THREADS = 8  # prompts tokenized at once; one of 8 MiB takes about a second
-RETRY_AFTER = 1  # seconds after which a refused client may try again
+FIRST_TOKEN = "qkv.first_token"  # extension of an ASGI scope: a function to be called once a token has come
+TELL_SECONDS = 0.1  # between two looks for it
+MAX_CONTEXTS = 4  # of text and of token ids, in contexts of the model, that are made into the other without a request
 
 T = TypeVar("T")
 OnOutput = Callable[[int, RequestOutput], Awaitable[None]]
@@ -28,18 +31,22 @@ OnOutput = Callable[[int, RequestOutput], Awaitable[None]]
 class Frontend:
     """An engine behind names and limits. One event loop uses it."""
 
-    def __init__(self, engine: Engine, names: Sequence[str], limits: Limits):
+    def __init__(self, engine: Engine, names: Sequence[str], limits: Limits, *, num_tenants: int = 1):
         """``names`` are those that a body's ``model`` may have; the first is the one that answers have."""
         self.engine, self.names, self.limits = engine, names, limits
         self.metrics = Metrics(engine, names[0])
         self.created = int(time.time())
-        self._num_live = 0  # completions of requests that have not ended
-        self._threads = CapacityLimiter(INTAKE_THREADS)
+        self.seats, self.intake = Seats(limits.max_requests, is_shared=num_tenants > 1), Intake()
         self._metrics_thread = CapacityLimiter(1)
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a text or token ids that are made into the other without a request."""
+        return MAX_CONTEXTS * self.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
         """Raises ``ApiError`` for the name of another model; no name is this one."""
@@ -47,43 +54,33 @@ class Frontend:
             message = f"there is no model {name[:80]!r} here. Use {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_room(self, number: int = 1) -> None:
-        """Raises ``ApiError`` where ``number`` more completions are more than the limit."""
-        most = self.limits.max_requests
-        if number > most:
-            raise ApiError(400, f"{number} completions in one request; the server takes {most} at once", param="n")
-        if self._num_live + number > most:
-            message = f"{self._num_live} completions are under way, of at most {most}"
-            headers = {"retry-after": str(RETRY_AFTER)}
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
-
     async def render_metrics(self) -> bytes:
         """The metrics in Prometheus' text format. Waits for the engine between two steps."""
         return await to_thread.run_sync(self.metrics.render, limiter=self._metrics_thread)
 
     async def submit(
         self,
-        prompts: Sequence[Prompt | Conversation],
+        load: Load,
+        prompts: Callable[[], Sequence[Prompt | Conversation]],
         changes: Mapping[str, Any],
         request_id: str,
         *,
+        number: int,
         template_kwargs: dict[str, Any] | None = None,
         is_streamed: bool,
     ) -> Generation:
-        """Tokenizes and submits prompts in a thread; a streamed request's outputs hold what is new.
+        """Makes, tokenizes and submits ``prompts`` in a thread; a streamed request's outputs hold what is new.
 
-        Raises ``ApiError``, and ``RequestError`` for an invalid request.
+        ``number`` is that of all completions. Raises ``ApiError``, and ``RequestError`` for an invalid request.
         """
         kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
-        number = len(prompts) * max(changes.get("n", 1), 1)
-        self.check_room(number)
 
         def submit_all() -> list[RequestStream]:
             params = self.engine.params(**changes, output_kind=kind)
-            streams: list[RequestStream] = []
+            given, streams = prompts(), list[RequestStream]()
             try:
-                for index, prompt in enumerate(prompts):
-                    name = f"{request_id}-{index}" if len(prompts) > 1 else request_id
+                for index, prompt in enumerate(given):
+                    name = f"{request_id}-{index}" if len(given) > 1 else request_id
                     stream = self.engine.stream(prompt, params, request_id=name, template_kwargs=template_kwargs)
                     streams.append(stream)
             except BaseException:
@@ -92,17 +89,18 @@ class Frontend:
                 raise
             return streams
 
-        self._num_live += number
+        self.seats.take(load.tenant, number)
         try:
-            streams = await to_thread.run_sync(submit_all, limiter=self._threads)
+            streams = await self.intake.run(load, submit_all)
         except BaseException:
-            self._num_live -= number
+            self.seats.give_back(load.tenant, number)
             raise
-        return Generation(self, streams, number)
+        return Generation(self, streams, load.tenant, number)
 
-    async def with_tokenizer(self, function: Callable[[Tokenizer], T]) -> T:
+    async def with_tokenizer(self, load: Load, function: Callable[[Tokenizer], T]) -> T:
         """The result of ``function`` on the tokenizer, in a thread. Raises ``RequestError`` for a bare shape."""
-        return await to_thread.run_sync(function, self._tokenizer, limiter=self._threads)
+        with self.seats.held(load.tenant):
+            return await self.intake.run(load, lambda: function(self._tokenizer))
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -111,18 +109,15 @@ class Frontend:
             raise RequestError("this model has no tokenizer", remedy="Give token ids to /v1/completions")
         return found
 
-    def end(self, number: int) -> None:
-        """Counts ``number`` completions out."""
-        self._num_live -= number
-
 
 class Generation:
     """The engine's requests of one HTTP request, a stream a prompt. ``close`` aborts what still runs."""
 
-    def __init__(self, frontend: Frontend, streams: list[RequestStream], number: int):
+    def __init__(self, frontend: Frontend, streams: list[RequestStream], tenant: str, number: int):
         self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the newest
         self.num_tokens = [0] * len(streams)  # output tokens of each prompt
-        self._frontend, self._streams, self._number = frontend, streams, number
+        self._frontend, self._streams = frontend, streams
+        self._tenant, self._number = tenant, number
 
     async def follow(self, receive: Receive, on_output: OnOutput) -> None:
         """Calls ``on_output`` with the number of a prompt and each new output of it, until all have finished.
@@ -146,18 +141,26 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*reads, reading, leaving, return_exceptions=True)
 
-    async def result(self, receive: Receive) -> list[RequestOutput]:
-        """The finished output of each prompt. Raises the errors of ``follow``."""
+    async def result(self, receive: Receive, on_token: Callable[[], None] | None) -> list[RequestOutput]:
+        """The finished output of each prompt; ``on_token`` is called once there is a token.
+
+        Raises the errors of ``follow``.
+        """
 
         async def ignore(number: int, output: RequestOutput) -> None:
             pass
 
-        await self.follow(receive, ignore)
+        telling = None if on_token is None else asyncio.ensure_future(self._tell(on_token))
+        try:
+            await self.follow(receive, ignore)
+        finally:
+            if telling is not None:
+                telling.cancel()
         return [output for output in self.outputs if output is not None]
 
     def close(self) -> None:
         """Aborts what still runs, and counts all completions out. May be called again."""
-        self._frontend.end(self._number)
+        self._frontend.seats.give_back(self._tenant, self._number)
         self._number = 0
         for stream in self._streams:
             stream.close()
@@ -168,6 +171,11 @@ class Generation:
                 metrics.note_finished(output, num_tokens)
             else:
                 metrics.note_aborted()
+
+    async def _tell(self, on_token: Callable[[], None]) -> None:
+        while not any(stream.has_token for stream in self._streams):
+            await asyncio.sleep(TELL_SECONDS)
+        on_token()
 
     async def _read(self, number: int, on_output: OnOutput) -> None:
         async for output in self._streams[number]:

@@ -20,7 +20,7 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()):
-        """``keys`` are pairs of a tenant's name and a key. Raises ``ConfigError``."""
+        """``keys`` are pairs of a tenant's name and a key, the operator's first. Raises ``ConfigError``."""
         self._tenants: dict[bytes, str] = {}
         for tenant, key in keys:
             _check(tenant, key)
@@ -29,6 +29,14 @@ class Keys:
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
+
+    @property
+    def num_tenants(self) -> int:
+        return max(1, len(set(self._tenants.values())))
+
+    def is_operator(self, tenant: str | None) -> bool:
+        """Whether figures of all tenants are for this one: the first, or the only one there is."""
+        return not self._tenants or tenant == next(iter(self._tenants.values()))
 
     def tenant_of(self, authorization: str | None) -> str | None:
         """The tenant whose key the header ``Authorization: Bearer KEY`` has; None for nobody's."""

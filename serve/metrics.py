@@ -137,6 +137,7 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("kv_used_bytes", "KV memory of live requests", used),
         ("kv_cached_bytes", "KV memory of the prefix cache alone, given up when needed", cached),
         ("kv_free_bytes", "KV memory that nothing holds", total - used - cached),
+        ("kv_reserve_bytes", "KV memory kept free for steps down", stats.kv_bytes_reserve),
         ("kv_peak_bytes", "most KV memory in use at one moment", stats.kv_bytes_peak),
         ("kv_capacity_tokens", "tokens of one request on the first rung", stats.kv_tokens_capacity),
         ("kv_floor_tokens", "tokens of one request on the last rung", stats.kv_tokens_floor),

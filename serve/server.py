@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any, cast
 
@@ -52,14 +54,34 @@ class Server:
 
     def run(self) -> None:
         """Serves until it is stopped and drained. Raises the signal that stopped it again."""
-        self._server.run([self._sock])
+        try:
+            self._server.run([self._sock])
+        finally:
+            self._server.forget()
 
     def stop(self) -> None:
         """Begins to drain. For any thread."""
         self._server.should_exit = True
 
 
+def keep_for_life() -> None:
+    """Takes all objects that there are out of garbage collections, which would stop requests to look at them."""
+    gc.collect()
+    gc.freeze()
+
+
 class _Uvicorn(uvicorn.Server):
+    _serving: Coroutine[Any, Any, None] | None = None
+
+    def serve(self, sockets: list[socket.socket] | None = None) -> Coroutine[Any, Any, None]:
+        self._serving = super().serve(sockets)
+        return self._serving
+
+    def forget(self) -> None:
+        """Ends the coroutine that a signal kept from its start, of which Python would warn."""
+        if self._serving is not None:
+            self._serving.close()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if number := len(self.server_state.tasks):
             seconds = self.config.timeout_graceful_shutdown

@@ -3,8 +3,9 @@
 import { show } from "./markdown.js";
 import { call, chunks } from "./server.js";
 
+const KEPT = "conversation"; // name of what a reload of the tab finds again
 const log = document.getElementById("chat");
-const turns = []; // { role, content, view }
+const turns = []; // { role, content, view }, answers with their reasoning and note, too
 let running = null; // the AbortController of the answer under way
 
 export const isBusy = () => running !== null;
@@ -22,14 +23,46 @@ export async function askAgain(settings) {
   await answer(settings);
 }
 
+/** Takes back the question of a view and all after it; returns its text. */
+export function takeBack(view) {
+  const taken = turns.splice(turns.findIndex((turn) => turn.view === view));
+  for (const turn of taken) turn.view.remove();
+  keep();
+  return taken[0].content;
+}
+
+export const contentOf = (view) => turns.find((turn) => turn.view === view).content;
+
 export function clear() {
   stop();
   turns.length = 0;
   log.replaceChildren();
+  keep();
 }
 
-async function answer(settings) {
+/** Shows the conversation that the tab had before it was loaded anew. */
+export function restore() {
+  for (const { role, content, reasoning, words } of JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")) {
+    const turn = Object.assign(add(role, content), { reasoning });
+    if (role !== "assistant") continue;
+    turn.view.classList.remove("running");
+    draw(turn);
+    note(turn, words ?? ["stopped"]);
+  }
+}
+
+function keep() {
+  try {
+    const plain = turns.map(({ role, content, reasoning, words }) => ({ role, content, reasoning, words }));
+    sessionStorage.setItem(KEPT, JSON.stringify(plain));
+  } catch {
+    sessionStorage.removeItem(KEPT); // longer than the browser keeps
+  }
+}
+
+async function answer({ system, ...settings }) {
   const messages = turns.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+  if (system) messages.unshift({ role: "system", content: system });
   const turn = add("assistant", "");
   const own = (running = new AbortController());
   const begin = performance.now();
@@ -43,7 +76,8 @@ async function answer(settings) {
   } finally {
     turn.view.classList.remove("running");
     log.ariaBusy = false;
-    running = null;
+    if (running === own) running = null;
+    keep();
   }
 }
 
@@ -81,6 +115,7 @@ function add(role, content) {
   turns.push(turn);
   log.append(view);
   if (role === "user") view.querySelector(".text").textContent = content;
+  keep();
   log.scrollTop = log.scrollHeight;
   return turn;
 }
@@ -101,8 +136,9 @@ function describe({ usage, reason }, seconds) {
   return words;
 }
 
-function note({ view }, words) {
-  view.querySelector("footer span").textContent = words.join(" · ");
+function note(turn, words) {
+  turn.words = words;
+  turn.view.querySelector("footer span").textContent = words.join(" · ");
 }
 
 function fail({ view }, message) {

@@ -27,10 +27,16 @@ async function poll() {
   try {
     draw(await (await call("stats", { signal: AbortSignal.timeout(PATIENCE) })).json());
   } catch (error) {
+    if (error.status === 403) return hide(); // for good: they are another tenant's to see
     $("brief").textContent = error.message;
   }
   isReading = false;
   timer = setTimeout(poll, 1000);
+}
+
+async function hide() {
+  $("live").hidden = true;
+  $("model").textContent = (await (await call("v1/models")).json()).data[0].id;
 }
 
 function draw(stats) {
@@ -43,7 +49,7 @@ function draw(stats) {
   offerFloors(Object.keys(stats.kv_rungs));
 }
 
-function drawBlocks({ kv_rungs, kv_blocks }) {
+function drawBlocks({ kv_rungs, kv_blocks, num_running }) {
   const rungs = Object.entries(kv_rungs).map(([name, bits]) => {
     return { name, bits, blocks: kv_blocks[name] ?? 0, color: colorOf(bits) };
   });
@@ -54,12 +60,14 @@ function drawBlocks({ kv_rungs, kv_blocks }) {
     row.append(name, span("figure", blocks), span("note", `${+bits.toFixed(2)} bits`));
     return row;
   }));
+  const holders = num_running ? "of running requests and cached prefixes" : "of cached prefixes; no request runs";
+  $("holders").textContent = rungs.some(({ blocks }) => blocks) ? holders : "";
 }
 
 function drawMemory(stats) {
   const { kv_bytes_total: total, kv_bytes_used: used, kv_bytes_cached: cached } = stats;
   const free = total - used - cached;
-  bar($("memory"), [["used", used, "var(--used)"], ["cached", cached, "var(--cached)"], ["free", free, "transparent"]]);
+  bar($("memory"), [["used", used, "var(--used)"], ["cached", cached, "var(--cached)"], ["free", free, "transparent"]], size);
   $("free").textContent = `${size(free)} free of ${size(total)}${cached ? `, ${size(cached)} cached prefixes` : ""}`;
 }
 
@@ -80,15 +88,15 @@ function drawSpeed(stats) {
   return shown;
 }
 
-/** A bar of parts, each a name, a size and a colour. */
-function bar(parent, parts) {
+/** A bar of parts, each a name, a size and a colour; `words` writes a size for those who hear the page. */
+function bar(parent, parts, words = String) {
   parent.replaceChildren(...parts.filter(([, amount]) => amount).map(([name, amount, color]) => {
     const part = Object.assign(document.createElement("span"), { title: name });
     part.style.flexGrow = amount;
     part.style.setProperty("--color", color);
     return part;
   }));
-  parent.setAttribute("aria-label", parts.map(([name, amount]) => `${name}: ${amount}`).join(", "));
+  parent.setAttribute("aria-label", parts.map(([name, amount]) => `${name}: ${words(amount)}`).join(", "));
 }
 
 function offerFloors(names) {

@@ -11,7 +11,7 @@ export async function call(path, { body, signal } = {}) {
     if (sessionStorage.getItem("key") === used) await (asking ??= askKey());
     return call(path, { body, signal });
   }
-  if (!response.ok) throw new Error(await messageOf(response));
+  if (!response.ok) throw Object.assign(new Error(await messageOf(response)), { status: response.status });
   return response;
 }
 

@@ -17,6 +17,7 @@ LOGGER = logging.getLogger("qkv_engine")
 ANSWERS = {
     "What is 47*86?": "<think>\n47*80=3760 47*6=282\n</think>\n\n4042",
     "markdown": "# Title\n\nSome *text*.\n\n```python\nprint(1)\n\nprint(2)\n```\n\nThe end.",
+    "raw": "4712*6: 2*6+0=12 1*6+1=7\n\n\n  *so* **28272**\n\n",
     "escape": "a\x1b[31mb\x9bc\x07",
     "slow": "word " * 400,
     "slow code": "Look:\n\n```python\n" + "".join(f"x{n} = {n}\n" for n in range(60)) + "```\n\nDone.",
@@ -32,6 +33,10 @@ class FakeTokenizer:
     specials = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
     special_ids = frozenset(range(4))
     chat_template = "{{ messages }}{% if enable_thinking is false %}<think></think>{% endif %}"
+
+    def chat_prompt(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, list[int]]:
+        text = "".join(message["content"] for message in messages)
+        return text, [ord(char) for char in text]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.specials[i] if i in self.special_ids else chr(i) for i in ids)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import stat
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def shell() -> Shell:
     engine = FakeEngine()
     talk = Conversation(engine, chat_params(engine, {}))
     console = Console(file=io.StringIO(), width=100)
-    return Shell(talk, console, ThinkMode.FOLD, lambda mode: PlainReply(io.StringIO()))
+    return Shell(talk, console, ThinkMode.FOLD, lambda mode, raw: PlainReply(io.StringIO()))
 
 
 def ask(shell: Shell, question: str) -> None:
@@ -269,6 +270,15 @@ def test_load_names_the_file_it_cannot_read(shell: Shell, tmp_path: Path):
         run(shell, f"/load {tmp_path}/none.json")
 
 
+@pytest.mark.parametrize(
+    "data", [b'{"messages":[{"role":"user","content":"\xff"}]}', b"\xff\xfe", b"[" * 100_000, b'{"\xc3": 1}', b""]
+)
+def test_load_refuses_what_no_save_wrote(data: bytes, shell: Shell, tmp_path: Path):
+    (tmp_path / "b.json").write_bytes(data)
+    with pytest.raises(QKVError, match=r"b\.json is not a saved conversation: "):
+        run(shell, f"/load {tmp_path}/b.json")
+
+
 def test_load_does_not_wait_for_a_device_or_pipe(shell: Shell, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", tmp_path / "pipe", tmp_path):
@@ -319,7 +329,58 @@ def test_kv_and_stats_print_memory_in_words(shell: Shell):
     ask(shell, "hello")
     text = run(shell, "/kv")
     assert "1.0 GiB, 131,072 tokens" in text and "of 8,192 tokens" in text
-    assert "num_preemptions" in run(shell, "/stats")
+
+
+def test_stats_are_grouped_and_in_words(shell: Shell):
+    lines = run(shell, "/stats").splitlines()
+    found = {line[:21].strip(): line[21:].strip() for line in lines}
+    assert len(lines) == len(found) == 10
+    assert found["engine"] == "fake on cpu in float32, 1 CPU thread"
+    assert found["requests so far"] == "0: 0 finished, 0 failed, 0 refused" and found["context"] == "8,192 tokens"
+    assert "_" not in "".join(lines) and "time" not in "".join(lines)
+
+
+def test_history_lists_messages_a_line_each(shell: Shell):
+    with pytest.raises(QKVError, match="the conversation is empty"):
+        run(shell, "/history")
+    ask(shell, "one\ntwo")
+    ask(shell, "long " * 50)
+    lines = run(shell, "/history").splitlines()
+    assert lines[:2] == ["  1 you   one two", "  1 model echo: one two"]
+    assert [line[:15] for line in lines[2:]] == ["  2 you   long ", "  2 model echo:"]
+    assert all(len(line) == 100 and line.endswith("…") for line in lines[2:])
+
+
+def test_copy_sends_the_last_answer_to_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(QKVError, match="no answer to copy"):
+        run(shell, "/copy")
+    ask(shell, "one")
+    ask(shell, "zwölf")
+    with pytest.raises(QKVError, match="only a terminal has a clipboard"):
+        run(shell, "/copy")
+    shell.console = Console(force_terminal=True, color_system=None)
+    text = run(shell, "/copy")
+    code = text[text.index("\x1b]52;c;") + 7 : text.index("\a")]
+    assert b64decode(code).decode() == "echo: zwölf" and "sent 11 characters" in text
+
+
+def test_tokens_counts_the_conversation_and_a_message(shell: Shell):
+    with pytest.raises(QKVError, match="nothing to count"):
+        run(shell, "/tokens")
+    assert run(shell, "/tokens four") == "4 of 8,192 tokens of context with this message\n"
+    run(shell, "/system 123")
+    ask(shell, "one")
+    assert run(shell, "/tokens") == f"{len('123' + 'one' + 'echo: one')} of 8,192 tokens of context\n"
+
+
+def test_raw_goes_to_and_fro(shell: Shell):
+    seen = []
+    shell.make_reply = lambda mode, raw: seen.append(raw) or PlainReply(io.StringIO())
+    for word in ("as the model writes them", "as Markdown"):
+        assert word in run(shell, "/raw")
+        shell.answer(lambda reply: shell.conversation.ask("one", reply))
+    assert seen == [True, False]
 
 
 def test_think_prints_the_last_thinking_or_sets_the_mode(shell: Shell):

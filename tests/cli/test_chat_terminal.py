@@ -152,6 +152,43 @@ def test_what_is_typed_while_a_reply_streams_waits_for_the_prompt(terminal: Term
     terminal.expect("echo: next question")
 
 
+def pasted(text: str) -> bytes:
+    """What a terminal sends for a pasted text while it is asked to mark one."""
+    return f"\x1b[200~{text}\x1b[201~".replace("\n", "\r").encode()
+
+
+def test_a_text_pasted_while_a_reply_streams_is_one_message(terminal: Terminal):
+    wait_for_prompt(terminal)
+    terminal.send(b"slow but short\r")
+    terminal.expect("word word")
+    assert terminal.raw.rindex("\x1b[?2004h") > terminal.raw.rindex("\x1b[?2004l"), "it is to mark pasted texts"
+    terminal.send(b"and " + pasted("first line\nsecond line\nthird") + b" 3\r")
+    terminal.expect("KV 1.0 MiB")
+    terminal.expect("echo: and first line\nsecond line\nthird 3")
+    terminal.expect("KV 1.0 MiB")
+    wait_for_prompt(terminal)
+    terminal.drain()
+    assert terminal.raw.count("echo: ") == 1
+
+
+def test_ctrl_c_drops_what_was_typed_and_pasted_meanwhile(terminal: Terminal):
+    wait_for_prompt(terminal)
+    terminal.send(b"slow\r")
+    terminal.expect("word word")
+    terminal.send(b"one\rtwo\r" + pasted("a line\n" * 1000))  # more than the terminal's own buffer holds
+    terminal.expect("word word")
+    terminal.send(b"\x1b[200~half of a paste")
+    terminal.expect("word word")
+    terminal.send(CTRL_C)
+    terminal.expect("stopped")
+    wait_for_prompt(terminal)
+    terminal.send(b"hello\r")
+    terminal.expect("echo: hello")
+    terminal.expect("KV 1.0 MiB")
+    terminal.drain()
+    assert terminal.raw.count("echo: ") == 1
+
+
 def test_sigterm_restores_the_terminal(terminal: Terminal):
     wait_for_prompt(terminal)
     terminal.send(b"slow\r")
@@ -160,6 +197,20 @@ def test_sigterm_restores_the_terminal(terminal: Terminal):
     terminal.drain()
     assert terminal.child.wait(20) == 143
     assert termios.tcgetattr(terminal.child_fd)[3] == terminal.before[3]
+
+
+def test_answers_are_markdown_or_raw(open_terminal: Callable[..., Terminal]):
+    raw = "4712*6: 2*6+0=12 1*6+1=7\n\n\n  *so* **28272**\n"
+    open_terminal("--raw", "--prompt", "raw").expect(raw)
+    terminal = open_terminal()
+    wait_for_prompt(terminal)
+    terminal.send(b"raw\r")
+    terminal.expect("4712*6: 2*6+0=12 1*6+1=7\n\nso 28272\n")
+    terminal.expect("KV 1.0 MiB")
+    terminal.send(b"/raw\r")
+    terminal.expect("as the model writes them")
+    terminal.send(b"raw\r")
+    terminal.expect(raw)
 
 
 def test_a_terminal_of_plain_lines_has_commands_and_keeps_the_chat_on_ctrl_c(open_terminal: Callable[..., Terminal]):

@@ -38,6 +38,7 @@ def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
     found = facts(capsys, "--kv", kv, "--kv-memory", "40MiB")["kv"]
     with Engine(kv=kv, kv_memory="40MiB") as engine:
         stats = engine.stats()
+    assert found["reserve_bytes"] == stats.kv_bytes_reserve > 0
     first, last = found["rungs"][0], found["rungs"][-1]
     assert (first["capacity_tokens"], last["capacity_tokens"]) == (stats.kv_tokens_capacity, stats.kv_tokens_floor)
     assert (first["rung"], first["k"], first["bytes_per_token"], first["effective_bits"]) == (
@@ -100,8 +101,9 @@ def test_what_does_not_fit_is_said_and_is_the_exit_code(
     with_free(monkeypatch, free)
     words = ["--kv", "bf16", "--kv-memory", "20GiB", "--dtype", "bfloat16", "--device", "cpu"]
     assert main.main(["env", "llama-3.1-8b", *words]) == 3
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert re.search(rf"does not fit +{reason}\n", out) and "163,840" in out
+    assert err == f"qkv-engine: llama-3.1-8b does not fit here: {reason}\n"
 
 
 def test_memory_without_room_for_a_block_holds_nothing(capsys: pytest.CaptureFixture[str]):
@@ -136,7 +138,7 @@ def test_the_table_lines_up_and_has_no_codes(capsys: pytest.CaptureFixture[str])
     assert len({len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in values}) == 1
     for label, value in (
         ("product", re.escape(cpu_name())),
-        ("threads", r"\d+"),
+        ("threads", r"\d+ \((a short step is faster so|PyTorch's number)\)"),
         ("cpus", r"\d+"),
         ("weights", "29.5 MiB"),
     ):
@@ -149,7 +151,7 @@ def test_capacities_are_whole_at_any_width(width: int, monkeypatch: pytest.Monke
     found = {"versions": env._versions(), **env._capacity(args)}
     text = env._render(found, "table", width)
     assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
-    for name, tokens in (("dense16", "519,584"), ("int8", "989,344"), ("int4", "1,931,424")):
+    for name, tokens in (("dense16", "521,376"), ("int8", "1,006,240"), ("int4", "1,945,248")):
         assert any(line.startswith(name) and line.endswith(tokens) for line in text.splitlines())
     gone = {
         120: "",
@@ -199,6 +201,24 @@ def test_the_help_explains_the_rows(capsys: pytest.CaptureFixture[str]):
 )
 def test_wrong_options(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]):
     assert main.main(["env", *words]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["chat", "nope", "-p", "x"], "MODEL='nope': there is no such folder"),
+        (["chat", __file__, "-p", "x"], "is a file"),
+        (["chat", "--kv", "nope", "-p", "x"], "--kv='nope': unknown KV preset"),
+        (["env", "nope"], "MODEL='nope': there is no such folder"),
+        (["bench", "nope"], "MODEL='nope': there is no such folder"),
+    ],
+)
+def test_a_wrong_word_is_wrong_usage_whatever_it_stands_for(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main.main(words) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,11 @@ def test_a_program_started_to_ignore_ctrl_c_does():
             assert child.returncode == 0 and b"versions" in out
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def test_the_tests_themselves_take_ctrl_c_though_they_were_started_to_ignore_it():
+    """As ``make test &`` in a script, or a service manager, starts them: what they start would ignore it, too."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import tests.conftest; signal.raise_signal(2)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert "KeyboardInterrupt" in done.stderr

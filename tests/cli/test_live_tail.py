@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from qkv_engine.cli.chat_log import HeldLog
-from qkv_engine.cli.chat_render import ChatMarkdown, TerminalReply, ThinkMode
+from qkv_engine.cli.chat_render import ChatMarkdown, RawReply, TerminalReply, ThinkMode
 from qkv_engine.cli.live_tail import LiveTail, render_lines
 
 
@@ -174,3 +174,41 @@ def test_no_markup_brings_an_escape_sequence_back():
     console = terminal()
     lines = render_lines(console, ChatMarkdown("&#27;[31m &#x9b;2J [x](javascript:1) ![i](http://h/p.png) `&#27;`"))
     assert not re.search(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x80-\x9f]|\x1b[^\[]|\x1b\[[\d;]*[^m\d;]", "\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("4712*6: 2*6+0=12 1*6+1=7", "4712*6: 2*6+0=12 1*6+1=7"),
+        ("a*b*c, (a+b)*(c+d)*(e), x[1]*y*z", "a*b*c, (a+b)*(c+d)*(e), x[1]*y*z"),
+        ("2**10 and 3**2 are 1024 and 9", "2**10 and 3**2 are 1024 and 9"),
+        ("src/*.py, a*.txt, *.md,b*.md", "src/*.py, a*.txt, *.md,b*.md"),
+        ("*so* **S**upport **28**, 这是**重要**的", "so Support 28, 这是重要的"),
+        ("[4*5*6](http://h/4*5*6) `4*5*6`", "4*5*6 (http://h/4*5*6) 4*5*6"),
+        ("snake_case_name", "snake_case_name"),
+    ],
+)
+def test_products_and_names_of_files_are_no_emphasis(text: str, shown: str):
+    console = Console(width=80, color_system=None, force_terminal=False, file=io.StringIO())
+    assert render_lines(console, ChatMarkdown(text)) == [shown]
+
+
+def test_a_raw_answer_is_shown_as_it_is():
+    console = terminal(width=30)
+    reply = RawReply(console, ThinkMode.FOLD, clock=lambda: 0.0)
+    reply.start()
+    reply.think("hmm", 1)
+    reply.think_end(1.0, 1)
+    for part in ("# A line that is not wrapped: 2*6", "+0=12 1*6+1=7\n\n\n  *s", "o*\n\n"):
+        reply.answer(part)
+    reply.end()
+    answer = ["# A line that is not wrapped: 2*6+0=12 1*6+1=7", "", "", "  *so*", ""]
+    assert screen(written(console)) == ["thought for 1.0 s, 1 tokens", "", *answer]
+
+
+def test_a_raw_reply_that_is_stopped_before_its_answer_leaves_no_line():
+    console = terminal()
+    reply = RawReply(console, ThinkMode.FOLD)
+    reply.start()
+    reply.end()
+    assert screen(written(console)) == [""]

@@ -112,6 +112,12 @@ def test_a_shape_has_random_weights_and_texts(capsys: pytest.CaptureFixture[str]
         (["--method", "pm-kvq", "--rungs", "4"], "--rungs=4: no option of --method pm-kvq"),
         (["--rungs", "13"], "--rungs=13"),
         (["--least-bits", "0"], "--least-bits=0"),
+        (["--most-bits", "8"], "--most-bits=8: no option of --method mixed. Use --method pm-kvq"),
+        (["--method", "pm-kvq", "--most-bits", "5"], "--most-bits=5: not supported. Choose from 16, 8, 4, 2"),
+        (["--method", "pm-kvq", "--least-bits", "4", "--most-bits", "2"], "--most-bits=2"),
+        (["--method", "pm-kvq", "--sink", "3"], "--sink=3"),
+        ([*KVMIX, "--recent", "-1"], "--recent=-1"),
+        (["--sink", "1"], "--sink=1: no option of --method mixed"),
         (["--budget", "3"], "--budget='3': neither bits nor a size"),
         (["--context", "0"], "--context=0"),
         (["--context", "250"], "--context=250: no block leaves the window"),
@@ -250,6 +256,33 @@ def test_a_plan_says_what_else_would_do_and_what_is_amiss(capsys: pytest.Capture
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Preset int4 is predicted as good: [\d.e-]+ nats at no more bytes", out)
     assert "Keys have channels up to 30 times the median (layers 1) and no q/k norm tames them" in out
+
+
+@pytest.mark.parametrize(("loss", "lost"), [(0.0002, False), (3.3, False), (3.6, True), (7.5, True)])
+def test_a_plan_tells_the_loss_at_scaled_positions(loss: float, lost: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guessing among 1,024 words has 6.93 nats."""
+    plan = make_plan(8, Mixed(budget="4bits", context=8192))
+    profile, model = replace(plan.profile, loss=loss, position_scale=4), replace(plan.model, vocab_size=1024)
+    Path("plan.json").write_bytes(plan_bytes(replace(plan, profile=profile, model=model)))
+    assert main(["plan", "--from", "plan.json", "-o", "other.json"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Loss of the texts at 16 bits at positions times 4: {loss:.2g} nats a token" in out
+    assert ("Warning: guessing has 6.93" in out and "choose a smaller --position-scale" in out) == lost
+
+
+def test_the_windows_of_a_plan_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("plan.json").write_bytes(plan_bytes(make_plan(8, Mixed(budget="4bits", context=8192))))
+    words = ["plan", "--from", "plan.json", "--sink", "32", "-o", "other.json", "--method"]
+    found = []
+    for method in (
+        ["kvmix", "--recent", "128"],
+        ["pm-kvq", "--budget", "7bits", "--least-bits", "4", "--most-bits", "8"],
+    ):
+        assert main([*words, *method]) == 0
+        found.append(read_plan("other.json").config("plan"))
+    assert [(kv.sink, kv.recent, kv.eager) for kv in found] == [(32, 128, True), (32, 128, False)]
+    floors = {bits for side in (found[1].rungs[-1].k, found[1].rungs[-1].v) for bits in side}
+    assert floors == {"int8-token-128", "int4-token-128"}
 
 
 def test_kv_errors_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:

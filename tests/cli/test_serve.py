@@ -87,4 +87,4 @@ def test_without_the_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, capsys):
     for name in [name for name in sys.modules if name.startswith("qkv_engine.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["serve", "--port", "0"]) == 1
-    assert "pip install 'qkv-engine[serve]'" in capsys.readouterr().err
+    assert "pip install '.[serve]'" in capsys.readouterr().err

@@ -60,8 +60,10 @@ class Tab:
         return value
 
     def open(self, url: str) -> None:
+        """Loads a page; what tests before it provoked is forgotten."""
         self.call("Page.navigate", url=url)
         self.wait(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
+        self.complaints.clear()
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """A key, by its name, its code and the text that it makes."""

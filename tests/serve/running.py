@@ -50,10 +50,15 @@ class Running:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             stats = self.engine.stats()
-            if not (stats.num_running or stats.num_waiting or self.frontend._num_live):
+            if not (stats.num_running or stats.num_waiting or self.frontend.seats.num_taken):
                 break
             time.sleep(0.01)
-        assert (stats.num_running, stats.num_waiting, stats.kv_bytes_used, self.frontend._num_live) == (0, 0, 0, 0)
+        assert (stats.num_running, stats.num_waiting, stats.kv_bytes_used, self.frontend.seats.num_taken) == (
+            0,
+            0,
+            0,
+            0,
+        )
         tables = self.engine._started.core.space.tables
         self.engine._loop.call(tables.check_integrity)
 

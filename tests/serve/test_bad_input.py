@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from qkv_engine import Engine
+from qkv_engine.sandbox import process as sandbox_process
 from qkv_engine.serve.connection import MAX_HEADER_BYTES
 from qkv_engine.serve.limits import Limits
 
@@ -39,7 +41,7 @@ def error_of(response) -> dict[str, object]:
         *((body, None) for body in (b"", b"{", b"nope", b'{"prompt": "Hi"} x', b"\xff\xfe", b"[]", b"1", b"\x00")),
         (b'{"prompt": "\xff"}', None),
         (b'{"prompt": "\\ud800"}', None),
-        (b'{"prompt": ' + b"[" * 100_000, None),
+        (b'{"prompt": ' + b"[" * 30_000, None),
         (b'{"other": ' + b"[" * 5000 + b"]" * 5000 + b"}", None),
         (b"{}", None),
         (b'{"prompt": 1}', "prompt"),
@@ -112,10 +114,67 @@ def test_other_paths_methods_and_media_types_are_refused(server: Running):
     response = server.http.get(CHAT)
     assert response.status_code == 405 and "POST" in response.headers["allow"] and error_of(response)
     for media_type in ("text/plain", "application/x-www-form-urlencoded", ""):
-        response = server.http.post(COMPLETIONS, content=VALID, headers={"content-type": media_type})
-        assert response.status_code == 415 and error_of(response)
+        headers = {"content-type": media_type}
+        assert server.http.post(COMPLETIONS, content=VALID, headers=headers).status_code == 200  # as of ``curl -d``
+        for origin in ("https://theirs.example", "null"):
+            response = server.http.post(COMPLETIONS, content=VALID, headers=headers | {"origin": origin})
+            assert response.status_code == 415 and error_of(response)
     utf8 = {"content-type": "application/json; charset=utf-8"}
     assert server.http.post(COMPLETIONS, content=VALID, headers=utf8).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/messages/"])
+def test_paths_that_are_not_there_say_what_is(server: Running, path: str):
+    refused = server.post({"model": "demo"}, path)
+    assert refused.status_code == 404 and "/v1/chat/completions" in str(error_of(refused)["message"])
+
+
+def test_errors_name_the_fields_of_the_body(server: Running):
+    long = "12 " * 9000
+    too_long = [server.post({"prompt": long}), server.post({"messages": [{"role": "user", "content": long}]}, CHAT)]
+    too_long.append(server.post({"prompt": [5] * 9000}))
+    for refused, param in zip(too_long, ("prompt", "messages", "prompt"), strict=True):
+        error = error_of(refused)
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "max_model_len" not in str(error["message"]) and "context of 8192" in str(error["message"])
+    picture = [
+        {"type": "text", "text": "What?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},
+    ]
+    error = error_of(server.post({"messages": [{"role": "user", "content": picture}]}, CHAT))
+    assert error["param"] == "messages[0].content[1]" and "image_url is not supported" in str(error["message"])
+    assert "{" not in str(error["message"])
+
+
+def test_equal_choices_without_a_temperature(server: Running):
+    choices = server.post({"messages": HELLO, "n": 2, "temperature": 0}, CHAT).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert {choice["message"]["content"] for choice in choices} == {"4042"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_s_own_form_is_a_400_that_names_the_field(
+    server: Running, caplog: pytest.LogCaptureFixture, stream: bool
+):
+    """Beyond the library's limits at a later token, too deep for it, or of no text at all."""
+    alternatives = "start: " + " | ".join(f'"x{i}"' for i in range(5000))
+    chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1400)} | {"d1400": {"type": "integer"}}
+
+    def schema(value: object) -> dict[str, object]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
+
+    forms = [{"structured_outputs": {"grammar": alternatives}}, schema({"$ref": "#/$defs/d0", "$defs": chain})]
+    forms += [schema({"$ref": "#"})]
+    for form, param in zip(forms, ("structured_outputs", "response_format", "response_format"), strict=True):
+        answer = server.post({"prompt": "x", "stream": stream, **form})
+        if answer.status_code == 200:
+            assert stream
+            error = json.loads(answer.text.strip().split("\n\n")[-2].removeprefix("data: "))["error"]
+        else:
+            error = error_of(answer)
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+        assert error["message"].startswith(param) and "\n" not in error["message"] and len(error["message"]) < 300
+    assert "Traceback" not in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +264,39 @@ def test_an_offer_of_another_protocol_is_declined_and_its_body_read(server: Runn
     assert answers.count(b"HTTP/1.1 200 OK") == 2 and b"text_completion" in answers
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("connection", ["Upgrade", "Upgrade, close", "close, Upgrade"])
+def test_an_offer_on_a_connection_that_closes_is_answered(server: Running, version: str, connection: str):
+    """It once had no answer, since the parser took the request for bytes behind the connection's end."""
+    lines = head(content_length=len(VALID), connection=connection, upgrade="h2c").replace(b"1.1", version.encode(), 1)
+    with server.raw(lines + VALID) as client:
+        client.settimeout(5)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_requests_behind_a_lost_connection_leave_no_traceback(server: Running, caplog: pytest.LogCaptureFixture):
+    body = json.dumps({"prompt": "Hello", "max_tokens": 3}).encode()
+    for _ in range(20):
+        client = server.raw((head(content_length=len(body)) + body) * 8)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends it by a reset
+        client.recv(100)
+        client.close()
+    server.wait_until_idle()
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
+def test_no_process_for_a_request_is_the_server_s_lack(server: Running, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*given: object, **options: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(sandbox_process, "_spawn", refuse)
+    server.engine.tokenizer.close()
+    answer = server.post({"messages": HELLO}, CHAT)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    error = error_of(answer)
+    assert (error["type"], error["code"]) == ("server_error", "unavailable") and "Errno" not in str(error["message"])
+
+
 def test_a_large_body_is_a_413(strict: Running):
     announced = strict.http.post(COMPLETIONS, json={"prompt": "x" * 10_000})
     assert announced.status_code == 413 and error_of(announced)["code"] == "request_too_large"
@@ -265,6 +357,24 @@ def test_a_client_that_does_not_read_holds_nobody_up(demo_engine: Engine):
         assert server.post({"messages": HELLO}, CHAT).json()["choices"][0]["message"]["content"] == "4042"
         server.wait_until_idle()  # its connection was cut off, and the request aborted
         deaf.close()
+
+
+def test_a_slow_client_that_does_read_gets_all(demo_engine: Engine):
+    """Each pause of its reading is shorter than the patience, all of them together are longer."""
+    with running(demo_engine, limits=Limits(read_timeout=0.5), send_buffer=4096) as server:
+        body = json.dumps({"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "logprobs": 20}).encode()
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        slow.connect((host, int(port)))
+        slow.sendall(head(content_length=len(body), connection="close") + body)
+        received, begin = b"", time.monotonic()
+        while part := slow.recv(8192):
+            received += part
+            if time.monotonic() - begin < 1.5:
+                time.sleep(0.2)
+        slow.close()
+        assert time.monotonic() - begin > 1 and received.endswith(b"}") and b'"finish_reason":"length"' in received
 
 
 def test_the_engine_answers_after_all_that(server: Running):

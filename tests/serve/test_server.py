@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,12 +14,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from qkv_engine import ConfigError, Engine
+from qkv_engine.serve.app import make_app
 from qkv_engine.serve.keys import Keys, read_keys
 from qkv_engine.serve.limits import Limits
-from qkv_engine.serve.server import bind
+from qkv_engine.serve.server import Server, bind
 
 from .running import ENDLESS_BODY, HELLO, Running, running
 
@@ -57,6 +63,23 @@ def test_a_key_s_tenant_is_counted_and_shares_no_prefixes(guarded: Running, monk
     ]
     assert [params.tenant for params in seen] == ["alice", "alice", "bob"]
     assert [details["cached_tokens"] > 0 for details in cached] == [False, True, False]
+
+
+def test_figures_of_all_tenants_are_for_the_first_one(guarded: Running, server: Running):
+    """Bob would learn the length of Alice's prompt, and whether it was cached."""
+    for path in ("/stats", "/metrics"):
+        assert guarded.http.get(path, headers=bearer(ALICE)).status_code == 200
+        refused = guarded.http.get(path, headers=bearer(BOB))
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "operator_only"
+        assert server.http.get(path).status_code == 200
+
+
+def test_two_salts_under_one_key_share_nothing(guarded: Running):
+    body = {"prompt": "y " * 400, "max_tokens": 1}
+    asked = [body | {"cache_salt": salt} for salt in ("one", "one", "two")] + [body, body]
+    usages = [guarded.http.post("/v1/completions", json=each, headers=bearer(ALICE)).json()["usage"] for each in asked]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in usages]
+    assert cached == [False, True, False, False, True]
 
 
 def test_priorities_order_requests_and_no_tenant_goes_before_the_others(server: Running, guarded: Running):
@@ -186,8 +209,8 @@ def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine, caplog: py
         next(lines)
         server.server.stop()
         begin = time.monotonic()
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
+        *_, error, done = [line for line in lines if line]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping" and done == "data: [DONE]"
         assert time.monotonic() - begin < 5
     assert "requests under way: 1, which have 0.3 s to finish" in caplog.text and "Traceback" not in caplog.text
     server.wait_until_idle(5)
@@ -205,6 +228,21 @@ def test_an_answer_that_is_not_begun_in_time_is_a_503(demo_engine: Engine, caplo
     assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_stopping"
     assert "Traceback" not in caplog.text
     server.wait_until_idle(5)
+
+
+def test_a_signal_before_the_server_has_begun_leaves_no_warning(
+    demo_engine: Engine, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    def interrupted(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        made = self.serve(sockets)
+        assert asyncio.iscoroutine(made)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn.Server, "run", interrupted)
+    with bind("127.0.0.1", 0) as sock, pytest.raises(KeyboardInterrupt):
+        Server(make_app(demo_engine, ["demo"]), sock, Limits()).run()
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
 
 
 def test_a_port_in_use_is_refused():

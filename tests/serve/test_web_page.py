@@ -147,6 +147,60 @@ def test_a_conversation_in_chromium(server: Running, tab: chromium.Tab):
 
 
 @needs_chromium
+def test_a_conversation_outlives_a_reload_and_is_edited(server: Running, tab: chromium.Tab):
+    tab.show_as(1200, 800)
+    tab.open(server.url)
+    tab.run("document.querySelector('#new').click()")
+    tab.run("document.querySelector('#example').click()")
+    finished(tab)
+    assert (
+        last(tab, ".text") == "4042" and tab.run("getComputedStyle(document.querySelector('#empty')).display") == "none"
+    )
+    shown = "[...document.querySelectorAll('article')].map((each) => each.innerText)"
+    before = tab.run(shown)
+    tab.open(server.url)
+    tab.wait("document.querySelectorAll('article').length === 2")
+    assert tab.run(shown) == before
+    tab.run("document.querySelector('article.user .edit').click()")
+    assert tab.run("[document.querySelectorAll('article').length, document.querySelector('#question').value]") == [
+        0,
+        "What is 47*86?",
+    ]
+    tab.run("document.querySelector('#question').value = ''")
+    tab.run(SENT)
+    tab.run("document.querySelector('#system').value = 'Be brief.'; document.querySelector('#thinking').value = 'off'")
+    ask(tab, "What is 12+30?")
+    body = json.loads(tab.run("sent.at(-1)"))
+    assert [message["role"] for message in body["messages"]] == ["system", "user"] and "system" not in body
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    tab.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
+    tab.run("document.querySelector('article.assistant .copy').click()")
+    assert tab.wait("window.copied") == last(tab, ".text")
+    tab.run("document.querySelector('#new').click()")
+    assert tab.complaints == []
+
+
+@needs_chromium
+def test_figures_are_read_out_in_words(server: Running, tab: chromium.Tab):
+    server.openai.completions.create(model="demo", prompt="a " * 600, max_tokens=1)
+    tab.open(server.url)
+    label = tab.wait("document.querySelector('#memory').getAttribute('aria-label')")
+    assert re.fullmatch(r"used: 0 B, cached: [\d.]+ [KM]iB, free: [\d.]+ MiB", label), label
+    assert tab.run("document.querySelector('#holders').textContent") == "of cached prefixes; no request runs"
+
+
+@needs_chromium
+def test_a_tenant_beside_others_chats_without_their_figures(demo_engine: Engine, tab: chromium.Tab):
+    with running(demo_engine, keys=Keys([("operator", KEY), ("bob", "bob-secret-22")])) as server:
+        tab.open(server.url)
+        tab.run("sessionStorage.setItem('key', 'bob-secret-22')")
+        tab.open(server.url)
+        tab.wait("document.querySelector('#live').hidden && document.querySelector('#model').textContent === 'demo'")
+        ask(tab, "What is 47*86?")
+        assert last(tab, ".text") == "4042"
+
+
+@needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_the_colours_of_its_reader(server: Running, tab: chromium.Tab, scheme: str):
     tab.show_as(360, 640, scheme)
@@ -220,6 +274,11 @@ def test_text_never_becomes_markup(server: Running, tab: chromium.Tab):
 # Each request of the tab asks for more than any answer has, so that there is time to stop it.
 ENDLESS = """(() => { const fetch_ = fetch; window.fetch = (url, options) => fetch_(url, options?.body
     ? { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true }) } : options); })()"""
+
+
+# The bodies of the tab's requests.
+SENT = """window.sent = []; (() => { const fetch_ = fetch; window.fetch = (url, options) => {
+    if (options?.body) sent.push(options.body); return fetch_(url, options); }; })()"""
 
 
 def ask(tab: chromium.Tab, question: str, *, waits: bool = True) -> None:

@@ -1,0 +1,59 @@
+"""``qkv-engine eval --divergence``: how far each KV preset's next tokens are from those of the first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import common, results
+from .model import check_ladders
+from .progress import progress_bar
+
+if TYPE_CHECKING:
+    from qkv_engine.bench.divergence import DivergenceRow
+    from qkv_engine.bench.questions import Task
+
+EXCLUDES = ("max_tokens", "log_samples", "perplexity", "lm_eval")
+
+
+def add_arguments(add: Callable[..., Any]) -> None:
+    """The option of this mode; ``add`` is an argument group's ``add_argument``."""
+    add(
+        "--divergence",
+        action="store_true",
+        help="KL divergence of each preset from the first one of --kv under teacher forcing: of the right replies of "
+        '--tasks, or of the lines of --data, {"text": "..."} or {"prompt": "...", "answer": "..."}',
+    )
+
+
+def run(args: argparse.Namespace, tasks: tuple[Task, ...], samples: int) -> int:
+    """Measure the right replies of ``tasks`` and ``samples`` lines of ``args.data``; return the exit code."""
+    from qkv_engine.bench.divergence import DivergencePlan, divergence_table, measure_divergence
+
+    ladders = common.kv_ladders(args.kv)
+    plan = DivergencePlan(
+        model=args.model or common.DEMO,
+        kvs=tuple(ladders),
+        tasks=tasks,
+        data=args.data,
+        samples=samples,
+        seed=args.seed,
+    )
+    results.check_targets(args)
+    check_ladders(args, ladders.values())
+    rows: list[DivergenceRow] = []
+    try:
+        with progress_bar(len(plan.kvs) * len(plan.sets)) as bar:
+            for row in measure_divergence(
+                plan,
+                lambda kv: common.open_engine(args, kv=ladders[kv], prefix_caching=False),
+                watch=bar.watch,
+                describe=common.describe_with(args),
+            ):
+                rows.append(row)
+                bar.reach(len(rows))
+    finally:
+        if rows:  # whatever ended the run, Ctrl-C included
+            results.deliver_rows(args, rows, [divergence_table(rows, ladders)])
+    return results.exit_code(row.status for row in rows)
