@@ -17,8 +17,9 @@ from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.request import RequestOutput
 
 from .grading import final_answer, is_correct, score
+from .paired import ABOVE, Paired, paired_cell
 from .preset_loop import measure_presets
-from .provenance import Provenance, engine_values, provenance
+from .provenance import Provenance, block_bits, engine_values, provenance
 from .questions import Task, ask
 from .report import number, short, unfilled_notes
 from .runs import BenchEngine
@@ -52,9 +53,11 @@ class AccuracyRow(Provenance):
     """One task with one KV preset.
 
     ``low`` and ``high`` are Wilson's 95 % interval of ``accuracy``; ``same`` counts the replies that are, to the
-    letter, those of the first preset; ``cut`` those that ran into their token limit. ``effective_bits`` are at the
-    peak of KV memory, all metadata counted; ``lowest_bits`` the narrowest codes of any request when it ended.
-    ``kv_bytes_total`` is the KV memory in bytes. ``status`` is "ok", "does not fit" or "failed"; ``detail`` says why.
+    letter, those of the first preset; ``cut`` those that ran into their token limit. ``better`` and ``worse`` count
+    questions that this preset alone, or the one before alone, answered right, and ``p`` is their sign test. Bits count
+    all metadata: ``effective_bits`` those held at the peak of KV memory, ``block_bits`` those of a block on the last
+    rung; ``lowest_bits`` are the narrowest codes of any request when it ended. ``kv_bytes_total`` is the KV memory in
+    bytes. ``status`` is "ok", "does not fit" or "failed"; ``detail`` says why.
     """
 
     model: str
@@ -68,8 +71,12 @@ class AccuracyRow(Provenance):
     high: float | None = None
     same: int | None = None
     cut: int | None = None
+    better: int | None = None
+    worse: int | None = None
+    p: float | None = None
     kv_bytes_total: int | None = None
     effective_bits: float | None = None
+    block_bits: float | None = None
     lowest_bits: float | None = None
     output_tokens: int | None = None
     demotions: int | None = None
@@ -127,6 +134,7 @@ class _Evaluation:
     log: Log
     describe: Callable[[QKVError], str]
     _first_replies: dict[str, list[str]] = field(default_factory=dict)  # by task, of the preset that answered it first
+    _last_right: dict[str, list[bool]] = field(default_factory=dict)  # by task, of the preset that answered it last
 
     def rows(self) -> Iterator[AccuracyRow]:
         tasks = dict.fromkeys(self.plan.kvs, self.plan.tasks)
@@ -139,7 +147,7 @@ class _Evaluation:
 
     def _task(self, kv: str, engine: BenchEngine, tokenizer: Tokenizer, task: Task) -> AccuracyRow:
         asks = ask(tokenizer, task.examples, max_tokens=self.plan.max_tokens)
-        prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
+        prompts, params = [ask.prompt for ask in asks], [ask.judged for ask in asks]
         engine.reset_stats()
         with self.watch(work_of(f"{kv}, {task.label}", prompts, params), engine):
             start = time.monotonic()
@@ -153,6 +161,10 @@ class _Evaluation:
     ) -> AccuracyRow:
         replies = [output.text for output in outputs]
         found = score(replies, list(task.examples))
+        right = [is_correct(reply, e.answer) for reply, e in zip(replies, task.examples, strict=True)]
+        before = self._last_right.get(task.label)
+        paired = {} if before is None else Paired.of(right, before)._asdict()
+        self._last_right[task.label] = right
         first = self._first_replies.setdefault(task.label, replies)
         errors = [output.error for output in outputs if output.error is not None]
         bits = [output.kv.lowest_bits for output in outputs if output.kv.lowest_bits is not None]
@@ -160,6 +172,8 @@ class _Evaluation:
         return replace(
             row,
             **engine_values(stats, self.plan.seed),
+            **paired,
+            block_bits=block_bits(stats),
             right=found.correct,
             accuracy=round(found.share, 4),
             low=round(found.low, 4),
@@ -211,8 +225,10 @@ def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] 
         "accuracy": ["" if row.accuracy is None else f"{row.accuracy:.1%}" for row in rows],
         "95 % interval": ["" if row.low is None else f"{100 * row.low:.1f} - {row.high:.1%}" for row in rows],
         same: [number(row.same, 0) for row in rows] if len({r.kv for r in rows}) > 1 else [],
+        ABOVE: [paired_cell(row.better, row.worse, row.p) for row in rows],
         "cut": [number(row.cut or None, 0) for row in rows],
-        "bits": [number(row.effective_bits, 2) for row in rows],
+        "bits a block": [number(row.block_bits, 2) for row in rows],
+        "bits held": [number(row.effective_bits, 2) for row in rows],
         "lowest": [short(row.lowest_bits) for row in rows],
         "tokens": [number(row.output_tokens, 0) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
@@ -220,7 +236,8 @@ def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] 
         "seconds": [number(row.seconds, 1) for row in rows],
         "status": status_cells(rows),
     }
-    spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, "95 % interval", "samples", "bits"]
+    spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, ABOVE]
+    spare += ["95 % interval", "samples", "bits a block", "bits held"]
     names = [f"{row.task} {row.kv}" for row in rows]
     return from_columns(
         _title(rows),

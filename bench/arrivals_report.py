@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
-from .arrivals_row import PERCENTILES, ArrivalsRow
+from .arrivals_row import ArrivalsRow
 from .report import number, short, size, times, unfilled_notes
 from .status import status_cells, status_notes
 from .table import Table, from_columns, joined
@@ -43,40 +43,51 @@ def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PR
         "status": status_cells(rows),
     }
     spare = ["failed", "seconds", "req/s", "KV peak", "bits", ratio, "finished", "lowest", "status"]
+    spare += ["demotions", "preemptions", "goodput", "waiting"]
     notes = status_notes(rows, [f"{row.kv} {row.rate}" for row in rows])
-    notes += unfilled_notes(rows, [row.kv for row in rows], ladders)
+    notes += unfilled_notes(rows, [row.kv for row in rows], ladders) + crowded_notes(rows, ladders)
     return from_columns(_title(rows), columns, notes, spare)
 
 
+def crowded_notes(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]) -> list[str]:
+    """Notes on ladders whose blocks stepped down although no more requests ran at once than with the first preset."""
+    most = {row.rate: row.max_running for row in rows if row.kv == rows[0].kv}
+    found = [
+        row.kv
+        for row in rows
+        if row.demotions and row.kv in ladders and not ladders[row.kv].eager
+        and (row.max_running or 0) <= (most.get(row.rate) or 0) and row.max_waiting
+    ]  # fmt: skip
+    names = ", ".join(dict.fromkeys(found))
+    return [f"{names}: no more requests ran at once: contexts are too short for blocks to save memory"] if found else []
+
+
 def latency_table(rows: Sequence[ArrivalsRow]) -> Table:
-    """The table of latencies in ms: percentiles of each."""
-    names = " / ".join(f"p{percent}" for percent in PERCENTILES)
+    """The table of latencies in ms: median and 99th percentile of each."""
     columns = {
-        f"{label} ms {names}": [
-            _joined([getattr(row, f"{name}_ms_p{percent}") for percent in PERCENTILES], digits) for row in rows
-        ]
+        f"{label} ms p50/p99": [_percentiles(row, name, digits) for row in rows]
         for name, label, digits in (("ttft", "TTFT", 0), ("tpot", "TPOT", 1), ("itl", "ITL", 1), ("e2e", "E2E", 0))
     }
-    return _below(rows, columns)
+    return _below(rows, columns, spare=["E2E ms p50/p99", "ITL ms p50/p99", "TPOT ms p50/p99"])
 
 
 def steps_table(rows: Sequence[ArrivalsRow]) -> Table:
     """The table of steps of each kind: their number, and their p50 and p99 in ms."""
     kinds = {
-        "decode_steps": "decode steps: p50 / p99 ms",
+        "decode_steps": "decode steps: ms p50/p99",
         "decode_steps_demoting": "with demotions",
         "mixed_steps": "with a prompt",
         "mixed_steps_demoting": "with a prompt and demotions",
     }
     columns = {label: [_steps(row, name) for row in rows] for name, label in kinds.items()}
-    return _below(rows, columns)
+    return _below(rows, columns, spare=["with a prompt and demotions", "with demotions", "with a prompt"])
 
 
-def _below(rows: Sequence[ArrivalsRow], columns: Mapping[str, list[str]]) -> Table:
+def _below(rows: Sequence[ArrivalsRow], columns: Mapping[str, list[str]], spare: Sequence[str]) -> Table:
     """A further table of rows that have been introduced; without any cells if nothing ran."""
     if not any(map(any, columns.values())):
         return Table("", [], [], [])
-    return from_columns("", _keys(rows) | dict(columns), [])
+    return from_columns("", _keys(rows) | dict(columns), [], spare)
 
 
 def _keys(rows: Sequence[ArrivalsRow]) -> dict[str, list[str]]:
@@ -94,10 +105,10 @@ def _title(rows: Sequence[ArrivalsRow]) -> str:
 
 def _steps(row: ArrivalsRow, name: str) -> str:
     count = getattr(row, name)
-    times = _joined([getattr(row, f"{name}_ms_p{percent}") for percent in (50, 99)], 1)
-    return f"{count:,}: {times}" if count else ""
+    return f"{count:,}: {_percentiles(row, name, 1)}" if count else ""
 
 
-def _joined(values: Sequence[float | None], digits: int) -> str:
-    """``values`` between slashes; nothing if there are none."""
+def _percentiles(row: ArrivalsRow, name: str, digits: int) -> str:
+    """Median and 99th percentile of the milliseconds ``name``, between a slash; nothing if there are none."""
+    values = [getattr(row, f"{name}_ms_p{percent}") for percent in (50, 99)]
     return "" if None in values else " / ".join(number(value, digits) for value in values)

@@ -81,6 +81,7 @@ class ArrivalsRow(Provenance):
     effective_bits: float | None = None
     kv_bytes_total: int | None = None
     kv_bytes_peak: int | None = None
+    kv_bytes_reserve: int | None = None
     decode_steps: int | None = None
     decode_steps_ms_p50: float | None = None
     decode_steps_ms_p99: float | None = None
@@ -130,6 +131,7 @@ def figures(
         "max_waiting": max(sample.waiting for sample in samples),
         "lowest_bits": min((b for one in finished if (b := _lowest_bits(one)) is not None), default=None),
         "kv_bytes_peak": stats.kv_bytes_peak,
+        "kv_bytes_reserve": stats.kv_bytes_reserve,
         **step_times("decode_steps", [step for step in steps if not step.prompt_tokens]),
         **step_times("mixed_steps", [step for step in steps if step.prompt_tokens]),
         "status": FAILED if errors else OK,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -35,6 +37,7 @@ NEAR = 0.1  # share by which the batch of two rows may differ where nothing else
 SAME, BETTER, WORSE = "same", "better", "worse"
 MARKS = {SAME: "", BETTER: "▲ ", WORSE: "▼ "}
 
+_first = itemgetter(0)
 Settings = tuple[tuple[str, str], ...]
 Key = tuple[Settings, int]  # with a number among rows of the same settings
 
@@ -120,18 +123,27 @@ def _like(first: dict[Key, Record], rows: dict[Key, Record]) -> dict[Key, Record
 
     The largest batch that fits moves with the memory that is left.
     """
+    spare: dict[Settings, list[tuple[float, Key]]] = {}  # by batch
+    for key in rows:
+        if key not in first and _is_number(rows[key].get("batch")):
+            spare.setdefault(_but_batch(key), []).append((rows[key]["batch"], key))
+    for group in spare.values():
+        group.sort(key=_first)
     found = dict(rows)
-    for key in [key for key in first if key not in rows]:
-        for other in [other for other in found if other not in first and _but_batch(other) == _but_batch(key)]:
-            batch, near = first[key].get("batch"), found[other].get("batch")
-            if _is_number(batch) and _is_number(near) and abs(near - batch) <= NEAR * batch:
-                found[key] = found.pop(other)
-                break
+    for key, row in first.items():
+        group = spare.get(_but_batch(key), [])
+        if key in rows or not group or not _is_number(row.get("batch")):
+            continue
+        batch = row["batch"]
+        place = bisect_left(group, batch, key=_first)
+        nearest = min(range(max(0, place - 1), min(len(group), place + 1)), key=lambda i: abs(group[i][0] - batch))
+        if abs(group[nearest][0] - batch) <= NEAR * batch:
+            found[key] = found.pop(group.pop(nearest)[1])
     return found
 
 
-def _but_batch(key: Key) -> dict[str, str]:
-    return {name: value for name, value in key[0] if name != "batch"}
+def _but_batch(key: Key) -> Settings:
+    return tuple((name, value) for name, value in key[0] if name != "batch")
 
 
 def _varying(rows: Sequence[Settings]) -> set[str]:
@@ -179,7 +191,8 @@ def _metrics(record: Record) -> dict[str, float]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether ``value`` is a number, and a finite one as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_higher_better(metric: str, record: Record) -> bool:
@@ -190,15 +203,20 @@ def _is_higher_better(metric: str, record: Record) -> bool:
 
 def _spread(record: Record, metric: str) -> float:
     """Half the interval of a metric, as a share of it; that of the row's throughput where it has none of its own."""
-    if record.get("metric") == metric and record["value"] and _is_number(record.get("stderr")):
+    if record.get("metric") == metric and _is_share(record, "value") and _is_number(record.get("stderr")):
         return float(1.96 * record["stderr"] / abs(record["value"]))  # the half of a 95 % interval
     for name in (metric, "output_tok_s"):
         bounds = [(f"{name}{low}", f"{name}{high}") for low, high in INTERVALS]
         bounds += [("low", "high")] if name == "accuracy" else []
         for low, high in bounds:
-            if record.get(name) and _is_number(record.get(low)) and _is_number(record.get(high)):
+            if _is_share(record, name) and _is_number(record.get(low)) and _is_number(record.get(high)):
                 return float((record[high] - record[low]) / 2 / abs(record[name]))
     return 0.0
+
+
+def _is_share(record: Record, name: str) -> bool:
+    """Whether ``record`` has a number as ``name`` that something can be a share of."""
+    return bool(record.get(name)) and _is_number(record[name])
 
 
 def _only_in(file: str, rows: Sequence[str]) -> list[str]:

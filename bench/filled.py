@@ -102,7 +102,7 @@ class FilledEngine(Closable):
         self._is_closed = False
         self._threads = ExitStack()
         if self.started.device.type == "cpu":
-            self._threads.enter_context(computing_with(self.started.num_threads))
+            self._threads.enter_context(computing_with(self.started.threads.number))
         self.core.make_space = lambda: FilledManager(self.core, self._patterns)
         self.core.recover()
         self._stats = take_snapshot(self.started)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
+from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, remedy_of_extra
 
-from .provenance import Provenance, engine_values, provenance
+from .provenance import Provenance, block_bits, engine_values, provenance
 from .report import number, short, unfilled_notes
 from .scoring import ScoringEngine
 from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
@@ -44,8 +44,9 @@ class HarnessRow(Provenance):
     """One metric of one task with one KV preset.
 
     ``filter`` names how answers were extracted, "none" as a rule. ``stderr`` is the standard error of ``value``.
-    ``effective_bits`` are at the peak of KV memory over all tasks, all metadata counted. ``status`` is "ok", "does
-    not fit" or "failed", in a row of all tasks; ``detail`` says why.
+    Bits count all metadata: ``effective_bits`` those held at the peak of KV memory over all tasks, ``block_bits`` those
+    of a block on the last rung. ``status`` is "ok", "does not fit" or "failed", in a row of all tasks; ``detail`` says
+    why.
     """
 
     model: str
@@ -59,6 +60,7 @@ class HarnessRow(Provenance):
     num_fewshot: int | None = None
     kv_bytes_total: int | None = None
     effective_bits: float | None = None
+    block_bits: float | None = None
     lowest_bits: float | None = None
     demotions: int | None = None
     preemptions: int | None = None
@@ -69,8 +71,7 @@ class HarnessRow(Provenance):
 def require_lm_eval() -> None:
     """Raises ``ConfigError``, naming the extra, if the harness is not installed."""
     if find_spec("lm_eval") is None:
-        remedy = "Install it with: pip install 'qkv-engine[eval]'"
-        raise ConfigError("needs the package lm-eval", field="lm_eval", remedy=remedy)
+        raise ConfigError("needs the package lm-eval", field="lm_eval", remedy=remedy_of_extra("eval"))
 
 
 class Tasks:
@@ -169,6 +170,7 @@ def _run(plan: HarnessPlan, tasks: Tasks, kv: str, engine: ScoringEngine, show_p
     )
     figures: dict[str, Any] = {
         **engine_values(engine.stats(), plan.seed),
+        "block_bits": block_bits(engine.stats()),
         "model": plan.model,
         "kv": kv,
         "lowest_bits": lm.lowest_bits,
@@ -211,13 +213,14 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
         "±": [number(row.stderr, 4) for row in rows],
         "samples": [number(row.samples, 0) for row in rows],
         "few-shot": [number(row.num_fewshot or None, 0) for row in rows],
-        "bits": [number(row.effective_bits, 2) for row in rows],
+        "bits a block": [number(row.block_bits, 2) for row in rows],
+        "bits held": [number(row.effective_bits, 2) for row in rows],
         "lowest": [short(row.lowest_bits) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "status": status_cells(rows),
     }
-    spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits", "filter"]
+    spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits a block", "bits held", "filter"]
     names = [row.kv for row in rows]
     notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
     table = from_columns(_title(rows), columns, notes, [*spare, "status"])

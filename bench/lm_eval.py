@@ -153,10 +153,11 @@ class EngineLM(TemplateLM):
         unknown = sorted(sampling.keys() - set(SamplingParams.__struct_fields__))
         if unknown:
             raise RequestError("not a sampling parameter", field=unknown[0], value=sampling[unknown[0]])
-        params = SamplingParams(max_tokens=given["max_gen_toks"], stop=until[:MAX_STOP_STRINGS], **sampling)
         room = self.engine.max_model_len - given["max_gen_toks"]
         if room < 1:
             remedy = f"Use at most {self.engine.max_model_len - 1}, or a larger max_model_len"
             value = given["max_gen_toks"]
             raise RequestError("leaves no room for a prompt", field="max_gen_toks", value=value, remedy=remedy)
-        return self.tok_encode(context)[-room:], params, until
+        ids = self.tok_encode(context)[-room:]
+        limits: dict[str, Any] = {"max_tokens": given["max_gen_toks"], "num_prefill_tokens": len(ids)}
+        return ids, SamplingParams(stop=until[:MAX_STOP_STRINGS], **limits, **sampling), until

@@ -14,7 +14,7 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.input_files import read_input
 
-from .provenance import Provenance, engine_values, provenance
+from .provenance import Provenance, block_bits, engine_values, provenance
 from .questions import MAX_FILE_NBYTES
 from .report import number, short, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
@@ -52,8 +52,9 @@ class PerplexityRow(Provenance):
 
     ``context`` are the tokens of a window, ``stride`` those that are scored, ``tokens`` the scored ones of all
     windows. ``nll`` is their mean negative log-likelihood in nats, ``ratio`` the perplexity divided by that of the
-    first preset. ``tok_s`` counts the tokens of all windows. ``effective_bits`` are at the peak of KV memory, all
-    metadata counted. ``status`` is "ok", "does not fit" or "failed"; ``detail`` says why.
+    first preset. ``tok_s`` counts the tokens of all windows. Bits count all metadata: ``effective_bits`` those held at
+    the peak of KV memory, ``block_bits`` those of a block on the last rung. ``status`` is "ok", "does not fit" or
+    "failed"; ``detail`` says why.
     """
 
     model: str
@@ -69,6 +70,7 @@ class PerplexityRow(Provenance):
     ratio: float | None = None
     kv_bytes_total: int | None = None
     effective_bits: float | None = None
+    block_bits: float | None = None
     lowest_bits: float | None = None
     demotions: int | None = None
     preemptions: int | None = None
@@ -189,6 +191,7 @@ def _with_figures(
     bits = [one.lowest_bits for one in scores if one.lowest_bits is not None]
     figures: dict[str, Any] = {
         **engine_values(engine.stats()),
+        "block_bits": block_bits(engine.stats()),
         "windows": len(pairs),
         "tokens": tokens,
         "nll": total / tokens,
@@ -212,14 +215,15 @@ def perplexity_table(rows: Sequence[PerplexityRow], ladders: Mapping[str, KVConf
         "perplexity": [number(row.perplexity, 4) for row in rows],
         "bits/byte": [number(row.bits_per_byte, 4) for row in rows],
         ratio: ["" if row.ratio is None else f"{row.ratio:.4f}x" for row in rows] if len(rows) > 1 else [],
-        "bits": [number(row.effective_bits, 2) for row in rows],
+        "bits a block": [number(row.block_bits, 2) for row in rows],
+        "bits held": [number(row.effective_bits, 2) for row in rows],
         "lowest": [short(row.lowest_bits) for row in rows],
         "demotions": [number(row.demotions or None, 0) for row in rows],
         "preemptions": [number(row.preemptions or None, 0) for row in rows],
         "tok/s": [number(row.tok_s, 0) for row in rows],
         "status": status_cells(rows),
     }
-    spare = ["tok/s", "preemptions", "demotions", "lowest", "nll", "bits/byte", "bits", "tokens"]
+    spare = ["tok/s", "preemptions", "demotions", "lowest", "nll", "bits/byte", "bits a block", "bits held", "tokens"]
     names = [row.kv for row in rows]
     notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
     return from_columns(_title(rows), columns, notes, [*spare, "status"])

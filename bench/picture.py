@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Literal
 
-from qkv_engine.errors import ConfigError
+from qkv_engine.errors import ConfigError, remedy_of_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,9 +23,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "plots need matplotlib", field="plot", remedy="Install it with: pip install 'qkv-engine[bench]'"
-        ) from None
+        raise ConfigError("plots need matplotlib", field="plot", remedy=remedy_of_extra("bench")) from None
 
 
 def new_figure(size: tuple[float, float], dpi: int, *, pad: float = PAD) -> Figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 from statistics import fmean
 
 import torch
@@ -21,6 +22,7 @@ from qkv_engine.sizes import format_size
 from .sizing import planned_cache
 from .table import Table, from_columns
 
+GUESSING = 0.5  # of the loss of guessing: a model above it knows too little of a text to be profiled on it
 REFERENCE_K, REFERENCE_V = "int2-channel-128", "int2-token-128"  # whose sensitivities stand for a layer's
 
 
@@ -123,7 +125,7 @@ def plan_table(plan: KVPlan, rows: Sequence[LayerRow], memory: int | None = None
         "K": [row.k for row in rows],
         "V": [row.v for row in rows],
     }
-    notes = [_summary(rows), *_rung_notes(plan, memory), *_advice(plan)]
+    notes = [*_loss_notes(plan), _summary(rows), *_rung_notes(plan, memory), *_advice(plan)]
     return from_columns(plan_title(plan), columns, notes, spare=["V", "K"])
 
 
@@ -133,6 +135,19 @@ def _choice(plan: KVPlan) -> str:
         return "layers at random" if settings.random_seed is not None else "layers by gradient norm"
     held = "" if settings.parsed().nbytes is None else f"{settings.requests:,} of "
     return f"{settings.budget} for {held}{settings.context:,} tokens"
+
+
+def _loss_notes(plan: KVPlan) -> list[str]:
+    """The loss of the profiled model, and a warning where it is near that of guessing."""
+    loss, scale, guessing = plan.profile.loss, plan.profile.position_scale, log(plan.model.vocab_size)
+    if loss is None:
+        return []
+    where = f" at positions times {scale}" if scale > 1 else ""
+    lines = [f"Loss of the texts at 16 bits{where}: {loss:.2g} nats a token"]
+    if loss >= GUESSING * guessing:
+        remedy = ": choose a smaller --position-scale" if scale > 1 else ""
+        lines.append(f"Warning: guessing has {guessing:.2f}. What matters to a model that is lost says little{remedy}")
+    return lines
 
 
 def _summary(rows: Sequence[LayerRow]) -> str:

@@ -47,7 +47,8 @@ def plot_arrivals(found: Sequence[Measured], bits: Mapping[str, float], *, kind:
         _dress(axes)
     figure.align_ylabels(grid[:, 0])
     figure.suptitle(_title(next((one.row for one in shown if one.series), shown[0].row)), fontweight="bold")
-    _legend(figure, rungs, has_preemptions=any(one.row.preemptions for one in shown))
+    has_reserve = any(one.row.kv_bytes_reserve for one in shown)
+    _legend(figure, rungs, has_preemptions=any(one.row.preemptions for one in shown), has_reserve=has_reserve)
     return as_file(figure, kind)
 
 
@@ -86,6 +87,8 @@ def _draw_free(axes: Axes, one: Measured, divisor: int) -> None:
     free = [sample.kv_bytes_free / divisor for sample in one.series]
     axes.fill_between(seconds, free, step="post", color=FREE, alpha=0.3, linewidth=0)
     axes.step(seconds, free, where="post", color=FREE, linewidth=1.2)
+    if one.row.kv_bytes_reserve:
+        axes.axhline(one.row.kv_bytes_reserve / divisor, color=GREY, linewidth=0.8, linestyle=":")
 
 
 def _draw_requests(axes: Axes, one: Measured) -> None:
@@ -127,8 +130,8 @@ def _title(row: ArrivalsRow) -> str:
     return literal(f"{subject(row)}\n{load}")
 
 
-def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) -> None:
-    """Below all panels, once."""
+def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool, has_reserve: bool) -> None:
+    """Below all panels, once. ``has_reserve``: a line shows the memory kept for steps down."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -136,4 +139,6 @@ def _legend(figure: Figure, rungs: Mapping[str, Any], *, has_preemptions: bool) 
     handles += [Line2D([], [], color=color, label=name) for name, color in (("running", RUNNING), ("waiting", WAITING))]
     if has_preemptions:
         handles.append(Line2D([], [], color=WAITING, marker="x", markersize=4, linestyle="", label="preempted"))
+    if has_reserve:
+        handles.append(Line2D([], [], color=GREY, linewidth=0.8, linestyle=":", label="reserve"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), LEGEND_COLUMNS), frameon=False)

@@ -92,6 +92,11 @@ def engine_values(stats: EngineStats, seed: int | None = None) -> dict[str, Any]
     }
 
 
+def block_bits(stats: EngineStats) -> float | None:
+    """Bits of an element in a block on the last rung of an engine's ladder, all metadata counted."""
+    return rounded(list(stats.kv_rungs.values())[-1])
+
+
 @cache
 def commit(checkout: Path = _CHECKOUT) -> str | None:
     """The short hash of ``checkout`` when it was first asked for, with "+" where its sources differ from that commit.

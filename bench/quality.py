@@ -12,7 +12,7 @@ from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import QKVError
 
 from .accuracy import AccuracyPlan, AccuracyRow, evaluate
-from .grading import wilson_interval
+from .grading import mean_interval
 from .papers import Experiment
 from .report import paper_tables, sweep_table, workload_table
 from .runs import BenchEngine
@@ -32,7 +32,7 @@ class Quality:
     """The answers of one preset.
 
     ``accuracy`` is the mean of the tasks' shares of right answers, 0 to 1; ``accuracy_low`` and ``accuracy_high`` are
-    Wilson's 95 % interval over all ``answers``. ``eval_tasks`` names the tasks and ``eval_model`` the model that
+    its 95 % interval, over ``answers`` in all. ``eval_tasks`` names the tasks and ``eval_model`` the model that
     answered. ``eval_bits`` are effective bits when the most KV was held, mean of the tasks. Of a preset without
     answers ``eval_detail`` says why.
     """
@@ -104,11 +104,10 @@ def quality_of(rows: Sequence[AccuracyRow]) -> Quality:
     failed = next((row for row in rows if row.status != OK), None)
     if failed is not None:
         return replace(named, eval_detail=f"{failed.task} {failed.status}: {failed.detail}")
-    right, asked = sum(row.right or 0 for row in rows), sum(row.samples for row in rows)
-    low, high = wilson_interval(right, asked)
+    low, high = mean_interval([(row.right or 0, row.samples) for row in rows])
     return replace(
         named,
-        answers=asked,
+        answers=sum(row.samples for row in rows),
         accuracy=round(fmean((row.right or 0) / row.samples for row in rows), 4),
         accuracy_low=round(low, 4),
         accuracy_high=round(high, 4),

@@ -2,7 +2,8 @@
 
 A run of prompts that grow to long contexts would spend its time on prompts. KV memory is filled in their place
 (``filled.py``), the engine's own decode steps are timed there, and the mean over the contexts is the mean over the
-output, since a step's time grows linearly with the context.
+output, since a step's time grows linearly with the context. Under pressure it does not: it jumps where blocks step
+down, which few contexts may miss, and only a full run tells the mean.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _grid(table: Table, width: int) -> Grid:
         grid.add_column(Text(header), justify="left" if _is_left(table, i) else "right", width=column, overflow="fold")
     groups = [None if table.group is None else row[table.group] for row in table.cells]
     is_grouped = any(before == after for before, after in pairwise(groups))  # not where each row would be a section
-    for row, group, following in zip(table.cells, groups, [*groups[1:], None], strict=True):
+    for row, group, following in zip(table.cells, groups, [*groups[1:], None], strict=False):  # no rows: no groups
         grid.add_row(*map(Text, row), end_section=is_grouped and group != following)
     return grid
 

@@ -14,6 +14,7 @@ from qkv_engine.calibrate.sensitivity import SINK
 from qkv_engine.errors import ConfigError, RequestError
 from qkv_engine.text.tokenizer import Tokenizer
 
+from .grading import Example, Purpose
 from .questions import parse_tasks, prompt_ids, read_lines
 from .runs import random_prompts
 
@@ -40,13 +41,14 @@ def task_texts(
 ) -> TextSet:
     """``samples`` questions with their replies, spread over the demo tasks of "ledger:40,lookup"; the replies count.
 
-    Raises ``ConfigError`` for an unknown task, or where a question leaves no room for its reply.
+    No seed gives a question that ``eval`` asks. Raises ``ConfigError`` for an unknown task, or where a question leaves
+    no room for its reply.
     """
-    found = parse_tasks(tasks, samples=samples, seed=seed, field=field)
+    found = parse_tasks(tasks, samples=samples, seed=seed, field=field, purpose=Purpose.PROFILE)
     if samples < len(found):
         raise ConfigError("fewer than there are tasks", field="samples", value=samples)
     mixed = list(chain.from_iterable(zip(*(task.examples for task in found), strict=True)))[:samples]
-    texts = [_conversation(tokenizer, example.prompt, example.reply, max_tokens) for example in mixed]
+    texts = [_conversation(tokenizer, example, max_tokens) for example in mixed]
     return _checked(TextSet(", ".join(task.label for task in found), texts, max_tokens), field, tasks)
 
 
@@ -65,9 +67,14 @@ def file_texts(tokenizer: Tokenizer, path: Path, *, samples: int, max_tokens: in
 
     Raises ``ConfigError`` for any other line and for a set that is too short.
     """
-    lines = read_lines(path)[:samples]
-    texts = [_line_text(tokenizer, path, number, line, max_tokens) for number, line in lines]
+    texts = read_texts(tokenizer, path, samples=samples, max_tokens=max_tokens)
     return _checked(TextSet(path.name, texts, max_tokens), "data", str(path))
+
+
+def read_texts(tokenizer: Tokenizer, path: Path, *, samples: int, max_tokens: int) -> list[Text]:
+    """The texts of ``file_texts``, however short they are. Raises ``ConfigError`` for a line that is none."""
+    lines = read_lines(path)[:samples]
+    return [_line_text(tokenizer, path, number, line, max_tokens) for number, line in lines]
 
 
 def random_texts(vocab_size: int, *, samples: int, max_tokens: int, seed: int = 0) -> TextSet:
@@ -85,7 +92,7 @@ def _line_text(tokenizer: Tokenizer, path: Path, number: int, line: bytes, max_t
     reply = found.reply or found.answer
     try:
         if found.prompt and reply and not found.text:
-            return _conversation(tokenizer, found.prompt, reply, max_tokens)
+            return _conversation(tokenizer, Example(path.stem, 0, found.prompt, found.answer, "", reply), max_tokens)
         if found.text and not found.prompt:
             return Text(tokenizer.encode(found.text)[:max_tokens])
     except RequestError as error:  # longer than any tokenizer is given
@@ -93,14 +100,14 @@ def _line_text(tokenizer: Tokenizer, path: Path, number: int, line: bytes, max_t
     raise ConfigError(f"line {number} is no text", field="data", value=str(path), remedy=remedy)
 
 
-def _conversation(tokenizer: Tokenizer, prompt: str, reply: str, max_tokens: int) -> Text:
+def _conversation(tokenizer: Tokenizer, example: Example, max_tokens: int) -> Text:
     """The question and the reply; only the reply counts, as nobody asks the model for the question."""
-    asked = prompt_ids(tokenizer, prompt)
+    asked = prompt_ids(tokenizer, example)
     if len(asked) >= max_tokens:
         remedy = f"Give more than the {len(asked):,} tokens of the question"
-        message = f"the question {prompt[:SHOWN_CHARS]!r} leaves no room for its reply"
+        message = f"the question {example.prompt[:SHOWN_CHARS]!r} leaves no room for its reply"
         raise ConfigError(message, field="max_tokens", value=max_tokens, remedy=remedy)
-    replied = tokenizer.encode(reply, add_special_tokens=False)
+    replied = tokenizer.encode(example.reply, add_special_tokens=False)
     return Text([*asked, *replied][:max_tokens], max(1, len(asked)))
 
 

@@ -1,6 +1,7 @@
 """Accuracy of presets on the demo tasks: ``python -m studies.accuracy --kv bf16,kitty-pro,kivi-2 --samples 200``.
 
-One row a preset: right answers of each demo task, and the mean over tasks. ``--boost 0,12.5,25,50,100`` adds ladders
+One row a preset: right answers of each demo task, the mean over tasks, and the questions that it alone and the row
+above alone answered. ``--boost 0,12.5,25,50,100`` adds ladders
 with that percentage of K's channels at four bits, chosen by each of ``--rankings``; ``--plot`` draws them (Kitty's
 Figure 4). ``--plans FILE ...`` adds plan files as one row: the mean of several draws, such as KVmix's random control.
 ``--eager`` measures the floors of ladders that step down under pressure.
@@ -20,7 +21,8 @@ import torch
 from qkv_engine import Engine
 from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, evaluate
 from qkv_engine.bench.files import write_file
-from qkv_engine.bench.grading import wilson_interval
+from qkv_engine.bench.grading import mean_interval
+from qkv_engine.bench.paired import ABOVE, Paired, paired_cell, sign_test
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sizing import make_ladder
@@ -37,16 +39,18 @@ STYLES = ("o-", "s--", "D:")  # of the lines of a plot
 
 
 class Result(NamedTuple):
-    """Answers with one cache, over all tasks; for several plans the sum.
+    """Answers with one cache by task and size; for several plans the sum.
 
-    ``bits``: effective, when the most was held. ``floor``: of a block on the last rung, None for several plans.
+    ``held``: effective bits when the most was held. ``floor``: of a block on the last rung, None for several plans.
+    ``paired``: against the row above, None for the first and for several plans.
     """
 
     name: str
     right: dict[str, int]
     asked: dict[str, int]
-    bits: float
+    held: float
     floor: float | None
+    paired: Paired | None
 
     @property
     def mean(self) -> float:
@@ -55,8 +59,8 @@ class Result(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval over all answers."""
-        return wilson_interval(sum(self.right.values()), sum(self.asked.values()))
+        """The 95 % interval of the mean."""
+        return mean_interval([(right, self.asked[task]) for task, right in self.right.items()])
 
 
 def boosted(percent: str, ranking: str) -> KVConfig:
@@ -98,10 +102,14 @@ def result(name: str, rows: Sequence[AccuracyRow], floor: float | None = None) -
     """The sum of a cache's rows, task by task."""
     right, asked = dict[str, int](), dict[str, int]()
     for row in rows:
-        right[row.task] = right.get(row.task, 0) + (row.right or 0)
-        asked[row.task] = asked.get(row.task, 0) + row.samples
-    bits = [row.effective_bits for row in rows if row.effective_bits is not None]
-    return Result(name, right, asked, sum(bits) / max(1, len(bits)), floor)
+        label = f"{row.task} {row.size}"
+        right[label] = right.get(label, 0) + (row.right or 0)
+        asked[label] = asked.get(label, 0) + row.samples
+    held = [row.effective_bits for row in rows if row.effective_bits is not None]
+    better, worse = (sum(getattr(row, field) or 0 for row in rows) for field in ("better", "worse"))
+    is_paired = floor is not None and all(row.better is not None for row in rows)
+    paired = Paired(better, worse, sign_test(better, worse)) if is_paired else None
+    return Result(name, right, asked, sum(held) / max(1, len(held)), floor, paired)
 
 
 def as_table(results: Sequence[Result], title: str) -> Table:
@@ -110,8 +118,9 @@ def as_table(results: Sequence[Result], title: str) -> Table:
         columns[task] = [f"{100 * r.right[task] / r.asked[task]:.1f}" for r in results]
     columns["mean"] = [f"{100 * r.mean:.1f}" for r in results]
     columns["95 % interval"] = [f"{100 * r.interval[0]:.1f} - {100 * r.interval[1]:.1f}" for r in results]
-    columns["bits"] = [number(r.bits, 2) for r in results]
-    columns["floor bits"] = [number(r.floor, 2) for r in results]
+    columns[ABOVE] = ["" if r.paired is None else paired_cell(*r.paired) for r in results]
+    columns["bits a block"] = [number(r.floor, 2) for r in results]
+    columns["bits held"] = [number(r.held, 2) for r in results]
     return from_columns(title, columns, [])
 
 

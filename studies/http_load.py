@@ -95,8 +95,8 @@ async def _post(address: tuple[str, int], body: bytes) -> bytes:
 
 
 @contextmanager
-def served(words: list[str]) -> Iterator[tuple[str, int]]:
-    """A server in a process of its own, with the options ``words``, for the block: its address."""
+def served(words: list[str]) -> Iterator[tuple[tuple[str, int], int]]:
+    """A server in a process of its own, with the options ``words``, for the block: its address and process id."""
     command = [sys.executable, "-m", "qkv_engine", "serve", "--port", "0", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -104,7 +104,7 @@ def served(words: list[str]) -> Iterator[tuple[str, int]]:
             for line in server.stderr:
                 sys.stderr.write(line)
                 if found := re.search(r"serving .* on http://([\d.]+):(\d+)", line):
-                    yield found[1], int(found[2])
+                    yield (found[1], int(found[2])), server.pid
                     return
             raise RuntimeError("the server did not start")
         finally:
@@ -140,7 +140,7 @@ def main() -> None:
     with open_engine(serve, **engine_options(serve)) as engine:
         batch = measure("generate", lambda *given: generated(engine, *given), load, args.repeats)
         streams = measure("streams", lambda *given: streamed(engine, *given), load, args.repeats)
-    with served(args.serve) as address:
+    with served(args.serve) as (address, _):
         http = measure("http", lambda *given: over_http(address, *given), load, args.repeats)
     print(f"http is {http / batch:.3f} of generate, {http / streams:.3f} of streams")
 

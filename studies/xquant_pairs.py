@@ -5,7 +5,8 @@ weighted average gamma lower + (1 - gamma) upper; only the interval of gamma cou
 between. For the demo model's K and V a line for each choice: the squared error of the lower and of the upper layer as a
 share of the variance within groups, and of their attention's output as a share of its square, that side alone being
 quantized. All lines have own ranges and the paper's eta; "own" shares nothing and takes twice the bytes of codes. "by
-chance" is the share of equal codes of two independent layers with the same frequencies.
+chance" is the share of equal codes of two independent layers with the same frequencies. Below the table: how far codes
+of independent layers of normal values are apart, to be set beside the paper's Fig. 3.
 """
 
 from __future__ import annotations
@@ -126,7 +127,18 @@ def as_table(found: dict[Key, Sums]) -> Table:
         figures = [f"{x:.3f}" for x in (lower, upper, (lower + upper) / 2, sums.output / sums.number)]
         equal = [f"{100 * share / sums.number:.0f}" for share in (sums.equal, sums.chance)]
         cells.append([name.upper(), str(bits), str(group), *equal, choice, *figures])
-    return Table("squared errors by the codes that two layers share", headers, cells, [])
+    notes = [chance(bits) for bits in (2, 1)]
+    return Table("squared errors by the codes that two layers share", headers, cells, notes)
+
+
+def chance(bits: int, group: int = 32) -> str:
+    """How often codes of two independent layers of normal values differ by each step."""
+    side = Uniform(bits, "channel", group).layout(PageShape(64, 128, 128), "k")
+    x = torch.randn(2, 1, 64, 128, 128, generator=torch.Generator().manual_seed(0))
+    lower, upper = (encode(layer, side)[0].int() for layer in x)
+    shares = torch.bincount((lower - upper).abs().flatten(), minlength=2**bits) / lower.numel()
+    steps = ", ".join(f"by {step} in {100 * share:.1f} %" for step, share in enumerate(shares.tolist()))
+    return f"Independent normal layers, {bits} bits, groups of {group}: codes differ {steps}"
 
 
 def main() -> None:

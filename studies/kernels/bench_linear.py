@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 
 from qkv_engine.bench.roofline import BANDWIDTH
+from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.linear import linear, linear_swiglu, reference
 from qkv_engine.kernels.linear.triton import (
     MAX_ROWS,
@@ -135,7 +136,7 @@ def compile_all(kernels: Iterable[Wanted]) -> None:
         for rows, num_out, size, gated, tuning, dtype, bias in kernels:
             kernel, constexprs, num_warps = few_rows_variant(rows, num_out, size, gated=gated, tuning=tuning)
             operands = (dtype, dtype, bias, dtype, num_out, rows)[: 5 if kernel is linear_sum_kernel else 6]
-            kernel.warmup(*operands, grid=(1,), num_warps=num_warps, **constexprs, **options)
+            kernel.warmup(*operands, grid=(1,), num_warps=num_warps, **constexprs, **options, **FUSED)
 
 
 def time_product(name: str, shape: tuple[int, int], row_numbers: list[int]) -> Iterator[Row]:

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qkv_engine.kernels.formats import PageLayout
+from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
@@ -28,6 +29,7 @@ from qkv_engine.kernels.paged_prefill.stage import stage_kernel
 from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
+from qkv_engine.kernels.sample.reference import TILE
 from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
@@ -48,12 +50,15 @@ POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
 FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
-POINTERS |= {"memory_ptr": "*u8"} | {f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps")}
+POINTERS |= {"memory_ptr": "*u8"} | {
+    f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
+}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
+UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE))]
 
 
-def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, **options: Any) -> Any:
-    """Compiles for sm_90, pointers, strides, offsets and V known to be multiples of 16."""
+def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> Any:
+    """Compiles for sm_90 as the engine does, pointers, strides, offsets and V known to be multiples of 16."""
     names = [n for n in kernel.arg_names if n not in constexprs]
     types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
     if "rows" in types:
@@ -66,7 +71,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, **op
         attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
         constexprs={(kernel.arg_names.index(n),): v for n, v in constexprs.items()},
     )
-    options |= {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    fusion = UNFUSED if kernel in UNFUSED_KERNELS else FUSED
+    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **fusion}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -145,6 +151,11 @@ def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
                 constexprs, num_warps = seal_variant(old, new)
                 name = f"seal {new.name} int{bits}/{tokens} patterns{number} D{d}"
                 yield name, seal_kernel, constexprs, Tuning(num_warps, 3)
+    dense = dense_page(torch.bfloat16, 8, 128)
+    page = named_page("int2-channel-128-patterns32-later32", "int2-token-128-patterns32-later32", 8, 128)
+    for old, new in ((dense.k, page.k), (dense.v, page.v)):
+        constexprs, num_warps = seal_variant(old, new)
+        yield f"seal {new.name} int2/128 patterns32-later32 D128", seal_kernel, constexprs, Tuning(num_warps, 3)
 
 
 def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
@@ -67,7 +68,9 @@ def norm_case(config: ModelConfig, tokens: int, *, add: bool) -> Case:
             o: Tensor = out,
         ) -> None:
             grid = (-(-tokens // constexprs["ROWS"]),)
-            rms_norm_kernel[grid](x, r if add else None, weight, o, tokens, **constexprs, num_warps=warps, **options)
+            rms_norm_kernel[grid](
+                x, r if add else None, weight, o, tokens, **constexprs, num_warps=warps, **options, **FUSED
+            )
 
         def apart(x: Tensor = x, r: Tensor = residual) -> Tensor:
             return F.rms_norm(r.add_(x) if add else x, (size,), None, eps).mul_(weight)
@@ -89,7 +92,7 @@ def swiglu_case(config: ModelConfig, tokens: int) -> Case:
 
         def launch(constexprs: Constexprs, warps: int, options: dict[str, Any], x: Tensor = x, o: Tensor = out) -> None:
             grid = (tokens * -(-inner // constexprs["TILE"]),)
-            swiglu_kernel[grid](x, o, **constexprs, num_warps=warps, **options)
+            swiglu_kernel[grid](x, o, **constexprs, num_warps=warps, **options, **FUSED)
 
         launches.append(launch)
         separate.append(partial(swiglu_reference.swiglu, x))
@@ -121,7 +124,7 @@ def rope_case(config: ModelConfig, tokens: int) -> Case:
         ) -> None:  # fmt: skip
             grid = (tokens * -(-all_heads // constexprs["TILE_H"]),)
             rope_kv_write_kernel[grid](
-                qkv, cos, sin, rows, pages, weight, layer, **constexprs, num_warps=warps, **options
+                qkv, cos, sin, rows, pages, weight, layer, **constexprs, num_warps=warps, **options, **FUSED
             )
 
         def apart(qkv: Tensor = qkv, cos: Tensor = cos, sin: Tensor = sin, where: Tensor = where) -> None:

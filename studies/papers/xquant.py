@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qkv_engine.config import KVConfig
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 
 from . import quantizers
 from .cache import LayerCache, Quantize, Scheme, Side, by_channel, by_token
@@ -40,16 +40,19 @@ def calibrated(codes: Codes, bits: int, eta: float) -> Codes:
 
 
 class SideCodes:
-    """Quantizers of one side of all layers, which settle the same tokens one after the other in each step."""
+    """Quantizers of one side of all layers, which settle the same tokens one after the other in each step.
 
-    def __init__(self, num_wide: int, num_single: int, etas: Mapping[int, float]):
-        self.num_wide, self.num_single, self.etas = num_wide, num_single, etas
+    ``sharing``: layers that have one set of codes, the lowest one's (the paper's G, with k = 0).
+    """
+
+    def __init__(self, num_wide: int, num_single: int, etas: Mapping[int, float], sharing: int = 2):
+        self.num_wide, self.num_single, self.etas, self.sharing = num_wide, num_single, etas, sharing
         self._below: Tensor | None = None  # codes of the last layer that made its own
 
     def of_layer(self, layer: int) -> Quantize:
-        """Layer ``layer``: an odd one from ``num_single`` on has its own step and minimum with the codes below."""
+        """Layer ``layer``: from ``num_single`` on the first of each group has codes, the others its with own ranges."""
         bits = 2 if layer < self.num_wide else 1
-        is_subordinate = layer % 2 == 1 and layer >= self.num_single
+        is_subordinate = layer >= self.num_single and (layer - self.num_single) % self.sharing > 0
 
         def quantize(groups: Tensor) -> Tensor:
             found = quantizers.kivi(groups, bits)
@@ -62,9 +65,9 @@ class SideCodes:
         return quantize
 
 
-def scheme(setting: Setting, preset: KVConfig | None, *, etas: Mapping[int, float] = ETAS) -> Scheme:
-    """XQuant with ``setting`` in groups of 32, beside the engine's ``preset``."""
-    keys, values = SideCodes(setting.kq, setting.km, etas), SideCodes(setting.vq, setting.vm, etas)
+def scheme(setting: Setting, preset: KVConfig | None, *, etas: Mapping[int, float] = ETAS, sharing: int = 2) -> Scheme:
+    """XQuant with ``setting`` in groups of 32, beside the engine's ``preset``; V's codes in groups of layers."""
+    keys, values = SideCodes(setting.kq, setting.km, etas), SideCodes(setting.vq, setting.vm, etas, sharing)
 
     def layer(number: int) -> LayerCache:
         return LayerCache(
@@ -73,3 +76,12 @@ def scheme(setting: Setting, preset: KVConfig | None, *, etas: Mapping[int, floa
         )
 
     return Scheme(layer, preset)
+
+
+def two_and_one(num_layers: int, *, etas: Mapping[int, float] = ETAS) -> Scheme:
+    """K at 2 bits and V at 1 in all layers, which AsymKV (arXiv 2410.13212) has in some; beside blocks of the same."""
+    names = {1: "1/6", 2: "0.045"} if etas is ETAS else {}
+    k, v = (f"-eta{names[bits]}" if names else "" for bits in (2, 1))
+    rung = RungConfig("k2v1", f"int2-channel-{GROUP}{k}", f"int1-token-{GROUP}{v}")
+    preset = KVConfig(name=f"k2v1{'-eta' if names else ''}", rungs=(DENSE16, rung), recent=RESIDUAL, eager=True)
+    return scheme(Setting(num_layers, 0, num_layers, num_layers), preset, etas=etas)

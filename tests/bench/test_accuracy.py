@@ -62,7 +62,10 @@ class Oracle:
 
     def stats(self) -> Any:
         counts = {"generation_tokens": 40, "num_demotions": 3, "num_preemptions": 1, "effective_bits": 5.5}
-        return SimpleNamespace(device="cpu", dtype="float32", num_threads=1, kv_bytes_total=2**20, **counts)
+        rungs = {"dense16": 16.0, "int4": 4.28}
+        return SimpleNamespace(
+            device="cpu", dtype="float32", num_threads=1, kv_bytes_total=2**20, kv_rungs=rungs, **counts
+        )
 
 
 def plan(**values: Any) -> AccuracyPlan:
@@ -84,7 +87,8 @@ def test_figures_are_exact(demo_engine: Engine) -> None:
     ]
     row = rows[2]
     assert (row.accuracy, row.low, row.high) == (0.75, *(round(share, 4) for share in wilson_interval(3, 4)))
-    assert (row.effective_bits, row.lowest_bits, row.output_tokens) == (5.5, 4, 40)
+    assert (row.effective_bits, row.block_bits, row.lowest_bits, row.output_tokens) == (5.5, 4.28, 4, 40)
+    assert [(one.better, one.worse, one.p) for one in rows] == [(None, None, None)] * 2 + [(0, 1, 1.0)] * 2
     assert (row.demotions, row.preemptions, row.status, row.detail) == (3, 1, "ok", None)
     assert all(oracle.closed == 1 for oracle in oracles.values())
     assert (row.kv_bytes_total, row.seed, row.device_name) == (2**20, 0, cpu_name())

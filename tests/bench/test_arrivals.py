@@ -11,8 +11,8 @@ import pytest
 
 from qkv_engine import Engine
 from qkv_engine.bench.arrivals import ArrivalsPlan, Measured, measure
-from qkv_engine.bench.arrivals_report import arrivals_tables
-from qkv_engine.bench.arrivals_row import Served, figures, latencies, step_times, throughput
+from qkv_engine.bench.arrivals_report import arrivals_tables, load_table
+from qkv_engine.bench.arrivals_row import ArrivalsRow, Served, figures, latencies, step_times, throughput
 from qkv_engine.bench.load import Rate, parse_rates
 from qkv_engine.bench.report import as_csv
 from qkv_engine.bench.series import Step
@@ -105,7 +105,9 @@ class StreamingFake(FakeEngine):
 
     def stats(self) -> Any:
         more = {"time": 0.0, "num_running": 0, "num_waiting": 0, "num_steps": 0, "kv_blocks": {}}
-        return SimpleNamespace(**vars(super().stats()) | more | {"kv_bytes_used": 0, "kv_bytes_cached": 0})
+        return SimpleNamespace(
+            **vars(super().stats()) | more | {"kv_bytes_used": 0, "kv_bytes_cached": 0, "kv_bytes_reserve": 0}
+        )
 
 
 def plan(**values: Any) -> ArrivalsPlan:
@@ -204,6 +206,27 @@ def test_tables_hold_what_was_measured(pressed: list[Measured]) -> None:
     text = "\n".join(map(as_markdown, arrivals_tables([one.row for one in pressed])))
     load, latency, steps = text.split("\n\n| kv")[1:]
     assert "vs bf16" in load and "goodput" in load and "1.00x" in load and "failed" not in load
-    assert "TTFT ms p50 / p90 / p99" in latency and "with a prompt and demotions" in steps
+    assert "TTFT ms p50/p99" in latency and "with a prompt and demotions" in steps
     rows = as_csv([one.row for one in pressed]).splitlines()
     assert len(rows) == 3 and rows[0].count(",") == rows[1].count(",")
+
+
+@pytest.mark.parametrize(
+    ("auto", "shown"),
+    [
+        ({"max_running": 4, "demotions": 26, "max_waiting": 4}, True),
+        ({"max_running": 5, "demotions": 26, "max_waiting": 3}, False),
+        ({"max_running": 4, "demotions": 0, "max_waiting": 4}, False),
+        ({"max_running": 4, "demotions": 26, "max_waiting": 0}, False),
+    ],
+)
+def test_a_note_says_where_blocks_stepped_down_and_no_more_requests_ran(auto: dict[str, int], shown: bool) -> None:
+    known = {"model": "demo", "rate": "6", "requests": 8, "input_len": 124.0, "output_len": 199.0, "status": "ok"}
+    rows = [
+        ArrivalsRow(kv="bf16", max_running=4, demotions=0, max_waiting=4, **known),
+        ArrivalsRow(kv="auto", **auto, **known),
+        ArrivalsRow(kv="int4", max_running=4, demotions=9, max_waiting=4, **known),
+    ]
+    notes = load_table(rows).notes
+    assert any("auto: no more requests ran at once: contexts are too short" in note for note in notes) == shown
+    assert not any("int4: no more" in note for note in notes)

@@ -185,7 +185,7 @@ def test_a_plot_without_matplotlib_names_the_extra(
     use(monkeypatch, raises={1: AssertionError("ran")})
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--plot", str(tmp_path / "speed.png")]) == 2
-    assert "qkv-engine[bench]" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
 
 
 def test_full_file_still_prints_the_rows_and_fails() -> None:

@@ -115,6 +115,52 @@ def test_largest_batches_match_though_another_one_fits(tmp_path: Path) -> None:
     assert compare([first, other], 0.05).missing == ["bf16, batch 57"]
 
 
+def test_the_nearest_batch_matches_among_very_many(tmp_path: Path) -> None:
+    before = [row(batch=10 * i, output_tok_s=1) for i in range(1, 6_001)]
+    after = [row(batch=10 * i + 1, output_tok_s=1) for i in range(6_000, 0, -1)]  # pair by pair this takes minutes
+    found = compare([write(tmp_path / "a.jsonl", *before), write(tmp_path / "b.jsonl", *after)], 0.05)
+    assert not found.missing and len(found.changes) == 6_000
+    assert found.changes[0].row == "bf16, batch 10 beside 11"
+    assert found.changes[-1].row == "bf16, batch 60000 beside 60001"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"output_tok_s": 10**309},
+        {"output_tok_s": "x", "output_tok_s_min": 1, "output_tok_s_max": 2},
+        {"output_tok_s": [1], "output_tok_s_min": 1, "output_tok_s_max": 2},
+        {"output_tok_s": 1e308, "output_tok_s_min": -1e308, "output_tok_s_max": 10**308},
+        {"output_tok_s": 1, "output_tok_s_min": 10**400, "output_tok_s_max": 2},
+        {"metric": "ttft_ms", "value": "x", "stderr": 1.0},
+        {"metric": "ttft_ms", "stderr": 1.0},
+        {"metric": "acc", "value": 5e-324, "stderr": 1e308},
+        {"batch": 10**400},
+        {"accuracy": {"x": 1}, "low": 1, "high": 2},
+        {"seconds": 5e-324},
+    ],
+)
+def test_values_that_are_no_measured_numbers_break_nothing(values: dict[str, Any], tmp_path: Path) -> None:
+    given = {"ttft_ms": 3, "itl_ms": 2, "seconds": 10**308}
+    for before, after in ((values, {}), ({}, values), (values, values)):
+        first, second = (
+            write(tmp_path / "a.jsonl", row(**given | before)),
+            write(tmp_path / "b.jsonl", row(**given | after)),
+        )
+        try:
+            found = compare([first, second], 0.05)
+        except ConfigError as error:
+            assert "has no row in common" in str(error)
+        else:
+            assert any(change.metric == "itl_ms" for change in found.changes) or "metric" in values
+
+
+def test_rows_without_any_metric_make_an_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path / "a.jsonl", row()))
+    assert main(["bench", "--compare", file, file]) == 0
+    assert "better" in capsys.readouterr().out
+
+
 def test_rows_of_one_file_and_other_origins_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", *(row(batch=batch, output_tok_s=9) for batch in (1, 2, 4)))
     failed = row(batch=2, status="failed", output_tok_s=None)

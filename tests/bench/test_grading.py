@@ -6,7 +6,15 @@ import pytest
 
 from qkv_engine import Engine, SamplingParams
 from qkv_engine.bench import grading, tasks
-from qkv_engine.bench.grading import final_answer, is_correct, sample_examples, score, wilson_interval
+from qkv_engine.bench.grading import (
+    Purpose,
+    final_answer,
+    is_correct,
+    mean_interval,
+    sample_examples,
+    score,
+    wilson_interval,
+)
 from qkv_engine.errors import ConfigError
 
 
@@ -61,6 +69,33 @@ def test_a_right_solution_is_graded_right(task: str) -> None:
 )
 def test_wilson_interval(correct: int, total: int, low: float, high: float) -> None:
     assert wilson_interval(correct, total) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_the_interval_of_a_mean_has_the_mean_in_it_and_weighs_tasks_alike() -> None:
+    assert mean_interval([(81, 263)]) == wilson_interval(81, 263)
+    assert mean_interval([(20, 20), (10, 20)]) == pytest.approx(wilson_interval(30, 40))
+    low, high = mean_interval([(0, 400), (100, 200), (190, 200)])  # a task that is asked twice as often counts once
+    assert low < (0 + 0.5 + 0.95) / 3 < high and not low < 290 / 800 < high
+    assert mean_interval([(5, 5), (50, 50)])[1] == 1
+
+
+@pytest.mark.parametrize("seed", [*range(40), 1_000_003, -1])
+def test_no_seed_of_a_profile_gives_a_question_of_an_exam(seed: int) -> None:
+    profile = {e.prompt for e in sample_examples("lookup", 6, 20, seed, Purpose.PROFILE)}
+    assert len(profile) == 20
+    for exam in range(40):
+        assert not profile & {e.prompt for e in sample_examples("lookup", 6, 20, exam)}
+
+
+def test_a_conversation_is_asked_its_last_turn_after_right_replies() -> None:
+    (example,) = sample_examples("chat", 5, 1, seed=3)
+    turns = tasks.chat(random.Random("chat 5 3"), 5)
+    assert len(turns) == 4 and example.history == tuple(turns[:-1])
+    assert (example.prompt, example.answer) == (turns[-1][0], turns[-1][2])
+    text = "".join(text for text, _ in tasks.chat_text(turns))
+    assert text == f"{example.chat}{example.reply}\n" and turns[1][1] in example.chat
+    facts = turns[0][0]
+    assert all(f"{turn[0].removeprefix('What is ').rstrip('?')} is {turn[2]}." in facts for turn in turns[2:])
 
 
 @pytest.mark.parametrize(("correct", "total"), [(1, 0), (-1, 2), (3, 2)])

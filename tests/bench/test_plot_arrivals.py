@@ -52,6 +52,11 @@ def test_a_column_a_preset_and_the_legend_once() -> None:
     assert any("12 requests, 8 a second: 916 tokens in, 14 out; KV memory 4.0 MiB" in text for text in drawn)
 
 
+def test_the_reserve_is_a_line_where_there_is_one() -> None:
+    assert "reserve" not in texts(WIDE, AUTO)
+    assert texts(WIDE, measured("auto", AUTO.series, kv_bytes_reserve=2**20)).count("reserve") == 1
+
+
 def test_its_size_follows_the_presets() -> None:
     png = plot_arrivals([WIDE, AUTO, WIDE, AUTO], BITS, dpi=50)
     assert png.startswith(b"\x89PNG\r\n\x1a\n")

@@ -7,9 +7,8 @@ import pytest
 
 from qkv_engine import Engine
 from qkv_engine.bench import questions
-from qkv_engine.bench.grading import is_correct
+from qkv_engine.bench.grading import is_correct, task_names
 from qkv_engine.bench.questions import DEFAULT_SIZES, ask, parse_tasks, read_questions
-from qkv_engine.bench.tasks import TASKS
 from qkv_engine.errors import ConfigError
 
 
@@ -18,7 +17,7 @@ def test_tasks_with_and_without_sizes() -> None:
     assert [(task.name, task.size, len(task.examples)) for task in found] == [("ledger", 7, 3), ("sorting", 40, 3)]
     assert found == parse_tasks("ledger:7,sorting", samples=3, seed=1)
     assert found != parse_tasks("ledger:7,sorting", samples=3, seed=2)
-    assert DEFAULT_SIZES.keys() == TASKS.keys()
+    assert DEFAULT_SIZES.keys() == set(task_names())
 
 
 @pytest.mark.parametrize("text", ["", "ledger,", "poetry", "ledger:", "ledger:0", "ledger:-1", "ledger:x", "LEDGER"])
@@ -27,14 +26,14 @@ def test_what_is_no_task(text: str) -> None:
         parse_tasks(text, samples=1)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", task_names())
 def test_a_right_reply_fits_its_limit_and_is_right(name: str, demo_engine: Engine) -> None:
     (task,) = parse_tasks(f"{name}:5", samples=4)
     tokenizer = demo_engine.tokenizer
     assert tokenizer is not None
     for example, request in zip(task.examples, ask(tokenizer, task.examples), strict=True):
         assert is_correct(example.reply, example.answer)
-        assert request.prompt == tokenizer.encode(example.chat)
+        assert example.history or request.prompt == tokenizer.encode(example.chat)
         reply = tokenizer.encode(example.reply)
         assert len(reply) < (request.params.max_tokens or 0) <= 1.1 * len(reply) + 16
         assert request.num_tokens == len(request.prompt) + request.params.max_tokens - 1
@@ -103,3 +102,17 @@ def test_a_file_without_questions(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no lines"):
         read_questions(path, samples=5)
+
+
+def test_messages_behind_the_first_are_read_as_decoded(demo_engine: Engine) -> None:
+    assert demo_engine.tokenizer is not None
+    single, chat = parse_tasks("lookup:5,chat:5", samples=2)
+    for asked in ask(demo_engine.tokenizer, single.examples):
+        assert asked.judged.num_prefill_tokens == asked.num_first == len(asked.prompt)
+        assert asked.params.num_prefill_tokens is None
+    for asked, example in zip(ask(demo_engine.tokenizer, chat.examples), chat.examples, strict=True):
+        first = demo_engine.tokenizer.decode(asked.prompt[: asked.num_first], skip_special_tokens=False)
+        assert example.history[0][0] in first and "Noted" not in first
+        assert asked.judged.num_prefill_tokens == asked.num_first < len(asked.prompt)
+        whole = demo_engine.tokenizer.decode(asked.prompt, skip_special_tokens=False)
+        assert whole.count("<|im_start|>user") == 4 and example.prompt in whole

@@ -7,6 +7,8 @@ import pytest
 from rich.cells import cell_len
 
 from qkv_engine.bench.accuracy import AccuracyRow, accuracy_table
+from qkv_engine.bench.arrivals_report import arrivals_tables
+from qkv_engine.bench.arrivals_row import ArrivalsRow
 from qkv_engine.bench.report import sweep_table, workload_table
 from qkv_engine.bench.table import Table, as_listing, as_markdown, as_text, from_columns, wrapped
 
@@ -48,7 +50,44 @@ GRADED = [
     for task, size in (("multiplication", 12), ("my-questions", None))
     for kv in ("bf16", "int4")
 ]
+LATENCIES = dict.fromkeys(
+    (f"{name}_ms_p{percent}" for name in ("ttft", "tpot", "itl", "e2e") for percent in (50, 90, 99)), 12_345.6
+)
+STEPS = {
+    f"{kind}{part}": value
+    for kind in ("decode_steps", "decode_steps_demoting", "mixed_steps", "mixed_steps_demoting")
+    for part, value in (("", 1531), ("_ms_p50", 23.4), ("_ms_p99", 123.4))
+}
+ARRIVED = [
+    ArrivalsRow(
+        model="qwen3-8b",
+        kv=kv,
+        rate="100",
+        requests=10_000,
+        input_len=2048,
+        output_len=192,
+        finished=10_000,
+        seconds=1234.5,
+        output_tok_s=12_345.6,
+        requests_s=12.34,
+        limits="ttft:1000",
+        goodput=10.12,
+        max_running=1024,
+        max_waiting=1024,
+        preemptions=12,
+        demotions=11_872,
+        lowest_bits=4,
+        effective_bits=6.05,
+        kv_bytes_total=12 * 2**30,
+        kv_bytes_peak=1023 * 2**20,
+        status="ok",
+        **LATENCIES,
+        **STEPS,
+    )
+    for kv in ("bf16", "kivi-2")
+]
 TABLES = {
+    **dict(zip(("arrivals", "latencies", "steps"), arrivals_tables(ARRIVED), strict=True)),
     "one preset": sweep_table(MIXED[:2]),
     "two presets": sweep_table(MIXED),
     "task": workload_table(ASKED),
@@ -59,6 +98,9 @@ ESSENTIAL = {
     "two presets": {"kv", "batch", "out tok/s"},
     "task": {"kv", "requests", "right", "at once", "out tok/s"},
     "eval": {"task", "kv", "right", "accuracy"},
+    "arrivals": {"kv", "rate", "out tok/s", "running"},
+    "latencies": {"kv", "rate", "TTFT ms p50/p99"},
+    "steps": {"kv", "rate", "decode steps: ms p50/p99"},
 }
 
 

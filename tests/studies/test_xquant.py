@@ -21,7 +21,7 @@ from studies.papers import kivi, quantizers, xquant
 from studies.papers.cache import LayerCache
 from studies.xquant_accuracy import PARTS, SHARING
 from studies.xquant_levels import Sums, add, group_mean, parabola, total
-from studies.xquant_pairs import CHOICES, weighted
+from studies.xquant_pairs import CHOICES, chance, weighted
 from studies.xquant_pairs import Sums as PairSums
 from studies.xquant_pairs import add as add_pair
 
@@ -211,3 +211,36 @@ def test_levels(bits: int, eta: float, levels: list[float]):
 
 def test_rounds_halves_of_one_bit_down():
     assert quantizers.kivi(torch.tensor([[0.0, 0.5, 1.0]]), 1).codes.tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("sharing", "owners"), [(2, [0, 1, 2, 2, 4, 4, 6]), (3, [0, 1, 2, 2, 2, 5, 5]), (4, [0, 1, 2, 2, 2, 2, 6])]
+)
+def test_codes_shared_by_groups_of_layers_are_the_lowest_ones(sharing: int, owners: list[int]):
+    """From the third layer on; the range is each layer's own."""
+    codes = xquant.SideCodes(7, 2, {1: 0.0, 2: 0.0}, sharing)
+    x = normal(7, 4, 32)
+    for layer, (groups, owner) in enumerate(zip(x, owners, strict=True)):
+        found, own = codes.of_layer(layer)(groups), quantizers.kivi(groups, 2)
+        expected = own._replace(codes=quantizers.kivi(x[owner], 2).codes).values()
+        assert torch.equal(found, expected)
+
+
+def test_two_bits_of_keys_and_one_of_values_in_all_layers():
+    for etas in ({1: 0.0, 2: 0.0}, xquant.ETAS):
+        scheme, x = xquant.two_and_one(3, etas=etas), normal(1, 300, 128)
+        for number in range(3):
+            layer = scheme.layer(number)
+            layer.attend(x, x, x)
+            assert [len(set(side.tokens[0, :32, 0].tolist())) for side in (layer.k, layer.v)] <= [4, 32]
+            assert len(set(layer.v.tokens[0, 0, :32].tolist())) == 2
+        assert scheme.preset is not None and scheme.preset.rungs[1].k.startswith("int2-channel-32")
+        assert scheme.preset.rungs[1].v.startswith("int1-token-32")
+
+
+def test_what_chance_gives_beside_the_papers_figure():
+    assert chance(2) == (
+        "Independent normal layers, 2 bits, groups of 32: codes differ by 0 in 33.7 %, by 1 in 47.9 %, by 2 in 16.3 %, "
+        "by 3 in 2.1 %"
+    )
+    assert chance(1).endswith("by 0 in 50.0 %, by 1 in 50.0 %")
