@@ -16,7 +16,9 @@ from typing import Any
 from qkv_engine.bench.accuracy import AccuracyRow, accuracy_table
 from qkv_engine.bench.arrivals_report import arrivals_tables
 from qkv_engine.bench.arrivals_row import ArrivalsRow
+from qkv_engine.bench.divergence import DivergenceRow, divergence_table
 from qkv_engine.bench.harness import HarnessRow, harness_table
+from qkv_engine.bench.judged import JudgedRow, judged_tables
 from qkv_engine.bench.pareto import ParetoRow, pareto_table
 from qkv_engine.bench.perplexity import PerplexityRow, perplexity_table
 from qkv_engine.bench.provenance import Provenance
@@ -39,6 +41,8 @@ KINDS: list[tuple[type[Provenance], Callable[[Sequence[Any]], Sequence[Table]]]]
     (ParetoRow, lambda rows: [pareto_table(rows)]),
     (ArrivalsRow, arrivals_tables),
     (AccuracyRow, lambda rows: [accuracy_table(rows)]),
+    (DivergenceRow, lambda rows: [divergence_table(rows)]),
+    (JudgedRow, judged_tables),
     (PerplexityRow, lambda rows: [perplexity_table(rows)]),
     (HarnessRow, lambda rows: [harness_table(rows)]),
 ]
