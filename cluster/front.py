@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
+from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
+from anyio import to_thread
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
@@ -18,8 +21,10 @@ from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from qkv_engine.serve.app import METRICS_TYPE
-from qkv_engine.serve.bodies import read_bytes
+from qkv_engine.serve.bodies import check_parts, read_bytes
 from qkv_engine.serve.errors import ApiError, ClientGoneError, as_api_error, error_response
+from qkv_engine.serve.frontend import FIRST_TOKEN
+from qkv_engine.serve.intake import LARGE
 from qkv_engine.serve.limits import Limits
 
 from .metrics import merged
@@ -27,7 +32,9 @@ from .routing import routing_key
 
 logger = logging.getLogger("ray.serve")  # which Ray writes to a file of this process
 
-ATTEMPTS = 2  # replicas that a request is sent to, as long as nothing of an answer has come
+ATTEMPTS = 2  # replicas that a request is sent to, as long as nothing of its answer has come
+MAX_DEATHS = 2  # replicas that may be lost with equal bodies before a token; then such a body is refused
+REMEMBERED = 4096  # bodies with which a replica was lost
 RETRY_AFTER = "1"  # seconds after which a refused client may try again
 SESSION = b"x-session-id"  # header by which a client names its routing key
 _REQUEST_ID = b"x-request-id"  # header to which Ray's proxy gives an id of its own
@@ -37,14 +44,17 @@ _FORWARDED = ("method", "path", "raw_path", "query_string", "headers", "http_ver
 class Front:
     """Forwards each request whole, to the replica that its routing key names while that one has room.
 
-    The head of an answer is held back until its first chunk: until then a replica's death costs a second attempt, and
-    the client sees none of it. Later a stream ends with an error as its last event.
+    The head of an answer is held back until its first chunk. A whole answer whose replica dies while its tokens are
+    made is made again by another one, and the client sees none of it; a stream that has begun ends with an error as its
+    last event. A request with which a replica dies before a token may be what killed it: the front never sends it
+    again, and refuses its client's next attempts once they have cost ``MAX_DEATHS`` replicas.
     """
 
     def __init__(self, replicas: DeploymentHandle, limits: Limits):
         self._replicas, self._limits = replicas, limits
         self._live: set[asyncio.Timeout] = set()  # the time limits of requests under way
         self._is_draining = False
+        self._deaths = Deaths()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application, as Ray Serve asks for it."""
@@ -84,18 +94,26 @@ class Front:
 
     async def _forward(self, scope: dict[str, Any], body: bytes, answer: _Forwarded) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        key = headers.get(SESSION) or routing_key(body, headers.get(b"authorization", ""))
+        authorization = headers.get(b"authorization", "")
+        look = partial(_look_at, scope, body, authorization)
+        digest, key = await to_thread.run_sync(look) if len(body) > LARGE else look()
+        self._deaths.check(digest)
         for attempt in range(1, ATTEMPTS + 1):
-            answer.head = None
-            call = self._replicas.options(stream=True, session_id=key).answer.remote(scope, body)
+            answer.head, answer.has_token = None, False
+            call = self._replicas.options(stream=True, session_id=headers.get(SESSION) or key).answer.remote(
+                scope, body
+            )
             try:
                 async for messages in call:
                     for message in messages:
                         await answer(message)
+                self._deaths.forget(digest)
                 return
             except RayActorError:
                 logger.warning("a replica was lost in attempt %d of a request", attempt)
-                if answer.has_begun or attempt == ATTEMPTS:
+                if not answer.has_token:
+                    self._deaths.note(digest)
+                if answer.has_begun or not answer.has_token or attempt == ATTEMPTS:
                     raise
             finally:
                 call.cancel()
@@ -112,23 +130,50 @@ class Front:
         await Response(merged(pages), headers={"content-type": METRICS_TYPE})({"type": "http"}, _nothing, answer)
 
 
+class Deaths:
+    """How many replicas were lost with each body before a token of its answer, by digest."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}  # the oldest first
+
+    def check(self, digest: bytes) -> None:
+        """Raises ``ApiError`` for a body with which ``MAX_DEATHS`` replicas were lost."""
+        if self._numbers.get(digest, 0) >= MAX_DEATHS:
+            message = f"{MAX_DEATHS} replicas were lost with this request; it is not sent to another one"
+            raise ApiError(400, message, code="replica_lost")
+
+    def note(self, digest: bytes) -> None:
+        """Counts a replica that was lost."""
+        self._numbers[digest] = self._numbers.pop(digest, 0) + 1
+        if len(self._numbers) > REMEMBERED:
+            del self._numbers[next(iter(self._numbers))]
+
+    def forget(self, digest: bytes) -> None:
+        """A replica answered and lives."""
+        self._numbers.pop(digest, None)
+
+
 class _Forwarded:
     """An answer on its way to a client."""
 
     def __init__(self, send: Send):
         self.head: Message | None = None  # of the answer, not sent yet
         self.has_begun = False
+        self.has_token = False  # by the replica that was asked last
         self._is_stream = False
         self._send = send
 
     async def __call__(self, message: Message) -> None:
         """Sends a message on, a head with the first body."""
+        if message["type"] == FIRST_TOKEN:
+            self.has_token = True
+            return
         if message["type"] == "http.response.start":
             headers = [header for header in message["headers"] if header[0] != _REQUEST_ID]
             self.head = {**message, "headers": headers}
             return
         if self.head is not None:
-            head, self.head, self.has_begun = self.head, None, True
+            head, self.head, self.has_begun, self.has_token = self.head, None, True, True
             self._is_stream = dict(head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
             await self._send(head)
         await self._send(message)
@@ -142,6 +187,14 @@ class _Forwarded:
             await self._send({"type": "http.response.body", "body": events, "more_body": False})
         else:
             raise error  # the connection breaks off, and nobody takes the part for the whole
+
+
+def _look_at(scope: Scope, body: bytes, authorization: str) -> tuple[bytes, str]:
+    """A digest of a request, whoever sends it, and its routing key. Raises ``ApiError``."""
+    check_parts(body)
+    digest = sha256(scope["path"].encode() + b"\0")
+    digest.update(body)
+    return digest.digest(), routing_key(body, authorization)
 
 
 async def _nothing() -> Message:

@@ -18,9 +18,10 @@ from qkv_engine import Engine
 from qkv_engine.config import EngineConfig
 from qkv_engine.errors import EngineDeadError
 from qkv_engine.serve.app import make_app
+from qkv_engine.serve.frontend import FIRST_TOKEN
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
-from qkv_engine.serve.server import SWITCH_SECONDS
+from qkv_engine.serve.server import SWITCH_SECONDS, keep_for_life
 
 logger = logging.getLogger("ray.serve")  # which Ray writes to a file of this process
 
@@ -40,18 +41,20 @@ class Replica:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._engine = Engine(**options)
         self._app = make_app(self._engine, names, limits=limits, keys=keys, **sites)
+        keep_for_life()
         self._num_live = 0  # answers under way
         self._seats: int = options.get("max_num_seqs", EngineConfig.max_num_seqs)
 
     async def answer(self, scope: Mapping[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
         """The application's ASGI messages for a request, the bodies that came together as one.
 
-        Between two lists is a pause that grows with the answers under way. Cancelling the call is the client's
-        disconnect.
+        One of type ``FIRST_TOKEN`` says of an answer that comes whole that its first token is there. Between two lists
+        is a pause that grows with the answers under way. Cancelling the call is the client's disconnect.
         """
         exchange = _Exchange(body)
         self._num_live += 1
-        running = asyncio.ensure_future(self._app({"type": "http", **scope}, exchange.receive, exchange.send))
+        whole = {"type": "http", **scope, "extensions": {FIRST_TOKEN: exchange.note_token}}
+        running = asyncio.ensure_future(self._app(whole, exchange.receive, exchange.send))
         running.add_done_callback(lambda _: exchange.finish())
         try:
             async for messages in exchange.batches():
@@ -104,6 +107,10 @@ class _Exchange:
 
     async def send(self, message: Message) -> None:
         self._messages.put_nowait(message)
+
+    def note_token(self) -> None:
+        """Says that the answer has a token."""
+        self._messages.put_nowait({"type": FIRST_TOKEN})
 
     async def batches(self) -> AsyncIterator[list[Message]]:
         """All messages that have come since the batch before, at least one."""

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         EngineDeadError,
         ModelError,
         QKVError,
+        RankLostError,
         RequestError,
+        UnavailableError,
     )
     from .metrics import EngineStats
     from .request import (
@@ -46,7 +48,9 @@ _HOMES = {
     "EngineDeadError": "errors",
     "ModelError": "errors",
     "QKVError": "errors",
+    "RankLostError": "errors",
     "RequestError": "errors",
+    "UnavailableError": "errors",
     "EngineStats": "metrics",
     "CompletionOutput": "request",
     "KVUsage": "request",
@@ -72,6 +76,7 @@ __all__ = [
     "Logprob",
     "ModelError",
     "QKVError",
+    "RankLostError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -80,6 +85,7 @@ __all__ = [
     "RungConfig",
     "SamplingParams",
     "StructuredOutputs",
+    "UnavailableError",
     "__version__",
 ]
 

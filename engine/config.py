@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -216,9 +217,13 @@ def _xquant() -> Iterator[KVConfig]:
         yield KVConfig(name=f"{name}-sink" if sink else name, rungs=rungs, sink=sink, recent=128, eager=True)
 
 
-def pattern_rung(bits: int, num_patterns: int = 32) -> RungConfig:
-    """PatternKV's formats: the axes of ``uniform_rung``, over tokens minus one of their request's patterns."""
-    k, v = (f"int{bits}-{axis}-{BLOCK_TOKENS}-patterns{num_patterns}" for axis in ("channel", "token"))
+def pattern_rung(bits: int, num_patterns: int = 32, num_later: int = 0) -> RungConfig:
+    """PatternKV's formats: the axes of ``uniform_rung``, over tokens minus one of their request's patterns.
+
+    ``num_patterns`` are mined from the prompt; the first ``num_later`` windows after it add one each.
+    """
+    patterns = f"patterns{num_patterns}" + (f"-later{num_later}" if num_later else "")
+    k, v = (f"int{bits}-{axis}-{BLOCK_TOKENS}-{patterns}" for axis in ("channel", "token"))
     return RungConfig(f"int{bits}-patterns", k, v)
 
 
@@ -288,10 +293,16 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
         remedy = f"Make one with qkv-engine plan MODEL --method {kv} -o plan.json and give its path"
         raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
     if not isinstance(kv, str) or kv not in PRESETS:
-        others = "" if isinstance(kv, str) else ", a KVConfig"
-        remedy = f"Choose from {', '.join(preset_families())}{others}, or the path of a plan file (.json)"
-        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=remedy)
+        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=_kv_remedy(kv))
     return PRESETS[kv]
+
+
+def _kv_remedy(kv: object) -> str:
+    """What to give in place of ``kv``, which is no preset: the one it is like, or one of all."""
+    if isinstance(kv, str) and (like := get_close_matches(kv[:40].lower(), [*PRESETS, *PLANNED], n=1)):
+        return f"Did you mean {like[0]}?"
+    others = "" if isinstance(kv, str) else ", a KVConfig"
+    return f"Choose from {', '.join(main_presets())}{others}, or the path of a plan file (.json)"
 
 
 _INTEGERS = {

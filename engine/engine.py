@@ -15,7 +15,7 @@ import torch
 from .closable import Closable
 from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
 from .errors import EngineDeadError, RequestError
-from .intake import Conversation, Intake, Prompt, is_text
+from .intake import Conversation, Intake, Prompt, takes_long
 from .metrics import EngineStats
 from .request import RequestOutput, SamplingParams
 from .serving.loop import EngineLoop
@@ -65,7 +65,7 @@ class Engine(Closable):
         warm_up: "lazy" captures a step on a GPU when its shape is met again; "full" captures all shapes that the limits
             allow at start, so that no request waits for a capture.
         num_threads: CPU threads of the engine's own thread, 1 to 1,024; None for torch's number, but for weights of up
-            to 64 MiB for 4 at most, or for 1 where a short step is faster so.
+            to 64 MiB for 4 at most, or for 1 while steps are faster so.
     """
 
     def __init__(
@@ -117,7 +117,9 @@ class Engine(Closable):
         self._started: Started | None = start(config)
         self._intake = Intake(self._started)
         on_cpu = self._started.device.type == "cpu"
-        self._loop = EngineLoop(self._started.core, self._started.num_threads if on_cpu else None)
+        crew = self._started.crew
+        abandon = None if crew is None else crew.abandon
+        self._loop = EngineLoop(self._started.core, self._started.threads if on_cpu else None, abandon)
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._loop.start()  # last: an interrupt above leaves no thread, and one here leaves a thread that is closed
 
@@ -161,7 +163,7 @@ class Engine(Closable):
         request_id: str | Sequence[str] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Completes prompts and returns one output each, in order; ``use_tqdm`` shows a bar on stderr.
+        """Completes prompts and returns one output each, in order; ``use_tqdm`` shows a bar, in notebooks, too.
 
         A prompt is a string, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. ``params`` are
         for all prompts, or a list with one each; ``request_id``, which ``abort`` takes, likewise. An invalid prompt or
@@ -241,11 +243,11 @@ class Engine(Closable):
     ) -> AsyncIterator[RequestOutput]:
         """Like ``stream`` for ``async for``; cancelling the task or closing the generator aborts the request.
 
-        Text is tokenized, and a conversation rendered, in a thread of the event loop's executor.
+        Text is tokenized, a conversation rendered, and a grammar compiled in a thread of the event loop's executor.
         """
         self._loop.check_alive()
         given = prompt, params, request_id, template_kwargs
-        if is_text(prompt):
+        if takes_long(prompt, params):
             submission = await asyncio.to_thread(self._intake.streamed, *given)
         else:
             submission = self._intake.streamed(*given)
@@ -279,6 +281,7 @@ class Engine(Closable):
                 torch.cuda.empty_cache()
         if started is not None and started.tokenizer is not None:
             started.tokenizer.close()
+        self._intake.close()
 
     def __repr__(self) -> str:
         started = self._started
@@ -328,6 +331,11 @@ class RequestStream(Closable, Iterator[RequestOutput]):
         self._engine, self._submission = engine, submission
         self._finished = False
 
+    @property
+    def has_token(self) -> bool:
+        """Whether its first output token has come, reported or not."""
+        return self._submission.metrics.first_token_time is not None
+
     def __next__(self) -> RequestOutput:
         if self._finished:
             raise StopIteration
@@ -371,10 +379,12 @@ def _final(submission: Submission) -> RequestOutput:
 def _with_bar(submissions: list[Submission], show: bool) -> Iterator[Submission]:
     if not show:
         return iter(submissions)
-    from rich.console import Console
-    from rich.progress import track
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # draws in notebooks, too
 
-    return iter(track(submissions, description="Requests", console=Console(stderr=True)))
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # without tqdm's thread, which would outlive the call
+
+    return iter(Bar(submissions, desc="Requests"))
 
 
 __all__ = ["Engine", "RequestStream"]

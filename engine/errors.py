@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import reprlib
+from typing import Self
 
 MAX_VALUE_CHARS = 80  # of a value in a message: a hostile one cannot flood a log
+_NONE = object()  # in place of a value that is not given
 
 
 class QKVError(Exception):
@@ -14,10 +16,16 @@ class QKVError(Exception):
     ``message``.
     """
 
-    def __init__(self, message: str, *, field: str | None = None, value: object = None, remedy: str | None = None):
-        self.message, self.field, self.value, self.remedy = message, field, value, remedy
-        text = message if field is None else f"{field}={_short(value)}: {message}"
+    def __init__(self, message: str, *, field: str | None = None, value: object = _NONE, remedy: str | None = None):
+        self.message, self.field, self.remedy = message, field, remedy
+        self.value, self._given = None if value is _NONE else value, value
+        shown = field if value is _NONE else f"{field}={_short(value)}"
+        text = message if field is None else f"{shown}: {message}"
         super().__init__(text if remedy is None else f"{text}. {remedy}")
+
+    def renamed(self, field: str | None) -> Self:
+        """This error under another name of its field, such as that of an HTTP body."""
+        return type(self)(self.message, field=field, value=self._given, remedy=self.remedy)
 
 
 class ConfigError(QKVError, ValueError):
@@ -36,6 +44,10 @@ class CapacityError(RequestError):
     """One request, or one configuration, can never fit in the memory it was given."""
 
 
+class UnavailableError(QKVError, RuntimeError):
+    """The system has no process, memory or file descriptor left for a request, which may be sent again."""
+
+
 class EngineDeadError(QKVError, RuntimeError):
     """The engine was closed or its device was lost; nothing more can run on it."""
 
@@ -45,7 +57,12 @@ class DeviceLostError(EngineDeadError):
 
 
 class RankLostError(EngineDeadError):
-    """The process of a tensor-parallel rank ended, or fell out of step with the others."""
+    """The process of a tensor-parallel rank ended, stood still, or fell out of step with the others."""
+
+
+def remedy_of_extra(extra: str) -> str:
+    """How to install the packages of an extra of ``pyproject.toml``; the project is on no package index yet."""
+    return f"Run in a checkout of qkv-engine: pip install '.[{extra}]'"
 
 
 def as_request_error(error: Exception) -> QKVError:

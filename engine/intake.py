@@ -15,7 +15,14 @@ from .serving.submission import Submission
 from .startup import Started
 from .text.reasoning import ReasoningMarks, find_marks
 from .text.tokenizer import Tokenizer
-from .validation import check_name, validate_lengths, validate_params, validate_prefill, validate_prompt_ids
+from .validation import (
+    check_name,
+    validate_lengths,
+    validate_params,
+    validate_prefill,
+    validate_prompt_ids,
+    validate_prompt_logprob_ids,
+)
 
 Message = Mapping[str, Any]  # ``role`` and ``content``
 Conversation = Sequence[Message]
@@ -85,6 +92,7 @@ class Intake:
         text, ids, marks = self._tokenize(prompt, template_kwargs)
         ids = validate_prompt_ids(ids, self._vocab_size, self._max_model_len - 1)
         validate_prefill(len(ids), checked.num_prefill_tokens)
+        validate_prompt_logprob_ids(len(ids), checked.prompt_logprob_ids)
         return Submission(
             name,
             text,
@@ -97,6 +105,11 @@ class Intake:
             marks.after(ids) if marks is not None and checked.separate_reasoning else None,
             self._guide(checked),
         )
+
+    def close(self) -> None:
+        """Ends the process that compiles grammars, if one runs."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _new_name(self) -> str:
         return f"{self._names}-{next(self._serials)}"
@@ -171,9 +184,10 @@ def _typed_errors() -> Iterator[None]:
         raise RequestError("the request cannot be read", field="error", value=error) from error
 
 
-def is_text(prompt: object) -> bool:
-    """Whether a prompt is a text or a conversation, whose tokens are still to be found."""
-    return isinstance(prompt, str | Mapping) or _is_conversation(prompt)
+def takes_long(prompt: object, params: object) -> bool:
+    """Whether a text is still to be tokenized, a conversation to be rendered, or a grammar to be compiled."""
+    has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
+    return has_form or isinstance(prompt, str | Mapping) or _is_conversation(prompt)
 
 
 def _is_conversation(prompt: object) -> bool:

@@ -34,6 +34,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
         kv_bytes_total: held by the engine.
         kv_bytes_used: of live requests.
         kv_bytes_cached: of the prefix cache alone, given up when needed.
+        kv_bytes_reserve: kept free, so that a step down always finds a place to write.
         kv_bytes_peak: most used at one moment.
         kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
             padding, and 16- or 32-bit elements.
@@ -68,6 +69,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_bytes_total: int
     kv_bytes_used: int
     kv_bytes_cached: int
+    kv_bytes_reserve: int
     kv_bytes_peak: int
     kv_bytes_codes: int
     kv_bytes_meta: int

@@ -27,7 +27,7 @@ class RequestOutputKind(enum.StrEnum):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The form that an output must have, by one of the fields; named as vLLM's. Needs ``qkv-engine[structured]``.
+    """The form that an output must have, by one of the fields; named as vLLM's. Needs the extra ``structured``.
 
     Reasoning that the model marks is free, and comes before.
 
@@ -70,7 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     When it stops
         max_tokens: output tokens; None for as many as the context holds.
         min_tokens: output tokens before which nothing but max_tokens ends it.
-        stop: a string or up to 16 of them, of 1 to 256 characters each, that end the text.
+        stop: a string or up to 16 of them, of 1 to 256 characters each, that end the text. In conversations they are
+            looked for in ``text`` alone: reasoning, and white space before the answer, do not count.
         stop_token_ids: up to 1,024 tokens that end it.
         ignore_eos: go on after the model's own end of sequence.
         include_stop_str_in_output: keep the stop string or token's text.
@@ -78,12 +79,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Output
         logprobs: log-probabilities of each output token and of that many likeliest ones, 0 to 20.
         prompt_logprobs: the same of the prompt's tokens, 0 to 20.
+        prompt_logprob_ids: for each prompt token up to 20 token ids whose log-probabilities in its place are wanted,
+            too; needs ``prompt_logprobs``. None for no others.
         num_prefill_tokens: prompt tokens that are computed as a prompt; those after it are computed as if they had been
             generated, so that they attend to KV that has stepped down. None for all of the prompt.
         detokenize: make text of the tokens, those with log-probabilities included.
         skip_special_tokens: leave them out of the text.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
-            out of ``text``; False gives one raw text.
+            out of ``text``; False gives one raw text, in all of which stop strings are looked for.
         output_kind: "cumulative" for outputs of a stream with all text and tokens so far, "delta" for outputs with new
             ones alone, whose cost does not grow with their number, "final_only" for one output, of the finished
             request; or a ``RequestOutputKind``.
@@ -120,6 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_ids: list[list[int]] | None = None
     num_prefill_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -244,6 +248,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
             asked for.
         kv: ``KVUsage``, once it has finished.
         error: why it ended with ``finish_reason`` "error".
+        error_field: parameter at fault, such as "structured_outputs" for a grammar beyond the library's limits; None
+            where the error is not the request's own.
     """
 
     request_id: str
@@ -256,6 +262,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     kv: KVUsage = KVUsage()
     error: str | None = None
+    error_field: str | None = None
 
     @property
     def delta(self) -> str:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from _thread import start_new_thread
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from threading import Lock
-from time import sleep
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,16 +21,17 @@ from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig, KVConfig
 from .device.logits import CausalLM
-from .device.memory import default_kv_memory, free_memory
+from .device.memory import default_kv_memory, free_memory, memory_or_error
 from .device.runner import Runner
-from .device.threads import choose_num_threads
+from .device.thread_choice import ThreadChoice
+from .device.threads import choose_threads
 from .device.warm_up import warm_up
 from .errors import CapacityError, ConfigError
 from .kv.cache import MAX_SLAB_BLOCKS, KVCache
 from .kv.ladder import Ladder, build_ladder
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
-from .kv.table import num_reserve_slabs
+from .own_thread import in_own_thread
 from .request import SamplingParams
 from .serving.core import EngineCore
 from .sizes import format_size, parse_size
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
     from .parallel.crew import Crew
 
 logger = logging.getLogger("qkv_engine")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Started:
     device: torch.device
     dtype: torch.dtype
     ladder: Ladder
-    num_threads: int  # CPU threads of the engine's own thread
+    threads: ThreadChoice  # CPU threads of the engine's own thread
     summary: list[str]
     crew: Crew | None = None  # the other ranks under tensor parallelism
 
@@ -79,11 +75,18 @@ def start(config: EngineConfig) -> Started:
     device = resolve_device(config.device)
     crew = None if config.tensor_parallel == 1 else _start_crew(config, device)
     try:
-        return _start(config, device, crew)
+        with enough_memory():
+            return _start(config, device, crew)
     except BaseException:
         if crew is not None:
             crew.close()
         raise
+
+
+def enough_memory() -> AbstractContextManager[None]:
+    """For all that a rank allocates at start: ``CapacityError`` where the system does not give it."""
+    remedy = "Lower kv_memory, or use a smaller model"
+    return memory_or_error("the system gives no more memory to start with", remedy=remedy)
 
 
 def _start_crew(config: EngineConfig, device: torch.device) -> Crew:
@@ -134,11 +137,11 @@ def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Sta
         cuda_graphs=config.cuda_graphs,
         crew=crew,
     )
-    num_threads = choose_num_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
+    threads = choose_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
     if crew is not None:
-        num_threads = max(1, num_threads // ranks.size)
+        threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         crew.replies()  # their weights are loaded
-        crew.set_up(cache.nbytes, runner.layout, num_threads)
+        crew.set_up(cache.nbytes, runner.layout, threads.number)
     if device.type == "cuda":
         warm_up(runner)
     captured = None
@@ -165,7 +168,7 @@ def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Sta
         device,
         dtype,
         ladder,
-        num_threads,
+        threads,
         summary,
         crew,
     )
@@ -200,7 +203,7 @@ def load(
         assert source.folder is not None, "only random weights have no folder"
         config.kv.model.check_weights(weights_digest(source.folder), config.kv.name)
     dtype = resolve_dtype(config.dtype, source.config, device)
-    loaded = _in_a_thread_of_its_own(
+    loaded = in_own_thread(
         lambda stopped: load_weights(
             source,
             dtype=dtype,
@@ -259,46 +262,6 @@ def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.devi
     )
 
 
-def _in_a_thread_of_its_own(work: Callable[[Callable[[], bool]], T]) -> T:
-    """Runs ``work`` in a thread that ends with it; an interrupt makes its argument true and waits for the end.
-
-    A thread that computes on the CPU keeps OpenMP workers for life, and as soon as the workers of all threads
-    outnumber the cores OpenMP makes each wait for its work asleep: the engine's owner thread decodes at half speed.
-    A process that ended while a thread is inside torch would be aborted, so the thread is waited for in any case.
-    """
-    stop, begun, results, errors = list[bool](), list[bool](), list[T](), list[BaseException]()
-    ended = Lock()
-
-    def run() -> None:
-        begun.append(True)
-        try:
-            if not stop:
-                results.append(work(lambda: bool(stop)))
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            ended.release()
-
-    # Nothing of ``threading`` but a bare lock: interrupted, an Event, a Future and the start of a Thread can stay
-    # locked for ever, and a Thread that is joined is taken for ended.
-    ended.acquire()
-    try:
-        start_new_thread(run, ())
-        ended.acquire()
-    except BaseException:
-        stop.append(True)
-        is_over = False
-        while not is_over:
-            with suppress(BaseException):  # one more Ctrl-C, also between two sleeps: the load ends soon enough
-                while begun and not (results or errors):
-                    sleep(0.01)
-                is_over = True
-        raise
-    if errors:
-        raise errors.pop()
-    return results.pop()
-
-
 def resolve_device(name: str) -> torch.device:
     """The device called ``name``; "auto" is the first GPU, or the CPU where there is none."""
     if name == "auto":
@@ -329,8 +292,8 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
     """KV memory that ``num_requests`` of ``num_tokens`` each could ever use, all on the widest rung."""
     # One block more each: the scheduler admits a request only with one to spare for every running one.
     blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
-    # Slabs beyond those of their blocks: the reserve, and unused rests of slabs with the requests' slots.
-    spare = MAX_SLAB_BLOCKS * (num_reserve_slabs(len(ladder.rungs)) + len(ladder.slots))
+    # Beyond their blocks: the reserve, at most two slabs, and what a slab of each kind of slot leaves free.
+    spare = MAX_SLAB_BLOCKS * (2 * (len(ladder.rungs) > 1) + len(ladder.slots))
     slots = num_requests * sum(slot.nbytes for slot in ladder.slots)
     return (blocks + spare) * ladder.widest.block_nbytes + slots
 

@@ -103,6 +103,8 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
     for name, limit in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", vocab_size)):
         ids = getattr(params, name)
         fields[name] = None if ids is None else list(dict.fromkeys(_token_ids(name, ids, vocab_size, limit)))
+    wanted = params.prompt_logprob_ids
+    fields["prompt_logprob_ids"] = None if wanted is None else _prompt_logprob_ids(wanted, vocab_size)
     checked = SamplingParams(**fields)
     _refuse_contradictions(checked)
     return checked
@@ -134,13 +136,6 @@ def check_name(name: str, value: object, *, may_be_empty: bool = True) -> str:
 
 
 def _refuse_contradictions(params: SamplingParams) -> None:
-    if params.is_greedy and params.n > 1:
-        raise RequestError(
-            "greedy sampling gives the same text every time",
-            field="n",
-            value=params.n,
-            remedy="Use temperature > 0 or n=1",
-        )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         remedy = f"Use at most max_tokens={params.max_tokens}"
         raise RequestError("is larger than max_tokens", field="min_tokens", value=params.min_tokens, remedy=remedy)
@@ -158,6 +153,10 @@ def _refuse_contradictions(params: SamplingParams) -> None:
             value=params.structured_outputs,
             remedy="Leave out ignore_eos and min_tokens",
         )
+    if params.prompt_logprob_ids is not None and params.prompt_logprobs is None:
+        remedy = "Set prompt_logprobs=0, or more"
+        wanted = params.prompt_logprob_ids
+        raise RequestError("needs prompt_logprobs", field="prompt_logprob_ids", value=wanted, remedy=remedy)
     if params.allowed_token_ids == []:
         raise RequestError(
             "allows no token at all",
@@ -256,6 +255,13 @@ def _token_ids(name: str, value: object, vocab_size: int, limit: int | None = No
     return ids
 
 
+def _prompt_logprob_ids(value: object, vocab_size: int) -> list[list[int]]:
+    name = "prompt_logprob_ids"
+    if not isinstance(value, list | tuple):
+        raise RequestError("must be a list of lists of token ids", field=name, value=value)
+    return [_token_ids(name, ids, vocab_size, MAX_LOGPROBS) for ids in value]
+
+
 def _bias(value: object, vocab_size: int) -> dict[int, float]:
     if not isinstance(value, dict):
         raise RequestError("must map token ids to numbers", field="logit_bias", value=value)
@@ -286,6 +292,16 @@ def validate_prefill(num_prompt_tokens: int, num_prefill_tokens: int | None) -> 
             field="num_prefill_tokens",
             value=num_prefill_tokens,
             remedy=f"Use at most {num_prompt_tokens}, or None for all of them",
+        )
+
+
+def validate_prompt_logprob_ids(num_prompt_tokens: int, wanted: list[list[int]] | None) -> None:
+    """Raises RequestError unless there is a list for each token of the prompt."""
+    if wanted is not None and len(wanted) != num_prompt_tokens:
+        raise RequestError(
+            f"has a list for each of {len(wanted)} tokens, the prompt has {num_prompt_tokens}",
+            field="prompt_logprob_ids",
+            remedy=f"Give {num_prompt_tokens} lists, [] where no other token is wanted",
         )
 
 

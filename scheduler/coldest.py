@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -40,8 +40,11 @@ class Coldest:
         self._heap = self._heads()
         heapify(self._heap)
 
-    def take(self, number: int) -> list[Candidate]:
-        """The ``number`` coldest blocks, or all there are. Each is taken to step down a rung before the next call."""
+    def take(self, number: int, is_enough: Callable[[Candidate], bool] = lambda _: False) -> list[Candidate]:
+        """The ``number`` coldest blocks, fewer where ``is_enough`` says so of the last one, or all there are.
+
+        Each is taken to step down a rung before the next call.
+        """
         if self._followers is not None and len(self._heap) < number:
             self._followers, self._heap = None, eligible(self._space, self._running, self._ranks)
             heapify(self._heap)
@@ -49,6 +52,8 @@ class Coldest:
         for _ in range(min(number, len(self._heap))):
             chosen.append(heappop(self._heap))
             self._push_follower(chosen[-1])
+            if is_enough(chosen[-1]):
+                break
         for candidate in chosen:
             if candidate.rung + 1 < candidate.block.floor:
                 heappush(self._heap, candidate._replace(rung=candidate.rung + 1))

@@ -12,17 +12,18 @@ from collections import Counter
 from collections.abc import Iterable
 
 from qkv_engine.config import BLOCK_TOKENS
-from qkv_engine.request import Request
+from qkv_engine.request import Request, RequestStatus
 
 from .coldest import Candidate, Coldest, eligible
 from .queue import RequestQueue
-from .space import KVSpace
+from .space import KVSpace, Shortage
 
 logger = logging.getLogger("qkv_engine")
 
 # Blocks of one demotion: more would hold up a step, fewer would not repay a launch.
 RELIEF_BLOCKS = 8
-AHEAD_PER_STEP = 1  # blocks demoted ahead of need, for every 64 running requests
+AHEAD_STEPS = BLOCK_TOKENS // 32  # within which a block begins that room is made for: more would keep memory free
+AHEAD_PER_STEP = 1  # blocks demoted ahead of need, for every 2 running requests
 EAGER_PER_STEP = 8  # blocks that an eager ladder demotes, for every 32 running requests
 
 
@@ -59,20 +60,21 @@ class Pressure:
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
         while not self._reserve(request, num_tokens):
-            if not self._relieve(request) and not self._step_down_any(request.params.tenant):
+            if not self._relieve(request, num_tokens, 0) and not self._step_down_any(request.params.tenant):
                 return False
         return True
 
     def stretch(self, request: Request, num_tokens: int) -> int:
         """Reserves as many of the first ``num_tokens`` tokens as there can be room for; returns their number.
 
-        Leaves each other running request the block for its next token, which admission promised it.
+        Leaves each other running request the block for its next token, which admission promised it. For a request that
+        waits nothing steps down unless it may start by that.
         """
         if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
             return num_tokens
         spare = self._num_lacking(request)
         room = self.space.room_for(request, num_tokens, spare)
-        while room < num_tokens and self._relieve(request):
+        while room < num_tokens and self._relieve(request, num_tokens, spare, room > request.num_computed_tokens):
             room = self.space.room_for(request, num_tokens, spare)
         return room if room and self._reserve(request, room) else 0
 
@@ -88,19 +90,37 @@ class Pressure:
             self._lacking = self.space.lacking(self.running)
         return len(self._lacking) - (request in self._lacking)
 
-    def _relieve(self, request: Request) -> bool:
-        """One bounded piece of relief; ``False`` when nothing is left to give."""
+    def _relieve(self, request: Request, num_tokens: int, spare: int, may_start: bool = True) -> bool:
+        """One bounded piece of relief; ``False`` when nothing is left to give, or nothing that helps."""
         if self.space.evict():
             return True
-        return self.space.num_rungs > 1 and self._step_down(request.params.tenant, RELIEF_BLOCKS) > 0
+        if self.space.num_rungs == 1:
+            return False
+        tenant = request.params.tenant
+        if not may_start and request.status is RequestStatus.WAITING and not self._could_start(request, spare):
+            return False
+        return self._step_down(tenant, RELIEF_BLOCKS, self.space.shortage(request, num_tokens, spare)) > 0
+
+    def _could_start(self, request: Request, spare: int) -> bool:
+        """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
+        shortage = self.space.shortage(request, request.num_computed_tokens + 1, spare)
+        ranks = self._ranks(request.params.tenant, self.space.aged(self.running))
+        found = eligible(self.space, self.running, ranks)
+        return any([shortage.eased(candidate.rung, candidate.block.floor) for candidate in found][-1:])
 
     def _look_ahead(self) -> None:
-        """Keeps one block free for every running request, a few blocks a step, so that no step has to wait for many."""
-        if self.space.free_blocks() < len(self.running):
-            while self.space.evict() and self.space.free_blocks() < len(self.running):
-                pass
-            if self.space.free_blocks() < len(self.running):
-                self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 64))
+        """Makes room for the blocks that begin within ``AHEAD_STEPS`` steps, a few blocks a step.
+
+        So no step has to wait for many, and nothing steps down for a request that does not grow.
+        """
+        free = self.space.free_blocks()
+        if free >= len(self.running):
+            return
+        wanted = self.space.num_growing(self.running, AHEAD_STEPS)
+        while free < wanted and self.space.evict():
+            free = self.space.free_blocks()
+        if free < wanted:
+            self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))
 
     def _settle(self) -> None:
         """Steps an eager ladder's blocks outside the recent window down to their floors, after the prompt.
@@ -116,13 +136,14 @@ class Pressure:
         others = [c for c in found if c.request.params.num_prefill_tokens is None]
         self._demote([(candidate, candidate.block.floor) for candidate in urgent + others[:budget]])
 
-    def _step_down(self, tenant: str | None, number: int) -> int:
-        """Steps the ``number`` coldest blocks down one rung; returns how many did."""
+    def _step_down(self, tenant: str | None, number: int, shortage: Shortage) -> int:
+        """Steps the coldest blocks down a rung, at most ``number``, no more than ``shortage`` needs; how many did."""
         # With quotas, each block may change which tenants are over theirs.
         if self._coldest is None or self._payer != tenant or self._has_quota:
             ranks = self._ranks(tenant, self.space.aged(self.running))
             self._coldest, self._payer = Coldest(self.space, self.running, ranks), tenant
-        return self._demote([(candidate, candidate.rung + 1) for candidate in self._coldest.take(number)])
+        found = self._coldest.take(number, lambda candidate: shortage.eased(candidate.rung, candidate.rung + 1))
+        return self._demote([(candidate, candidate.rung + 1) for candidate in found])
 
     def _step_down_any(self, tenant: str) -> bool:
         """Steps down the coldest block that finds a slot, when the coldest of all find none: the last resort.

@@ -18,6 +18,14 @@ class Block(Protocol):
     def is_shared(self) -> bool: ...
 
 
+class Shortage(Protocol):
+    """Room that is wanted and is not there."""
+
+    def eased(self, old: int, new: int) -> bool:
+        """Counts in that a block steps down from rung ``old`` to ``new``; returns whether there is room then."""
+        ...
+
+
 class KVSpace(Protocol):
     """KV memory for the scheduler; ``engine/kv/manager.py`` implements it."""
 
@@ -45,8 +53,20 @@ class KVSpace(Protocol):
         """How many of the first ``num_tokens`` tokens could be stored now with ``spare`` blocks left over."""
         ...
 
+    def shortage(self, request: Request, num_tokens: int, spare: int) -> Shortage:
+        """The room that ``room_for`` of the same arguments lacks."""
+        ...
+
+    def shortage_of(self, num_blocks: int) -> Shortage:
+        """The room that blocks on the widest rung lack."""
+        ...
+
     def lacking(self, running: Iterable[Request]) -> set[Request]:
         """Running requests whose next token begins a block that is not reserved yet."""
+        ...
+
+    def num_growing(self, running: Iterable[Request], num_tokens: int) -> int:
+        """Running requests that decode and begin a block that is not reserved yet within their next ``num_tokens``."""
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -80,30 +80,26 @@ class Budget:
         dense, narrow = self._split(ladder)
         return 8 * (self._dense_nbytes(ladder, dense) + narrow * floor_nbytes) / self._num_elements(ladder)
 
-    def holds(self, ladder: Ladder, num_rungs: int) -> bool:
-        """Whether requests at the floor of ``ladder`` fit the budget; one in bytes is tried on a cache's tables.
-
-        ``num_rungs``: of the final ladder, which decide the size of the cache's reserve.
-        """
+    def holds(self, ladder: Ladder) -> bool:
+        """Whether requests at the floor of ``ladder`` fit the budget; one in bytes is tried on a cache's tables."""
         if self.nbytes is None:
             return self.bits_at(ladder, ladder.narrowest.block_nbytes) <= (self.bits or 0)
-        ladder = replace(ladder, rungs=(ladder.widest,) * (num_rungs - 1) + (ladder.narrowest,), admit_at=0)
         try:
             tables = KVCache(ladder, self.nbytes, torch.device("meta")).tables
         except CapacityError:
             return False
-        return tables.max_requests(self.context, num_rungs - 1) >= self.requests
+        return tables.max_requests(self.context, len(ladder.rungs) - 1) >= self.requests
 
-    def least(self, ladder: Ladder, num_rungs: int) -> str:
-        """The smallest budget that ``ladder`` fits, in the unit of this one; ``num_rungs`` as in ``holds``."""
+    def least(self, ladder: Ladder) -> str:
+        """The smallest budget that ``ladder`` fits, in the unit of this one."""
         if self.nbytes is None:
             return f"{math.ceil(100 * self.bits_at(ladder, ladder.narrowest.block_nbytes)) / 100:g}bits"
         low, high = 0, self.nbytes
-        while not Budget(self.context, self.requests, nbytes=high).holds(ladder, num_rungs):
+        while not Budget(self.context, self.requests, nbytes=high).holds(ladder):
             low, high = high, 2 * high
         while high - low > high // 1000 + 1:
             middle = (low + high) // 2
-            fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder, num_rungs)
+            fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder)
             low, high = (low, middle) if fits else (middle, high)
         return format_least(high).replace(" ", "")
 
@@ -151,21 +147,21 @@ def solve(
     if this one has none, and ``ConfigError`` if an item has no choice.
     """
 
-    def floor_ladder(floor: Sequence[Choice]) -> Ladder:
-        return ladder_of(make(floor, 2), model)
+    def ladder_on(floor: Sequence[Choice]) -> Ladder:
+        return ladder_of(make(floor, num_rungs), model)
 
     if not all(items):
         remedy = "Profile the model again with qkv-engine plan"
         raise ConfigError("no format in it fits the model's heads and least_bits", field="profile", remedy=remedy)
     narrowest = allocate(items, sum(min(choice.nbytes for choice in choices) for choices in items))
     assert narrowest is not None, "every item has a choice of its fewest bytes"
-    least = floor_ladder(narrowest)
+    least = ladder_on(narrowest)
     room = budget.block_nbytes(least)
-    if not budget.holds(least, num_rungs):
-        remedy = f"Give at least {budget.least(least, num_rungs)}"
+    if not budget.holds(least):
+        remedy = f"Give at least {budget.least(least)}"
         raise CapacityError("no plan is as small", field="budget", value=text, remedy=remedy)
     floor = allocate(items, room) or narrowest
-    while floor != narrowest and not budget.holds(floor_ladder(floor), num_rungs):
+    while floor != narrowest and not budget.holds(ladder_on(floor)):
         room = int(room * SHRINK)
         floor = allocate(items, room) or narrowest
     return make(floor, num_rungs)

@@ -42,6 +42,7 @@ class TextProfile(NamedTuple):
     k: list[list[float]]  # one list for each candidate
     v: list[list[float]]
     key_outliers: list[float]
+    loss: float = 0.0  # mean of the tokens that count, nats
 
 
 def mean_profile(
@@ -68,6 +69,7 @@ def mean_profile(
         sensitivities=Sensitivities(k, v),
         key_outliers=mean([text.key_outliers for text in found]),
         has_qk_norm=config.qk_norm,
+        loss=mean([[text.loss] for text in found])[0],
     )
 
 
@@ -119,7 +121,7 @@ def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, po
         for layer in layers:
             inputs.append(x)
             x = run_layer(layer, x, rotation).output
-    gradient = _loss_gradient(model, x, labels)
+    loss, gradient = _loss_gradient(model, x, labels)
     found = list[Tensor]()
     for layer in reversed(layers):
         x = inputs.pop().requires_grad_()
@@ -132,17 +134,18 @@ def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, po
         del passed, x, wanted, inner
     k, v, outliers, *rest = torch.stack(found[::-1]).T.tolist()
     number = len(candidates.k)
-    return TextProfile(LayerScores(k, v), rest[:number], rest[number:], outliers)
+    return TextProfile(LayerScores(k, v), rest[:number], rest[number:], outliers, loss)
 
 
-def _loss_gradient(model: LlamaForCausalLM, x: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of the mean loss with respect to the residual stream x [N, E] after the last layer."""
-    gradient, count = torch.empty_like(x), (labels >= 0).sum()
+def _loss_gradient(model: LlamaForCausalLM, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    """The mean loss, and its gradient with respect to the residual stream x [N, E] after the last layer."""
+    gradient, count, total = torch.empty_like(x), (labels >= 0).sum(), 0.0
     for rows, targets, out in zip(*(torch.split(t, LOSS_ROWS) for t in (x, labels, gradient)), strict=True):
         rows = rows.detach().requires_grad_()
         loss = F.cross_entropy(compute_logits(model, rows).float(), targets, reduction="sum") / count
         out.copy_(torch.autograd.grad(loss, rows)[0])
-    return gradient
+        total += float(loss.detach())
+    return total, gradient
 
 
 def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> Tensor:

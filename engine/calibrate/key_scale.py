@@ -19,9 +19,9 @@ from .gradients import Text, checked
 from .profile import LEAST_SCALE, MOST_SCALE, KeyScale
 from .sensitivity import pages, round_trip
 
-ALPHAS = tuple(1 - n / 20 for n in range(20))  # exponents to try; without 0, so every layer is scaled
+ALPHAS = tuple(1 - n / 20 for n in range(21))  # exponents to try; 0 leaves a layer as it is
 FORMAT = "int4-token-128"  # stores K and V during the search
-SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # at most, in the search: each text costs twenty passes of attention a layer
+SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # at most, in the search: each text costs 21 passes of attention a layer
 
 
 @torch.no_grad()

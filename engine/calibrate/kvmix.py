@@ -25,8 +25,9 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Settings of KVmix, which turns scores into formats. Raises ``ConfigError`` for a value out of range.
 
     ``share`` of the layers, chosen for K and for V apart, have ``k_bits`` and ``v_bits``, the others ``low_bits``.
-    ``group`` elements share a minimum and a range. ``recent_ratio`` of a request's context stays dense. ``random_seed``
-    draws the layers, the control; None ranks them by score.
+    ``group`` elements share a minimum and a range. A request's first ``sink`` tokens stay dense, and its newest:
+    ``recent`` tokens, or ``recent_ratio`` of the context where that is more. ``random_seed`` draws the layers, the
+    control; None ranks them by score.
     """
 
     share: float = 0.2
@@ -34,6 +35,8 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     v_bits: int = 4
     low_bits: int = 2
     group: int = 32
+    sink: int = 0
+    recent: int = 0
     recent_ratio: float = 0.0
     random_seed: int | None = None
 
@@ -43,6 +46,7 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not 0 <= self.recent_ratio < 1:
             remedy = "Give a share from 0 up to, but not including, 1"
             raise ConfigError("out of range", field="recent_ratio", value=self.recent_ratio, remedy=remedy)
+        self._ladder("plan", (DENSE16,))  # checks the windows
         for field, choices in (("k_bits", WIDTHS), ("v_bits", WIDTHS), ("low_bits", WIDTHS), ("group", GROUPS)):
             value = getattr(self, field)
             if value not in choices:
@@ -65,8 +69,12 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The eager ladder called ``name`` that ``scores`` lead to: K in groups of tokens, V in groups of channels."""
         k = tuple(f"int{bits}-channel-{self.group}" for bits in self._widths(scores.k, self.k_bits, "k"))
         v = tuple(f"int{bits}-token-{self.group}" for bits in self._widths(scores.v, self.v_bits, "v"))
-        rungs = (DENSE16, RungConfig("kvmix", k, v))
-        return KVConfig(name=name, rungs=rungs, recent_ratio=self.recent_ratio, eager=True)
+        return self._ladder(name, (DENSE16, RungConfig("kvmix", k, v)))
+
+    def _ladder(self, name: str, rungs: tuple[RungConfig, ...]) -> KVConfig:
+        return KVConfig(
+            name=name, rungs=rungs, sink=self.sink, recent=self.recent, recent_ratio=self.recent_ratio, eager=True
+        )
 
     def _widths(self, scores: Sequence[float], high: int, side: str) -> list[int]:
         chosen = self._choose(scores, side)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sized
 from pathlib import Path
 from typing import Final, Literal
@@ -156,7 +157,6 @@ def _has_shape(scale: KeyScale, shape: tuple[int, int, int]) -> bool:
 
 def _refuse_repeats(pairs: list[tuple[str, object]]) -> None:
     """Raises ``ValueError`` if a JSON object has a key twice, of which readers take the last."""
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
+    if len(dict(pairs)) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"an object has the key {twice!r} twice")

@@ -16,9 +16,11 @@ import msgspec
 from ..errors import ModelError
 
 LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # bounds of a divisor of K; a channel that is always 0 gets the lower one
+MAX_FORMATS = 256  # that a profile names, several times those there are
 
 Norm = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+ByFormat = Annotated[dict[str, list[Norm]], msgspec.Meta(max_length=MAX_FORMATS)]
 Divisor = Annotated[float, msgspec.Meta(ge=LEAST_SCALE, le=MOST_SCALE)]
 KeyScale = tuple[tuple[tuple[Divisor, ...], ...], ...]
 
@@ -37,8 +39,8 @@ class LayerScores(Strict, frozen=True):
 class Sensitivities(Strict, frozen=True):
     """Sensitivity in nats of K and of V to each format by name, one number a layer."""
 
-    k: dict[str, list[Norm]]
-    v: dict[str, list[Norm]]
+    k: ByFormat
+    v: ByFormat
 
 
 class Prompts(Strict, frozen=True):
@@ -57,7 +59,8 @@ class Profile(Strict, frozen=True, kw_only=True):
     ``position_scale``: positions were multiplied by it.
     ``key_scale``: per layer, KV head and rotary pair the divisor of K that had been folded into the weights; None for
     weights as they came. ``scores``: gradient norms of W_k and W_v. ``key_outliers``: per layer the largest magnitude
-    in K's largest channel over that in its median channel. ``has_qk_norm``: of the model.
+    in K's largest channel over that in its median channel. ``has_qk_norm``: of the model. ``loss``: of a token at
+    16 bits, in nats; None in files of releases that did not note it.
     """
 
     dtype: str
@@ -69,6 +72,7 @@ class Profile(Strict, frozen=True, kw_only=True):
     sensitivities: Sensitivities
     key_outliers: list[Norm]
     has_qk_norm: bool
+    loss: Norm | None = None
 
     def lists(self) -> dict[str, list[float]]:
         """Every list with one number a layer, by field name."""

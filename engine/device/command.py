@@ -15,11 +15,15 @@ from ..sampling.sample_tables import SampleTables
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of ``targets``, which follow the first tokens of an item, and of the ``k`` likeliest there."""
+    """Log-probabilities of ``targets``, which follow the first tokens of an item, and of the ``k`` likeliest there.
+
+    ``others``: further token ids, a list for each target; none for no others at all.
+    """
 
     item: int
     targets: list[int]
     k: int
+    others: list[list[int]]
 
 
 class StepCommand(msgspec.Struct, frozen=True, gc=False, tag="step"):

@@ -50,10 +50,10 @@ def read_hidden(model: CausalLM, hidden: Tensor, command: StepCommand, lengths: 
         logits = _logits(model, hidden, [ends[i] - 1 for i in command.sampling])
         tokens = sample_tokens(logits, command.tables)
     found = {}
-    for item, targets, k in command.prompt_scores:
+    for item, targets, k, others in command.prompt_scores:
         first = ends[item] - lengths[item]
         logits = _logits(model, hidden, list(range(first, first + len(targets))))
-        found[item] = token_logprobs(logits, targets, k)
+        found[item] = token_logprobs(logits, targets, k, others)
     return Computed(tokens, False, found)
 
 

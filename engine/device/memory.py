@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import CapacityError, QKVError
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +39,7 @@ def free_memory(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    return max(0, min(_available_ram(), cgroup_headroom()))
+    return max(0, min(_available_ram(), cgroup_headroom(), _address_space_left()))
 
 
 def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> int:
@@ -58,7 +62,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     import torch
 
     # torch has no type of its own for an allocation that fails on the CPU.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    words = "can't allocate memory", "not enough memory"
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in words)
+
+
+@contextmanager
+def memory_or_error(message: str, *, field: str | None = None, value: object = None, remedy: str) -> Iterator[None]:
+    """Raises ``CapacityError``, of the words given, where the system does not give the memory asked for."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, QKVError) or not is_out_of_memory(error):
+            raise
+        raise CapacityError(message, field=field, value=value, remedy=remedy) from error
 
 
 def cgroup_headroom(root: Path = Path("/")) -> int:
@@ -78,6 +94,18 @@ def _available_ram() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no count of available pages
+
+
+def _address_space_left() -> int:
+    """Bytes of addresses left under ``ulimit -v``; ``UNLIMITED`` without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return UNLIMITED
+    try:
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        in_use = 0
+    return limit - in_use
 
 
 def _memory_cgroups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:

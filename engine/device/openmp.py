@@ -30,11 +30,12 @@ def considerate_threads() -> Iterator[None]:
         yield
         return
     done = threading.Event()
-    in_a_thread(lambda: _watch(done))
+    watch = in_a_thread(lambda: _watch(done))
     try:
         yield
     finally:
         done.set()
+        watch.join()
 
 
 def run_delay() -> float | None:
@@ -53,11 +54,13 @@ def run_delay() -> float | None:
 
 def use_threads(number: int) -> None:
     """Lets the calling thread compute with ``number`` threads. Other threads of the process keep torch's number."""
-    before = torch.get_num_threads()
-    if number != before:
-        torch.set_num_threads(number)
-        torch.get_num_threads()  # torch takes the number over for this thread, and reads the global one no more
-        in_a_thread(lambda: torch.set_num_threads(before)).join()
+    if number == torch.get_num_threads():
+        return
+    common: list[int] = []
+    in_a_thread(lambda: common.append(torch.get_num_threads())).join()  # this thread may have a number of its own
+    torch.set_num_threads(number)
+    torch.get_num_threads()  # torch takes the number over for this thread, and reads the global one no more
+    in_a_thread(lambda: torch.set_num_threads(common[0])).join()
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
@@ -68,29 +71,34 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def _watch(done: threading.Event) -> None:
-    team: threading.Event | None = None  # whose setting ends the team that stands by
+    team: _Team | None = None
     before, began = run_delay(), time.monotonic()
     while not done.wait(CHECK_SECONDS):
         waited, now = run_delay(), time.monotonic()
         is_crowded = waited is None or before is None or waited - before > CROWDED_SHARE * (now - began)
         before, began = waited, now
         if is_crowded and team is None:
-            team = _stand_by()
+            team = _Team()
         elif team is not None and not is_crowded:
-            team.set()
+            team.end()
             team = None
     if team is not None:
-        team.set()
+        team.end()
 
 
-def _stand_by() -> threading.Event:
-    """Makes an idle team of as many OpenMP threads as cores, which ends once the event is set."""
-    ended = threading.Event()
+class _Team:
+    """An idle team of as many OpenMP threads as cores."""
 
-    def work() -> None:
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread = in_a_thread(self._stand_by)
+
+    def _stand_by(self) -> None:
         use_threads(max(torch.get_num_threads(), os.cpu_count() or 1))
         torch.ones(_PARALLEL_SIZE).add_(1)
-        ended.wait()
+        self._ended.wait()
 
-    in_a_thread(work)
-    return ended
+    def end(self) -> None:
+        """Ends the team and waits until its thread has left torch."""
+        self._ended.set()
+        self._thread.join()

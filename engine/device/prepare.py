@@ -12,7 +12,7 @@ from ..request import Request
 from ..sampling.sample_row import SampleRow
 from ..sampling.sample_tables import SampleTables
 from .command import PromptScores, StepCommand
-from .steady_batch import SteadyBatch, prompt_targets
+from .steady_batch import SteadyBatch, prompt_others, prompt_targets
 
 
 class StepMaker:
@@ -63,6 +63,10 @@ def _token_ids(item: ScheduledRequest) -> list[int]:
 
 def _prompt_scores(items: Sequence[ScheduledRequest]) -> list[PromptScores]:
     """Log-probabilities of the prompt tokens that follow each computed one, for the requests that ask."""
-    wanted = ((i, item, item.request.params.prompt_logprobs) for i, item in enumerate(items))
-    found = (PromptScores(i, prompt_targets(item), k) for i, item, k in wanted if k is not None)
+    wanted = ((i, item, item.request.params) for i, item in enumerate(items))
+    found = (
+        PromptScores(i, prompt_targets(item), params.prompt_logprobs, prompt_others(item))
+        for i, item, params in wanted
+        if params.prompt_logprobs is not None
+    )
     return [scores for scores in found if scores.targets]

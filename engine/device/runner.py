@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,18 +52,23 @@ class Pending:
         tokens: PendingTokens | None,
         places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
+        crew: Crew | None = None,
     ):
         """``places``: index in ``tokens`` of each item's token; ``None`` if they are in the items' order."""
+        self._crew = crew
         self._items, self._tokens, self._places = items, tokens, places
         self._prompt_logprobs = prompt_logprobs
 
     def wait(self) -> StepResult:
         """Blocks until the step's tokens are on the host.
 
-        May be called once. An error of the device is raised here.
+        May be called once. An error of the device, or the loss of a rank, is raised here.
         """
         items, places, prompt = self._items, self._places, self._prompt_logprobs
-        token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
+        with nullcontext() if self._crew is None else self._crew.waiting():
+            token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
+        if self._crew is not None:
+            self._crew.check()  # an exchange that was broken off gives any numbers
         if places is None:
             return StepResult(items, token_ids[: len(items)], special, prompt)
         found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
@@ -152,7 +158,7 @@ class Runner:
             self._maker.forget()
             raise
         places = _places(batch.items, sampling, sampling if computed.of_all_items else range(len(sampling)))
-        return Pending(batch.items, computed.tokens, places, computed.prompt_logprobs)
+        return Pending(batch.items, computed.tokens, places, computed.prompt_logprobs, self._crew)
 
 
 def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:

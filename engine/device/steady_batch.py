@@ -52,6 +52,11 @@ def prompt_targets(item: ScheduledRequest) -> list[int]:
     return item.request.prompt_token_ids[item.start + 1 : item.end + 1]
 
 
+def prompt_others(item: ScheduledRequest) -> list[list[int]]:
+    """Token ids whose log-probabilities are wanted beside each of ``prompt_targets``; none where no others are."""
+    return (item.request.params.prompt_logprob_ids or [])[item.start + 1 : item.end + 1]
+
+
 def _is_decode(items: Sequence[ScheduledRequest]) -> bool:
     """Whether a step is made of single tokens alone (they come first), without prompt log-probabilities to compute."""
     if items[-1].num_tokens > 1:

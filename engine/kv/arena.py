@@ -1,8 +1,8 @@
 """The arena's books: which bytes of the one KV tensor are a slot of which size. No tensors, no torch.
 
-The arena is cut into slabs of equal size. A slab is given to one slot size and carved into equal slots; an empty
-slab returns to the common pool. The fullest slab is filled first, and a sparse slab can be emptied into its siblings
-(`evacuate`), so free bytes can always be turned into free slabs: `room` counts as if that had been done.
+Blocks on the widest rung lie side by side at the end of the arena. All other slots lie in slabs of equal size, which
+grow from its beginning. A slab is given to one slot size and carved into equal slots; an empty one serves any size.
+Free bytes may lie anywhere, but can always be gathered between the two (`evacuate`): `room` counts as if they had been.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..errors import QKVError
 
@@ -35,43 +36,56 @@ class _Slab:
     live: dict[int, Slot] = field(default_factory=dict)  # by address
 
 
-class _Pool:
-    """Numbers of free slabs, lowest first. Of the slabs never taken only the first number is kept."""
+class _Places:
+    """Equal places in a row, numbered from an end of the arena; the lowest free one is taken first.
 
-    def __init__(self, num_slabs: int):
-        self._num_slabs, self._untouched = num_slabs, 0
-        self._returned: list[int] = []  # heap
+    ``extent``: places up to the last one that is taken. ``free``: those before it that are not.
+    """
 
-    def __len__(self) -> int:
-        return len(self._returned) + self._num_slabs - self._untouched
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._returned
-        yield from range(self._untouched, self._num_slabs)
+    def __init__(self) -> None:
+        self.extent = 0
+        self.free: set[int] = set()
+        self._lowest: list[int] = []  # heap of ``free``, some out of date
 
     def take(self) -> int:
-        if self._returned:
-            return heapq.heappop(self._returned)
-        self._untouched += 1
-        return self._untouched - 1
+        number = self.lowest_free
+        if number is None:
+            self.extent += 1
+            return self.extent - 1
+        self.free.remove(number)
+        return number
+
+    @property
+    def lowest_free(self) -> int | None:
+        while self._lowest and self._lowest[0] not in self.free:
+            heapq.heappop(self._lowest)
+        return self._lowest[0] if self._lowest else None
+
+    def last_taken(self) -> Iterator[int]:
+        """Places that are taken, from the last one on."""
+        return (number for number in range(self.extent - 1, -1, -1) if number not in self.free)
 
     def give(self, number: int) -> None:
-        heapq.heappush(self._returned, number)
+        self.free.add(number)
+        heapq.heappush(self._lowest, number)
+        while self.extent - 1 in self.free:
+            self.extent -= 1
+            self.free.remove(self.extent)
 
 
 class Arena:
-    """Slots in ``nbytes`` bytes, in slabs of ``slab_nbytes``. Owned by the KV cache for the engine's life.
+    """Slots in ``nbytes`` bytes: those of ``block_nbytes`` side by side, all others in slabs of ``slab_nbytes``.
 
-    ``reserve`` slabs are kept out of ordinary allocations, so that a demotion always finds a place to write.
+    ``reserve_nbytes`` are kept out of ordinary allocations, so that a demotion always finds a place to write. Owned by
+    the KV cache for the engine's life.
     """
 
-    def __init__(self, nbytes: int, slab_nbytes: int, reserve: int = 0):
-        self.slab_nbytes = slab_nbytes
-        self.num_slabs = nbytes // slab_nbytes
-        self.nbytes = self.num_slabs * slab_nbytes
-        self.reserve = reserve
-        self._slabs: dict[int, _Slab] = {}  # slabs in use, by number
-        self._pool = _Pool(self.num_slabs)
+    def __init__(self, nbytes: int, slab_nbytes: int, reserve_nbytes: int = 0, *, block_nbytes: int = 0):
+        self.nbytes, self.slab_nbytes, self.block_nbytes = nbytes, slab_nbytes, block_nbytes
+        self.reserve_nbytes = reserve_nbytes
+        self._slabs: dict[int, _Slab] = {}  # slabs in use, by place
+        self._blocks: dict[int, Slot] = {}  # slots of ``block_nbytes``, by place
+        self._slab_places, self._block_places = _Places(), _Places()  # from the beginning, and from the end
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self._ranked: dict[int, list[tuple[int, int]]] = {}  # size -> heap of (-live slots, slab), some out of date
         self.live: Counter[int] = Counter()  # slot size -> live slots
@@ -82,105 +96,139 @@ class Arena:
     def per_slab(self, nbytes: int) -> int:
         return self.slab_nbytes // nbytes
 
-    def slabs_for(self, counts: Mapping[int, int]) -> int:
-        """Slabs that ``counts``, slots by size, take when they are packed."""
-        return sum(-(-number // self.per_slab(nbytes)) for nbytes, number in counts.items())
+    def packed_nbytes(self, counts: Mapping[int, int]) -> int:
+        """Bytes that ``counts``, slots by size, take when they are packed: blocks and whole slabs."""
+        return sum(
+            number * nbytes if nbytes == self.block_nbytes else -(-number // self.per_slab(nbytes)) * self.slab_nbytes
+            for nbytes, number in counts.items()
+            if number  # a size of 0 comes with no slots
+        )
 
     def has_room(self, extra: Mapping[int, int]) -> bool:
-        """Whether ordinary allocations could still get ``extra`` slots by size if sparse slabs were emptied."""
-        slabs = self._num_packed
+        """Whether ordinary allocations could still get ``extra`` slots by size if free bytes were gathered.
+
+        A negative number is of slots that are given back before.
+        """
+        needed = 0
         for nbytes, number in extra.items():
-            if number:  # a size of 0 comes with no slots
+            if nbytes == self.block_nbytes:
+                needed += number * nbytes
+            elif number:
                 per_slab, live = self.per_slab(nbytes), self.live[nbytes]
-                slabs += -(-(live + number) // per_slab) - -(-live // per_slab)
-        return slabs <= self.num_slabs - self.reserve
+                needed += (-(-(live + number) // per_slab) - -(-live // per_slab)) * self.slab_nbytes
+        return needed <= self._spare_nbytes
 
     def room(self, nbytes: int) -> int:
-        """Slots of ``nbytes`` that ordinary allocations could still get if sparse slabs were emptied."""
-        per_slab, live = self.slab_nbytes // nbytes, self.live[nbytes]
-        others = self._num_packed - -(-live // per_slab)
-        return max(0, (self.num_slabs - self.reserve - others) * per_slab - live)
+        """Slots of ``nbytes`` that ordinary allocations could still get if free bytes were gathered."""
+        spare = self._spare_nbytes
+        if spare < 0:
+            return 0
+        if nbytes == self.block_nbytes:
+            return spare // nbytes
+        per_slab = self.per_slab(nbytes)
+        return spare // self.slab_nbytes * per_slab + -self.live[nbytes] % per_slab
 
     def allocate(self, nbytes: int, *, urgent: bool = False) -> Slot | None:
-        """A slot of ``nbytes`` in the fullest slab of that size, lowest address first.
+        """A slot of ``nbytes`` at the lowest free place, or in the fullest slab of that size.
 
-        ``None`` if there is none without emptying a slab first, or, unless ``urgent``, without touching the reserve.
+        ``None`` if there is none unless free bytes are gathered first, or, if not ``urgent``, the reserve is touched.
         """
         if not urgent and not self.room(nbytes):
             return None
-        partial = self._partial.setdefault(nbytes, set())
-        if not partial:
-            if len(self._pool) <= (0 if urgent else self.reserve):
+        if nbytes == self.block_nbytes:
+            return self._take_block() if self._block_places.free or self._gap >= nbytes else None
+        if not self._partial.setdefault(nbytes, set()):
+            if not self._slab_places.free and self._gap < self.slab_nbytes:
                 return None
-            self._carve(self._pool.take(), nbytes)
+            self._carve(self._slab_places.take(), nbytes)
         return self._take(nbytes)
 
     def release(self, slot: Slot) -> None:
         """Frees a slot. Raises ``ArenaError`` for a dead one."""
-        number = slot.address // self.slab_nbytes
-        slab = self._slabs.get(number)
-        if slab is None or slab.live.get(slot.address) is not slot:
+        if not slot.alive:
             raise ArenaError(f"slot at {slot.address} is not alive")
-        del slab.live[slot.address]
         slot.alive = False
         self.live[slot.nbytes] -= 1
-        self._num_packed -= self.live[slot.nbytes] % self.per_slab(slot.nbytes) == 0
         self.used_nbytes -= slot.nbytes
-        if slab.live:
-            heapq.heappush(slab.free, slot.address)
-            self._file(number, slot.nbytes)
+        if slot.nbytes == self.block_nbytes:
+            number = self._block_place(slot)
+            del self._blocks[number]
+            self._block_places.give(number)
         else:
-            self._partial[slot.nbytes].discard(number)
-            del self._slabs[number]
-            self._pool.give(number)
+            self._release_in_slab(slot)
 
     def evacuate(self) -> list[tuple[Slot, Slot]]:
-        """Empties the sparsest slab that fits into its siblings: (old slot, new slot) pairs, the new ones allocated.
+        """Gathers free bytes by a few moves: (old slot, new slot) pairs, the new ones allocated.
 
-        The caller moves the bytes and releases the old slots, which returns the slab. Empty if no slab can be won.
+        The last blocks go to free places, to make room for a slab. If there is none, the last slabs go to free ones, to
+        make room for a block; if there is none, either, the sparsest slab that fits into its siblings is emptied. The
+        caller moves the bytes and releases the old slots. Empty if no byte can be won.
         """
-        best: int | None = None
-        for size, partial in self._partial.items():
-            if len(partial) < 2:
-                continue
-            sparsest = min(partial, key=lambda i: (len(self._slabs[i].live), -i))
-            room = sum(len(self._slabs[i].free) for i in partial if i != sparsest)
-            needed = len(self._slabs[sparsest].live)
-            if needed <= room and (best is None or needed * size < self._live_nbytes(best)):
-                best = sparsest
-        if best is None:
-            return []
-        size, live = self._slabs[best].slot_nbytes, self._slabs[best].live
-        self._partial[size].remove(best)
-        moves = [(old, self._take(size)) for _, old in sorted(live.items())]
-        self._file(best, size)
-        return moves
+        return self._move_blocks() or self._empty(self._last_slabs() or self._sparsest())
 
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless every byte is owned once and every counter agrees."""
         live: Counter[int] = Counter()
-        if sorted([*self._pool, *self._slabs]) != list(range(self.num_slabs)):
-            raise ArenaError("a slab is neither pooled nor given to a size, or both")
+        for places, taken in ((self._slab_places, self._slabs), (self._block_places, self._blocks)):
+            if sorted([*places.free, *taken]) != list(range(places.extent)):
+                raise ArenaError("a place is neither free nor taken, or both")
+        if self._gap < 0:
+            raise ArenaError("blocks and slabs overlap")
+        for number, slot in self._blocks.items():
+            if slot.nbytes != self.block_nbytes or self._block_place(slot) != number or not slot.alive:
+                raise ArenaError(f"slot at {slot.address} disagrees with place {number}")
+            live[slot.nbytes] += 1
         for number, slab in self._slabs.items():
-            size = slab.slot_nbytes
-            expected = {number * self.slab_nbytes + i * size for i in range(self.per_slab(size))}
-            addresses = list(slab.live) + slab.free
-            if len(addresses) != len(expected) or set(addresses) != expected:
-                raise ArenaError(f"slab {number} does not own each of its slots once")
-            if not slab.live:
-                raise ArenaError(f"slab {number} is empty but not in the pool")
-            for address, slot in slab.live.items():
-                if slot.address != address or slot.nbytes != size or not slot.alive:
-                    raise ArenaError(f"slot at {address} disagrees with slab {number}")
-            if (number in self._partial.get(size, ())) != bool(slab.free):
-                raise ArenaError(f"slab {number} is filed wrongly among the partial slabs")
-            live[size] += len(slab.live)
+            self._check_slab(number, slab)
+            live[slab.slot_nbytes] += len(slab.live)
         if live != +self.live:
             raise ArenaError(f"{dict(live)} slots are live, {dict(self.live)} are counted")
-        if self._num_packed != self.slabs_for(live):
+        blocks = live[self.block_nbytes] * self.block_nbytes
+        if blocks + self._num_packed * self.slab_nbytes != self.packed_nbytes(live):
             raise ArenaError(f"{self._num_packed} slabs are counted as taken")
         if sum(size * number for size, number in live.items()) != self.used_nbytes:
             raise ArenaError(f"{self.used_nbytes} bytes are counted as used")
+
+    def _check_slab(self, number: int, slab: _Slab) -> None:
+        size = slab.slot_nbytes
+        expected = {number * self.slab_nbytes + i * size for i in range(self.per_slab(size))}
+        addresses = list(slab.live) + slab.free
+        if len(addresses) != len(expected) or set(addresses) != expected:
+            raise ArenaError(f"slab {number} does not own each of its slots once")
+        if not slab.live:
+            raise ArenaError(f"slab {number} is empty but in use")
+        for address, slot in slab.live.items():
+            if slot.address != address or slot.nbytes != size or not slot.alive:
+                raise ArenaError(f"slot at {address} disagrees with slab {number}")
+        if (number in self._partial.get(size, ())) != bool(slab.free):
+            raise ArenaError(f"slab {number} is filed wrongly among the partial slabs")
+
+    @property
+    def _gap(self) -> int:
+        """Bytes between the last slab and the last block."""
+        slabs, blocks = self._slab_places.extent * self.slab_nbytes, self._block_places.extent * self.block_nbytes
+        return self.nbytes - slabs - blocks
+
+    @property
+    def _spare_nbytes(self) -> int:
+        """Bytes for ordinary allocations when all slots are packed; negative where demotions took of the reserve."""
+        taken = self.live[self.block_nbytes] * self.block_nbytes + self._num_packed * self.slab_nbytes
+        return self.nbytes - self.reserve_nbytes - taken
+
+    def _block_place(self, slot: Slot) -> int:
+        return (self.nbytes - slot.address) // self.block_nbytes - 1
+
+    def _take_block(self) -> Slot:
+        """The lowest free place of a block. There must be one."""
+        number = self._block_places.take()
+        slot = self._blocks[number] = Slot(self.nbytes - (number + 1) * self.block_nbytes, self.block_nbytes)
+        self._count(slot)
+        return slot
+
+    def _count(self, slot: Slot) -> None:
+        self.live[slot.nbytes] += 1
+        self.used_nbytes += slot.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
 
     def _carve(self, number: int, nbytes: int) -> None:
         base = number * self.slab_nbytes
@@ -214,10 +262,68 @@ class Arena:
             heapq.heappop(self._ranked[nbytes])
             self._partial[nbytes].discard(number)
         self._num_packed += self.live[nbytes] % self.per_slab(nbytes) == 0
-        self.live[nbytes] += 1
-        self.used_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        self._count(slot)
         return slot
+
+    def _release_in_slab(self, slot: Slot) -> None:
+        number = slot.address // self.slab_nbytes
+        slab = self._slabs[number]
+        del slab.live[slot.address]
+        self._num_packed -= self.live[slot.nbytes] % self.per_slab(slot.nbytes) == 0
+        if slab.live:
+            heapq.heappush(slab.free, slot.address)
+            self._file(number, slot.nbytes)
+        else:
+            self._partial[slot.nbytes].discard(number)
+            del self._slabs[number]
+            self._slab_places.give(number)
+
+    def _move_blocks(self) -> list[tuple[Slot, Slot]]:
+        """Allocates free places for the last blocks."""
+        moves = list[tuple[Slot, Slot]]()
+        for last in self._block_places.last_taken():
+            lowest = self._block_places.lowest_free
+            if lowest is None or lowest > last or len(moves) * self.block_nbytes >= self.slab_nbytes:
+                break
+            moves.append((self._blocks[last], self._take_block()))
+        return moves
+
+    def _last_slabs(self) -> list[int]:
+        """The last slabs, as many as have free places before them and make room for a block."""
+        places = self._slab_places
+        number = min(len(places.free), max(1, -(-self.block_nbytes // self.slab_nbytes)))
+        last = list(islice(places.last_taken(), number))
+        before = heapq.nsmallest(number, places.free)
+        return [slab for slab, free in zip(last, before, strict=False) if free < slab]
+
+    def _sparsest(self) -> list[int]:
+        """Of the slabs that are the sparsest of their size and fit into siblings, the one of fewest live bytes."""
+        best: int | None = None
+        for size, partial in self._partial.items():
+            if len(partial) < 2:
+                continue
+            sparsest = min(partial, key=lambda i: (len(self._slabs[i].live), -i))
+            room = sum(len(self._slabs[i].free) for i in partial if i != sparsest)
+            needed = len(self._slabs[sparsest].live)
+            if needed <= room and (best is None or needed * size < self._live_nbytes(best)):
+                best = sparsest
+        return [] if best is None else [best]
+
+    def _empty(self, slabs: list[int]) -> list[tuple[Slot, Slot]]:
+        """Allocates other slots for those of ``slabs``: in their siblings, and then in free places."""
+        moves = []
+        for number in slabs:
+            self._partial[self._slabs[number].slot_nbytes].discard(number)
+        for number in slabs:
+            size, live = self._slabs[number].slot_nbytes, self._slabs[number].live
+            for _, old in sorted(live.items()):
+                if not self._partial[size]:
+                    self._carve(self._slab_places.take(), size)
+                moves.append((old, self._take(size)))
+        for number in slabs:
+            if self._slabs[number].free:
+                self._file(number, self._slabs[number].slot_nbytes)
+        return moves
 
     def _fullness(self, number: int) -> tuple[int, int]:
         return -len(self._slabs[number].live), number

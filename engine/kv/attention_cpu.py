@@ -55,7 +55,8 @@ class CpuAttentionPlanner:
     def __init__(self, memory: Tensor, tables: HostTables, ladder: Ladder):
         self.memory, self.tables, self.ladder = memory, tables, ladder
         self._pages = _layer_pages(memory, ladder)
-        self._rows = memory.view(self._pages[0].blocks.dtype).view(-1, ladder.widest.shape.head_dim)
+        self._rows = memory.view(ladder.widest.dtype).view(-1, ladder.widest.shape.head_dim)
+        self._row_nbytes = ladder.widest.shape.head_dim * ladder.widest.dtype.itemsize
         self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step
 
     def forget(self) -> None:
@@ -90,25 +91,24 @@ class CpuAttentionPlanner:
 
     def _locate(self, extent: Extent) -> RequestPages:
         """The pages of the tokens of ``extent``."""
-        tables, dense, sink = self.tables, self.ladder.widest.block_nbytes, self.ladder.sink
+        tables, sink, row_nbytes = self.tables, self.ladder.sink, self._row_nbytes
         found = RequestPages(extent.num_tokens, bank=tables.bank(extent.row))
         if extent.num_sink:
-            found.sink = tables.entry(extent.row, 0)[0] // self.ladder.slots[0].nbytes, extent.num_sink
+            found.sink = tables.entry(extent.row, 0)[0] // row_nbytes, extent.num_sink
         first = bool(sink)
         for index in range(first, first + extent.num_full):
             address, rung = tables.entry(extent.row, index)
             if rung:
                 found.sealed.setdefault(rung, []).append(address)
             else:
-                found.full.append(address // dense)
+                found.full.append(address // row_nbytes)
         if extent.num_open:
-            found.open = tables.entry(extent.row, first + extent.num_full)[0] // dense, extent.num_open
+            found.open = tables.entry(extent.row, first + extent.num_full)[0] // row_nbytes, extent.num_open
         return found
 
     def _token_rows(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Rows and strides by which the step's K and V are written, one a token; see ``kernels/rope_kv_write``."""
-        shape, sink = self.ladder.widest.shape, self.ladder.sink
-        row_nbytes = shape.head_dim * self.ladder.widest.dtype.itemsize
+        sink, row_nbytes = self.ladder.sink, self._row_nbytes
         found: list[tuple[int, int]] = []
         for row, start, length in zip(rows, starts, lengths, strict=True):
             end = start + length
@@ -167,13 +167,19 @@ def _are_alike(extents: list[Extent], others: list[Extent]) -> bool:
 
 
 def _layer_pages(memory: Tensor, ladder: Ladder) -> list[LayerPages]:
-    rung, shape = ladder.widest, ladder.widest.shape
-    elements, num_layers = memory.view(rung.dtype), len(rung.layers)
-    blocks = elements.view(-1, num_layers, 2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim)
-    sinks = None
-    if ladder.sink:
-        sinks = elements.view(-1, num_layers, 2, shape.num_kv_heads, ladder.sink, shape.head_dim)
+    elements, num_layers = memory.view(ladder.widest.dtype), len(ladder.widest.layers)
+    blocks = _dense_slots(elements, ladder, BLOCK_TOKENS)
+    sinks = _dense_slots(elements, ladder, ladder.sink) if ladder.sink else None
     layouts = tuple(rung.layout for rung in ladder.rungs)
     return [
         LayerPages(i, memory, blocks[:, i], None if sinks is None else sinks[:, i], layouts) for i in range(num_layers)
     ]
+
+
+def _dense_slots(elements: Tensor, ladder: Ladder, num_tokens: int) -> Tensor:
+    """Slots of ``num_tokens`` dense tokens, [R, L, 2, H, T, D]: as if one began at each row of a token and head."""
+    shape = ladder.widest.shape
+    slot = torch.Size((len(ladder.widest.layers), 2, shape.num_kv_heads, num_tokens, shape.head_dim))
+    number = (len(elements) - slot.numel()) // shape.head_dim + 1
+    strides = torch.empty(slot, device="meta").stride()
+    return elements.as_strided((number, *slot), (shape.head_dim, *strides))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .arena import Slot
-from .bank import Bank, Mining
+from .bank import Bank, Centres, Mining
 
 
 def slot_rung(index: int) -> int:
@@ -80,8 +80,9 @@ class Journal:
 class Move:
     """Bytes to be rewritten: ``block`` goes from address ``src`` on rung ``old`` to ``dst`` on rung ``new``.
 
-    ``bank``: address of the request's bank if the block is sealed under one. ``mining``: the tokens from which the bank
-    is mined first.
+    ``bank``: address of the request's bank if the block is sealed under one. ``num_windows``: windows after the prompt
+    whose patterns the block may choose from. ``mining``: the tokens from which the bank is mined first. ``centres``:
+    the windows that add patterns to it then.
     """
 
     block: Block
@@ -90,7 +91,9 @@ class Move:
     old: int
     new: int
     bank: int | None = None
+    num_windows: int = 0
     mining: Mining | None = None
+    centres: Centres | None = None
 
     @classmethod
     def down(cls, block: Block, slot: Slot, rung: int) -> Move:
@@ -98,4 +101,6 @@ class Move:
         where = block, block.slot.address, slot.address, block.rung, rung
         if block.rung or block.bank is None:
             return cls(*where)
-        return cls(*where, block.bank.block.slot.address, block.bank.mine())
+        bank, num_windows = block.bank, block.bank.windows_until(block)
+        address = bank.block.slot.address
+        return cls(*where, address, num_windows, bank.mine(), bank.add_centres(num_windows))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import lcm
 from typing import TYPE_CHECKING
 
 from qkv_engine.kernels.formats import (
@@ -139,9 +140,19 @@ class Ladder:
         return sum(slot.num_tokens for slot in self.slots)
 
     @cached_property
+    def align(self) -> int:
+        """Bytes that slabs are a multiple of: dense slots begin on a row of a token and head, all on a cache line."""
+        return lcm(SLOT_ALIGN, self.widest.shape.head_dim * self.widest.dtype.itemsize)
+
+    @cached_property
     def has_bank(self) -> bool:
         """Whether each request has a bank of patterns, its last slot."""
         return self.narrowest.layout.bank_nbytes > 0
+
+    @cached_property
+    def num_windows(self) -> int:
+        """Windows of a request after its prompt that add a pattern to its bank."""
+        return max(side.num_later for side in self.narrowest.layout.sides)
 
 
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
@@ -197,14 +208,15 @@ def _bank_slots(rungs: tuple[Rung, ...]) -> Iterator[RequestSlot]:
         raise ConfigError(
             f"those of a request take {nbytes:,} bytes, a dense block {block:,}",
             field="patterns",
-            value=max(_patterns(rungs[-1])),
+            value=max(map(sum, _patterns(rungs[-1]))),
             remedy=f"Use at most {1 << most.bit_length() - 1}",
         )
     yield RequestSlot("bank", num_tokens=0, nbytes=nbytes, num_elements=0)
 
 
-def _patterns(rung: Rung) -> list[int]:
-    return [side.num_patterns for side in rung.layout.sides]
+def _patterns(rung: Rung) -> list[tuple[int, int]]:
+    """Patterns of each side: of the prompt and of later windows."""
+    return [(side.num_patterns, side.num_later) for side in rung.layout.sides]
 
 
 def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:

@@ -11,6 +11,7 @@ from ..request import KVUsage, Request, SamplingParams
 from .block import Block
 from .demand import RunningDemand
 from .prefix import PrefixCache
+from .shortage import Shortage
 from .table import BlockTables
 
 
@@ -95,8 +96,22 @@ class KVManager:
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
         return self.tables.room_for(request.request_id, num_tokens, spare)
 
+    def shortage(self, request: Request, num_tokens: int, spare: int) -> Shortage:
+        return Shortage(self.tables, self.tables.wanted(request.request_id, num_tokens, spare))
+
+    def shortage_of(self, num_blocks: int) -> Shortage:
+        return Shortage(self.tables, {self.ladder.widest.block_nbytes: num_blocks})
+
     def lacking(self, running: Iterable[Request]) -> set[Request]:
         return {r for r in running if r.num_computed_tokens >= r.num_reserved_tokens}
+
+    def num_growing(self, running: Iterable[Request], num_tokens: int) -> int:
+        # A request that computes its prompt gets blocks in the step that needs them.
+        return sum(
+            r.num_reserved_tokens < min(r.num_computed_tokens + num_tokens, r.max_num_tokens)
+            and r.num_tokens - r.num_computed_tokens <= 1
+            for r in running
+        )
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         done = self.tables.reserve(request.request_id, num_tokens)

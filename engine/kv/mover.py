@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.formats import BlockLayout
-from qkv_engine.kernels.mine import mine
+from qkv_engine.kernels.mine import add_centres, mine
 from qkv_engine.kernels.step_down import copy, transfer
 
 from ..device.graphs import Graphs
@@ -48,17 +48,20 @@ class Mover:
     def __init__(self, memory: Tensor, ladder: Ladder, cuda_graphs: bool):
         self.memory, self.ladder = memory, ladder
         # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
-        # that are sealed under one.
-        self._words = torch.zeros(4 * MOST, dtype=torch.int64, device=memory.device)
+        # that are sealed under one, with the windows whose patterns they may choose from.
+        self._words = torch.zeros(5 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
         self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
 
     def execute(self, command: MoveCommand) -> list[RowsCopy]:
         """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
         checks = []
-        for mined, groups in command.waves:
+        layouts = self.ladder.widest.layout, self.ladder.narrowest.layout
+        for mined, centres, groups in command.waves:
             for bank, mining in mined:
-                mine(self.memory, *mining, bank, self.ladder.widest.layout, self.ladder.narrowest.layout)
+                mine(self.memory, *mining, bank, *layouts)
+            for bank, windows in centres:
+                add_centres(self.memory, *windows, bank, *layouts)
             for group in groups:
                 if group.old == group.new:
                     copy(self.memory, group.src, group.dst, group.nbytes)
@@ -76,7 +79,8 @@ class Mover:
         checks = []
         for part in (slice(i, i + MOST) for i in range(0, len(group.src), MOST)):
             src, dst, banks = group.src[part], group.dst[part], group.banks[part]
-            self._launch([src, dst, [1] * len(src)] + ([banks] if banks else []), source, target)
+            under = [banks, group.num_windows[part]] if banks else []
+            self._launch([src, dst, [1] * len(src), *under], source, target)
             if source.has_dense:
                 checks.append(self._copies.begin(3, len(src)))
         return checks

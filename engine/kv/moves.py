@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .bank import Mining
+from .bank import Centres, Mining
 from .block import Block, Move
 from .table import BlockTables
 
@@ -15,7 +15,8 @@ from .table import BlockTables
 class MoveGroup(NamedTuple):
     """Blocks of a wave that go from the rung ``old`` to ``new``, with their addresses.
 
-    ``nbytes``: of a block on ``old``;  ``banks``: addresses of the blocks' banks, if they are sealed under some.
+    ``nbytes``: of a block on ``old``;  ``banks``: addresses of the blocks' banks, if they are sealed under some, and
+    ``num_windows`` of ``Move`` for each.
     """
 
     old: int
@@ -24,12 +25,14 @@ class MoveGroup(NamedTuple):
     src: list[int]
     dst: list[int]
     banks: list[int]
+    num_windows: list[int]
 
 
 class Wave(NamedTuple):
-    """Moves of which none reads what another one writes; before them banks are mined, each at its address."""
+    """Moves of which none reads what another one writes; before them banks get patterns, each at its address."""
 
     mined: list[tuple[int, Mining]]
+    centres: list[tuple[int, Centres]]
     groups: list[MoveGroup]
 
 
@@ -46,15 +49,17 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     waves, blocks = [], list[Block]()
     for moves in noted:
         mined = [(m.bank, m.mining) for m in moves if m.bank is not None and m.mining is not None]
+        centres = [(m.bank, m.centres) for m in moves if m.bank is not None and m.centres is not None]
         groups = []
         for (old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
             part = list(same)
             banks = [move.bank for move in part if move.bank is not None]
+            num_windows = [move.num_windows for move in part if move.bank is not None]
             src, dst = [move.src for move in part], [move.dst for move in part]
-            groups.append(MoveGroup(old, new, tables.sizes[old], src, dst, banks))
+            groups.append(MoveGroup(old, new, tables.sizes[old], src, dst, banks, num_windows))
             if old != new and tables.ladder.rungs[old].layout.has_dense:
                 blocks += [move.block for move in part]
-        waves.append(Wave(mined, groups))
+        waves.append(Wave(mined, centres, groups))
     return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in tables.take_fresh()]), blocks
 
 

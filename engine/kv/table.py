@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..config import BLOCK_TOKENS
 from .arena import Arena, ArenaError, Slot
@@ -18,13 +18,18 @@ from .block import Block, BlockTable, Journal, Move, slot_rung
 from .ladder import Ladder, RequestSlot
 
 
-def num_reserve_slabs(num_rungs: int, num_floors: int = 1) -> int:
-    """Slabs to keep for demotions, so that blocks always reach their floors.
+def reserve_nbytes(rungs: Sequence[int], slab_nbytes: int, num_floors: int = 1) -> int:
+    """Bytes to keep for demotions, so that blocks always reach their floors.
 
-    ``num_floors``: distinct floors below the first rung. One slab for each of them and one for the dense slab that
-    demotions leave sparse, at most one for each narrower rung. The proof is in docs/kv_cache.md.
+    ``rungs``: bytes of a block on each rung, widest first. ``num_floors``: distinct floors below the first rung. A
+    slab, and for each floor what a slab that is begun may leave free. The proof is in docs/kv_cache.md.
     """
-    return min(num_rungs - 1, num_floors + 1)
+    narrower = rungs[1:]
+    if not narrower:
+        return 0
+    begun = narrower[:-1] if num_floors == 1 else narrower
+    left = sorted((slab_nbytes - slab_nbytes // (slab_nbytes // size) for size in begun), reverse=True)
+    return slab_nbytes + sum(left[: min(num_floors, len(narrower) - 1)])
 
 
 class BlockTables:
@@ -41,7 +46,7 @@ class BlockTables:
         self.floor_epoch = 0  # lifts of floors, each of which may unsettle settled blocks
         self._tables: dict[str, BlockTable] = {}
         self._num_tables: Counter[int] = Counter()  # by floor
-        self._least_reserve = arena.reserve
+        self._least_reserve = arena.reserve_nbytes
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
@@ -83,26 +88,28 @@ class BlockTables:
 
     def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
-        return self.arena.slabs_for(demand) <= int(share * (self.arena.num_slabs - self.arena.reserve))
+        return self.arena.packed_nbytes(demand) <= share * (self.arena.nbytes - self.arena.reserve_nbytes)
 
     def fits_whatever_stepped_down(self, demand: Mapping[int, int], floors: Iterable[int]) -> bool:
         """``fits``, also while some of the blocks counted dense have stepped down to ``floors`` already.
 
-        Such blocks may begin a slab of their own before they have emptied a dense one.
+        Such blocks may begin a slab that is larger than what they leave.
         """
-        slabs, dense = self.arena.slabs_for(demand), demand.get(self.sizes[0], 0)
-        early = (dense - 1) % self.arena.per_slab(self.sizes[0]) if dense else 0
-        floors = set(floors)
+        arena, floors = self.arena, set(floors)
+        nbytes, dense = arena.packed_nbytes(demand), demand.get(self.sizes[0], 0)
         for size in {self.sizes[rung] for rung in floors if rung}:
-            per_slab = self.arena.per_slab(size)
-            slots = demand.get(size, 0)
-            slabs += -(-(slots + early) // per_slab) - -(-slots // per_slab)
-        return slabs <= self.arena.num_slabs - self._reserve_for(floors)
+            early = 1 + -demand.get(size, 0) % arena.per_slab(size)  # blocks that begin a slab: later ones fill it
+            if early <= dense:
+                nbytes += max(0, arena.slab_nbytes - early * self.sizes[0])
+        return nbytes <= arena.nbytes - self._reserve_for(floors)
 
     def _reserve_for(self, floors: Collection[int]) -> int:
-        """Slabs to keep for demotions while requests with ``floors``, each named once, hold blocks."""
+        """Bytes to keep for demotions while requests with ``floors``, each named once, hold blocks."""
         num_floors = sum(floor > 0 for floor in floors)
-        return max(self._least_reserve, num_reserve_slabs(len(self.ladder.rungs), num_floors))
+        if num_floors < 2:
+            return self._least_reserve
+        rungs = [rung.block_nbytes for rung in self.ladder.rungs]
+        return max(self._least_reserve, reserve_nbytes(rungs, self.arena.slab_nbytes, num_floors))
 
     def max_tokens(self, rung: int, share: float = 1.0) -> int:
         """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena."""
@@ -117,7 +124,7 @@ class BlockTables:
     @property
     def max_blocks(self) -> int:
         """The most live blocks there can be; every block number is smaller."""
-        return self.arena.num_slabs * self.arena.per_slab(min(self.sizes.values()))
+        return self.arena.nbytes // min(self.sizes.values())
 
     def live_blocks(self) -> list[Block]:
         """Every block that owns a slot."""
@@ -153,7 +160,8 @@ class BlockTables:
         for index in range(len(table.slots), len(self.ladder.slots)):
             table.slots.append(self._new_block(slot_rung(index), table.floor))
         if self.ladder.has_bank and table.bank is None:
-            table.bank = Bank(table.slots[-1], table.blocks, table.num_prompt_tokens - self.ladder.sink)
+            in_blocks = table.num_prompt_tokens - self.ladder.sink
+            table.bank = Bank(table.slots[-1], table.blocks, in_blocks, self.ladder.num_windows)
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor, table.bank))
         if self.journal is not None:
@@ -169,12 +177,18 @@ class BlockTables:
         """The blocks of a request that hold tokens, in token order: its sink's slot comes first."""
         return [*table.slots[: bool(self.ladder.sink)], *table.blocks]
 
+    def wanted(self, request_id: str, num_tokens: int, spare: int = 0) -> dict[int, int]:
+        """Slots by size that the first ``num_tokens`` tokens of a request lack, and ``spare`` blocks beside its own."""
+        table = self._tables[request_id]
+        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        return self._sizes_of(missing and missing + spare, self.ladder.slots[len(table.slots) :])
+
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
         """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
         slots = self.ladder.slots[len(table.slots) :]
         held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
-        if not slots and num_tokens <= held:
+        if (not slots and num_tokens <= held) or self.arena.has_room(self.wanted(request_id, num_tokens, spare)):
             return num_tokens
         if slots and not self._has_room(0, slots):
             return 0
@@ -197,7 +211,7 @@ class BlockTables:
 
     def _count_table(self, floor: int, number: int) -> None:
         self._num_tables[floor] += number
-        self.arena.reserve = self._reserve_for(+self._num_tables)
+        self.arena.reserve_nbytes = self._reserve_for(+self._num_tables)
 
     def drop(self, block: Block) -> None:
         """Takes one owner from ``block``; without owners it is freed. Raises ``ArenaError`` for a dead block."""
@@ -295,7 +309,7 @@ class BlockTables:
         return done
 
     def _urgent_slot(self, nbytes: int, wave: list[Move]) -> Slot | None:
-        """A slot for a block that steps down; ends the ``wave`` and empties sparse slabs if need be."""
+        """A slot for a block that steps down; ends the ``wave`` and gathers free bytes if need be."""
         slot = self.arena.allocate(nbytes, urgent=True)
         if slot is None:
             self._end_wave(wave)
@@ -345,9 +359,14 @@ class BlockTables:
             self.journal.blocks.append(block)
 
     def _has_room(self, blocks: int, slots: Iterable[RequestSlot]) -> bool:
-        extra = Counter({self.sizes[0]: blocks})
-        extra.update(slot.nbytes for slot in slots)  # adds to ``blocks`` where a slot has the same size
-        return self.arena.has_room(extra)
+        return self.arena.has_room(self._sizes_of(blocks, slots))
+
+    def _sizes_of(self, blocks: int, slots: Iterable[RequestSlot]) -> dict[int, int]:
+        """Slots by size of blocks on the widest rung and ``slots``."""
+        sizes = {self.sizes[0]: blocks}
+        for slot in slots:
+            sizes[slot.nbytes] = sizes.get(slot.nbytes, 0) + 1  # adds to ``blocks`` where a slot has the same size
+        return sizes
 
     def _lift_floor(self, block: Block) -> None:
         """Lets ``block``, released by a request, go as far down as its remaining holders allow."""
@@ -357,7 +376,7 @@ class BlockTables:
             self.floor_epoch += bool(block.holders)
 
     def _evacuate(self) -> bool:
-        """Empties the sparsest slab into its siblings, as a wave of copies; ``False`` if no slab can be won."""
+        """Gathers free bytes of the arena, as a wave of copies; ``False`` if none can be won."""
         moves, wave = self.arena.evacuate(), []
         for old, new in moves:
             block = self._owner.pop(old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import Thread
 from typing import TypeVar
 
@@ -17,14 +18,19 @@ from ..kv.table_rows import TableLayout
 from .commands import Command, Setup, encode
 from .process import WorkerProcess
 from .process_ranks import ProcessRanks
+from .watch import Patience, StallClock
 
 HOST = "127.0.0.1"
 DEATH_SECONDS = 0.5  # for the system to tell of a process' end, whose exchanges break off a moment before
+PATIENCE = Patience()
 T = TypeVar("T")
 
 
 class Crew:
-    """The processes of ranks 1 and up. Once one ends, every call but ``close`` raises ``RankLostError``."""
+    """The processes of ranks 1 and up.
+
+    Once one ends, or stands still for too long, every call but ``close`` raises ``RankLostError``.
+    """
 
     def __init__(self, config: EngineConfig, device: torch.device):
         """Starts the workers, which join the group and load their parts of the weights beside rank 0.
@@ -32,6 +38,7 @@ class Crew:
         ``device``: of rank 0. Raises ``RankLostError`` if a worker does not come up.
         """
         self._lost: str | None = None
+        self._found: str | None = None  # by a watch: the cause, of which all else is a consequence
         self._workers: list[WorkerProcess] = []
         group: list[ProcessRanks] = []
         self._finalizer = weakref.finalize(self, _end_all, self._workers, group)
@@ -48,7 +55,9 @@ class Crew:
             self.close()
             raise
         for worker in self._workers:
-            Thread(target=_watch, args=(weakref.ref(self), worker), daemon=True, name=f"rank {worker.rank}").start()
+            clock = StallClock(worker.rank, PATIENCE)
+            given = weakref.ref(self), worker, clock, PATIENCE.tick
+            Thread(target=_watch, args=given, daemon=True, name=f"rank {worker.rank}").start()
 
     def replies(self) -> None:
         """Waits for a reply of each worker. Raises the error that one replies with, and ``RankLostError``."""
@@ -72,15 +81,27 @@ class Crew:
         message = encode(command)
         self.check()
         try:
-            for worker in self._workers:
-                worker.send(message)
-            return work()
+            with self.waiting():
+                for worker in self._workers:
+                    worker.send(message)
+                return work()
         except BaseException as error:
             self._lose(f"rank 0 broke off: {type(error).__name__}: {error}")
             raise self._error() from error
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Of rank 0, for results that the other ranks can hold up. One that stands still meanwhile is lost."""
+        return self.ranks.progress.under_way()
+
+    def abandon(self, why: str) -> None:
+        """Ends the workers and a step under way, soon after this returns. From any thread."""
+        self._found = self._found or why
+        self._lose(why)
+        for worker in self._workers:
+            worker.kill()
+
     def check(self) -> None:
-        """Raises ``RankLostError`` if a worker ended."""
+        """Raises ``RankLostError`` if a worker ended or stood still."""
         if self._lost is not None:
             raise self._error()
 
@@ -89,10 +110,10 @@ class Crew:
         self._finalizer()
 
     def _error(self) -> RankLostError:
-        for worker in self._workers:
-            if worker.ends_within(DEATH_SECONDS):
-                return RankLostError(worker.last_words(), remedy="Make a new Engine")
-        return RankLostError(self._lost or "a rank ended", remedy="Make a new Engine")
+        why = self._found or next(
+            (worker.last_words() for worker in self._workers if worker.ends_within(DEATH_SECONDS)), self._lost
+        )
+        return RankLostError(why or "a rank ended", remedy="Make a new Engine")
 
     def _lose(self, why: str) -> None:
         """Notes why the group is of no more use, and ends exchanges that would wait for ever."""
@@ -101,8 +122,17 @@ class Crew:
             self.ranks.abort()
 
 
-def _watch(crew: weakref.ref[Crew], worker: WorkerProcess) -> None:
-    worker.process.wait()
+def _watch(crew: weakref.ref[Crew], worker: WorkerProcess, clock: StallClock, tick: float) -> None:
+    while (has_answered := worker.listen(tick)) is not None:
+        found = crew()
+        if found is None:
+            continue  # the end of the process is near
+        number = found.ranks.progress.number
+        if (why := clock.tick(number, has_answered)) is not None:
+            found.abandon(why)
+        elif number is not None:
+            worker.ask()
+        del found
     found = crew()
     if found is not None:
         found._lose(worker.last_words())

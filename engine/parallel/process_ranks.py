@@ -17,7 +17,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from qkv_engine.models.ranks import Ranks
 
-# Of an exchange: longer than any step. A rank that ended is noticed by its process, long before.
+from .watch import Progress
+
+# Of an exchange: longer than any step. A rank that ended, or stands still, is noticed by its process, long before.
 EXCHANGE_TIMEOUT = timedelta(hours=24)
 
 # For NCCL to give up an exchange once no graph holds any: later, its thread may outlive the interpreter and abort it.
@@ -29,6 +31,7 @@ class ProcessRanks(Ranks):
     """A rank among processes. The group is no default of ``torch.distributed``, which a caller's own code may use."""
 
     backend: Any = None  # of torch.distributed; builds of torch without CUDA have no type for NCCL's
+    progress: Progress = field(default_factory=Progress, repr=False)
     _aborts: list[Thread] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -50,7 +53,7 @@ class ProcessRanks(Ranks):
         """See ``Ranks``."""
         options = AllreduceOptions()
         options.asyncOp = False  # on the current stream
-        _wait(self.backend.allreduce([x], options))
+        self._wait(self.backend.allreduce([x], options))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ class ProcessRanks(Ranks):
         parts = x.new_empty(self.size * x.shape[0], x.shape[1])
         options = AllgatherOptions()
         options.asyncOp = False
-        _wait(self.backend._allgather_base(parts, x.contiguous(), options))
+        self._wait(self.backend._allgather_base(parts, x.contiguous(), options))
         return torch.cat(parts.chunk(self.size), dim=1)
 
     def abort(self) -> None:
@@ -75,8 +78,8 @@ class ProcessRanks(Ranks):
         if not self._aborts:
             self.backend.shutdown()
 
-
-def _wait(work: Any) -> None:
-    """Waits for an exchange on a CPU. NCCL's are on the stream, and give nothing to wait for."""
-    if work is not None:
-        work.wait()
+    def _wait(self, work: Any) -> None:
+        """Waits for an exchange on a CPU. NCCL's are on the stream, and give nothing to wait for."""
+        if work is not None:
+            work.wait()
+        self.progress.note()

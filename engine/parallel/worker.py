@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 from collections import deque
 from multiprocessing.connection import Connection
@@ -20,11 +21,13 @@ from ..device.command import StepCommand
 from ..device.logits import CausalLM, Computed
 from ..device.pinned import RowsCopy
 from ..errors import QKVError
+from ..kv.cache import allocate
 from ..kv.mover import Mover
 from ..kv.moves import MoveCommand
-from ..startup import load, rank_ladder
+from ..startup import enough_memory, load, rank_ladder
 from .commands import Capture, Command, Setup, decode
 from .crew import HOST
+from .process import PULSE_BYTES
 from .process_ranks import ProcessRanks
 
 MOST_UNDER_WAY = 8  # commands whose copies to the host are kept; rank 0 is at most two steps ahead of its tokens
@@ -35,7 +38,7 @@ class Follower:
 
     def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
         ladder = rank_ladder(config.kv, model.config, model.ranks.size, dtype)
-        memory = torch.empty(setup.kv_nbytes, dtype=torch.uint8, device=device)
+        memory = allocate(setup.kv_nbytes, device)
         self._mover = Mover(memory, ladder, config.cuda_graphs)
         self._steps: Steps = make_steps(model, memory, setup.layout, ladder, config.cuda_graphs)
         self._under_way: deque[Computed | list[RowsCopy]] = deque()
@@ -61,7 +64,8 @@ class Follower:
 
 def main() -> None:
     """Runs the rank that the process of ``WorkerProcess`` was started for."""
-    connection = Connection(int(sys.argv[1]))
+    connection, pulse = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
+    Thread(target=_answer, args=(pulse,), daemon=True).start()
     commands = _receive(connection)
     config, rank, kind, port = pickle.loads(commands.get())
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
@@ -71,13 +75,14 @@ def main() -> None:
     store = TCPStore(HOST, port, config.tensor_parallel, is_master=False)
     ranks = ProcessRanks.join(rank, config.tensor_parallel, store, device)
     try:
-        loaded, dtype = load(config, device, ranks=ranks)
-        _reply(connection, None)
-        setup = decode(commands.get())
-        assert isinstance(setup, Setup), "the first command"
-        torch.set_num_threads(setup.num_threads)
-        follower = Follower(config, setup, cast(CausalLM, loaded.model), dtype, device)
-        _reply(connection, None)
+        with enough_memory():
+            loaded, dtype = load(config, device, ranks=ranks)
+            _reply(connection, None)
+            setup = decode(commands.get())
+            assert isinstance(setup, Setup), "the first command"
+            torch.set_num_threads(setup.num_threads)
+            follower = Follower(config, setup, cast(CausalLM, loaded.model), dtype, device)
+            _reply(connection, None)
     except QKVError as error:
         _reply(connection, error)
         return
@@ -87,6 +92,12 @@ def main() -> None:
 
 def _reply(connection: Connection, reply: object) -> None:
     connection.send_bytes(pickle.dumps(reply))
+
+
+def _answer(pulse: socket.socket) -> None:
+    """Tells rank 0, whenever it asks, that the process does not stand still."""
+    while found := pulse.recv(PULSE_BYTES):
+        pulse.sendall(found)
 
 
 def _receive(connection: Connection) -> SimpleQueue[bytes]:

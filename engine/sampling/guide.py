@@ -5,58 +5,105 @@ from __future__ import annotations
 import ctypes
 import json
 from array import array
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import RequestError
+from ..errors import RequestError, remedy_of_extra
 from ..request import StructuredOutputs
+from ..sandbox import Job, ProcessEndedError, Refusal, Sandbox
+from ..sandbox.process import folders_of
 from ..text.reasoning import ReasoningMarks
 from ..text.rust_calls import contain
+from .grammar_worker import check_matcher, make_matcher, make_table
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
 
 FIELD = "structured_outputs"
-_SPACE = {"whitespace_pattern": "[ \\n]{0,20}"}  # between parts of JSON; without a bound a model may write on for ever
+# Between parts of JSON, such as indented text has; without a bound a model may write on for ever.
+_SPACE = {"whitespace_pattern": " ?\\n{0,2} {0,16}"}
 # For each byte its eight bits, the lowest first, as the eight bytes of an integer.
 _BITS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(torch.uint8).view(torch.int64)[:, 0]
 _ANY_OBJECT = '{"type": "object"}'
-_UNREADABLE = "the grammar cannot be compiled"
+UNREADABLE, STOPPED = "the grammar cannot be compiled", "the grammar stopped"
+MAX_REMEMBERED = 4096  # grammars
+JOB = Job(
+    work="compiles grammars",
+    source=Path(__file__).with_name("grammar_worker.py"),
+    folders=folders_of("llguidance"),
+    seconds=1.0,
+    start_seconds=60,  # to read the largest tokenizer.json on a busy machine
+    memory=1 << 28,
+)
 
 
 class Grammars:
-    """Compiles grammars over one model's tokens. The first takes as long as reading the tokenizer. Thread-safe."""
+    """Compiles grammars over one model's tokens. The first takes as long as reading the tokenizer. Thread-safe.
+
+    A grammar is compiled in a sandbox first, and here only if that went well. Those that did are remembered.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]):
         """``vocab_size`` is the number of rows of the model's output."""
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+        self._sandbox = Sandbox(JOB, lambda: json.dumps(self._tokens).encode())
+        self._good: OrderedDict[bytes, None] = OrderedDict()  # digests of grammars, the oldest first
 
     def compile(self, wanted: StructuredOutputs) -> Guide:
-        """The guide of an output that begins. Raises ``RequestError`` for a grammar with a mistake."""
-        matcher = self._library.LLMatcher
-        grammar = contain(_mistake, _UNREADABLE, _source, matcher, wanted)
-        if mistake := contain(_mistake, _UNREADABLE, matcher.validate_grammar, grammar, self._table):
-            raise _mistake(f"{_UNREADABLE}: {' '.join(mistake.split())[:500]}")
-        return Guide(matcher(self._table, grammar, log_level=0), self._vocab_size, self._eos_ids)
+        """The guide of an output that begins. Raises ``RequestError`` for a grammar with a mistake, or too large a one.
+
+        Raises ``UnavailableError`` if the system has no process for it.
+        """
+        grammar = contain(_mistake, UNREADABLE, _source, self._library.LLMatcher, wanted)
+        digest = sha256(grammar.encode()).digest()
+        if digest not in self._good:
+            self._try(grammar)
+            self._good[digest] = None
+            if len(self._good) > MAX_REMEMBERED:
+                self._good.popitem(last=False)
+        matcher = contain(_mistake, UNREADABLE, make_matcher, self._library, self._table, grammar)
+        return Guide(matcher, self._vocab_size, self._eos_ids)
+
+    def close(self) -> None:
+        """Ends the sandbox's process, if one runs. May be called again."""
+        self._sandbox.close()
+
+    def _try(self, grammar: str) -> None:
+        """Raises ``RequestError`` where a process does not survive a grammar, or llguidance refuses it."""
+        try:
+            self._sandbox.ask(grammar.encode())
+        except Refusal as error:
+            raise _mistake(f"{UNREADABLE}: {error}") from error
+        except TimeoutError as error:
+            raise _mistake(f"{UNREADABLE} within {JOB.seconds:g} s") from error
+        except ProcessEndedError as error:
+            raise _mistake(f"{UNREADABLE}: it refers to itself too deeply, or takes too much memory") from error
 
     @cached_property
     def _library(self) -> Any:
         try:
             import llguidance
         except ImportError as error:
-            remedy = "Run: pip install 'qkv-engine[structured]'"
-            raise RequestError("llguidance is not installed", field=FIELD, remedy=remedy) from error
+            raise RequestError(
+                "llguidance is not installed", field=FIELD, remedy=remedy_of_extra("structured")
+            ) from error
         return llguidance
+
+    @property
+    def _tokens(self) -> tuple[str, int, list[int]]:
+        """The arguments of ``make_table``."""
+        size = max(self._vocab_size, self._tokenizer.vocab_size)
+        return self._tokenizer.to_json(), size, self._eos_ids
 
     @cached_property
     def _table(self) -> Any:
-        size = max(self._vocab_size, self._tokenizer.vocab_size)
-        make = self._library.LLTokenizer
-        message = "llguidance cannot read tokenizer.json"
-        return contain(_mistake, message, make, self._tokenizer.to_json(), n_vocab=size, eos_token=self._eos_ids)
+        return contain(_mistake, "llguidance cannot read tokenizer.json", make_table, self._library, *self._tokens)
 
 
 class Guide:
@@ -89,21 +136,25 @@ class Guide:
         elif marks is not None and is_first and token_id == marks.opening:
             self._is_reasoning = True
         elif not self._matcher.is_stopped():
-            self._matcher.consume_token(token_id)
+            contain(_mistake, STOPPED, self._matcher.consume_token, token_id)
 
     def _mask(self) -> torch.Tensor:
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-        if self._matcher.is_error():
-            raise _mistake(f"the grammar stopped: {self._matcher.get_error()[:200]}")
+        contain(_mistake, STOPPED, check_matcher, self._matcher)
         if self._matcher.is_stopped():
             mask[self._eos_ids] = True
             return mask
-        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(self._compute_mask()), dtype=torch.uint8)
         bits = _BITS.index_select(0, packed.int()).view(torch.bool)[: self._vocab_size]
         mask[: len(bits)] = bits
         if self._num_read == 0 and self._marks is not None:
             mask[self._marks.opening] = True
         return mask
+
+    def _compute_mask(self) -> bytes:
+        found: bytes = contain(_mistake, STOPPED, self._matcher.compute_bitmask)
+        contain(_mistake, STOPPED, check_matcher, self._matcher)
+        return found
 
 
 def indices(mask: torch.Tensor) -> array[int]:

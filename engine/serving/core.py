@@ -62,6 +62,7 @@ class EngineCore:
         self._rows: dict[Request, SampleRow] = {}
         self._in_flight: deque[Launched] = deque()
         self._timer = StepTimer(scheduler.pace)
+        self.last_step: tuple[int | None, float] | None = None  # its single tokens, None with chunks, and seconds
         self._suspects: set[Request] = set()  # live when a step broke off
         self._trials: Trials | None = None  # while the submission at fault is looked for
 
@@ -134,6 +135,7 @@ class EngineCore:
         """
         if self._trials is not None:
             self._go_on_with_trials(self._trials)
+        self.last_step = None
         num_followed = len(self._in_flight)  # steps under way that the next one builds on
         began_at = time.monotonic()
         launched = self._launch(self.scheduler.schedule(), began_at)
@@ -175,7 +177,7 @@ class EngineCore:
                 raise  # everything starts over
             results = self._narrow_down(step.batch, error)
         self._accept_all(results)
-        self._timer.note(step)
+        self.last_step = self._timer.note(step)
 
     def _accept_all(self, results: list[StepResult]) -> None:
         now, changed = time.monotonic(), dict[str, Submission]()
@@ -331,7 +333,8 @@ class EngineCore:
 
     def _fail(self, submission: Submission, error: Exception) -> None:
         """Ends a submission that failed while it ran."""
-        logger.warning("request %s failed", submission.request_id, exc_info=error)
+        is_own = isinstance(error, RequestError) and error.field is not None  # no fault of ours to be looked into
+        logger.warning("request %s failed: %s", submission.request_id, error, exc_info=None if is_own else error)
         self._fail_submission(submission, as_request_error(error))
 
     def _finish(self, completion: Completion, reason: FinishReason, error: QKVError | None = None) -> None:

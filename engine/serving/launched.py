@@ -46,9 +46,14 @@ class StepTimer:
         self._pace = pace
         self._ended_at = 0.0  # the step before, in seconds of ``time.monotonic()``
 
-    def note(self, step: Launched) -> None:
-        """Notes that the results of ``step`` have been accepted."""
-        now = time.monotonic()
+    def note(self, step: Launched) -> tuple[int | None, float]:
+        """Notes that the results of ``step`` have been accepted.
+
+        Returns the number of its single tokens, None if it has chunks, and its seconds.
+        """
+        now, num_chunk_tokens = time.monotonic(), step.batch.num_chunk_tokens
+        seconds = now - max(step.began_at, self._ended_at)
         if self._pace is not None and step.batch.has_single_tokens:
-            self._pace.note(now - max(step.began_at, self._ended_at), step.batch.num_chunk_tokens)
+            self._pace.note(seconds, num_chunk_tokens)
         self._ended_at = now
+        return None if num_chunk_tokens else len(step.batch.items), seconds

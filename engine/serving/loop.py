@@ -14,11 +14,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from ..device.threads import computing_with
+from ..device.thread_choice import ThreadChoice
 from ..errors import DeviceLostError, EngineDeadError, QKVError, RequestError, as_request_error
 from .core import EngineCore
 from .stream import forked_error
@@ -31,6 +31,8 @@ MAX_RESTARTS = 8  # recoveries of a request without a new token that begin trial
 MAX_TRIES = 3  # runs of a command that raises; then its caller gets the error
 MAX_BATCH = 256  # requests of one command, the default of max_num_seqs: taking them in lasts some 10 ms
 COMMAND_SECONDS = 0.01  # of commands between two steps, at least one command; more would delay running requests
+CLOSE_SECONDS = 5.0  # for a step that other ranks may hold up; then ``close`` breaks it off
+BREAK_SECONDS = 20.0  # for a step that was broken off; then ``close`` leaves the thread to itself
 HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose caller was interrupted before the bell
 T = TypeVar("T")
 
@@ -45,9 +47,12 @@ class Command(NamedTuple):
 class EngineLoop:
     """Hands work to the owner thread and never touches the core itself. All methods may be called from any thread."""
 
-    def __init__(self, core: EngineCore, num_threads: int | None):
-        """``num_threads``: CPU threads that the core's steps compute with; None for steps on a GPU."""
-        self._core, self._num_threads = core, num_threads
+    def __init__(self, core: EngineCore, threads: ThreadChoice | None, abandon: Callable[[str], None] | None = None):
+        """``threads``: CPU threads that the core's steps compute with; None for steps on a GPU.
+
+        ``abandon``: breaks off a step that other ranks hold up, for the reason given; None without other ranks.
+        """
+        self._core, self._threads, self._abandon = core, threads, abandon
         self._inbox: deque[Command] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._names: weakref.WeakValueDictionary[str, Submission] = weakref.WeakValueDictionary()
@@ -140,7 +145,19 @@ class EngineLoop:
         self._closing = True
         self._ring()
         if self._thread.is_alive() and not self.is_own_thread:
-            self._thread.join()
+            if self._abandon is None:
+                self._thread.join()
+            else:
+                self._join_or(self._abandon)
+
+    def _join_or(self, abandon: Callable[[str], None]) -> None:
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            abandon("the engine was closed in the middle of a step")
+            self._thread.join(BREAK_SECONDS)
+        if self._thread.is_alive():
+            logger.error("a step did not end although its ranks are gone; its memory is not freed")
+            _keep_for_ever(self)
 
     def _post(self, command: Command) -> None:
         self.check_alive()
@@ -159,11 +176,12 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            with computing_with(self._num_threads):
+            with nullcontext() if self._threads is None else self._threads.in_force():
                 self._serve()
             self._dead, error = _closed(), EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
-            logger.critical("the engine stopped", exc_info=cause)
+            if not self._closing:
+                logger.critical("the engine stopped", exc_info=cause)
             self._dead = error = cause if isinstance(cause, EngineDeadError) else _stopped(cause)
         while self._inbox:
             self._inbox.popleft().give_up(error)
@@ -186,6 +204,7 @@ class EngineLoop:
                 self._run_commands()
                 if self._core.has_work:
                     self._core.step()
+                    self._note_step()
                 failures = 0
             except EngineDeadError:
                 raise
@@ -196,6 +215,10 @@ class EngineLoop:
                 if failures > MAX_RECOVERIES:
                     raise
                 logger.error("a step broke off; its requests are recomputed", exc_info=cause)
+
+    def _note_step(self) -> None:
+        if self._threads is not None and self._core.last_step is not None:
+            self._threads.note(*self._core.last_step)
 
     def _wait_for_work(self, is_broken: bool) -> bool:
         """Sleeps while there is no command, no work and no step to recover from; ``False`` when closing."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import QKVError
+from ..errors import QKVError, RequestError
 from ..request import (
     FINISHED,
     CompletionOutput,
@@ -24,8 +24,9 @@ from ..request import (
 from ..sampling.guide import Guide
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sample_row import SampleRow
-from ..text.detokenizer import Detokenizer
 from ..text.reasoning import OutputText, ReasoningMarks
+from ..text.stop_strings import StopFinder
+from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 from .report import CompletionReport, Extent, Report
 from .stream import OutputStream
@@ -154,21 +155,15 @@ class Submission:
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText | None:
         """A new ``OutputText`` for a completion; None if no text is wanted."""
-        params = self.params
+        params, prompt_ids = self.params, self.prompt_token_ids
         if tokenizer is None or not params.detokenize:
             return None
 
-        def make(num_before: int) -> Detokenizer:
-            return Detokenizer(
-                tokenizer,
-                stop=params.stop_strings,
-                skip_special_tokens=params.skip_special_tokens,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=max(0, params.min_tokens - num_before),
-                prompt_ids=self.prompt_token_ids,
-            )
+        def make() -> TextStream:
+            return tokenizer.text_stream(params.skip_special_tokens, prompt_ids)
 
-        return OutputText(make, self.marks)
+        stops = StopFinder(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
+        return OutputText(make, stops, self.marks, params.min_tokens)
 
     def sample_row(self, request: Request, eos_ids: Collection[int]) -> SampleRow:
         """The sampling state of a completion, for a model that ends sequences with ``eos_ids``."""
@@ -210,6 +205,7 @@ class Submission:
             num_cached_tokens=max([request.num_cached_tokens for request in requests], default=0),
             kv=self._usage() if finished else NO_USAGE,
             error=None if self.error is None else str(self.error),
+            error_field=self.error.field if isinstance(self.error, RequestError) else None,
         )
         return Report(output, completions, self.params.output_kind is RequestOutputKind.DELTA)
 

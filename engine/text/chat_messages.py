@@ -78,6 +78,11 @@ def _check_content(content: object, field: str) -> str | list[dict[str, Any]]:
         return content
     given: list[Any] = content if isinstance(content, list) else [None]
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in given]
+    for number, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            remedy = "Send text parts alone"
+            raise RequestError(f"{kind[:40]} is not supported", field=f"{field}[{number}]", remedy=remedy)
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RequestError("must be text", field=field, value=content, remedy="Use a string, or a list of text parts")
     return parts

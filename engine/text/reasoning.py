@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import RequestError
-from .detokenizer import Detokenizer
+from .stop_strings import StopFinder
+from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
 OPENING, CLOSING = "<think>", "</think>"  # as Qwen3, DeepSeek-R1 and their kin mark it
@@ -40,22 +41,28 @@ class OutputText:
     """The text of one completion, token by token.
 
     With ``marks`` reasoning is kept apart: it begins with the opening mark, if no answer has begun, or in the prompt,
-    and ends with the closing one; neither part begins with white space. Stop strings are looked for in each part.
+    and ends with the closing one; neither part begins with white space. Stop strings are looked for in the answer
+    alone, as its reader gets it; as in vLLM a match counts only if a token after the first ``min_tokens`` completes it.
 
     Text is kept in ``pieces`` and ``thoughts``, the pieces of the reasoning, to which tokens add at the end alone: a
     long text is joined by its reader and not after every token. None is empty; ``thoughts`` is None without reasoning.
     """
 
-    __slots__ = ("_detokenizer", "_is_open", "_make", "_marks", "_num_pushed", "pieces", "thoughts")
+    __slots__ = ("_is_open", "_make", "_mark", "_marks", "_num_pending", "_stops", "_stream", "pieces", "thoughts")
 
-    def __init__(self, make: Callable[[int], Detokenizer], marks: ReasoningMarks | None = None):
-        """``make(n)`` is a detokenizer for the tokens after the first ``n``."""
+    def __init__(
+        self,
+        make: Callable[[], TextStream],
+        stops: StopFinder | None = None,
+        marks: ReasoningMarks | None = None,
+        min_tokens: int = 0,
+    ):
+        """``make`` gives each part the stream that makes text of its tokens."""
         self.pieces: list[str] = []
         self.thoughts: list[str] | None = None
-        self._make, self._marks = make, marks
-        self._is_open = marks is not None and marks.is_open
-        self._detokenizer = make(0)
-        self._num_pushed = 0
+        self._make, self._stops, self._marks, self._num_pending = make, stops, marks, min_tokens
+        self._mark: int | None = None  # the token that ends the part; None once the answer has begun, and without marks
+        self._begin(is_open=marks is not None and marks.is_open)
 
     @property
     def text(self) -> str:
@@ -70,35 +77,43 @@ class OutputText:
     @property
     def stopped(self) -> str | None:
         """The stop string that ended the text."""
-        return self._detokenizer.stopped
+        return None if self._stops is None else self._stops.found
 
     def push(self, token_id: int) -> None:
         """Adds the text that ``token_id`` makes certain."""
-        self._num_pushed += 1
-        if self._marks is None:
-            text = self._detokenizer.push(token_id)
-            if text:
-                self.pieces.append(text)
-        elif token_id == (self._marks.closing if self._is_open else self._marks.opening) and not self.pieces:
-            self._turn()
+        if token_id == self._mark:
+            self._add(self._stream.finish())
+            self._begin(is_open=not self._is_open)
         else:
-            self._add(self._detokenizer.push(token_id))
+            self._add(self._stream.push(token_id))
+        if self._num_pending:
+            self._num_pending -= 1
 
     def finish(self) -> None:
-        """Adds the rest, after the last token."""
-        self._add(self._detokenizer.finish())
+        """Adds the rest, after the last token; it may still hold a stop string."""
+        self._add(self._stream.finish())
+        if self._stops is not None and (held := self._stops.finish()):
+            self.pieces.append(held)
 
-    def _turn(self) -> None:
-        """Switches to the other part at a mark."""
-        self._add(self._detokenizer.finish())
-        if self.stopped is None:
-            self._is_open = not self._is_open
-            self._detokenizer = self._make(self._num_pushed)
+    def _begin(self, is_open: bool) -> None:
+        """Begins the reasoning, or what may be the answer."""
+        self._is_open, self._stream = is_open, self._make()
+        if self._marks is not None:
+            self._mark = self._marks.closing if is_open else self._marks.opening
 
     def _add(self, text: str) -> None:
-        if self._is_open and self.thoughts is None:
-            self.thoughts = []
-        part = self.thoughts if self._is_open and self.thoughts is not None else self.pieces
-        text = text if part or self._marks is None else text.lstrip()
+        if self._is_open:
+            self._think(text)
+            return
+        if self._mark is not None and (text := text.lstrip()):
+            self._mark = None
+        if self._stops is not None:
+            text = self._stops.push(text, may_stop=not self._num_pending)
         if text:
-            part.append(text)
+            self.pieces.append(text)
+
+    def _think(self, text: str) -> None:
+        if self.thoughts is None:
+            self.thoughts = [text] if (text := text.lstrip()) else None
+        elif text:
+            self.thoughts.append(text)

@@ -1,24 +1,14 @@
-"""The program that compiles one chat template and renders it, in a process of its own under limits.
+"""Compiles one chat template and renders it: the worker of a sandbox, which runs this file by its path.
 
-Run by path, without ``site`` and without this package: it needs the standard library and Jinja alone, so it starts in a
-tenth of a second. A template is code by a stranger; Jinja's sandbox keeps it from the machine, the process keeps its
-time and memory from the engine. Messages are JSON behind a length of four bytes: first the source, then requests
-(the template's variables), each answered by an error, or by ``{}`` and a second message, the text in UTF-8. The end of
-the input ends the program.
+A template is code by a stranger; Jinja's sandbox keeps it from the machine, the process keeps its time and memory from
+the engine.
 """
 
 from __future__ import annotations
 
 import json
-import socket
-import struct
-import sys
-import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, BinaryIO, Never, cast
-
-if __name__ == "__main__":
-    sys.path += sys.argv[2:]  # where Jinja and MarkupSafe are installed
+from typing import TYPE_CHECKING, Any, Never
 
 import jinja2
 from jinja2 import nodes
@@ -31,47 +21,27 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Macro
 
-MAX_MEMORY = 1 << 30  # bytes of address space; beyond it the template gets a MemoryError
-MAX_CPU_SECONDS = 1  # of one exchange, rounded up to a full second; the kernel ends the process then
 MAX_TEXT_CHARS = 1 << 23  # of a rendered prompt
-MAX_ERROR_CHARS = 500  # of a template's own message, so that it cannot flood a log
-FRAME = struct.Struct(">I")  # length of a message in bytes, sent before it
-
-
-def main() -> None:
-    """Reads the source and then requests from the socket whose number is the first argument, until its end."""
-    limit_process()
-    stream = cast(BinaryIO, socket.socket(fileno=int(sys.argv[1])).makefile("rwb"))
-    reply(stream)  # ready
-    worker = Worker(read_frame(stream))
-    while (variables := read_frame(stream)) is not None:
-        limit_cpu()
-        try:
-            text = worker.render(variables)
-        except BrokenTemplateError as error:
-            reply(stream, template_error=describe(error))
-        except MemoryError:  # this process may be in pieces: the next request gets a new one
-            return reply(stream, error=f"it needs more than {MAX_MEMORY >> 20} MiB of memory")
-        except Exception as error:
-            reply(stream, error=describe(error))
-        else:
-            reply(stream, text=text)
 
 
 class BrokenTemplateError(Exception):
     """The source does not compile."""
 
+    is_broken = True  # for the sandbox's program
+
 
 class Worker:
     """A source and, once it was compiled, its template."""
 
-    def __init__(self, source: str):
-        self._source = source
+    def __init__(self, setup: bytes):
+        """``setup`` is the source in UTF-8, lone surrogates among it."""
+        self._source = setup.decode("utf-8", "surrogatepass")
         self._template: jinja2.Template | None = None
         self._walks_parts = False
 
-    def render(self, variables: dict[str, Any]) -> bytes:
-        """The text in UTF-8. Raises BrokenTemplateError, or any error of the template."""
+    def answer(self, request: bytes) -> bytes:
+        """The text in UTF-8 for the template's variables as JSON. Raises BrokenTemplateError, or the template's own."""
+        variables = json.loads(request)
         if self._template is None:
             self._compile()
         assert self._template is not None
@@ -89,63 +59,7 @@ class Worker:
         except MemoryError:
             raise
         except Exception as error:  # also RecursionError and Python's own SyntaxError on nested blocks
-            raise BrokenTemplateError(describe(error)) from error
-
-
-def describe(error: Exception) -> str:
-    """The error's own words on one line, or its type where it has none."""
-    try:
-        return " ".join(str(error)[: 4 * MAX_ERROR_CHARS].split())[:MAX_ERROR_CHARS] or type(error).__name__
-    except Exception:  # raise_exception was given a value that cannot be written out
-        return type(error).__name__
-
-
-def read_frame(stream: BinaryIO) -> Any:
-    """The next message; ``None`` at the end of the input."""
-    head = stream.read(FRAME.size)
-    if len(head) < FRAME.size:
-        return None
-    return json.loads(stream.read(FRAME.unpack(head)[0]))
-
-
-def reply(stream: BinaryIO, text: bytes | None = None, **error: str) -> None:
-    """Sends an error, or ``{}`` and the text if there is one."""
-    frames = [json.dumps(error).encode()] + ([] if text is None else [text])
-    for frame in frames:
-        stream.write(FRAME.pack(len(frame)))
-        stream.write(frame)
-    stream.flush()
-
-
-# ---- limits
-
-
-def limit_process() -> None:
-    """Bounds memory and forbids files and core dumps, where the system can."""
-    if sys.platform != "win32":
-        import resource
-
-        _limit(resource.RLIMIT_AS, MAX_MEMORY)
-        _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_FSIZE, 0)
-
-
-def limit_cpu() -> None:
-    """Gives the next exchange its CPU time; ends the program even if nobody is left to kill it."""
-    if sys.platform != "win32":
-        import resource
-
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + MAX_CPU_SECONDS)
-
-
-def _limit(kind: int, value: int) -> None:
-    import resource
-
-    hard = resource.getrlimit(kind)[1]
-    try:
-        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-    except (OSError, ValueError):  # macOS has limits that cannot be set; the parent's deadline holds there
-        return
+            raise BrokenTemplateError(str(error) or type(error).__name__) from error
 
 
 # ---- what transformers gives templates
@@ -247,7 +161,3 @@ def raise_exception(message: Any) -> Never:
 def strftime_now(format: str) -> str:
     """The local time, written by ``format``."""
     return datetime.now().strftime(format)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,8 @@
 
 The pieces a stream gives, joined, are exactly what decoding all ids at once gives, and no piece ends inside a
 character. For the decoders nearly every model has, byte level and byte fallback, a token's share is looked up
-in a table; anything else is decoded in a small window (as vLLM does).
+in a table; anything else is decoded in a small window (as vLLM does). Where a later token may change the text of
+any earlier one, the text comes whole at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .tokenizer_parts import components
 REPLACEMENT = "\ufffd"
 WINDOW_CONTEXT = 6  # prompt tokens a window begins with
 MAX_HELD = 16  # tokens a window holds back at most for a character that is not whole; it is decoded again for each
+# Steps of a decoder that turn each token into text of its own, which depends at most on whether it is the first.
+_OF_ONE_TOKEN = {"Metaspace", "Replace", "Strip", "WordPiece"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -48,6 +51,7 @@ class TextDecoder:
         replaced = _byte_fallback_replacements(steps)
         self._is_byte_fallback = replaced is not None
         self._replaced = replaced or []
+        self._is_local = _is_local(steps)
 
     def stream(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> TextStream:
         """A stream for the ids that follow ``prompt_ids``, which only tell whether the text has begun."""
@@ -60,7 +64,7 @@ class TextDecoder:
         if self._suffix is not None:
             before = next((i for i in reversed(prompt_ids) if i not in skipped), None)
             return _SuffixStream(self._table, self._halves_of, skipped, before)
-        return _WindowStream(self._table, self._is_token, skipped, self._decode, prompt_ids)
+        return _WindowStream(self._table, self._is_token, skipped, self._decode, prompt_ids, self._is_local)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Bytes of one token inside a text; None where a token alone does not tell them. Raises RequestError."""
@@ -212,9 +216,12 @@ class _SuffixStream:
 
 
 class _WindowStream:
-    """Any decoder: decodes the last few tokens with and without the newest, and gives the difference."""
+    """Any decoder: decodes the last few tokens with and without the newest, and gives the difference.
 
-    __slots__ = ("_decode", "_ids", "_lookup", "_read", "_skipped", "_table")
+    With a decoder that is not local, in which a later token may change all text before it, the window is all tokens.
+    """
+
+    __slots__ = ("_decode", "_ids", "_is_local", "_lookup", "_read", "_skipped", "_table")
 
     def __init__(
         self,
@@ -223,7 +230,9 @@ class _WindowStream:
         skipped: frozenset[int],
         decode: Callable[[list[int]], str],
         prompt_ids: Sequence[int],
+        is_local: bool,
     ):
+        self._is_local = is_local
         self._table, self._lookup, self._skipped, self._decode = table, lookup, skipped, decode
         self._ids = [token_id for token_id in prompt_ids[-WINDOW_CONTEXT:] if token_id not in skipped]
         self._read = len(self._ids)  # ids before it are already given out
@@ -235,7 +244,7 @@ class _WindowStream:
         if not (self._lookup(token_id) if known is None else known):
             return ""
         self._ids.append(token_id)
-        return self._advance(is_last=False)
+        return self._advance(is_last=False) if self._is_local else ""
 
     def finish(self) -> str:
         return self._advance(is_last=True)
@@ -258,16 +267,28 @@ class _WindowStream:
         return known[len(given) :]
 
 
+def _is_local(steps: list[dict[str, Any]]) -> bool:
+    """Whether a token's text depends on its neighbours alone: no step works on tokens that an earlier one joined."""
+    kinds = [step.get("type") for step in steps]
+    if kinds in (["BPEDecoder"], ["CTC"]):
+        return True
+    if kinds[-2:] == ["Fuse", "Strip"] and steps[-1]["start"] <= 1 and steps[-1]["stop"] == 0:
+        kinds.pop()
+    while kinds[-1:] == ["Fuse"]:
+        kinds.pop()
+    return _OF_ONE_TOKEN.issuperset(kinds[:-1]) and (_OF_ONE_TOKEN | {"ByteLevel"}).issuperset(kinds[-1:])
+
+
 def _byte_fallback_replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
-    """Replacements of a decoder Replace*, ByteFallback, Fuse, [Strip one leading space]; else None."""
+    """Replacements of a decoder Replace*, ByteFallback, [Fuse, [Strip one leading space]]; else None."""
     replaced = []
     while steps and steps[0].get("type") == "Replace" and "String" in steps[0]["pattern"]:
         replaced.append((steps[0]["pattern"]["String"], steps[0]["content"]))
         steps = steps[1:]
-    if [step.get("type") for step in steps[:2]] != ["ByteFallback", "Fuse"]:
+    fuse, strip = {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if steps[:1] != [{"type": "ByteFallback"}] or steps[1:] not in ([], [fuse], [fuse, strip]):
         return None
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    return replaced if steps[2:] in ([], [strip]) else None
+    return replaced
 
 
 def _byte_level_bytes(token: str) -> bytes:

@@ -24,6 +24,8 @@ from .tokenizer_parts import check_tokenizer
 TEMPLATE_DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": True}
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # all characters that str.split takes for spaces
+
 
 class Tokenizer:
     """A ``tokenizers`` tokenizer with its model's special tokens and chat template. Thread-safe."""
@@ -203,7 +205,7 @@ class Tokenizer:
         if max_tokens is None or limits.chars_per_token is None:
             return
         most = max_tokens * limits.chars_per_token
-        if len(text) > most and (not limits.drops_spaces or len("".join(text.split())) > most):
+        if len(text) > most and (not limits.drops_spaces or len(text) - sum(map(text.count, SPACES)) > most):
             raise RequestError(
                 f"the text has {len(text)} characters, which are more than {max_tokens} tokens",
                 field="max_model_len",

@@ -17,10 +17,14 @@ from ray.serve.exceptions import BackPressureError
 
 from qkv_engine.cli.main import main
 from qkv_engine.errors import ConfigError, RequestError
+from qkv_engine.ray import placement
 from qkv_engine.ray.batch import prompt_of, refused
 from qkv_engine.ray.deployment import Replicas
-from qkv_engine.ray.front import Front
+from qkv_engine.ray.front import REMEMBERED, Deaths, Front
+from qkv_engine.ray.placement import resources_of
 from qkv_engine.ray.replica import _Exchange, _joined
+from qkv_engine.serve.errors import ApiError
+from qkv_engine.serve.frontend import FIRST_TOKEN
 from qkv_engine.serve.limits import Limits
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -76,13 +80,33 @@ async def full() -> AsyncIterator[list[dict[str, Any]]]:
     yield []
 
 
-def post(replicas: FakeReplicas, limits: Limits | None = None, **headers: str) -> httpx.Response:
-    async def run() -> httpx.Response:
+async def lost_with_a_token() -> AsyncIterator[list[dict[str, Any]]]:
+    yield [HEAD]
+    yield [{"type": FIRST_TOKEN}]
+    raise ActorDiedError
+
+
+def post_all(
+    replicas: FakeReplicas, *prompts: str, limits: Limits | None = None, **headers: str
+) -> list[httpx.Response]:
+    """The answers of one front to a completion of each prompt."""
+
+    async def run() -> list[httpx.Response]:
         app = Front(replicas, Limits() if limits is None else limits).__serve_build_asgi_app__()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
-            return await client.post("/v1/completions", json={"prompt": "Hello"}, headers=headers)
+            return [
+                await client.post("/v1/completions", json={"prompt": prompt}, headers=headers) for prompt in prompts
+            ]
 
     return asyncio.run(run())
+
+
+def post(replicas: FakeReplicas, limits: Limits | None = None, **headers: str) -> httpx.Response:
+    return post_all(replicas, "Hello", limits=limits, **headers)[0]
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 def test_an_answer_passes_unchanged():
@@ -91,16 +115,44 @@ def test_an_answer_passes_unchanged():
 
 
 def test_a_request_that_was_lost_before_its_first_chunk_is_sent_again():
-    replicas = FakeReplicas(lost_before, whole)
+    replicas = FakeReplicas(lost_with_a_token, whole)
     assert post(replicas).text == "data: 1\n\ndata: [DONE]\n\n"
     assert replicas.answers == [] and len(set(replicas.keys)) == 1
 
 
 def test_it_is_sent_twice_at_most():
-    replicas = FakeReplicas(lost_before, lost_before, whole)
-    answer = post(replicas)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+    replicas = FakeReplicas(lost_with_a_token, lost_with_a_token, whole)
+    assert code_of(post(replicas)) == (503, "replica_lost")
     assert replicas.answers == [whole]
+
+
+def test_a_request_that_was_lost_before_a_token_is_never_sent_again():
+    """It may be what killed the replica: one such request once took two of them down."""
+    replicas = FakeReplicas(lost_before, whole)
+    assert code_of(post(replicas)) == (503, "replica_lost")
+    assert replicas.answers == [whole]
+
+
+def test_a_request_with_which_two_replicas_were_lost_reaches_no_third():
+    replicas = FakeReplicas(lost_before, whole, lost_before, whole)
+    answers = post_all(replicas, "kills", "another", "kills", "kills", "kills", "another")
+    assert [code_of(answers[i])[0] for i in (0, 2, 3, 4)] == [503, 503, 400, 400]
+    assert [answers[i].status_code for i in (1, 5)] == [200, 200] and replicas.answers == []
+
+
+def test_an_answer_clears_a_request_whose_replica_was_lost():
+    replicas = FakeReplicas(lost_before, whole, lost_before, whole)
+    assert [answer.status_code for answer in post_all(replicas, *["Hello"] * 4)] == [503, 200, 503, 200]
+
+
+def test_deaths_are_remembered_of_so_many_bodies():
+    deaths = Deaths()
+    for number in range(REMEMBERED + 1):
+        deaths.note(b"%d" % number)
+        deaths.note(b"%d" % number)
+    deaths.check(b"0")
+    with pytest.raises(ApiError, match="2 replicas"):
+        deaths.check(b"1")
 
 
 def test_a_stream_that_had_begun_ends_with_an_error():
@@ -169,6 +221,23 @@ def test_the_command_line_names_its_option(capsys: pytest.CaptureFixture[str]):
     assert "--replicas='8..2'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "gpus", "wanted"),
+    [
+        ({"device": "cpu", "tensor_parallel": 2}, 0, {"num_cpus": 2}),
+        ({"tensor_parallel": 2, "num_threads": 3}, 0, {"num_cpus": 6}),
+        ({}, 0, {"num_cpus": 1}),
+        ({"tensor_parallel": 2, "num_threads": 3}, 4, {"num_gpus": 2, "num_cpus": 1}),
+        ({"device": "cpu", "num_threads": 3}, 4, {"num_cpus": 3}),
+    ],
+)
+def test_a_group_has_a_core_or_a_gpu_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], gpus: int, wanted: dict[str, float]
+):
+    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"GPU": gpus, "CPU": 16})
+    assert resources_of(options) == wanted
+
+
 def test_rows_of_a_batch():
     assert prompt_of({"id": "a", "prompt": [1, 2]}) == [1, 2]
     messages = [{"role": "user", "content": "Hi", "name": None}]
@@ -199,5 +268,7 @@ def test_an_exchange_hands_on_everything_and_ends_a_pause_with_the_answer():
         assert [batch async for batch in batches] == [[part(b"a", True), part(b"b")]]
         exchange.disconnect()
         assert (await exchange.receive())["type"] == "http.disconnect"
+        exchange.note_token()
+        assert await anext(exchange.batches()) == [{"type": FIRST_TOKEN}]
 
     asyncio.run(run())

@@ -52,9 +52,9 @@ def test_bodies_without_a_prompt_have_no_key(body: bytes):
     assert routing_key(body, "") == ""
 
 
-def load(loads: list[float], *, queued: float = 0.0) -> SimpleNamespace:
+def load(loads: list[float], *, queued: float = 0.0, number: int | None = None) -> SimpleNamespace:
     metrics = {"load": dict(enumerate(loads)), "seats": dict.fromkeys(range(len(loads)), 256.0)}
-    number = len(loads)
+    number = number or len(loads)
     numbers = {"current_num_replicas": number, "target_num_replicas": number}
     return SimpleNamespace(aggregated_metrics=metrics, total_queued_requests=queued, **numbers)
 
@@ -68,6 +68,7 @@ def load(loads: list[float], *, queued: float = 0.0) -> SimpleNamespace:
         (load([1.0], queued=512), 4),  # and in front of it
         (load([0.1, 0.1, 0.1, 0.1]), 1),
         (load([0.0]), 1),
+        (load([1.0], number=4), 6),  # three have not reported: they are taken to be as full
     ],
 )
 def test_replicas_follow_the_load(context: SimpleNamespace, wanted: int):

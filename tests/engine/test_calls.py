@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
 import time
 
 import pytest
 
 import qkv_engine
 from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestStream, SamplingParams
-from qkv_engine.text.detokenizer import Detokenizer
 from qkv_engine.text.reasoning import OutputText, ReasoningMarks, find_marks
+from qkv_engine.text.stop_strings import StopFinder
 
 QUESTION = "What is 47*86?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -50,6 +51,16 @@ def test_a_stream_adds_up_in_both_parts(demo_engine: Engine):
         outputs = list(stream)
     assert "".join(output.reasoning_delta for output in outputs) == whole.reasoning
     assert "".join(output.delta for output in outputs) == whole.text == "4042"
+
+
+def test_a_bar_counts_the_requests_and_leaves_no_thread(demo_engine: Engine, capsys: pytest.CaptureFixture[str]):
+    before = threading.enumerate()
+    outputs = demo_engine.chat([MESSAGES, MESSAGES], use_tqdm=True)
+    assert [output.text for output in outputs] == ["4042", "4042"]
+    out, err = capsys.readouterr()
+    assert out == "" and "Requests: 100%" in err and "2/2" in err and threading.enumerate() == before
+    demo_engine.chat(MESSAGES)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_with_block_left_early_aborts(demo_engine: Engine):
@@ -126,8 +137,8 @@ def test_every_public_name_is_there():
 # ---- reasoning
 
 
-def output_text(engine: Engine, marks: ReasoningMarks | None, **options) -> OutputText:
-    return OutputText(lambda before: Detokenizer(engine.tokenizer, **options), marks)
+def output_text(engine: Engine, marks: ReasoningMarks | None, *stop: str, min_tokens: int = 0) -> OutputText:
+    return OutputText(engine.tokenizer.text_stream, StopFinder(stop) if stop else None, marks, min_tokens)
 
 
 def test_marks_in_any_place(demo_engine: Engine):
@@ -152,7 +163,8 @@ def test_marks_in_any_place(demo_engine: Engine):
     assert parts([*word, *other], prompt=[opening, *word, closing]) == (None, "47so")
     assert parts([opening, *word]) == ("47", "")
     assert parts([*think, *think, *other]) == ("47\n\n47\n", "so")
-    assert parts([]) == (None, "")
+    assert parts([]) == parts([opening, *space]) == (None, "")
+    assert parts([opening, *space, *space, closing, *space, *word]) == (None, "47")  # nothing was thought
 
 
 def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine):
@@ -170,9 +182,57 @@ def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine
         assert "".join(joined.split()) == "".join(raw.text.split())
 
 
-def test_stop_strings_end_either_part(demo_engine: Engine):
+def test_stop_strings_look_at_the_answer_alone(demo_engine: Engine):
     whole = demo_engine.chat(QUESTION)
-    stopped = demo_engine.chat(QUESTION, demo_engine.params(stop=["282"]))
-    assert stopped.outputs[0].stop_reason == "282" and stopped.text == ""
-    assert stopped.reasoning == whole.reasoning[: whole.reasoning.index("282")]
-    assert demo_engine.chat(QUESTION, demo_engine.params(stop=["42"])).outputs[0].finish_reason == "stop"
+    assert "282" in whole.reasoning and whole.text == "4042"
+
+    def ended(*stop: str, **changes) -> tuple[str | None, str, str | None, object]:
+        output = demo_engine.chat(QUESTION, demo_engine.params(stop=[*stop], **changes))
+        return output.reasoning, output.text, output.outputs[0].finish_reason, output.outputs[0].stop_reason
+
+    assert ended("282", "\n\n", "Question:", "\n") == (whole.reasoning, "4042", "stop", None)
+    assert ended("282", "4") == (whole.reasoning, "", "stop", "4")
+    assert ended("42") == (whole.reasoning, "40", "stop", "42")
+    assert ended("42", include_stop_str_in_output=True) == (whole.reasoning, "4042", "stop", "42")
+    reasoning, text, reason, stop = ended("47", max_tokens=5)  # the reasoning is never closed
+    assert whole.reasoning.startswith(reasoning) and (text, reason, stop) == ("", "length", None)
+
+
+def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine):
+    params = demo_engine.params(stop=["282", "\n\n", "42"], output_kind="delta")
+    outputs = list(demo_engine.stream([{"role": "user", "content": QUESTION}], params))
+    assert "".join(output.delta for output in outputs) == "40" and outputs[-1].outputs[0].stop_reason == "42"
+    assert "".join(output.reasoning_delta for output in outputs) == demo_engine.chat(QUESTION).reasoning
+
+
+def test_stops_that_see_the_reasoning(demo_engine: Engine):
+    marks = find_marks(demo_engine.tokenizer)
+    raw = demo_engine.chat(QUESTION, demo_engine.params(stop=["282"], separate_reasoning=False))
+    assert raw.outputs[0].stop_reason == "282"
+    assert raw.text.strip() == demo_engine.chat(QUESTION).reasoning.partition("282")[0].strip()
+    prompt = demo_engine.tokenizer.chat_prompt([{"role": "user", "content": QUESTION}], {}, max_tokens=100)[0]
+    assert demo_engine.generate(prompt, demo_engine.params(stop=["282"]))[0].text == raw.text
+    by_token = demo_engine.chat(QUESTION, demo_engine.params(stop_token_ids=[marks.closing]))
+    assert by_token.outputs[0].stop_reason == marks.closing and by_token.text == ""
+    assert by_token.reasoning == demo_engine.chat(QUESTION).reasoning
+
+
+def test_stop_strings_and_marks(demo_engine: Engine):
+    tokenizer = demo_engine.tokenizer
+    marks = find_marks(tokenizer)
+    opening, closing = marks.opening, marks.closing
+    space, word, other = (tokenizer.encode(t, add_special_tokens=False) for t in ("\n", "47", "so"))
+
+    def parts(ids: list[int], *stop: str, min_tokens: int = 0) -> tuple[str | None, str, str | None]:
+        found = output_text(demo_engine, marks, *stop, min_tokens=min_tokens)
+        for token_id in ids:
+            found.push(token_id)
+        found.finish()
+        return found.reasoning, found.text, found.stopped
+
+    think = [opening, *other, *space, closing]
+    assert parts([*think, *space, *space, *word, *space], "\n\n", "so", "\n4") == ("so\n", "47\n", None)
+    assert parts([*think, *space, *word, *space, *word], "\n", "so\n") == ("so\n", "47", "\n")
+    assert parts([*space, *space, *word], "\n") == (None, "47", None)  # white space before an answer is no part of it
+    assert parts([*other, *think, *word], "so?") == (None, "soso\n47", None)  # held back, but the answer has begun
+    assert parts([*think, *word, *other, *word], "47", min_tokens=len(think) + 2) == ("so\n", "47so", "47")

@@ -261,7 +261,11 @@ def test_presets_are_found_by_name():
     assert names == set(PRESETS)
     assert all(resolve_kv(name) is preset for name, preset in PRESETS.items())
     assert resolve_kv(PRESETS["int4"]) is PRESETS["int4"]
-    with pytest.raises(QKVError, match=r"kv='int3'.*bf16.*auto-2, or the path of a plan file \(.json\)$"):
-        resolve_kv("int3")
+    with pytest.raises(QKVError, match=r"kv='fp8'.*bf16.*auto-2, or the path of a plan file \(.json\)$") as caught:
+        resolve_kv("fp8")
+    assert len(str(caught.value)) < 300
+    for wrong, meant in (("itn4", "int4"), ("KIVI2", "kivi-2"), ("kivi-2-snk", "kivi-2-sink"), ("kvmx", "kvmix")):
+        with pytest.raises(QKVError, match=rf"^kv='{wrong}': unknown KV preset. Did you mean {meant}\?$"):
+            resolve_kv(wrong)
     with pytest.raises(QKVError, match=r"kv=4.*bf16.*KVConfig"):
         resolve_kv(4)  # type: ignore[arg-type]

@@ -327,7 +327,7 @@ def test_a_duplicate_live_id_is_refused_and_the_first_goes_on(demo_engine: Engin
     ("options", "error", "message"),
     [
         ({"model": "/no/such/folder"}, ModelError, "no/such"),
-        ({"kv": "int3"}, ConfigError, "bf16"),
+        ({"kv": "int3"}, ConfigError, "Did you mean int"),
         ({"kv_memory": "lots"}, ConfigError, "20GiB"),
         ({"kv_memory": 1000}, CapacityError, "Give at least"),
         ({"kv_memory": "100000GiB"}, CapacityError, "free"),

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from qkv_engine import ConfigError, Engine, EngineDeadError, SamplingParams
-from qkv_engine.errors import RankLostError
-from qkv_engine.parallel import process
+from qkv_engine import CapacityError, ConfigError, Engine, EngineDeadError, RankLostError, SamplingParams
+from qkv_engine.parallel import crew, process
+from qkv_engine.parallel.watch import Patience, StallClock
+from qkv_engine.serving import loop
 
 PROMPTS = [[number * seed % 200 + 10 for number in range(seed * 60)] for seed in (1, 3, 5)]
 PARAMS = [
@@ -61,8 +62,8 @@ def test_tokens_are_those_of_one_process(two: Engine):
 
 def test_blocks_step_down_on_every_rank():
     with (
-        engine(2, kv="auto", kv_memory="3MiB", max_model_len=768) as short,
-        engine(1, kv="auto", kv_memory="6MiB", max_model_len=768) as one,
+        engine(2, kv="auto", kv_memory="2MiB", max_model_len=768) as short,
+        engine(1, kv="auto", kv_memory="4MiB", max_model_len=768) as one,
     ):
         params = SamplingParams(temperature=0.0, max_tokens=40)
         question = [f"What is {a}*86?" for a in (12, 47, 9)] + ["Sort: 5 99 23 11 8 7 1 2 3 4 5 6 7 8 9 10 11 12 13 14"]
@@ -113,6 +114,57 @@ def test_a_worker_that_is_gone_refuses_messages_with_its_last_words():
                 worker.send(bytes(100_000))
 
 
+def test_a_rank_that_stands_still_ends_the_engine_and_a_long_step_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(crew, "PATIENCE", Patience(silent=1, tick=0.05))
+    with engine(2) as found:
+        assert found._started is not None
+        steps = found._started.core.runner._own
+        with monkeypatch.context() as slow:
+            execute = steps.execute
+            slow.setattr(steps, "execute", lambda command: (time.sleep(1.3), execute(command))[1])
+            assert len(found.generate([PROMPTS[0]], SamplingParams(max_tokens=1))[0].outputs[0].token_ids) == 1
+        pid = workers(found)[0].process.pid
+        stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
+        next(stream)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RankLostError, match="rank 1 stands still: no answer for 1 s"):
+            for _ in range(100):  # between two steps it is answered
+                found.stats()
+        with pytest.raises(RankLostError, match="rank 1 stands still"):
+            for _ in stream:
+                pass
+    assert has_ended(pid)
+
+
+def test_close_breaks_off_a_step_that_a_rank_holds_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.2)
+    found = engine(2)
+    pid = workers(found)[0].process.pid
+    stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
+    next(stream)
+    os.kill(pid, signal.SIGSTOP)
+    found.close()
+    assert has_ended(pid) and not found._loop._thread.is_alive() and not caplog.records
+    with pytest.raises(EngineDeadError, match="closed"):
+        for _ in stream:
+            pass
+
+
+def test_a_rank_is_silent_only_while_nothing_goes_on():
+    clock = StallClock(3, Patience(silent=4, still=10, tick=2))
+    for number in (None, None, None, 1, 1, 2, 2, None, 2):
+        assert clock.tick(number, False) is None
+    assert clock.tick(2, False) is None
+    assert clock.tick(2, True) is None
+    assert clock.tick(2, False) is None
+    assert clock.tick(2, False) == "rank 3 stands still: no answer for 4 s in the middle of a step"
+    clock = StallClock(3, Patience(silent=4, still=10, tick=2))
+    assert [clock.tick(5, True) for _ in range(5)] == [None] * 5
+    assert clock.tick(5, True) == "a step stands still: no exchange between the ranks has ended for 10 s"
+
+
 def test_workers_end_with_their_engine():
     found = engine(2)
     pids = [worker.process.pid for worker in workers(found)]
@@ -124,6 +176,21 @@ def test_a_worker_that_does_not_start_is_a_typed_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(process, "_CODE", "import sys; sys.exit('no torch here')")
     with pytest.raises(RankLostError, match="rank 1 ended with code 1: no torch here"):
         engine(2)
+
+
+def test_a_worker_that_gets_no_memory_is_a_typed_error(monkeypatch: pytest.MonkeyPatch):
+    patch = """
+import torch
+real = torch.empty
+def empty(*args, **options):
+    if options.get("dtype") is torch.uint8:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    return real(*args, **options)
+torch.empty = empty
+"""
+    monkeypatch.setattr(process, "_CODE", process._CODE.replace("from qkv", patch + "from qkv"))
+    with pytest.raises(CapacityError, match=r"kv_memory='.* MiB': the system does not give so much memory on cpu"):
+        engine(2, kv_memory="8MiB")
 
 
 @pytest.mark.parametrize("ranks", [0, 65, 2.0, True])

@@ -319,6 +319,15 @@ def test_wide_nucleus_falls_back_to_the_whole_vocabulary() -> None:
     assert peaked in (0, 1, 2)
 
 
+def test_a_nucleus_reaches_all_of_top_p() -> None:
+    """The best token has half of the weight: enough for a top_p of one half, and not for the least bit more."""
+    logits, base_2 = torch.tensor([[0.0, -1.0, -1.0]]), 1 / math.log(2)
+    seed = next(seed for seed in range(100) if uniform(seed, 0) > 0.9)
+    for top_p, expected in ((0.5, 0), (0.5 + 2**-42, 2)):
+        row = torch.frombuffer(bytearray(pack_settings(base_2, 0, top_p, 0.0, seed)), dtype=torch.int64)[None]
+        assert int(sample(logits, Settings(row, torch.zeros(1, dtype=torch.int64), True))[0]) == expected
+
+
 def test_extreme_temperatures() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1)) * 50
     best = int(logits.argmax())
@@ -406,6 +415,15 @@ def test_logprobs_are_of_the_raw_logits() -> None:
             check_logprobs(sampled.logprobs, logits[i], ks[i])
 
 
+def test_log_probabilities_near_one_keep_their_digits() -> None:
+    logits = torch.zeros(1, 1024)
+    logits[0, 3], logits[0, 5] = 30.0, 14.0
+    (found,) = token_logprobs(logits, [3], 0, [[5]])
+    exact = -math.log1p(math.exp(-16) + 1022 * math.exp(-30))
+    assert found.logprob == pytest.approx(exact, rel=0.3) and exact > -2e-7  # a unit in the last place of 30 is 2e-6
+    assert found.others == [(5, pytest.approx(-16, abs=1e-5), 2)]
+
+
 def test_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv_engine.sampling.logprobs.LOGPROB_CHUNK", 7 * 50)
     logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
@@ -414,6 +432,17 @@ def test_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [f.token_id for f in found] == targets
     for i, logprobs in enumerate(found):
         check_logprobs(logprobs, logits[i].float(), 4)
+    others = [[i % 50, (i * 7) % 50, 49][: i % 4] for i in range(30)]
+    named = token_logprobs(logits, targets, 1, others)
+    for i, logprobs in enumerate(named):
+        check_logprobs(logprobs, logits[i].float(), 1)
+        entries, expected = logprobs.entries(None), logits[i].double().log_softmax(-1)
+        best = int(logits[i].argmax())
+        assert set(entries) == {targets[i], best, *others[i]}
+        assert {t: one.logprob for t, one in entries.items()} == pytest.approx(
+            {t: expected[t].item() for t in entries}, abs=1e-5
+        )
+        assert all(one.rank == int((logits[i] > logits[i, t]).sum()) + 1 for t, one in entries.items() if t != best)
     logits[20, 3] = math.nan
     with pytest.raises(RequestError, match="not finite"):
         token_logprobs(logits, targets, 4)

@@ -54,7 +54,8 @@ def test_small_steps_change_nothing():
             params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, num_prefill_tokens=PROMPT)
             (output,) = engine.generate(IDS * 2, params)
         found.append(output)
-    assert scores(found[0]) == pytest.approx(scores(found[1]), abs=2e-3)
+    # Products of few rows round otherwise, and now and then a number lands on the other side of a code's border.
+    assert scores(found[0]) == pytest.approx(scores(found[1]), abs=1e-2)
     assert found[0].kv == found[1].kv
 
 
@@ -71,3 +72,28 @@ def test_tokens_with_log_probabilities_have_a_text_where_text_is_wanted(detokeni
     (own,) = (output.prompt_logprobs or [])[1].values()
     (sampled,) = (output.outputs[0].logprobs or [])[0].values()
     assert [isinstance(one.decoded_token, str) for one in (own, sampled)] == [detokenize] * 2
+
+
+def test_named_tokens_have_log_probabilities_beside_the_prompts_own(demo_engine: Engine):
+    likeliest = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20)
+    (whole,) = demo_engine.generate(IDS, likeliest)
+    named = [
+        [],
+        *([token for token in entry if token != IDS[i]] for i, entry in enumerate(whole.prompt_logprobs[1:], 1)),
+    ]
+    wanted = [ids[:20] for ids in named]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprob_ids=wanted)
+    (found,) = demo_engine.generate(IDS, params)
+    assert found.prompt_logprobs is not None and found.prompt_logprobs[0] is None
+    for token, ids, entry, every in zip(IDS, wanted, found.prompt_logprobs, whole.prompt_logprobs, strict=True):
+        if entry is not None:
+            assert list(entry) == [token, *ids]
+            known = {one: every[one].logprob for one in entry if one in every}
+            assert len(known) >= 20 and {one: entry[one].logprob for one in known} == pytest.approx(known, abs=1e-4)
+
+
+@pytest.mark.parametrize("ids", [[[]] * 3, [[1]]])
+def test_named_tokens_are_a_list_for_each_of_the_prompts(ids: list[list[int]], demo_engine: Engine):
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprob_ids=ids)
+    with pytest.raises(RequestError, match=f"for each of {len(ids)} tokens, the prompt has 2. Give 2 lists"):
+        demo_engine.generate([5, 6], params)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -109,6 +111,55 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(folder: Path, monkeypatc
         loaded.clear()
         with open_tiny(folder, kv_memory=kv_memory, max_num_seqs=4096) as engine:
             assert most - 2**20 < engine.stats().kv_bytes_total <= most
+
+
+class FailingEmpty:
+    """``torch.empty``, of which one call finds no memory."""
+
+    def __init__(self, fails_at: int | None = None):
+        self.num_calls, self._fails_at, self._empty = 0, fails_at, torch.empty
+
+    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls - 1 == self._fails_at:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return self._empty(*args, **options)
+
+
+def test_memory_that_the_system_does_not_give_is_a_capacity_error(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    counting = FailingEmpty()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", counting)
+        open_tiny(folder).close()
+    num_calls = counting.num_calls
+    assert num_calls > 10
+    messages = set()
+    for number in range(num_calls):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", FailingEmpty(number))
+            with pytest.raises(CapacityError) as caught:
+                open_tiny(folder)
+        assert caught.value.remedy
+        messages.add(str(caught.value))
+    assert any("kv_memory='1.0 MiB': the system does not give so much memory on cpu" in text for text in messages)
+
+
+def test_other_errors_of_a_start_stay_what_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(startup, "Runner", fail)
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        open_tiny(folder)
+
+
+def test_a_limit_of_the_shell_counts_as_memory():
+    limited = ["sh", "-c", 'ulimit -v 6000000; exec "$@"', "sh", sys.executable, "-m", "qkv_engine"]
+    found = subprocess.run([*limited, "chat", "--prompt", "hi", "--kv-memory", "8GiB"], capture_output=True, text=True)
+    assert found.returncode == 3
+    assert re.fullmatch(
+        r"qkv-engine: error: --kv-memory='8GiB': 8\.0 GiB asked for, .* free on cpu\. Lower .*\n", found.stderr
+    )
 
 
 # Memory cgroups

@@ -46,7 +46,7 @@ def test_a_report_read_late_is_of_the_step_it_was_made_after():
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_outputs_hold_all_or_what_is_new_to_the_reader(kind: RequestOutputKind):
     submission = streamed("a", logprobs=0, output_kind=kind)
-    text = OutputText(lambda before: None, None)  # type: ignore[arg-type, return-value]
+    text = OutputText(lambda: None)  # type: ignore[arg-type, return-value]
     submission.completions[0].output_text = text
 
     def step(token_id: int) -> None:

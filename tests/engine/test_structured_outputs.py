@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
 import pytest
 
 from qkv_engine import Engine, RequestError, StructuredOutputs
+from qkv_engine.sandbox import Sandbox
 
 QUESTION = [{"role": "user", "content": "What is 47*86?"}]
 SCHEMA = {
@@ -117,3 +119,79 @@ def test_a_form_ends_the_output_itself(demo_engine: Engine):
     for other in ({"ignore_eos": True}, {"min_tokens": 5}):
         with pytest.raises(RequestError, match="where the output ends"):
             demo_engine.params(structured_outputs=StructuredOutputs(regex="a"), **other)
+
+
+def chain_of_references(number: int) -> dict[str, object]:
+    definitions: dict[str, object] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(number)}
+    return {"$ref": "#/$defs/d0", "$defs": definitions | {f"d{number}": {"type": "integer"}}}
+
+
+def chain_of_rules(number: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(number)) + f'\nr{number}: "a"'
+
+
+SLOW = r"start: A" + "\n" + r"A: /(.*a.*){9}/ & /(.*b.*){9}/ & ~/.*c.*/ & /[a-z]{0,900}/ & ~/(.*zz.*){6}/"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (StructuredOutputs(json=chain_of_references(1400)), "too deeply"),
+        (StructuredOutputs(grammar=chain_of_rules(2750)), "too deeply"),
+        (StructuredOutputs(grammar=SLOW), "within 1 s"),
+        (StructuredOutputs(json={"$ref": "#"}), "no text has this form"),
+        (StructuredOutputs(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000), "too deeply nested"),
+    ],
+)
+def test_a_grammar_that_kills_or_stops_the_library_is_refused(demo_engine: Engine, wanted: object, words: str):
+    """Chains of references once ended the whole process, a slow grammar held a thread for seconds."""
+    with pytest.raises(RequestError, match=words) as caught:
+        demo_engine.params(structured_outputs=wanted)
+        demo_engine.generate("Hello", demo_engine.params(structured_outputs=wanted))
+    assert caught.value.field == "structured_outputs" and "\n" not in str(caught.value)
+    assert sampled(demo_engine, StructuredOutputs(regex="ok")) == ["ok"] * 6
+
+
+def test_deep_forms_that_people_write_are_met(demo_engine: Engine):
+    nested: dict[str, object] = {"type": "integer", "minimum": 0, "maximum": 9}
+    for _ in range(50):
+        nested = {"type": "object", "properties": {"x": nested}, "required": ["x"], "additionalProperties": False}
+    for wanted in (StructuredOutputs(json=nested), StructuredOutputs(json=chain_of_references(100))):
+        demo_engine.generate("Hello", demo_engine.params(structured_outputs=wanted, max_tokens=1))
+
+
+def test_a_form_is_tried_in_a_process_once(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    asked: list[bytes] = []
+    ask = Sandbox.ask
+    monkeypatch.setattr(Sandbox, "ask", lambda self, request: asked.append(request) or ask(self, request))
+    for regex in ("[0-9]{2}x", "[0-9]{2}x", "[0-9]{3}x"):
+        sampled(demo_engine, StructuredOutputs(regex=regex))
+    assert len(asked) == 2
+
+
+def test_a_form_beyond_the_limits_in_the_middle_of_a_text_names_its_field(demo_engine: Engine):
+    wanted = StructuredOutputs(grammar="start: " + " | ".join(f'"x{i}"' for i in range(5000)))
+    output = demo_engine.generate("Hello", demo_engine.params(structured_outputs=wanted))[0]
+    assert output.finish_reason == "error" and output.error_field == "structured_outputs"
+    assert output.error is not None and "items" in output.error and "\n" not in output.error
+
+
+def test_parts_of_json_are_not_far_apart(demo_engine: Engine):
+    line_end = demo_engine.tokenizer.encode("\n")[0]
+    text = sampled(demo_engine, StructuredOutputs(json=SCHEMA), n=1, logit_bias={line_end: 100.0})[0]
+    assert set(json.loads(text)) == {"name", "tags", "size"} and "\n\n" in text and "\n\n\n" not in text
+
+
+def test_an_event_loop_runs_on_while_a_grammar_is_compiled(demo_engine: Engine):
+    async def run() -> int:
+        beats = 0
+        params = demo_engine.params(structured_outputs=StructuredOutputs(grammar=SLOW + " & /.{3,}/"))
+        task = asyncio.ensure_future(anext(demo_engine.generate_async([5, 6, 7], params)))
+        while not task.done():
+            beats += 1
+            await asyncio.sleep(0.005)
+        with pytest.raises(RequestError, match="within 1 s"):
+            task.result()
+        return beats
+
+    assert asyncio.run(run()) > 20

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from qkv_engine import ConfigError, Engine
+from qkv_engine import ConfigError, Engine, SamplingParams
 from qkv_engine.device import openmp, threads
+from qkv_engine.device.openmp import use_threads
+from qkv_engine.device.thread_choice import FIRST_SECONDS, MOST_SECONDS, ThreadChoice
 from qkv_engine.device.threads import (
     SMALL_MODEL_NBYTES,
     SMALL_MODEL_THREADS,
-    choose_num_threads,
+    choose_threads,
     computing_with,
     short_step_seconds,
 )
@@ -52,7 +57,7 @@ def test_an_idle_team_stands_by_while_threads_wait_for_cores(monkeypatch: pytest
         wait_for(1)
         share = 1.0
         wait_for(2)
-    wait_for(0)
+    assert not names()  # a thread inside torch would abort a process that ends
 
 
 def test_where_the_system_does_not_tell_a_team_stands_by(monkeypatch: pytest.MonkeyPatch):
@@ -62,7 +67,7 @@ def test_where_the_system_does_not_tell_a_team_stands_by(monkeypatch: pytest.Mon
     monkeypatch.setattr(openmp, "run_delay", lambda: None)
     with openmp.considerate_threads():
         wait_for(2)
-    wait_for(0)
+    assert not names()
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
@@ -79,16 +84,107 @@ def test_waiting_for_a_core_is_counted():
 
 
 def test_a_small_model_uses_a_few_threads(monkeypatch: pytest.MonkeyPatch):
+    def numbers(given: int | None, nbytes: int) -> tuple[int, int | None]:
+        found = choose_threads(given, nbytes)
+        return found.number, found.other
+
     monkeypatch.setattr(threads, "short_step_seconds", lambda number: 1 / number)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert choose_num_threads(None, SMALL_MODEL_NBYTES) == SMALL_MODEL_THREADS
-    assert choose_num_threads(None, SMALL_MODEL_NBYTES + 1) == 16
-    assert choose_num_threads(9, 1) == 9
+    assert numbers(None, SMALL_MODEL_NBYTES) == (SMALL_MODEL_THREADS, 1)
+    assert numbers(None, SMALL_MODEL_NBYTES + 1) == (16, None)
+    assert numbers(9, 1) == (9, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert choose_num_threads(None, SMALL_MODEL_NBYTES) == 2
+    assert numbers(None, SMALL_MODEL_NBYTES) == (2, 1)
     monkeypatch.setattr(threads, "short_step_seconds", float)  # more threads are slower
-    assert choose_num_threads(None, SMALL_MODEL_NBYTES) == 1
-    assert choose_num_threads(None, SMALL_MODEL_NBYTES + 1) == 2
+    assert numbers(None, SMALL_MODEL_NBYTES) == (1, 2)
+    assert numbers(None, SMALL_MODEL_NBYTES + 1) == (2, None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert numbers(None, SMALL_MODEL_NBYTES) == (1, None)
+
+
+class FakeEngine:
+    """An engine of made-up steps. ``seconds`` tells how long one takes by its threads and requests."""
+
+    def __init__(self, seconds: Callable[[int, int], float], number: int = 1, other: int | None = 2):
+        self.now, self.threads, self.num_uses, self.seconds = 0.0, number, 0, seconds
+        self.choice = ThreadChoice(number, other, use=self.use, clock=lambda: self.now)
+
+    def use(self, number: int) -> None:
+        self.threads, self.num_uses = number, self.num_uses + 1
+
+    def step(self, num_requests: int = 1, *, has_chunk: bool = False, extra: float = 0.0) -> int:
+        """Runs a step and returns the threads it had."""
+        threads, taken = self.threads, self.seconds(self.threads, num_requests) + extra
+        self.now += taken
+        self.choice.note(None if has_chunk else num_requests, taken)
+        return threads
+
+    def run(self, seconds: float, num_requests: int = 1) -> float:
+        """Runs steps for some time; the share of them that had another number of threads than chosen at the end."""
+        end, found = self.now + seconds, list[int]()
+        while self.now < end:
+            found.append(self.step(num_requests))
+        return 1 - found.count(self.choice.number) / len(found)
+
+
+def test_threads_are_chosen_anew_when_the_machine_becomes_busy_or_idle():
+    is_busy = True
+    engine = FakeEngine(lambda threads, _: 0.004 if threads == 1 else 0.005 if is_busy else 0.003)
+    assert engine.run(60) < 0.02 and engine.choice.number == 1
+    is_busy = False
+    engine.run(MOST_SECONDS + 1)
+    assert (engine.choice.number, engine.threads, engine.choice.other) == (2, 2, 1)
+    assert engine.run(60) < 0.02
+    is_busy = True
+    engine.run(MOST_SECONDS + 1)
+    assert engine.choice.number == 1
+
+
+def test_threads_follow_the_number_of_requests():
+    engine = FakeEngine(lambda threads, requests: requests * 0.001 / threads + 0.002 * threads)
+    engine.run(3, 1)
+    assert engine.choice.number == 1
+    engine.run(2 * MOST_SECONDS, 32)
+    assert engine.choice.number == 2
+
+
+def test_near_times_and_single_slow_steps_change_nothing():
+    engine = FakeEngine(lambda threads, _: 0.004 if threads == 1 else 0.0038)
+    engine.run(60)
+    assert engine.choice.number == 1
+    noisy, rng = FakeEngine(lambda threads, _: 0.004 if threads == 1 else 0.005), random.Random(0)
+    for _ in range(20_000):
+        noisy.step(extra=0.1 if rng.random() < 0.15 else 0.0)
+        assert noisy.choice.number == 1
+
+
+def test_a_trial_compares_steps_of_equally_many_requests_that_only_decode():
+    engine = FakeEngine(lambda threads, _: 0.003)
+    engine.run(FIRST_SECONDS + 0.03)  # the first turn has ended
+    assert engine.threads == 2
+    engine.step(2)
+    assert engine.threads == 1, "the trial is over"
+    engine.run(FIRST_SECONDS + 0.03)
+    assert engine.threads == 2
+    engine.step(has_chunk=True)
+    assert engine.threads == 1
+    for number in range(2_000):
+        assert engine.step(number % 5 + 1) == 1
+
+
+def test_a_number_that_was_asked_for_stays():
+    engine = FakeEngine(lambda threads, _: 0.1 * threads, number=4, other=None)
+    engine.run(100)
+    assert engine.num_uses == 0 and engine.choice.number == 4
+
+
+def test_an_engine_tells_its_steps_to_the_choice(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    found: list[tuple[int | None, float]] = []
+    monkeypatch.setattr(demo_engine._loop._threads, "note", lambda *step: found.append(step))
+    demo_engine.generate([[5, 6, 7], [6, 7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
+    demo_engine.stats()  # the loop answers between steps, so after it has told the last one
+    assert [requests for requests, _ in found] in ([None, 2, 2, 2], [None, None, 1, 2, 2, 1])
+    assert all(seconds > 0 for _, seconds in found)
 
 
 def test_a_short_step_is_measured_once():
@@ -96,11 +192,32 @@ def test_a_short_step_is_measured_once():
     assert short_step_seconds(1) == short_step_seconds(1)
 
 
+def test_an_interrupt_waits_until_the_measurement_has_left_torch(monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+    linear = torch.nn.functional.linear
+
+    def slow(*args: torch.Tensor) -> torch.Tensor:
+        if not events:
+            events.append("begins")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+            events.append("ends")
+        return linear(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", slow)
+    short_step_seconds.cache_clear()
+    with pytest.raises(KeyboardInterrupt):
+        short_step_seconds(1)
+    assert events == ["begins", "ends"]
+
+
 def test_other_threads_keep_their_number():
     found: dict[str, int] = {}
 
     def compute() -> None:
         with computing_with(3):
+            for number in (1, 2, 3):  # chosen anew
+                use_threads(number)
             torch.ones(2**20).add_(1)
             found["inside"] = torch.get_num_threads()
 

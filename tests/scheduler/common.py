@@ -10,7 +10,7 @@ from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.ladder import RequestSlot
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
-from qkv_engine.kv.table import BlockTables, num_reserve_slabs
+from qkv_engine.kv.table import BlockTables, reserve_nbytes
 from qkv_engine.kv.window import RecentWindow
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import Pace, ScheduledBatch, Scheduler
@@ -39,6 +39,8 @@ class TinyLadder:
     others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens; the last one the bank, if there are patterns
     recent_ratio: Fraction = Fraction(0)
     has_bank: bool = False
+    num_windows: int = 0
+    align: int = 1
 
     @property
     def widest(self) -> TinyRung:
@@ -60,21 +62,23 @@ LADDER = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("int8", 8, 8.0), Ti
 
 
 def make_space(
-    num_blocks: int,
+    num_blocks: float,
     ladder: TinyLadder = DENSE,
     *,
-    slab_blocks: int = 1,
+    slab_blocks: float = 1,
     prefix: bool = False,
     quota: float | None = None,
 ) -> KVManager:
-    nbytes = ladder.widest.block_nbytes
-    arena = Arena(num_blocks * nbytes, slab_blocks * nbytes, reserve=num_reserve_slabs(len(ladder.rungs)))
-    tables = BlockTables(arena, ladder)
+    """KV memory of ``num_blocks`` widest blocks, with slabs of ``slab_blocks``."""
+    block = ladder.widest.block_nbytes
+    slab = round(slab_blocks * block)
+    reserve = reserve_nbytes([rung.block_nbytes for rung in ladder.rungs], slab)
+    tables = BlockTables(Arena(round(num_blocks * block), slab, reserve, block_nbytes=block), ladder)
     return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
 
 
 def make_scheduler(
-    num_blocks: int, ladder: TinyLadder = DENSE, *, seqs: int = 8, budget: int = 512, **options
+    num_blocks: float, ladder: TinyLadder = DENSE, *, seqs: int = 8, budget: int = 512, **options
 ) -> Scheduler:
     space = make_space(num_blocks, ladder, **options)
     return Scheduler(space, max_num_seqs=seqs, max_num_batched_tokens=budget)

@@ -21,6 +21,11 @@ def step(scheduler: Scheduler, times: int = 1) -> None:
         run(scheduler, scheduler.schedule())
 
 
+def step_down(scheduler: Scheduler, number: int, tenant: str | None = "") -> int:
+    """Steps blocks down as if room for 999 lacked; returns how many did."""
+    return scheduler.pressure._step_down(tenant, number, scheduler.space.shortage_of(999))
+
+
 def rungs(scheduler: Scheduler, *names: str) -> list[list[int]]:
     return [[block.rung for block in scheduler.space.tables[name].blocks] for name in names]
 
@@ -44,18 +49,53 @@ def test_nothing_steps_down_while_there_is_room():
     assert rungs(scheduler, "a", "b") == [[0] * 4, [0] * 4]
 
 
-def test_room_is_kept_ahead_of_need_a_block_a_step():
-    # Eight slabs, two reserved: five blocks leave one free, and two requests want one each.
-    scheduler = started(
-        make_scheduler(8, LADDER), make_request("a", ids(1, 2.5), 40), make_request("b", ids(2, 1.5), 40)
-    )
+def two_running(max_tokens: int) -> Scheduler:
+    """Two requests that fill five of six blocks beside the reserve, each with room for 64 tokens more."""
+    a, b = make_request("a", ids(1, 2.5), max_tokens), make_request("b", ids(2, 1.5), max_tokens)
+    return started(make_scheduler(8, LADDER), a, b)
+
+
+def test_room_is_made_ahead_of_need_a_block_a_step_once_requests_are_about_to_begin_a_block():
+    scheduler = two_running(100)
+    step(scheduler, 61)
     assert rungs(scheduler, "a", "b") == [[0, 0, 0], [0, 0]]
-    step(scheduler)
+    step(scheduler)  # 4 tokens are left
     assert rungs(scheduler, "a", "b") == [[1, 0, 0], [0, 0]]  # the coldest: oldest tokens of the longest request
     step(scheduler)
     assert rungs(scheduler, "a", "b") == [[1, 1, 0], [0, 0]]
+    step(scheduler, 2)
+    assert rungs(scheduler, "a", "b") == [[1, 1, 0, 0], [0, 0, 0]]
+
+
+def test_no_block_steps_down_for_requests_that_end_before_they_need_another():
+    scheduler = two_running(65)
+    step(scheduler, 63)
+    assert rungs(scheduler, "a", "b") == [[0, 0, 0], [0, 0]] and len(scheduler.running) == 2
+    step(scheduler)
+    assert not scheduler.has_work and not scheduler.space.tables.num_demotions
+
+
+def test_as_many_blocks_step_down_as_are_needed_and_no_more():
+    scheduler = started(make_scheduler(10, LADDER, budget=2000), make_request("a", ids(1, 7.5)))
+    assert scheduler.space.free_blocks() == 0
+    started(scheduler, make_request("b", ids(2, 0.5)))
+    assert rungs(scheduler, "a", "b") == [
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [0],
+    ]  # two of 8 bits fill a slab as large as a block
+
+
+def test_no_block_steps_down_for_a_waiting_request_that_could_not_start_by_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(KVManager, "admits", lambda *args: True)
+    wide = make_request("wide", ids(2, 6.5), kv_pinned=True)
+    scheduler = started(make_scheduler(10, LADDER, budget=2000), make_request("a", ids(1, 0.9)), wide)
+    assert scheduler.space.free_blocks() == 0
     step(scheduler, 5)
-    assert rungs(scheduler, "a", "b") == [[1, 1, 0], [0, 0]]  # two blocks are free again
+    (full, *_), waiting = scheduler.space.tables["wide"].blocks, make_request("late", ids(3, 0.5))
+    full.floor = 1  # the only one that may step down, which leaves no room: it begins a slab of its own
+    scheduler.add(waiting)
+    step(scheduler)
+    assert waiting in scheduler.waiting and full.rung == 0
 
 
 def test_the_widest_go_first_and_among_them_the_coldest():
@@ -63,9 +103,9 @@ def test_the_widest_go_first_and_among_them_the_coldest():
     started(scheduler, make_request("a", ids(1, 3.5)), make_request("b", ids(2, 2.5)))
     scheduler.space.demote([(scheduler.space.tables["a"].blocks[0], 1)])
     scheduler.pressure.forget()
-    scheduler.pressure._step_down("", 3)
+    step_down(scheduler, 3)
     assert rungs(scheduler, "a", "b") == [[1, 1, 1, 0], [1, 0, 0]]
-    scheduler.pressure._step_down("", 2)  # b's second is the last wide one that is full; then a's oldest goes on
+    step_down(scheduler, 2)  # b's second is the last wide one that is full; then a's oldest goes on
     assert rungs(scheduler, "a", "b") == [[2, 1, 1, 0], [1, 1, 0]]
 
 
@@ -73,7 +113,7 @@ def test_open_blocks_and_the_recent_window_stay():
     scheduler = make_scheduler(40, replace(LADDER, recent=100))
     started(scheduler, make_request("a", ids(1, 3.5)))  # 449 tokens: the third block ends 65 tokens ago
     scheduler.pressure.forget()
-    assert scheduler.pressure._step_down("", 99) == 2
+    assert step_down(scheduler, 99) == 2
     assert rungs(scheduler, "a") == [[1, 1, 0, 0]]
 
 
@@ -84,10 +124,10 @@ def test_a_block_that_others_share_goes_last_and_as_the_newest_holder_sees_it():
     a, b = (scheduler.space.tables[name].blocks for name in "ab")
     assert a[:2] == b[:2] and a[0].is_shared and not a[2].is_shared
     scheduler.pressure.forget()
-    assert scheduler.pressure._step_down("", 1) == 1
+    assert step_down(scheduler, 1) == 1
     assert rungs(scheduler, "a") == [[0, 0, 1, 0]]
     # The second block is old to a but in b's window: 282 - 64 tokens lie before it.
-    scheduler.pressure._step_down("", 1), scheduler.pressure._step_down("", 1)
+    step_down(scheduler, 1), step_down(scheduler, 1)
     assert rungs(scheduler, "a", "b") == [[1, 0, 2, 0], [1, 0, 0]]
 
 
@@ -100,7 +140,7 @@ def test_floors_and_pinned_requests_are_respected():
         make_request("any", ids(3, 1.5)),
     )
     scheduler.pressure.forget()
-    while scheduler.pressure._step_down("", 99):
+    while step_down(scheduler, 99):
         pass
     assert rungs(scheduler, "pinned", "int8", "any") == [[0, 0], [1, 0], [2, 0]]
     assert scheduler.space.usage(scheduler.requests["int8"]).blocks == {"dense16": 1, "int8": 1}
@@ -111,12 +151,12 @@ def test_a_floor_is_respected_when_its_owner_joined_during_the_same_step():
     scheduler = make_scheduler(40, LADDER, prefix=True)
     started(scheduler, make_request("a", ids(1, 1.5)))
     scheduler.pressure.forget()
-    scheduler.pressure._step_down("", 0)  # the coldest blocks are looked up
+    step_down(scheduler, 0)  # the coldest blocks are looked up
     pinned = make_request("pinned", ids(1, 1.2), kv_pinned=True)
     scheduler.add(pinned)
     scheduler._admit(512)
     assert pinned.num_cached_tokens == BLOCK
-    assert scheduler.pressure._step_down("", 99) == 0
+    assert step_down(scheduler, 99) == 0
 
 
 def test_cached_blocks_nobody_uses_are_given_up_before_anything_steps_down():
@@ -170,9 +210,9 @@ def test_a_tenants_own_blocks_go_first():
     scheduler = make_scheduler(40, LADDER)
     started(scheduler, make_request("a", ids(1, 3.5), tenant="x"), make_request("b", ids(2, 1.5), tenant="y"))
     scheduler.pressure.forget()
-    scheduler.pressure._step_down("y", 1)
+    step_down(scheduler, 1, "y")
     assert rungs(scheduler, "a", "b") == [[0] * 4, [1, 0]]
-    scheduler.pressure._step_down("y", 2)  # its own once more before anybody else's
+    step_down(scheduler, 2, "y")  # its own once more before anybody else's
     assert rungs(scheduler, "a", "b") == [[1, 0, 0, 0], [2, 0]]
 
 
@@ -182,12 +222,12 @@ def test_within_the_quota_a_tenant_pays_for_nobody():
     started(scheduler, victim, make_request("attacker", ids(2, 6.5), 40, tenant="a"))
     for tenant in ("a", None):
         scheduler.pressure.forget()
-        while scheduler.pressure._step_down(tenant, 4):
+        while step_down(scheduler, 4, tenant):
             pass
         assert rungs(scheduler, "victim") == [[0] * 3]
     assert max(rungs(scheduler, "attacker")[0]) > 0
     scheduler.pressure.forget()
-    assert scheduler.pressure._step_down("v", 1) == 1  # its own are left when the other is within the quota again
+    assert step_down(scheduler, 1, "v") == 1  # its own are left when the other is within the quota again
 
 
 def test_an_attacker_at_full_rate_changes_nothing_for_a_victim_within_its_quota():
@@ -258,7 +298,7 @@ def test_demotions_are_explained_in_the_log(caplog: pytest.LogCaptureFixture):
     started(scheduler, make_request("a", ids(1, 3.5)))
     with caplog.at_level(logging.INFO, "qkv_engine"):
         scheduler.pressure.forget()
-        scheduler.pressure._step_down("", 2)
-        scheduler.pressure._step_down("", 1)
+        step_down(scheduler, 2)
+        step_down(scheduler, 1)
     assert "a: 2 blocks (256 tokens) stepped down dense16 -> int8; free 16-bit blocks 34 -> 35" in caplog.text
     assert "a: 1 block (128 tokens) stepped down" in caplog.text

@@ -24,6 +24,7 @@ MODULES = {  # in order of their imports
     "block": "qkv_engine.kv.block",
     "table": "qkv_engine.kv.table",
     "prefix": "qkv_engine.kv.prefix",
+    "shortage": "qkv_engine.kv.shortage",
     "demand": "qkv_engine.kv.demand",
     "manager": "qkv_engine.kv.manager",
     "queue": "qkv_engine.scheduler.queue",
@@ -89,6 +90,7 @@ def load(block: int, patch: Patch | None = None) -> Code:
         exec(_compiled(name, patch if patch and patch.file == name else None, package), module.__dict__)
         if "BLOCK_TOKENS" in module.__dict__:
             module.__dict__["BLOCK_TOKENS"] = block
+    modules["pressure"].__dict__["AHEAD_STEPS"] = max(1, block // 32)
     modules["demand"].__dict__["OPEN_END_TOKENS"] = OPEN_END_BLOCKS * block
     return Code(
         block,

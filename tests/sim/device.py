@@ -35,6 +35,7 @@ class Record:
     salt: str = ""
     spoilt: bool = False
     mined: tuple[tuple[int, int], ...] = ()  # blocks that a bank is mined from: tokens, and the last one's number
+    windows: tuple[int, ...] = ()  # numbers of the last tokens of windows that added a pattern
 
 
 class DeviceError(Broken):
@@ -63,7 +64,8 @@ class Device:
         spans, sources, bank = list[tuple[int, int]](), {move.src for move in wave}, tables.ladder.slots[-1:]
         banks = {move.bank for move in wave if move.bank is not None}
         spans += [(address, address + bank[0].nbytes) for address in banks]
-        mined = [address for move in wave if move.mining for address in move.mining.addresses]
+        mined = {address for move in wave if move.mining for address in move.mining.addresses}
+        mined |= {address for move in wave if move.centres for address in move.centres.addresses}
         spans += [(address, address + tables.sizes[0]) for address in mined if address not in sources]
         for move in wave:
             spans.append((move.src, move.src + tables.sizes[move.old]))
@@ -75,6 +77,8 @@ class Device:
         for move in wave:
             if move.mining is not None:
                 self._mine(move, tables)
+            if move.centres is not None:
+                self._add_centres(move, tables)
         for _, moves in groupby(sorted(wave, key=_rungs), key=_rungs):
             self._launch(list(moves), tables)
 
@@ -85,7 +89,9 @@ class Device:
                 bank = self._bank(move.bank, tables)
                 if not bank.path:
                     raise DeviceError("a block is sealed before its bank is mined")
-                record = replace(record, mined=bank.mined)
+                if len(bank.windows) < move.num_windows:
+                    raise DeviceError("a block may choose from patterns that are not there")
+                record = replace(record, mined=bank.mined, windows=bank.windows[: move.num_windows])
             elif tables.ladder.has_bank and move.old == 0 < move.new:
                 raise DeviceError("a block is sealed under no bank")
             if record.path and record.path[-1] != move.old:
@@ -103,6 +109,15 @@ class Device:
         if sum(record.count for record in records) < num_tokens:
             raise DeviceError("a bank is mined from tokens that are not computed")
         bank.path, bank.mined = (-len(tables.ladder.slots),), tuple((record.count, record.value) for record in records)
+
+    def _add_centres(self, move: Any, tables: Any) -> None:
+        bank, (first, addresses) = self._bank(move.bank, tables), move.centres
+        records = [self._at(address, tables.sizes[0]) for address in addresses]
+        if first != len(bank.windows) or not bank.path:
+            raise DeviceError("windows add their patterns out of turn")
+        if any(record.path != (0,) for record in records):
+            raise DeviceError("a window that adds a pattern is not dense")
+        bank.windows += tuple(record.value for record in records)
 
     def _bank(self, address: int, tables: Any) -> Record:
         return self._at(address, tables.ladder.slots[-1].nbytes)

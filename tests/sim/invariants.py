@@ -63,8 +63,11 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(before is not None or slot in tables._fresh, "a new slot will not be cleared")
         require(before is None or before <= rung, "a block widened")
         now[block] = rung
-        offset = slot.address % slab_nbytes
-        require(offset % size == 0 and offset + size <= slab_nbytes, "a slot is off its grid")
+        if size == arena.block_nbytes:
+            require((arena.nbytes - slot.address) % size == 0, "a block is off its grid")
+        else:
+            offset = slot.address % slab_nbytes
+            require(offset % size == 0 and offset + size <= slab_nbytes, "a slot is off its grid")
         spans.append((slot.address, size))
         used += size
         live[size] = live.get(size, 0) + 1
@@ -101,9 +104,10 @@ def check_room(space: SpySpace) -> None:
     arena, live = space.tables.arena, space.live()
     for size in space.tables.sizes.values():
         require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
-    pool = list(arena._pool)
-    require(len(pool) == len(arena._pool) == len(set(pool)), "a slab is twice in the pool")
-    require(sorted([*pool, *arena._slabs]) == list(range(arena.num_slabs)), "a slab is lost, or pooled and in use")
+    for places, taken in ((arena._slab_places, arena._slabs), (arena._block_places, arena._blocks)):
+        require(sorted([*places.free, *taken]) == list(range(places.extent)), "a place is lost, or free and in use")
+        require(places.extent == 0 or places.extent - 1 in taken, "a free place is kept at the end")
+    require(arena._gap >= 0, "blocks and slabs overlap")
     for number, slab in arena._slabs.items():
         taken = {*slab.live, *slab.free}
         require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")

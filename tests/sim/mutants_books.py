@@ -32,7 +32,7 @@ BOOKS = (
     Patch(
         "an empty slab does not return to the pool",
         "arena",
-        "            self._pool.give(number)\n",
+        "            self._slab_places.give(number)\n",
         "            pass\n",
     ),
     Patch(
@@ -52,32 +52,56 @@ BOOKS = (
     Patch(
         "room forgets the reserve",
         "arena",
-        "return max(0, (self.num_slabs - self.reserve - others)",
-        "return max(0, (self.num_slabs - others)",
+        "        spare = self._spare_nbytes\n        if spare",
+        "        spare = self._spare_nbytes + self.reserve_nbytes\n        if spare",
     ),
     Patch(
         "has_room forgets the reserve",
         "arena",
-        "return slabs <= self.num_slabs - self.reserve",
-        "return slabs <= self.num_slabs",
+        "return needed <= self._spare_nbytes",
+        "return needed <= self._spare_nbytes + self.reserve_nbytes",
     ),
     Patch(
         "packed slabs are rounded down",
         "arena",
-        "return sum(-(-number // self.per_slab(nbytes))",
-        "return sum((number // self.per_slab(nbytes))",
+        "else -(-number // self.per_slab(nbytes)) * self.slab_nbytes",
+        "else (number // self.per_slab(nbytes)) * self.slab_nbytes",
     ),
     Patch(
         "the reserve is for nobody",
         "arena",
-        "if len(self._pool) <= (0 if urgent else self.reserve):",
-        "if len(self._pool) <= self.reserve:",
+        "        if not urgent and not self.room(nbytes):",
+        "        if not self.room(nbytes):",
     ),
     Patch(
-        "evacuation takes the sparsest slab whether or not it fits",
+        "a free place of a block is forgotten",
         "arena",
-        "if needed <= room and (best is None",
-        "if needed and (best is None",
+        "            self._block_places.give(number)\n",
+        "            pass\n",
+    ),
+    Patch(
+        "slabs grow over the blocks",
+        "arena",
+        "slabs, blocks = self._slab_places.extent * self.slab_nbytes, self._block_places.extent * self.block_nbytes",
+        "slabs, blocks = self._slab_places.extent * self.slab_nbytes, len(self._blocks) * self.block_nbytes",
+    ),
+    Patch(
+        "blocks stay where they are while a slab is wanted",
+        "arena",
+        "        return self._move_blocks() or self._empty(",
+        "        return self._empty(",
+    ),
+    Patch(
+        "slabs stay where they are while a block is wanted",
+        "arena",
+        "self._empty(self._last_slabs() or self._sparsest())",
+        "self._empty(self._sparsest())",
+    ),
+    Patch(
+        "the reserve is a slab whatever rungs leave free",
+        "table",
+        "    return slab_nbytes + sum(left[",
+        "    return slab_nbytes + 0 * sum(left[",
     ),
     Patch(
         "evacuation is not tried", "arena", "            if len(partial) < 2:\n", "            if len(partial) < 9:\n"
@@ -187,8 +211,8 @@ BOOKS = (
     Patch(
         "a slot as large as a block is not counted",
         "table",
-        "        extra.update(slot.nbytes for slot in slots)  #",
-        "        extra |= Counter(slot.nbytes for slot in slots)  #",
+        "sizes[slot.nbytes] = sizes.get(slot.nbytes, 0) + 1  #",
+        "sizes[slot.nbytes] = max(sizes.get(slot.nbytes, 0), 1)  #",
     ),
     Patch(
         "room for a slot is not looked for",

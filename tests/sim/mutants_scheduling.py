@@ -38,22 +38,69 @@ SCHEDULING = (
     Patch(
         "cached blocks are given up last",
         "pressure",
-        "        if self.space.evict():\n"
-        "            return True\n"
-        "        return self.space.num_rungs > 1 and self._step_down(request.params.tenant, RELIEF_BLOCKS) > 0",
-        "        return self.space.num_rungs > 1 and self._step_down(request.params.tenant, 8) or self.space.evict()",
+        "        if self.space.evict():\n            return True\n"
+        "        if self.space.num_rungs == 1:\n            return False\n",
+        "        if self.space.num_rungs == 1:\n            return self.space.evict()\n",
     ),
     Patch(
         "there is no relief",
         "pressure",
-        "        return self.space.num_rungs > 1 and self._step_down(request",
-        "        return self.space.num_rungs > 9 and self._step_down(request",
+        "        if self.space.num_rungs == 1:\n            return False\n",
+        "        if self.space.num_rungs < 9:\n            return False\n",
     ),
     Patch(
-        "it looks ahead without need",
+        "it looks ahead for all who run",
         "pressure",
-        "        if self.space.free_blocks() < len(self.running):\n            while",
-        "        if True:\n            while",
+        "wanted = self.space.num_growing(self.running, AHEAD_STEPS)",
+        "wanted = len(self.running)",
+    ),
+    Patch(
+        "it looks a step further ahead",
+        "pressure",
+        "wanted = self.space.num_growing(self.running, AHEAD_STEPS)",
+        "wanted = self.space.num_growing(self.running, AHEAD_STEPS + 1)",
+    ),
+    Patch(
+        "it looks ahead for who will have ended",
+        "manager",
+        "            r.num_reserved_tokens < min(r.num_computed_tokens + num_tokens, r.max_num_tokens)\n",
+        "            r.num_reserved_tokens < r.num_computed_tokens + num_tokens\n",
+    ),
+    Patch(
+        "it looks ahead for prompts",
+        "manager",
+        "            and r.num_tokens - r.num_computed_tokens <= 1\n",
+        "",
+    ),
+    Patch(
+        "it looks ahead although there is room",
+        "pressure",
+        "        if free < wanted:\n            self._step_down",
+        "        if True:\n            self._step_down",
+    ),
+    Patch(
+        "as many as may step down at once always do",
+        "coldest",
+        "            if is_enough(chosen[-1]):\n                break\n",
+        "",
+    ),
+    Patch(
+        "one block more than is needed steps down",
+        "coldest",
+        "            if is_enough(chosen[-1]):\n                break\n",
+        "            if len(chosen) > 1 and is_enough(chosen[-2]):\n                break\n",
+    ),
+    Patch(
+        "what a block leaves is not counted in",
+        "shortage",
+        "        self._extra[self._tables.sizes[old]] -= 1\n",
+        "",
+    ),
+    Patch(
+        "what a block takes on its new rung is not counted in",
+        "shortage",
+        "        self._extra[self._tables.sizes[new]] += 1\n",
+        "",
     ),
     Patch(
         "what was found for one step serves the next",

@@ -28,9 +28,8 @@ class Options:
     recent: int
     eager: bool
     admit_at: int
-    slabs: int
-    slab_blocks: int
-    reserve: int  # slabs
+    slabs: int  # of the largest size there may be, as many as fill the memory
+    slab_blocks: int  # widest blocks of the largest slab
     budget: int
     max_num_seqs: int
     prefix: bool
@@ -54,12 +53,32 @@ class Options:
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
     recent_ratio: Fraction = Fraction(0)
     has_bank: bool = False  # whether the last of the other slots is a bank
+    num_windows: int = 0  # later windows that add a pattern to it
     scored: float = 0.0  # share of requests with ``num_prefill_tokens``
     chunk_tokens: int | None = None  # of a step with decoding requests; None: no limit
     priorities: int = 1  # to choose from
 
-    def ladder(self) -> TinyLadder:
+    @property
+    def sink_nbytes(self) -> int:
         sink_tokens = 1 << (self.sink - 1).bit_length() if self.sink else 0
+        return max(1, self.sizes[0] * sink_tokens // self.block) if self.sink else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory: not a whole number of slabs."""
+        largest = self.slab_blocks * self.sizes[0]
+        return self.slabs * largest + random.Random(-self.seed).randrange(largest)
+
+    @property
+    def slab_nbytes(self) -> int:
+        """Half of the time whole blocks, else any size that blocks fill with no more bytes than they left."""
+        rng, block = random.Random(self.seed), self.sizes[0]
+        narrow = {*self.sizes, self.sink_nbytes, *self.other_slots} - {block, 0}
+        first, most = (*self.sizes, block)[1], self.slab_blocks * block
+        fitting = [size for size in range(max(narrow, default=block), most + 1) if size // first * block >= size]
+        return most if rng.random() < 0.5 else rng.choice(fitting)
+
+    def ladder(self) -> TinyLadder:
         return TinyLadder(
             tuple(TinyRung(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)),
             sink=self.sink,
@@ -67,14 +86,21 @@ class Options:
             recent_ratio=self.recent_ratio,
             eager=self.eager,
             admit_at=self.admit_at,
-            sink_nbytes=max(1, self.sizes[0] * sink_tokens // self.block) if self.sink else 0,
+            sink_nbytes=self.sink_nbytes,
             others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
             has_bank=self.has_bank,
+            num_windows=self.num_windows,
         )
 
     def window(self, num_computed: int) -> int:
         """The newest tokens of a request that stay on the first rung."""
         return max(self.recent, floor(self.recent_ratio * num_computed))
+
+    def window_ends(self, num_prompt_tokens: int, end: int) -> list[int]:
+        """Ends of the windows behind a prompt that add a pattern, up to the block that ends before token ``end``."""
+        first = max(1, (num_prompt_tokens - self.sink) // self.block)
+        ends = [self.sink + (first + i + 1) * self.block for i in range(self.num_windows)]
+        return [each for each in ends if each <= end]
 
     @property
     def promises_no_preemption(self) -> bool:
@@ -106,7 +132,6 @@ def draw(seed: int) -> Options:
         admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)),
         slabs=slabs,
         slab_blocks=slab_blocks,
-        reserve=len(sizes) - 1,
         budget=rng.choice(
             (max(1, block // 4), rng.randint(2, 16) * max(1, block // 16), rng.randint(16, 128), rng.randint(64, 600))
         ),

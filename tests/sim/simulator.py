@@ -82,8 +82,8 @@ class Simulation:
 
     def _new_space(self) -> SpySpace:
         options, code = self.options, self.code
-        slab = options.slab_blocks * options.sizes[0]
-        arena = code.Arena(options.slabs * slab + self.rng.randrange(slab), slab, reserve=options.reserve)
+        block, slab = options.sizes[0], options.slab_nbytes
+        arena = code.Arena(options.nbytes, slab, code.table.reserve_nbytes(options.sizes, slab), block_nbytes=block)
         tables = code.BlockTables(arena, options.ladder())
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes)
@@ -120,7 +120,8 @@ class Simulation:
             self.space.prefix.clear()
         self.event("end")
         require(self.space.tables.arena.used_nbytes == 0, "bytes are left when nobody is")
-        require(len(self.space.tables.arena._pool) == self.options.slabs, "slabs are left when nobody is")
+        require(not self.space.tables.arena._slabs, "slabs are left when nobody is")
+        require(self.space.tables.arena._gap == self.space.tables.arena.nbytes, "places are left when nobody is")
         require(not self.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
             self._check_answer(name, submission.stream.get(0))
@@ -259,6 +260,7 @@ class Simulation:
         self.space.begin_schedule()
 
     def scheduled(self, batch: Any) -> None:
+        self.space.check_relieved()
         self.counts["hit"] += sum(item.start == item.request.num_cached_tokens > 0 for item in batch.items)
         self.event("schedule", [(i.request.request_id, i.start, i.num_tokens) for i in batch.items])
         ahead = bool(self.core._in_flight)
@@ -334,7 +336,7 @@ class Simulation:
             require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
             require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
             fold = mix(fold, record.count, record.value)
-            self._check_bank(request, record)
+            self._check_bank(request, record, end)
             if record.spoilt:
                 require(block in self.unknown or request in self.tainted, "values known to be bad are read")
                 self.tainted.add(request)
@@ -351,14 +353,16 @@ class Simulation:
             truth.tokens.append(found)
         return SampledToken(found)
 
-    def _check_bank(self, request: Request, record: Record) -> None:
-        """Checks that a sealed block is under its request's bank, mined from the request's own tokens."""
+    def _check_bank(self, request: Request, record: Record, end: int) -> None:
+        """Checks that a sealed block, up to token ``end``, is under its request's bank, made of its own tokens."""
         if not self.options.has_bank or record.path[-1] <= 0:
             return
         bank, truth = self._record(self.space.tables[request.request_id].slots[-1]), self.truths[request]
         require(record.mined == bank.mined, "a block was sealed under another bank")
         ends = [self.options.sink + i * self.options.block + count - 1 for i, (count, _) in enumerate(bank.mined)]
         require([value for _, value in bank.mined] == [truth.value(end) for end in ends], "a bank is of other tokens")
+        windows = tuple(truth.value(e - 1) for e in self.options.window_ends(request.num_prefill_tokens, end))
+        require(record.windows == windows, "a block was sealed under other windows' patterns")
 
     def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
         """Places of the tokens up to the item's end: block, bytes, and range of tokens in the block."""

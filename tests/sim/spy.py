@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from qkv_engine.request import RequestStatus
+
 from .admission import Admission
 from .code import Code
 from .options import Options
@@ -54,33 +56,49 @@ class SpySpace:
         self.short = False  # whether its call got no room
         self.asked: dict[str, int] = {}  # most blocks each request asked for
         self.demoted = 0
+        self.wanted: list[int] = []  # bytes of the slots that the last call asked for
+        self.relieved: list[Any] = []  # waiting requests for which blocks stepped down
 
     # ---- memory, reckoned again
 
-    def reserve_slabs(self) -> int:
-        """Slabs that only demotions may take: one for each floor in use, and one more."""
-        floors = {table.floor for table in self.tables._tables.values()} - {0}
-        return max(self.options.reserve, min(len(self.options.sizes) - 1, len(floors) + 1))
+    def limit(self) -> int:
+        """Bytes that ordinary allocations may take; the others are for demotions.
+
+        Those take a slab, and of slabs of other rungs than the last what blocks may leave free: on as many rungs as
+        there are floors in use, where these differ the last one counts, too.
+        """
+        arena, narrower = self.tables.arena, self.options.sizes[1:]
+        if not narrower:
+            return int(arena.nbytes)
+        slab, floors = arena.slab_nbytes, {table.floor for table in self.tables._tables.values()} - {0}
+        rungs = narrower if len(floors) > 1 else narrower[:-1]
+        left = sorted(slab - slab // (slab // size) for size in rungs)
+        number = min(len(floors) or 1, len(narrower) - 1)
+        return int(arena.nbytes - slab - sum(left[len(left) - number :]))
 
     def live(self) -> Counter[int]:
-        """Slots in use by size, counted slab by slab."""
-        counts: Counter[int] = Counter()
+        """Slots in use by size, counted place by place."""
+        counts: Counter[int] = Counter(slot.nbytes for slot in self.tables.arena._blocks.values())
         for slab in self.tables.arena._slabs.values():
             counts[slab.slot_nbytes] += len(slab.live)
         return counts
 
-    def packed(self, extra: Iterable[int] = ()) -> int:
-        """Slabs in use when every size is packed, with ``extra`` slots."""
-        slab, counts = self.tables.arena.slab_nbytes, self.live()
+    def packed(self, extra: Iterable[int] = (), less: Iterable[int] = ()) -> int:
+        """Bytes in use when every size is packed, with ``extra`` slots and without those of ``less``."""
+        arena, counts = self.tables.arena, self.live()
         counts.update(extra)
-        return sum(-(-n // (slab // size)) for size, n in counts.items() if size)
+        counts.subtract(less)
+        slab, block = arena.slab_nbytes, self.options.sizes[0]
+        return sum(n * size if size == block else -(-n // (slab // size)) * slab for size, n in counts.items() if size)
 
     def room(self, size: int, live: Counter[int] | None = None) -> int:
         """Slots of ``size`` that can still be had when every size is packed."""
-        arena, counts = self.tables.arena, self.live() if live is None else live
+        arena, counts, block = self.tables.arena, self.live() if live is None else live, self.options.sizes[0]
         slab = arena.slab_nbytes
-        others = sum(-(-n // (slab // s)) for s, n in counts.items() if s != size)
-        return max(0, (arena.num_slabs - self.reserve_slabs() - others) * (slab // size) - counts[size])
+        others = sum(n * s if s == block else -(-n // (slab // s)) * slab for s, n in counts.items() if s != size)
+        left = self.limit() - others
+        most = left // size if size == block else left // slab * (slab // size)
+        return max(0, most - counts[size])
 
     # ---- calls
 
@@ -103,7 +121,7 @@ class SpySpace:
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
         self._ask(request, num_tokens, spare)
-        table, limit = self.tables[request.request_id], self.tables.arena.num_slabs - self.reserve_slabs()
+        table, limit = self.tables[request.request_id], self.limit()
 
         def fits(tokens: int) -> bool:
             blocks = max(0, self.tables.blocks_for(tokens) - len(table.blocks))
@@ -122,7 +140,7 @@ class SpySpace:
         promised = self._space.room_for(request, num_tokens) >= num_tokens
         new = max(0, self.tables.blocks_for(num_tokens) - had)
         sizes = [self.options.sizes[0]] * new + self._lacking_slots(table)
-        limit = self.tables.arena.num_slabs - self.reserve_slabs()
+        limit = self.limit()
         fits = not sizes or self.packed(sizes) <= limit
         got = self._space.reserve(request, num_tokens)
         require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
@@ -150,8 +168,9 @@ class SpySpace:
         return [slot.nbytes for slot in self.tables.ladder.slots[len(table.slots) :]]
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
-        self.needy = request
-        blocks = max(0, self.tables.blocks_for(num_tokens) - len(self.tables[request.request_id].blocks))
+        self.needy, table = request, self.tables[request.request_id]
+        blocks = max(0, self.tables.blocks_for(num_tokens) - len(table.blocks))
+        self.wanted = [self.options.sizes[0]] * (blocks and blocks + spare) + self._lacking_slots(table)
         self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), blocks + spare + 1)
 
     def own_floor(self, params: Any) -> int:
@@ -187,7 +206,7 @@ class SpySpace:
         idle = self._idle()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.needy is None:
-            needed = self.room(self.options.sizes[0]) < len(self.scheduler.running)
+            needed = self.room(self.options.sizes[0]) < self._num_growing()
         require(needed, "cached blocks are given up without need")
         first = self._first_idle()
         done = self._space.evict()
@@ -222,12 +241,16 @@ class SpySpace:
         won = moved = 0
         for (block, rung), old in zip(steps, had, strict=True):
             require(block.rung == old or rung <= block.rung <= block.floor, "a block is not where it was sent")
-            exact = self.options.reserve < len(sizes) - 1 or block.rung == rung
-            require(exact, "a block is not where it was sent: the reserve was not enough")
             if block.rung > old:
                 self.replayed[f"rung{old}", f"rung{block.rung}"] += 1
                 won += sizes[old] - sizes[block.rung]
                 moved += 1
+        if any(
+            block.rung != rung for block, rung in steps
+        ):  # found no slot there: what is won is not what was reckoned
+            self.relieved.clear()
+        for (block, rung), old in list(zip(steps, had, strict=True))[-1:]:
+            self._check_last(block, rung, old)
         require(done == moved, f"{moved} blocks stepped down, {done} are counted")
         for wave in self.tables.waves[num_waves:]:
             for move in wave:
@@ -235,6 +258,13 @@ class SpySpace:
         require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
         self.demoted += done
         return int(done)
+
+    def _check_last(self, block: Any, wanted: int, old: int) -> None:
+        """Checks that the last block of a call found no slot on its rung if it is not there."""
+        sizes, found = self.options.sizes, block.rung
+        back, gone = ([], []) if found == old else ([sizes[old]], [sizes[found]])
+        fits = self.packed([sizes[wanted], *back], gone) <= self.tables.arena.nbytes
+        require(found == wanted or not fits, "a block does not find a slot that there is")
 
     def _check_sealing(self, move: Any) -> None:
         """Checks that a block is sealed under its request's bank, mined before the first seal from computed tokens."""
@@ -246,6 +276,10 @@ class SpySpace:
         require(len(owners) == 1 and move.bank is not None, "a block under no bank, or under several")
         request, bank = owners[0], self.tables[owners[0].request_id].slots[-1]
         require((move.mining is not None) == (bank not in self.mined), "a bank is not mined with the first seal")
+        end = options.sink + (self.tables[request.request_id].blocks.index(move.block) + 1) * options.block
+        require(end <= request.num_computed_tokens, "a block is sealed before it is full")
+        ends = options.window_ends(request.num_prefill_tokens, end)
+        require(move.num_windows == len(ends), "a block may choose from other patterns")
         if move.mining is not None:
             self.mined.add(bank)
             prompt = max(options.block, request.num_prefill_tokens - options.sink)
@@ -270,9 +304,8 @@ class SpySpace:
         return not any(map(self._finds_slot, found[:place]))
 
     def _finds_slot(self, found: Eligible) -> bool:
-        sizes, num_slabs = self.options.sizes, self.tables.arena.num_slabs
-        rungs = range(found.rung + 1, found.floor + 1)
-        return any(self.packed([sizes[rung]]) <= num_slabs for rung in rungs)
+        sizes, nbytes = self.options.sizes, self.tables.arena.nbytes
+        return any(self.packed([sizes[rung]]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
 
     # ---- who may step down
 
@@ -295,21 +328,47 @@ class SpySpace:
         """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
         running, tenant, most = self.scheduler.running, None, 8
         require(self._idle() == 0, "blocks step down while cached ones are idle")
+        wanted = self.wanted
         if self.needy is None:
-            require(self.room(self.options.sizes[0]) < len(running), "blocks step down without need")
-            most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 64)
+            wanted = [self.options.sizes[0]] * self._num_growing()
+            most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 2)
         else:
             require(self.short, "blocks step down although there is room")
             tenant = self.needy.params.tenant
+        require(self.packed(wanted) > self.limit(), "blocks step down for nobody")
         if len(steps) == 1 and self.needy is not None and self._is_last_resort(steps[0][0]):
             return
-        expected = sorted(self._eligible(self._ranks(tenant)))
-        require(len(steps) == min(most, len(expected)), f"{len(steps)} blocks step down at once")
+        expected = sorted(self._eligible(self._ranks(tenant)))[:most]
+        expected = expected[: self._num_needed(expected, wanted)]
         require(
-            [id(block) for block, _ in steps] == [found.key for found in expected[:most]],
-            "the blocks that step down are not the coldest",
+            [id(block) for block, _ in steps] == [found.key for found in expected],
+            f"the blocks that step down are not the {len(expected)} coldest, which are needed",
         )
+        # With quotas, tenants stop paying as their blocks step down.
+        if self.needy is not None and self.needy.status is RequestStatus.WAITING and self.options.quota is None:
+            self.relieved.append(self.needy)
         require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
+
+    def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
+        """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
+        sizes, limit = self.options.sizes, self.limit()
+        for number in range(1, len(expected) + 1):
+            old, new = ([sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
+            if self.packed(wanted + new, old) <= limit:
+                return number
+        return len(expected)
+
+    def _num_growing(self) -> int:
+        """Running requests whose next tokens, one for each step looked ahead, begin a block."""
+        return sum(
+            self._held(r) < min(r.num_computed_tokens + self._pressure.AHEAD_STEPS, r.max_num_tokens)
+            and r.num_tokens <= r.num_computed_tokens + 1
+            for r in self.scheduler.running
+        )
+
+    def check_relieved(self) -> None:
+        """Checks that each waiting request for which blocks stepped down runs now."""
+        require(all(r in self.scheduler.running for r in self.relieved), "blocks step down for one who is not admitted")
 
     def _ranks(self, tenant: str | None) -> dict[Any, int]:
         quota, running = self.options.quota, self.scheduler.running
@@ -354,7 +413,7 @@ class SpySpace:
         least = min(a - b for a, b in pairwise(sizes))
         slab = self.tables.arena.slab_nbytes
         running = len(self.scheduler.running)
-        bound = self._pressure.AHEAD_PER_STEP * -(-running // 64) + self._pressure.EAGER_PER_STEP * -(-running // 32)
+        bound = self._pressure.AHEAD_PER_STEP * -(-running // 2) + self._pressure.EAGER_PER_STEP * -(-running // 32)
         bound += self._num_urgent()
         for blocks in self.asked.values():
             bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8 * (len(sizes) - 1)

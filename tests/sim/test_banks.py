@@ -51,11 +51,22 @@ BUGS = (
         Patch(
             "a prompt begins in the sink",
             "table",
-            "table.num_prompt_tokens - self.ladder.sink)",
-            "table.num_prompt_tokens)",
+            "table.num_prompt_tokens - self.ladder.sink",
+            "table.num_prompt_tokens",
         ),
         605,
     ),
+    (Patch("windows begin in the prompt", "bank", "self.num_prompt_tokens // BLOCK_TOKENS", "0"), 601),
+    (Patch("a window adds no pattern", "bank", "if num_windows <= self.num_windows:", "if True:"), 601),
+    (
+        Patch(
+            "a window adds its pattern again", "bank", "self.num_windows = self.num_windows, ", "_ = self.num_windows, "
+        ),
+        605,
+    ),
+    (Patch("a window has no pattern of its own", "bank", "index(block) + 1 -", "index(block) -"), 601),
+    (Patch("windows add patterns without end", "bank", ", self.most_windows)", ", 10**6)"), 605),
+    (Patch("all windows so far are open to a block", "bank", "self.blocks.index(block) + 1", "len(self.blocks)"), 601),
     (
         Patch(
             "blocks under patterns are shared",
@@ -73,11 +84,12 @@ def with_bank(options: Options) -> Options:
     rng = random.Random(options.seed)
     sizes = rng.choice([sizes for sizes in LADDERS if len(sizes) > 1] + [*LONG_LADDERS[:2]])
     slots = tuple(rng.choice((1, 3, *sizes)) for _ in range(rng.randint(1, 2)))
-    reserve = min(len(sizes) - 1, 2)
     least = 2 + len(sizes) + (options.sink > 0)
+    num_windows = random.Random(f"windows {options.seed}").choice((0, 1, 3, 100))  # the other draws stay as they were
     return replace(
-        options, sizes=sizes, reserve=reserve, slabs=max(options.slabs, least) + len(slots), other_slots=slots,
-        has_bank=True, admit_at=rng.choice((len(sizes) - 1, rng.randrange(len(sizes)))), eager=rng.random() < 0.5,
+        options, sizes=sizes, slabs=max(options.slabs, least) + len(slots), other_slots=slots,
+        has_bank=True, num_windows=num_windows,
+        admit_at=rng.choice((len(sizes) - 1, rng.randrange(len(sizes)))), eager=rng.random() < 0.5,
     )  # fmt: skip
 
 

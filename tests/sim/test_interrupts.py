@@ -134,7 +134,6 @@ def scenario(number: int) -> Options:
     return replace(
         base, block=4, sizes=sizes, sink=(0, 1, 2, 4)[number // 2 % 4], recent=(0, 3)[number % 2], prefix=True,
         eager=number % 4 == 2, admit_at=len(sizes) - 1, slabs=10 + rng.randint(0, 4), slab_blocks=1 + number % 3,
-        reserve=len(sizes) - 1,
         budget=13, max_num_seqs=4, quota=None, aborts=0.0, forks=0.0, faults=0.0, bad_blocks=0.0, recoveries=0.0,
         evacuations=0.0, ahead=number % 3 == 1,
     )  # fmt: skip

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from qkv_engine.kv.table import num_reserve_slabs
-
 from .code import Patch
 from .options import Options, draw
 from .simulator import Simulation
@@ -23,7 +21,7 @@ LADDERS = (
 
 # A bug, and a seed that shows it.
 BUGS = (
-    (Patch("floors do not count", "table", "len(self.ladder.rungs), num_floors))", "len(self.ladder.rungs)))"), 5),
+    (Patch("floors do not count", "table", "self.arena.slab_nbytes, num_floors))", "self.arena.slab_nbytes))"), 5),
     (
         Patch(
             "the order of blocks that went further is kept",
@@ -31,7 +29,7 @@ BUGS = (
             "            self.forget()  # its order assumed that every block reaches its rung\n",
             "            pass\n",
         ),
-        25,
+        31,
     ),
     (
         Patch(
@@ -40,7 +38,7 @@ BUGS = (
             "for rung in range(wanted, block.floor + 1):",
             "for rung in (wanted,):",
         ),
-        240,
+        224,
     ),
     (
         Patch(
@@ -49,7 +47,7 @@ BUGS = (
             " and not self._step_down_any(request.params.tenant):",
             ":",
         ),
-        240,
+        287,
     ),
 )
 
@@ -58,9 +56,8 @@ def many_rungs(options: Options) -> Options:
     """The same options with a ladder of 6 or 12 rungs and the reserve of the engine."""
     rng = random.Random(options.seed)
     sizes = rng.choice(LADDERS)
-    reserve = num_reserve_slabs(len(sizes))
     return replace(
-        options, sizes=sizes, reserve=reserve, slabs=max(options.slabs, reserve + 2 + (options.sink > 0)),
+        options, sizes=sizes, slabs=max(options.slabs, 4 + (options.sink > 0)),
         admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)), eager=rng.random() < 0.2,
     )  # fmt: skip
 

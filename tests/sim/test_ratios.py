@@ -28,7 +28,7 @@ def with_ratio(options: Options) -> Options:
     rng = random.Random(options.seed)
     sizes = rng.choice([sizes for sizes in LADDERS if len(sizes) > 1])
     return replace(
-        options, sizes=sizes, reserve=len(sizes) - 1, slabs=max(options.slabs, 2 + len(sizes) + (options.sink > 0)),
+        options, sizes=sizes, slabs=max(options.slabs, 2 + len(sizes) + (options.sink > 0)),
         admit_at=rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),)), eager=rng.random() < 0.5,
         recent=rng.choice((0, options.recent)), recent_ratio=rng.choice(RATIOS),
     )  # fmt: skip

@@ -41,7 +41,7 @@ BUGS = (
             "        slots = self.ladder.slots[len(table.slots) :]\n        if not missing",
             "        slots = () if table.slots else self.ladder.slots\n        if not missing",
         ),
-        465,
+        271,
     ),
     (
         Patch(
@@ -50,7 +50,7 @@ BUGS = (
             "for slot in self._tables.ladder.slots:",
             "for slot in self._tables.ladder.slots[:1]:",
         ),
-        0,
+        1,
     ),
 )
 

@@ -50,7 +50,7 @@ def with_scored(options: Options) -> Options:
 
 
 def test_scored_requests_keep_every_invariant(report: list[str]):
-    check_loads(report, range(3000, 3030), 400, with_scored)
+    check_loads(report, range(3040, 3070), 400, with_scored)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_random_loads_keep_every_invariant(report: list[str]):
     report.append(describe(seeds, total, digest, time.monotonic() - started))
     assert total["events"] >= 60_000
     for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
-        assert total[kind] > 20, f"the loads hardly show any {kind}"
+        assert total[kind] > 5, f"the loads hardly show any {kind}"
 
 
 def test_the_same_seed_gives_the_same_events():

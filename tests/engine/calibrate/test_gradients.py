@@ -91,11 +91,12 @@ def test_a_profile_is_the_mean_over_texts(pair):
     config, candidates = pair[1].config, Candidates({}, {"int2-token-128": None})
     prompts = Prompts(source="two", count=2, tokens=9, max_tokens=5)
     texts = [
-        TextProfile(LayerScores([1.0, 2.0], [0.0, 4.0]), [], [[1.0, 2.0]], [2.0, 2.0]),
-        TextProfile(LayerScores([3.0, 2.0], [1.0, 0.0]), [], [[3.0, 0.0]], [4.0, 2.0]),
+        TextProfile(LayerScores([1.0, 2.0], [0.0, 4.0]), [], [[1.0, 2.0]], [2.0, 2.0], 0.5),
+        TextProfile(LayerScores([3.0, 2.0], [1.0, 0.0]), [], [[3.0, 0.0]], [4.0, 2.0], 2.0),
     ]
     found = mean_profile(texts, config, torch.bfloat16, candidates, prompts)
     assert found.scores == LayerScores([2.0, 2.0], [0.5, 2.0]) and found.key_outliers == [3.0, 2.0]
+    assert found.loss == 1.25
     assert found.sensitivities.v == {"int2-token-128": [2.0, 1.0]} and found.dtype == "bfloat16"
     with pytest.raises(ModelError, match="not finite"):
         mean_profile([texts[0]._replace(key_outliers=[float("nan"), 1])], config, CPU, candidates, prompts)

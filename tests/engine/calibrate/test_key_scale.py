@@ -85,7 +85,7 @@ def test_the_search_tames_channels_that_stand_out(pair):
     first, second = keys.abs().amax(1).chunk(2, -1)
     torch.testing.assert_close(peaks, first.maximum(second))
     errors = search.output_errors(model, text, peaks)
-    assert errors.shape == (2, 20) and bool((errors.amin(1) < 0.5 * errors[:, -1]).all()), "alpha .05 is next to none"
+    assert errors.shape == (2, 21) and bool((errors.amin(1) < 0.5 * errors[:, -1]).all()), "alpha 0 leaves K as it is"
     scale = torch.tensor(search.best_key_scale(peaks, errors))
     best = [search.ALPHAS[index] for index in errors.argmin(1).tolist()]
     torch.testing.assert_close(scale, torch.stack([p**a for p, a in zip(peaks, best, strict=True)]), rtol=1e-5, atol=0)
@@ -93,9 +93,16 @@ def test_the_search_tames_channels_that_stand_out(pair):
 
 def test_of_equal_errors_the_larger_alpha_is_taken_and_divisors_are_bounded():
     peaks = torch.tensor([[[0.0, 4.0, 1e9]]])
-    scale = search.best_key_scale(peaks, torch.ones(1, 20))
+    scale = search.best_key_scale(peaks, torch.ones(1, 21))
     assert scale == (((1e-4, 4.0, 1e4),),)
-    assert search.ALPHAS[0] == 1 and search.ALPHAS[-1] == pytest.approx(0.05) and len(search.ALPHAS) == 20
+    assert search.ALPHAS[0] == 1 and search.ALPHAS[-1] == 0 and len(search.ALPHAS) == 21
+
+
+def test_a_layer_that_scaling_harms_stays_as_it_is():
+    errors = torch.ones(2, 21)
+    errors[0, -1], errors[1, 0] = 0.5, 0.5
+    scale = search.best_key_scale(torch.tensor([[[3.0, 0.2]], [[3.0, 0.2]]]), errors)
+    assert scale == (((1.0, 1.0),), ((3.0, 0.2),))
 
 
 def test_an_engine_folds_the_scale_of_its_plan(tmp_path: Path):

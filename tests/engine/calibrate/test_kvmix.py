@@ -55,6 +55,14 @@ def test_random_layers_are_as_many_and_repeat_by_seed():
     assert drawn[0] == drawn[1] and len({tuple(bits) for bits in drawn}) == 3
 
 
+def test_windows_go_into_the_ladder():
+    kv = KVmix(sink=32, recent=128).ladder("plan", scores(4))
+    assert (kv.sink, kv.recent, kv.recent_ratio, kv.eager) == (32, 128, 0.0, True)
+    for field, value in (("sink", 3), ("recent", -1), ("recent_ratio", 1.0)):
+        with pytest.raises(ConfigError, match=f"{field}={value}"):
+            KVmix(**{field: value})
+
+
 def test_the_recent_ratio_goes_into_the_ladder():
     assert KVmix(recent_ratio=0.1).ladder("plan", scores(4)).recent_ratio == 0.1
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
 from qkv_engine.calibrate.kvmix import KVmix
 from qkv_engine.calibrate.mixed import Mixed
-from qkv_engine.calibrate.plan import KVPlan, Settings, load_plan, plan_bytes, read_plan
+from qkv_engine.calibrate.plan import KVPlan, Settings, _refuse_repeats, load_plan, plan_bytes, read_plan
 from qkv_engine.calibrate.pm_kvq import PMKVQ
 from qkv_engine.config import resolve_kv
 from qkv_engine.fingerprint import ModelFingerprint
@@ -108,6 +108,13 @@ def test_the_home_folder_is_found(file: Path, monkeypatch: pytest.MonkeyPatch):
         (lambda plan: plan["profile"].update(key_scale=[[[1.0] * 8]] * 3), "key_scale is not of 2 layers, 1 heads"),
         (lambda plan: plan["profile"].update(key_scale=[[[0.0] * 8]] * 2), "key_scale"),
         (lambda plan: plan["profile"].update(position_scale=0), "position_scale"),
+        (lambda plan: plan["profile"].update(key_scale=[[]] * 2), "key_scale is not of .* 1 heads"),
+        (lambda plan: plan["profile"].update(key_scale=[[[1.0] * 8] * 2] * 2), "key_scale is not of .* 1 heads"),
+        (lambda plan: plan["profile"].update(key_scale=[[[1.0] * 7]] * 2), "key_scale is not of .* 8 pairs"),
+        (
+            lambda plan: plan["profile"]["sensitivities"]["k"].update({f"x{i}": [0, 0] for i in range(257)}),
+            r"length <= 256 - at `\$.profile.sensitivities.k",
+        ),
         (lambda plan: plan["profile"]["scores"].update(k=[1, -1]), r"scores.k\[1\]"),
     ],
 )
@@ -174,6 +181,10 @@ def test_a_key_that_is_there_twice_is_refused(repeat: str, file: Path):
     file.write_text(file.read_text().replace(key, repeat))
     with pytest.raises(ConfigError, match=rf"kv='.*mine.json'.*key '{key[1:-1]}' twice"):
         read_plan(file)
+
+
+def test_looking_for_repeats_takes_time_in_proportion_to_the_keys():
+    _refuse_repeats([(str(i), 0) for i in range(200_000)])  # pair by pair it takes minutes
 
 
 @pytest.mark.parametrize(

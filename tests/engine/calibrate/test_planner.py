@@ -121,7 +121,7 @@ def test_pm_kvq_allocates_as_brute_force_does():
     costs = []
     for floors in product((16, 8, 4, 2), repeat=3):
         made = progressive("all", floors)
-        if budget.holds(ladder_of(made, MODEL), 5):
+        if budget.holds(ladder_of(made, MODEL)):
             costs.append(floor_cost(made))
     assert floor_cost(kv) == pytest.approx(min(costs))
 

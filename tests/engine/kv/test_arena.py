@@ -52,7 +52,7 @@ def test_a_dead_slot_is_refused_even_when_its_address_lives_again():
 
 
 def test_the_reserve_is_for_the_urgent():
-    arena = Arena(3 * 64, 64, reserve=1)
+    arena = Arena(3 * 64, 64, 64)
     assert arena.room(32) == 4
     for _ in range(4):
         assert arena.allocate(32) is not None
@@ -61,8 +61,8 @@ def test_the_reserve_is_for_the_urgent():
     assert arena.room(32) == 0
 
 
-def test_room_counts_what_emptying_sparse_slabs_would_give():
-    arena = Arena(3 * 64, 64, reserve=1)
+def test_room_counts_what_gathering_free_bytes_would_give():
+    arena = Arena(2 * 64, 64)
     slots = [arena.allocate(16) for _ in range(8)]
     for slot in slots[1:4] + slots[5:8]:  # two slabs with one live slot each
         arena.release(slot)
@@ -71,6 +71,27 @@ def test_room_counts_what_emptying_sparse_slabs_would_give():
     for old, _ in arena.evacuate():
         arena.release(old)
     assert arena.allocate(64) is not None and arena.room(64) == 0
+    arena.check_integrity()
+
+
+def test_a_slab_that_does_not_fit_into_its_siblings_is_not_emptied():
+    arena = Arena(2 * 48, 48)
+    slots = [arena.allocate(16) for _ in range(6)]
+    for index in (0, 3):  # two of three in each
+        arena.release(slots[index])
+    assert arena.evacuate() == []
+    arena.check_integrity()
+
+
+def test_a_slab_that_is_emptied_takes_none_of_its_own_slots_though_it_is_the_fullest():
+    arena = Arena(3 * 48, 48)
+    first, *slots = arena.allocate(48), *(arena.allocate(16) for _ in range(6))
+    for slot in (first, slots[0], slots[1], slots[3]):  # a free place, one of three slots, two of three
+        arena.release(slot)
+    moves = arena.evacuate()
+    assert [(old.address, new.address) for old, new in moves] == [(112, 48), (128, 64)]
+    for old, _ in moves:
+        arena.release(old)
     arena.check_integrity()
 
 
@@ -100,6 +121,61 @@ def test_what_is_out_of_date_about_slabs_is_forgotten():
     arena.check_integrity()
 
 
+def test_blocks_lie_side_by_side_at_the_end_and_slabs_at_the_beginning():
+    arena = Arena(100, 24, block_nbytes=16)
+    assert [arena.allocate(16).address for _ in range(2)] == [84, 68]
+    assert [arena.allocate(12).address for _ in range(3)] == [0, 12, 24]
+    assert (arena.room(16), arena.room(12), arena.room(24)) == (1, 1, 0)
+    assert arena.packed_nbytes({16: 2, 12: 3, 0: 0}) == 2 * 16 + 2 * 24
+    assert arena.has_room({16: 1, 12: 1}) and not arena.has_room({16: 2}) and arena.has_room({16: 2, 12: -1})
+    arena.check_integrity()
+
+
+def test_the_lowest_free_place_of_a_block_is_taken_first():
+    arena = Arena(6 * 16, 16, block_nbytes=16)
+    slots = [arena.allocate(16) for _ in range(5)]
+    for index in (3, 1):
+        arena.release(slots[index])
+    assert [arena.allocate(16).address for _ in range(3)] == [64, 32, 0]
+    assert arena.allocate(16) is None and arena.allocate(16, urgent=True) is None
+    arena.check_integrity()
+
+
+def test_the_last_blocks_move_to_free_places_to_make_room_for_a_slab():
+    arena = Arena(5 * 16, 24, block_nbytes=16)
+    slots = [arena.allocate(16) for _ in range(5)]
+    for index in (0, 2):
+        arena.release(slots[index])
+    assert arena.room(12) == 2 and arena.allocate(12) is None
+    moves = arena.evacuate()
+    assert [(old.address, new.address) for old, new in moves] == [(0, 64), (16, 32)]
+    for old, _ in moves:
+        arena.release(old)
+    assert arena.allocate(12).address == 0
+    arena.check_integrity()
+
+
+def test_the_last_slabs_are_emptied_to_make_room_for_a_block():
+    arena = Arena(4 * 12, 12, block_nbytes=24)
+    slots = [arena.allocate(12) for _ in range(2)] + [arena.allocate(6) for _ in range(4)]
+    for index in (0, 1, 2):  # two slabs, and one of two slots in the third
+        arena.release(slots[index])
+    assert arena.room(24) == 1 and arena.allocate(24) is None
+    moves = arena.evacuate()
+    assert [(old.address, new.address) for old, new in moves] == [(36, 0), (42, 6), (30, 12)]
+    for old, _ in moves:
+        arena.release(old)
+    assert arena.allocate(24).address == 24
+    arena.check_integrity()
+
+
+def test_a_request_for_nothing_has_no_room_while_demotions_hold_the_reserve():
+    arena = Arena(3 * 16, 16, 16, block_nbytes=16)
+    assert arena.allocate(16) and arena.allocate(8) and arena.allocate(4, urgent=True)
+    assert arena.room(8) == arena.room(4) == 0 and arena.allocate(8) is None
+    assert not arena.has_room({8: 1}) and not arena.has_room({})
+
+
 class ArenaMachine(RuleBasedStateMachine):
     """Random allocations, shares and releases against a map from bytes to owners."""
 
@@ -107,7 +183,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(6 * 128, 128, reserve=1)
+        self.arena = Arena(6 * 128 + 10, 70, 70, block_nbytes=128)
         self.live: list[Slot] = []
 
     @rule(size=st.sampled_from(SIZES))

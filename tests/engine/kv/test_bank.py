@@ -10,7 +10,7 @@ import torch
 from qkv_engine.config import DENSE16, KVConfig, RungConfig, pattern_rung, uniform_rung
 from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.block_tables import RUNG_BITS
-from qkv_engine.kv.bank import Mining
+from qkv_engine.kv.bank import Centres, Mining
 from qkv_engine.kv.block import Move
 from qkv_engine.kv.ladder import Ladder, build_ladder
 from qkv_engine.kv.table import BlockTables
@@ -78,6 +78,26 @@ def test_a_step_down_of_codes_needs_no_bank():
     tables.waves.clear()
     assert tables.demote([(blocks[2], 2), (blocks[0], 2)]) == 2
     assert all(move.bank is None and move.mining is None for move in moves(tables))
+
+
+@pytest.mark.parametrize(("prompt", "first"), [(0, 1), (128, 1), (255, 1), (256, 2), (300, 2), (1100, 8)])
+def test_windows_after_the_prompt_add_their_centres_in_any_order(prompt: int, first: int):
+    """A block may choose from the patterns of its own window and those before, and no window adds a pattern twice."""
+    ladder = replace(BESIDE, num_windows=4)
+    for order in ((range(10),), ([9], [3], [2, 5, 0], [8, 7, 6, 4, 1])):
+        tables = opened(ladder, ladder.sink + prompt, 10)
+        blocks = tables["a"].blocks
+        addresses = [block.slot.address for block in blocks]
+        for some in order:
+            assert tables.demote([(blocks[index], 1) for index in some]) == len(some)
+        found = moves(tables)
+        assert {move.src: move.num_windows for move in found} == {
+            address: min(max(0, index + 1 - first), 4) for index, address in enumerate(addresses)
+        }
+        centres = [move.centres for move in found if move.centres is not None]
+        assert [address for window in centres for address in window.addresses] == addresses[first : first + 4]
+        assert centres[0].first == 0 and sum(len(window.addresses) for window in centres) == min(4, 10 - first)
+    assert centres == [Centres(0, addresses[first : first + 4])]  # one early seal needs them all
 
 
 def test_a_bank_is_read_where_it_lies_when_the_wave_runs():
@@ -157,16 +177,24 @@ def test_a_ladder_with_patterns_has_a_slot_for_them(sink: int):
         bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4
     )  # layers, sides, patterns, heads, channels, fp16
     assert not build(uniform_rung(4), sink=sink).has_bank
+    later = build(pattern_rung(4, 32, 20), pattern_rung(2, 32, 20), sink=sink)
+    assert (ladder.num_windows, later.num_windows) == (0, 20) and later.slots[-1].nbytes == 2 * bank.nbytes
 
 
 def test_banks_that_cannot_be():
     with pytest.raises(ConfigError, match=r"kv='patterns'.*patterns=200.*a dense block.*at most 128"):
         build(pattern_rung(2, 200))
+    with pytest.raises(ConfigError, match=r"patterns=160: those of a request take.*at most 128"):
+        build(pattern_rung(2, 32, 128))
+    with pytest.raises(ConfigError, match=r"patterns=300: not a number of patterns"):
+        build(pattern_rung(2, 100, 200))
+    with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 32 and 8 later ones"):
+        build(pattern_rung(4, 32, 8), pattern_rung(2, 32))
     assert build(pattern_rung(2, 128)).slots[0].nbytes == build(pattern_rung(2)).widest.block_nbytes
     for number in (0, 256, 1000):
-        with pytest.raises(ConfigError, match=rf"patterns={number}.*from 1 to 255"):
+        with pytest.raises(ConfigError, match=rf"patterns={number}.*1 to 255 together"):
             build(pattern_rung(2, number))
-    with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 32"):
+    with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 32 and 0"):
         build(pattern_rung(4), pattern_rung(2, 16))
     mixed = RungConfig("mixed", "int2-channel-128-patterns32", "int2-token-128-patterns16")
     assert build(mixed).slots[0].nbytes == 2 * (32 + 16) * 3 * 64 * 2

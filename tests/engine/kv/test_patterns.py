@@ -17,6 +17,7 @@ from .pattern_loop import HEAD_DIM, KV_HEADS, LAYERS, VOCAB_SIZE, PatternLoop, S
 DENSE = RungConfig("dense32", "dense32", "dense32")
 NUM_PATTERNS = 34
 EAGER = KVConfig(name="eager", rungs=(DENSE, pattern_rung(2, NUM_PATTERNS)), recent=128, eager=True)
+LATER = replace(EAGER, name="later", rungs=(DENSE, pattern_rung(2, 30, 3)))
 PRESSURE = KVConfig(name="pressure", rungs=(DENSE, pattern_rung(4, NUM_PATTERNS), pattern_rung(2, NUM_PATTERNS)))
 LENGTHS = (1, 31, 32, 127, 128, 129, 300)
 
@@ -62,6 +63,41 @@ def test_bank_and_codes_are_what_the_request_says(length: int, sink: int):
             expected_rows = side.family.quantize(x, side, patterns)
             codes, meta = found.blocks[index][1][2 * i : 2 * i + 2]
             assert codes == expected_rows.codes.numpy().tobytes() and meta == expected_rows.meta.numpy().tobytes()
+
+
+@pytest.mark.parametrize("length", [1, 129, 300])
+def test_windows_of_the_reply_add_the_middle_of_their_ranges(length: int):
+    """Codes are the reference's for the patterns that were there when the window was sealed, its own included."""
+    found = alone(LATER, length, 900 - length)
+    ladder, first, tokens = PatternLoop(LATER).cache.ladder, max(1, length // BLOCK_TOKENS), found.token_ids
+    kv = torch.stack([kv_of(tokens, p) for p in range(899)])  # [n, layers, 2, H, D]
+    blocks = [kv[i : i + BLOCK_TOKENS] for i in range(0, 6 * BLOCK_TOKENS, BLOCK_TOKENS)]
+    bank = patterns_of(found)
+    centres = torch.stack([(block.amin(0) + block.amax(0)) / 2 for block in blocks[first : first + 3]], 2)
+    torch.testing.assert_close(bank[:, :, 30:33], centres, rtol=1e-3, atol=1e-3)
+    plain = alone(replace(LATER, rungs=(DENSE, pattern_rung(2, 30))), length, 900 - length)
+    assert torch.equal(bank[:, :, :30], patterns_of(plain)[:, :, :30])
+    for index, block in enumerate(blocks):
+        visible = 30 + min(max(0, index + 1 - first), 3)
+        for i, side in enumerate(ladder.narrowest.layout.sides):
+            patterns = bank[i // 2, i % 2, :visible].half().reshape(1, -1).view(torch.uint8)
+            expected = side.family.quantize(block[:, i // 2, i % 2].transpose(0, 1)[None], side, patterns)
+            codes, meta = found.blocks[index][1][2 * i : 2 * i + 2]
+            assert codes == expected.codes.numpy().tobytes() and meta == expected.meta.numpy().tobytes()
+
+
+def test_later_patterns_do_not_depend_on_batches_or_preemption():
+    lengths = (1, 129, 300, 520)
+    expected = {length: alone(LATER, length, 500) for length in lengths}
+    for seqs, budget in ((4, 512), (2, 77)):
+        loop = PatternLoop(LATER, 100, seqs=seqs, budget=budget)
+        requests = [loop.add(str(length), prompt(length), 500) for length in lengths]
+        for _ in range(350):
+            loop.step()
+        for request in [request for request in reversed(requests) if request in loop.scheduler.running]:
+            loop.scheduler._preempt(request)
+        assert {int(name): snapshot for name, snapshot in loop.run().items()} == expected
+        assert sum(request.num_preemptions for request in requests) >= 2
 
 
 @pytest.mark.parametrize("sink", [0, 32])
@@ -112,7 +148,7 @@ def test_recovery_mines_banks_anew():
 
 def test_pressure_takes_blocks_down_both_steps():
     """Codes at 2 bits are the same by way of 4, and as if sealed at once."""
-    loop = PatternLoop(PRESSURE, 16, budget=128)
+    loop = PatternLoop(PRESSURE, 13, budget=128)
     for seed in range(6):
         loop.add(str(seed), prompt(400, seed), 150)
     found, demotions = loop.run(), loop.cache.tables.num_demotions

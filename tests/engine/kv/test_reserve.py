@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from qkv_engine.kv.table import BlockTables, num_reserve_slabs
+from qkv_engine.kv.table import BlockTables, reserve_nbytes
 
 from ...scheduler.common import BLOCK, TinyLadder, TinyRung, make_space
 
@@ -17,10 +16,17 @@ def ladder_of(rng: random.Random, num_rungs: int) -> TinyLadder:
     return TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for i, size in enumerate(sizes)))
 
 
+def slab_of(rng: random.Random, ladder: TinyLadder) -> int:
+    """A slab of any size that steps down fill with no more bytes than they leave."""
+    block, first = (rung.block_nbytes for rung in ladder.rungs[:2])
+    return rng.choice([slab for slab in range(first, 4 * block + 1) if slab // first * block >= slab])
+
+
 def full_tables(rng: random.Random, ladder: TinyLadder, floors: list[int]) -> BlockTables:
     """Requests that took in turns all that ordinary allocations may take, while some blocks stepped down."""
-    slab_blocks = rng.randint(1, 4)
-    tables = make_space(slab_blocks * rng.randint(len(set(floors)) + 4, 16), ladder, slab_blocks=slab_blocks).tables
+    block, slab = ladder.widest.block_nbytes, slab_of(rng, ladder)
+    nbytes = slab * (2 * len(set(floors)) + 2) + rng.randint(2 * block, 30 * block)
+    tables = make_space(nbytes / block, ladder, slab_blocks=slab / block).tables
     for name, floor in enumerate(floors):
         tables.open(str(name), floor)
     for _ in range(1000):
@@ -40,7 +46,8 @@ def test_some_block_finds_a_slot_until_all_are_on_their_floors(seed: int, num_fl
     ladder, last = ladder_of(rng, num_rungs), num_rungs - 1
     floors = [0, *(rng.randint(1, last) if num_floors > 1 else last for _ in range(num_floors))]
     tables = full_tables(rng, ladder, floors)
-    assert tables.arena.reserve == num_reserve_slabs(last + 1, len(set(floors)) - 1)
+    sizes, slab = [rung.block_nbytes for rung in ladder.rungs], tables.arena.slab_nbytes
+    assert tables.arena.reserve_nbytes == reserve_nbytes(sizes, slab, len(set(floors)) - 1)
     while True:
         waiting = [block for block in tables.live_blocks() if block.rung < block.floor]
         if not waiting:
@@ -51,32 +58,46 @@ def test_some_block_finds_a_slot_until_all_are_on_their_floors(seed: int, num_fl
         tables.check_integrity()
 
 
+def test_the_reserve_is_a_slab_and_what_slabs_of_rungs_above_the_floor_leave_free():
+    assert reserve_nbytes([16], 16) == 0
+    assert reserve_nbytes([16, 4], 16) == 16  # whatever fits in a slab, blocks on the floor fill it
+    assert reserve_nbytes([16, 8, 4], 8) == 8  # one block of 8 fills a slab
+    assert reserve_nbytes([16, 8, 4], 16) == 16 + 8  # one of two blocks of 8 may be missing
+    assert reserve_nbytes([16, 9, 4], 40) == 40 + 30  # three of four, and their rest
+    assert reserve_nbytes([16, 8, 4], 16, num_floors=2) == 16 + 12  # blocks of 4 with a floor of their own
+    assert reserve_nbytes([16, 8, 4, 2], 16, num_floors=2) == 16 + 14 + 12
+    assert (
+        reserve_nbytes([16, 8, 4, 2], 16, num_floors=3) == 16 + 14 + 12
+    )  # one narrower rung has no slab that is begun
+
+
 def test_the_reserve_follows_the_floors_of_those_that_hold_blocks():
     ladder = ladder_of(random.Random(0), 12)
-    tables = make_space(40, ladder).tables
-    least = tables.arena.reserve
+    tables = make_space(80, ladder).tables
+    sizes, slab = [rung.block_nbytes for rung in ladder.rungs], tables.arena.slab_nbytes
+
+    def reserve(num_floors: int) -> int:
+        return reserve_nbytes(sizes, slab, num_floors)
+
+    least = tables.arena.reserve_nbytes
     for name, floor in (("a", 11), ("pinned", 0), ("b", 11), ("c", 3), ("d", 7)):
         tables.open(name, floor)
-    assert (least, tables.arena.reserve) == (2, 4)
+    assert (least, tables.arena.reserve_nbytes) == (reserve(1), reserve(3)) and reserve(1) < reserve(3)
     for name in "bcd":
         tables.release(name)
-    assert tables.arena.reserve == 2
-    for floor in range(1, 12):
-        tables.open(f"floor {floor}", floor)
-    assert tables.arena.reserve == 11  # a slab for each narrower rung is always enough
+    assert tables.arena.reserve_nbytes == reserve(1)
 
 
 def test_a_block_goes_on_to_the_next_rung_that_has_a_slot_and_else_stays():
     sizes = (16, 12, 9, 4)
-    ladder = replace(TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for i, size in enumerate(sizes))))
-    tables = make_space(5, ladder).tables  # two slabs in reserve
+    ladder = TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for i, size in enumerate(sizes)))
+    tables = make_space(4, ladder).tables
     tables.open("a", 3)
+    tables.arena.reserve_nbytes = 0
     assert tables.reserve("a", 3 * BLOCK)
     first, second, third = tables["a"].blocks
     assert tables.demote([(first, 3)]) == 1
-    tables.arena.reserve = 0
-    others = [tables.arena.allocate(16) for _ in range(2)]  # nothing is free but slots of the narrowest size
-    assert None not in others
+    assert tables.arena.allocate(16) is not None  # nothing is free but slots of the narrowest size
     second.floor = 2
     assert tables.demote([(second, 1), (third, 1)]) == 1
     assert [block.rung for block in (first, second, third)] == [3, 0, 3]

@@ -41,15 +41,39 @@ def test_blocks_are_counted_behind_the_sink():
     assert tables.demand(20, 2) == Counter({4: 1, 16: 0})
 
 
-def test_capacity_counts_whole_slabs_and_the_reserve():
-    tables = tables_of(6)  # the reserve is two slabs: one for each narrower size
-    assert tables.arena.reserve == 2
-    assert tables.max_tokens(0) == 4 * BLOCK
-    assert tables.max_tokens(1) == (1 + 3 * 2) * BLOCK
-    assert tables.max_tokens(2) == (1 + 3 * 4) * BLOCK
-    assert tables.max_tokens(2, 0.5) == (1 + 4) * BLOCK
+def test_capacity_counts_blocks_whole_slabs_and_the_reserve():
+    tables = tables_of(6, slab_blocks=0.5)  # the reserve is a slab: two blocks of 4, or one of 8
+    assert tables.arena.reserve_nbytes == 8
+    assert tables.max_tokens(0) == 5 * BLOCK
+    assert tables.max_tokens(1) == (1 + 9) * BLOCK
+    assert tables.max_tokens(2) == (1 + 2 * 9) * BLOCK
+    assert tables.max_tokens(2, 0.5) == (1 + 2 * 3) * BLOCK
     assert tables.max_requests(5 * BLOCK, 2) == 2
+    assert tables.max_requests(20 * BLOCK, 2) == 0
     assert tables_of(6, DENSE).max_tokens(0) == 6 * BLOCK
+
+
+def test_no_request_fits_where_one_is_too_long():
+    tables = tables_of(6)
+    most = tables.max_tokens(2)
+    assert tables.max_requests(most, 2) == 1
+    assert tables.max_requests(most + 1, 2) == 0
+
+
+def test_room_for_several_sizes_leaves_the_reserve_alone():
+    arena = tables_of(6).arena
+    assert 0 < arena.room(16) < arena.nbytes // 16
+    for size in (16, 8, 4):
+        room = arena.room(size)
+        assert arena.has_room({size: room}) and not arena.has_room({size: room + 1})
+
+
+def test_the_peak_outlives_the_memory_that_was_given_back():
+    tables = tables_of(6, DENSE)
+    grow(tables, "a", 3 * BLOCK, floor=0)
+    tables.release("a")
+    grow(tables, "b", BLOCK, floor=0)
+    assert tables.arena.used_nbytes == 16 and tables.arena.peak_nbytes == 48
 
 
 def test_a_reservation_is_all_or_nothing():
@@ -75,59 +99,56 @@ def test_a_demotion_is_one_wave_that_overwrites_nothing_it_reads():
     blocks = grow(tables, "a", 3 * BLOCK)
     assert tables.demote([(blocks[0], 1), (blocks[1], 2)]) == 2
     ((first, second),) = tables.waves
-    assert (first.src, first.dst, first.old, first.new) == (0, 48, 0, 1)
-    assert (second.src, second.dst, second.old, second.new) == (16, 64, 0, 2)
+    assert (first.src, first.dst, first.old, first.new) == (80, 0, 0, 1)
+    assert (second.src, second.dst, second.old, second.new) == (64, 16, 0, 2)
     assert [block.rung for block in blocks] == [1, 2, 0]
     assert tables.arena.used_nbytes == 8 + 4 + 16
     assert tables.num_demotions == {("dense16", "int8"): 1, ("dense16", "int4"): 1}
     tables.check_integrity()
 
 
-def test_a_demotion_without_free_slabs_begins_a_new_wave():
+def test_a_demotion_without_room_for_a_slab_begins_a_new_wave():
     two = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("odd", 9, 8.0)))
     tables = tables_of(4, two)
     blocks = grow(tables, "a", 3 * BLOCK)
-    assert tables.demote([(block, 1) for block in blocks]) == 3  # each into the slab that the one before left
-    assert [[(move.src, move.dst) for move in wave] for wave in tables.waves] == [[(0, 48)], [(16, 0)], [(32, 16)]]
+    assert tables.demote([(block, 1) for block in blocks]) == 3
+    # The second block follows the last one's move to the place that the first left.
+    steps, copies = (
+        [[(m.src, m.dst) for m in w if (m.old != m.new) == k] for w in tables.waves] for k in (True, False)
+    )
+    assert steps == [[(48, 0)], [], [(32, 16)], [(48, 32)]] and copies == [[], [(16, 48)], [], []]
     tables.check_integrity()
 
 
-def test_sparse_slabs_are_emptied_for_a_block_and_fresh_slots_are_not_copied():
-    tables = tables_of(3, DENSE, slab_blocks=1)
+def test_free_bytes_are_gathered_for_a_block():
+    tables = tables_of(3, DENSE)
     assert not tables._evacuate()
-    tables = make_space(12, LADDER, slab_blocks=4).tables  # three slabs, two of them reserved
-    blocks = grow(tables, "a", 4 * BLOCK)
-    tables.demote([(block, 1) for block in blocks])
-    assert tables.waves and tables.arena.room(16) == 0
-    tables.release("a")
+    tables = make_space(16, LADDER, slab_blocks=2).tables  # a slab of 32 and what one may leave free in reserve
+    blocks = grow(tables, "a", 8 * BLOCK)
+    assert tables.demote([(block, 1) for block in blocks]) == 8
     tables.waves.clear()
-
-    tables = make_space(16, DENSE, slab_blocks=4).tables
-    for name in "abcd":
-        grow(tables, name, 2 * BLOCK)
-    for name in "bd":
-        tables.release(name)
-    tables.open("e", 0)
-    tables.arena.release(tables.arena.allocate(16))
-    held = [block.slot.address for name in "ac" for block in tables[name].blocks]
-    assert held == [0, 16, 64, 80]
-    assert tables._evacuate()
-    assert [block.slot.address for name in "ac" for block in tables[name].blocks] == [0, 16, 32, 48]
-    assert [(move.src, move.dst) for move in tables.waves[-1]] == [(64, 32), (80, 48)]
+    held = [block.slot.address for block in blocks]
+    assert held == [0, 8, 16, 24, 32, 40, 48, 56] and not tables.waves
+    tables.open("b", 2, blocks[4:6])
+    tables.release("a")
+    assert [block.slot.address for block in tables["b"].blocks] == [32, 40]
+    assert tables._evacuate()  # to the free place at the beginning
+    assert [block.slot.address for block in tables["b"].blocks] == [0, 8]
+    assert [[(move.src, move.dst) for move in wave] for wave in tables.waves] == [[(32, 0), (40, 8)]]
     tables.check_integrity()
 
 
 def test_a_fresh_slot_that_moves_is_cleared_at_its_new_place():
-    tables = make_space(16, DENSE, slab_blocks=4).tables
-    for name in "abcd":
-        grow(tables, name, 2 * BLOCK)  # two slabs, full
+    tables = make_space(16, DENSE).tables
+    for name in "ab":
+        grow(tables, name, 2 * BLOCK)
     tables.take_fresh()
     tables.open("e", 0)
-    assert tables.reserve("e", BLOCK)  # begins a third
-    tables.release("c")
+    assert tables.reserve("e", BLOCK)  # the fifth place from the end
+    tables.release("a")
     assert tables._evacuate()
     [block] = tables["e"].blocks
-    assert block.slot.address < 8 * 16 and not tables.waves  # nothing is written there yet, so nothing is copied
+    assert block.slot.address == 15 * 16 and not tables.waves  # nothing is written there yet, so nothing is copied
     assert tables.take_fresh() == [block.slot]
 
 

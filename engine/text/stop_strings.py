@@ -1,81 +1,46 @@
-"""Streams a request's text as its tokens arrive, and finds its stop strings.
-
-End-of-sequence tokens are the engine's business.
-"""
+"""Finds the stop strings of a text that comes piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from .tokenizer import Tokenizer
 
-
-class Detokenizer:
-    """Text of one request. The deltas, joined, are the decoded output up to the first stop string.
+class StopFinder:
+    """One text on its way out, up to its first stop string.
 
     First means the match that is complete earliest, and of those the longest: a rule that does not depend on
-    how the text is cut into tokens. Text that may turn out to begin a stop string is held back. As in vLLM a
-    match counts only if it is completed by a token after the first ``min_tokens``.
+    how the text is cut into pieces. Text that may turn out to begin a stop string is held back.
     """
 
-    __slots__ = ("_held", "_includes_stop", "_matcher", "_node", "_num_pending", "_stream", "stopped")
+    __slots__ = ("_held", "_includes_stop", "_matcher", "_node", "found")
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
-        include_stop_str_in_output: bool = False,
-        min_tokens: int = 0,
-        prompt_ids: Sequence[int] = (),
-    ):
-        """``prompt_ids`` are context, not text to emit: after a prompt a leading space is kept."""
-        self.stopped: str | None = None  # the stop string that ended the text
-        self._stream = tokenizer.text_stream(skip_special_tokens, prompt_ids)
-        self._matcher = _build_matcher(tuple(stop)) if stop else None
+    def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False):
+        self.found: str | None = None  # the stop string that ended the text
+        self._matcher = _build_matcher(tuple(stop))
         self._includes_stop = include_stop_str_in_output
-        self._num_pending = min_tokens
         self._node = 0
         self._held = ""
 
-    def push(self, token_id: int) -> str:
-        """The text that this token makes certain; empty once a stop string was found."""
-        if self.stopped is not None:
-            return ""
-        text = self._stream.push(token_id)
-        if self._matcher is None:
-            return text
-        if self._num_pending:
-            self._num_pending -= 1
-            return self._release(text, may_stop=False)
-        return self._release(text, may_stop=True) if text else ""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """The text that ``text`` makes certain; empty once a stop string was found.
 
-    def finish(self) -> str:
-        """The rest of the text; it may still hold a stop string."""
-        if self.stopped is not None:
+        Unless ``may_stop``, a match that ``text`` completes does not count.
+        """
+        if self.found is not None:
             return ""
-        text = self._stream.finish()
-        if self._matcher is None:
-            return text
-        released = self._release(text, may_stop=not self._num_pending)
-        if self.stopped is None:
-            released, self._held = released + self._held, ""
-        return released
-
-    def _release(self, text: str, may_stop: bool) -> str:
-        """Feeds the matcher; returns all text but a tail that may begin a stop string."""
-        assert self._matcher is not None
         known = self._held + text
-        self._node, stop, end = self._matcher.advance(self._node, text, may_stop)
-        if stop is not None:
-            self.stopped = stop
+        self._node, self.found, end = self._matcher.advance(self._node, text, may_stop)
+        if self.found is not None:
             end += len(self._held)
-            return known[: end if self._includes_stop else end - len(stop)]
+            return known[: end if self._includes_stop else end - len(self.found)]
         cut = len(known) - self._matcher.depth[self._node]
         self._held = known[cut:]
         return known[:cut]
+
+    def finish(self) -> str:
+        """What is held back, once the text has ended."""
+        return self._held if self.found is None else ""
 
 
 class _Matcher:

@@ -1,0 +1,21 @@
+"""What does not fit yet, while blocks are chosen to step down for it. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from .table import BlockTables
+
+
+class Shortage:
+    """Slots by size that are wanted; ``eased`` tells when those that blocks leave are enough for them."""
+
+    def __init__(self, tables: BlockTables, wanted: Mapping[int, int]):
+        self._tables, self._extra = tables, Counter(wanted)
+
+    def eased(self, old: int, new: int) -> bool:
+        """Counts in that a block steps down from rung ``old`` to ``new``; returns whether all fits then."""
+        self._extra[self._tables.sizes[old]] -= 1
+        self._extra[self._tables.sizes[new]] += 1
+        return self._tables.arena.has_room(self._extra)

@@ -1,0 +1,6 @@
+"""Work on what strangers wrote, templates and grammars, in processes of their own under limits of time and memory."""
+
+from .process import Job, ProcessEndedError, Refusal
+from .sandbox import Sandbox
+
+__all__ = ["Job", "ProcessEndedError", "Refusal", "Sandbox"]
