@@ -2,10 +2,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# PyTorch's own index has small CPU builds. It is used where there is no GPU, unless pip is already told where to look
-# (an index, mirror or wheel folder of your own), or TORCH_INDEX names another one.
+# With a GPU: the newest PyTorch, whose wheels bring gigabytes of CUDA libraries. Without one: the small CPU build of a
+# version that is tested, from PyTorch's own index, or, if pip is told to look elsewhere (an index, mirror or wheel
+# folder of your own), from there. `make test TORCH=torch` takes the newest; TORCH_INDEX names another index.
+GPU_DRIVER := $(shell command -v nvidia-smi)
+TORCH ?= $(if $(GPU_DRIVER),torch,torch==2.13.0)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH := torch>=2.10,<2.14
 
 .PHONY: demo test test-full test-gpu bench-cpu bench-gpu lint format docs clean
 
@@ -38,6 +40,22 @@ bench-cpu: .venv/.installed
 		--output $(RESULTS)/cpu/short-of-memory.jsonl
 	$(BIN)/qkv-engine eval --kv bf16,int4,kivi-2,kitty-pro,patternkv --tasks lookup:100,addition:10 --samples 12 \
 		--output $(RESULTS)/cpu/accuracy.jsonl
+
+# The accuracy page on any model: make judge MODEL=Qwen/Qwen3-8B SAMPLES=100. A run that was stopped goes on where it
+# was. Models other than the demo read the pages of this checkout, or the lines of DATA=FILE.jsonl, and tasks of
+# lm-eval if it is installed (LM_EVAL= for none).
+MODEL ?= demo
+SAMPLES ?= 24
+LM_EVAL ?= $(if $(filter-out demo,$(MODEL)),arc_easy$(comma)gsm8k)
+comma := ,
+JUDGED = $(RESULTS)/$(GPU:gpu=cpu)/judge-$(notdir $(MODEL))
+
+.PHONY: judge
+judge: .venv/.installed
+	@mkdir -p $(dir $(JUDGED)) $(PICTURES)
+	$(BIN)/python -m studies.judge $(MODEL) --samples $(SAMPLES) $(if $(DATA),--data $(DATA)) $(JUDGE_FLAGS) \
+		$(if $(LM_EVAL),--lm-eval $(LM_EVAL)) --output $(JUDGED).jsonl --plot $(PICTURES)/$(notdir $(JUDGED)).png
+	$(BIN)/python docs/make_tables.py
 
 # Each part of bench-gpu is a target of its own, such as gpu-kitty or gpu-decode-8192.
 GPU = $(or $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed -n '1s/^NVIDIA //p' | tr 'A-Z ' 'a-z-'),gpu)
@@ -108,10 +126,15 @@ clean:
 
 .venv/.torch:
 	$(PYTHON) -m venv .venv
-	@if command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip config list | grep -Eq 'index-url|find-links'; then \
-		$(BIN)/pip install -q "$(TORCH)"; \
+	@if [ -n '$(GPU_DRIVER)' ]; then \
+		echo 'PyTorch: the build with CUDA libraries, some gigabytes'; $(BIN)/pip install -q '$(TORCH)'; \
+	elif [ '$(origin TORCH_INDEX)' = file ] && $(BIN)/pip config list | grep -E 'index-url|find-links' >/dev/null; then \
+		echo 'PyTorch: from where pip is configured to look'; $(BIN)/pip install -q '$(TORCH)'; \
+	elif $(BIN)/pip index versions --retries 0 --index-url $(TORCH_INDEX) torch >/dev/null 2>&1; then \
+		$(BIN)/pip install -q --index-url $(TORCH_INDEX) '$(TORCH)'; \
 	else \
-		$(BIN)/pip install -q --index-url $(TORCH_INDEX) "$(TORCH)" || $(BIN)/pip install -q "$(TORCH)"; \
+		echo 'PyTorch: $(TORCH_INDEX) cannot be reached; taking the build of PyPI, some gigabytes'; \
+		$(BIN)/pip install -q '$(TORCH)'; \
 	fi
 	@touch $@
 

@@ -6,6 +6,7 @@ One thread: on a busy machine OpenMP workers mostly wait for each other.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 sys.path.append(str(Path(__file__).parents[1]))  # for studies/; last, so that our kernels/ shadows no package
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & or by a service manager
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that tests start inherit the default, not this
 settings.register_profile("tests", deadline=None)  # a case may take long on a busy machine
 settings.load_profile("tests")
 LINES = pytest.StashKey[list[str]]()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted(ROOT.glob("docs/**/*.md")), *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY"))]
 FENCE = re.compile(r"(?:^<!-- not run: ([^\n]*?) -->\n+)?^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = ("qkv-engine", "make", "pytest", "python", "pip")
 # bash itself reads the commands of a page, loops and variables included; each program only prints its words.

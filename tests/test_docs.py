@@ -18,7 +18,7 @@ from qkv_engine.cli.main import _parse
 
 from .doc_pages import FENCE, PAGES, ROOT, blocks, code_spans, each_page
 
-FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|cluster|studies|tests|docs"
+FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|cluster|studies|tests|docs|examples"
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
 RAY = {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"}
@@ -100,7 +100,7 @@ def test_members_and_arguments_exist(page: Path, definitions):
 def test_options_are_options(page: Path):
     files = [*SOURCES, ROOT / "Makefile", ROOT / "docs/command_line.md"]  # the page is made from the parsers
     known = {word for path in files for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
-    foreign = {"--head", "--query-gpu", "--loop-ms"}  # of ray and nvidia-smi
+    foreign = {"--head", "--query-gpu", "--loop-ms", "--build-arg", "--gpus", "--rm"}  # of ray, nvidia-smi and docker
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
 
 
@@ -131,6 +131,12 @@ def test_programs_targets_and_tests_that_are_run_exist(page: Path):
             assert all((ROOT / path).exists() for path in paths), words
     for name in re.findall(r"python -m ((?:qkv_engine|studies)[\w.]*)", page.read_text()):
         assert importlib.util.find_spec(name), name
+
+
+def test_nothing_is_installed_by_its_name():
+    """The project is on no package index: a name there may be a stranger's."""
+    texts = {path: path.read_text() for path in [*PAGES, *SOURCES]}
+    assert [path for path, text in texts.items() if re.search(r"pip install\b[^\n]*['\" ]qkv[-_]engine", text)] == []
 
 
 def test_readme_counts_lines():

@@ -26,6 +26,7 @@ FEWER = {
     "--from": [],
     "--compare": [],
     "--arrivals": ["--task", "addition:4", "--requests", "2"],
+    "--divergence": ["--tasks", "addition:4", "--samples", "1"],
     "--perplexity": ["--context", "64", "--stride", "32"],
     "eval": ["--tasks", "addition:4", "--samples", "1", "--max-tokens", "32"],
     "plan": ["--task", "addition:10", "--samples", "1"],
@@ -38,6 +39,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     """Each page has a folder of its own, and leaves the program's logging as it was."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("Sort: 5 99 23 11. What is 47*86? " * 20)
+    (tmp_path / "mine.jsonl").write_text('{"text": "Sort: 5 99 23 11. What is 47*86?"}\n')
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 12+30?\n"))
     logger = logging.getLogger("qkv_engine")
     before = logger.handlers[:], logger.propagate, logger.level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 import qkv_engine
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, ROOTS = SETTINGS["project"], SETTINGS["tool"]["setuptools"]["package-dir"]
+NAMING_THE_REPOSITORY = ("SECURITY.md", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")
 DEMO = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "results")
 
@@ -84,6 +87,32 @@ def test_version_is_that_of_the_package(sdist: Path, wheel: Path) -> None:
     assert sdist.name == f"qkv_engine-{qkv_engine.__version__}.tar.gz"
     assert wheel.name.startswith(f"qkv_engine-{qkv_engine.__version__}-py3-none-any")
     assert f"## [{qkv_engine.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_index_page_leads_to_files_of_the_repository(wheel: Path) -> None:
+    """Its links are absolute, and those into the repository name files that are there."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    page = archive.read(name).decode()
+    repository = PROJECT["urls"]["Repository"]
+    assert f"Project-URL: Repository, {repository}" in page and "Description-Content-Type: text/markdown" in page
+    pictures, links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", page), re.findall(r"(?<!!)\[[^\]]*\]\(([^)#]*)", page)
+    assert len(pictures) >= 2 and len(links) >= 20
+    raw = repository.replace("github.com", "raw.githubusercontent.com")
+    for link, prefix in [*((p, f"{raw}/main/") for p in pictures), *((k, f"{repository}/blob/main/") for k in links)]:
+        assert link.startswith(prefix) and (ROOT / link.removeprefix(prefix)).is_file(), link
+
+
+def test_one_repository_is_named_everywhere() -> None:
+    repository = PROJECT["urls"]["Repository"]
+    assert all(url.startswith(repository) for url in PROJECT["urls"].values())
+    for path in NAMING_THE_REPOSITORY:
+        found = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", (ROOT / path).read_text()))
+        assert found == {repository}, path
+
+
+def test_dependencies_have_no_upper_bound_on_torch() -> None:
+    assert "torch>=2.10" in PROJECT["dependencies"]
 
 
 def test_installed_wheel_answers(installed: Path) -> None:
