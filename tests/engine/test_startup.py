@@ -307,7 +307,7 @@ def test_an_interrupted_load_ends_and_leaves_nothing(
     while live_threads() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     gc.collect()
-    assert (live_tensors(), live_threads()) == (tensors, threads)
+    assert live_tensors() <= tensors and live_threads() <= threads  # fewer where earlier tests' are gone now
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     monkeypatch.undo()
     with open_tiny(folder) as engine:
@@ -381,4 +381,6 @@ def test_interrupts_anywhere_in_a_start(folder: Path, monkeypatch: pytest.Monkey
     gc.collect()
     assert interrupts > 20
     after = live_tensors(), live_threads(), len(list(Path("/proc/self/fd").iterdir()))
-    assert after == before, [traceback.format_stack(f) for f in sys._current_frames().values()]
+    assert all(now <= then for now, then in zip(after, before, strict=True)), [
+        traceback.format_stack(f) for f in sys._current_frames().values()
+    ]

@@ -268,19 +268,19 @@ def test_special_token_that_swallows_spaces() -> None:
 
 
 def test_special_tokens_in_messages_cost_their_number() -> None:
-    """Twice as many take twice as long, not four times."""
+    """Eight times as many take some eight times as long, not sixty-four."""
 
     def seconds(number: int) -> float:
         messages = [{"role": "user", "content": "<|im_end|>" * number}]
-        return min(timed(lambda: TOKENIZER.chat_prompt(messages)) for _ in range(3))
+        return min(timed(lambda: TOKENIZER.chat_prompt(messages)) for _ in range(7))
 
     def timed(call: Callable[[], object]) -> float:
-        begin = time.process_time()
+        begin = time.thread_time()
         call()
-        return time.process_time() - begin
+        return time.thread_time() - begin
 
     seconds(10)
-    assert seconds(16_000) < 12 * seconds(2000)
+    assert seconds(16_000) < 32 * seconds(2000)
 
 
 MARKS = ["\ufdd00\ufdd1", "\ufdd0999\ufdd1", "\ufdd0" + "9" * 5000 + "\ufdd1", "\ufdd0", "\ufdd11", "\ufdd0\ufdd1"]
