@@ -109,8 +109,7 @@ lint: .venv/.installed-test .typecheck
 .PHONY: .typecheck
 .typecheck:
 	@rm -rf .typecheck && mkdir -p .typecheck/qkv_engine
-	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models cli bench serve,$(CURDIR)/$(d)) .typecheck/qkv_engine/
-	@ln -s $(CURDIR)/cluster .typecheck/qkv_engine/ray
+	@ln -s $(CURDIR)/engine/* $(foreach d,scheduler kernels models planner cli bench serve cluster,$(CURDIR)/$(d)) .typecheck/qkv_engine/
 	@ln -s $(CURDIR)/studies .typecheck/
 
 format: .venv/.installed-test

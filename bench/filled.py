@@ -17,7 +17,7 @@ import torch
 
 from qkv_engine.closable import Closable
 from qkv_engine.config import BLOCK_TOKENS
-from qkv_engine.device.threads import computing_with
+from qkv_engine.device.cpu.threads import computing_with
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.serving.snapshot import take_snapshot
@@ -28,8 +28,8 @@ from .runs import greedy
 
 if TYPE_CHECKING:
     from qkv_engine.config import EngineConfig
+    from qkv_engine.device.cache import KVCache
     from qkv_engine.kv.arena import Slot
-    from qkv_engine.kv.cache import KVCache
     from qkv_engine.metrics import EngineStats
     from qkv_engine.request import Request
     from qkv_engine.serving.core import EngineCore

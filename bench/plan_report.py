@@ -9,14 +9,14 @@ from statistics import fmean
 
 import torch
 
-from qkv_engine.calibrate.budget import ladder_of
-from qkv_engine.calibrate.kvmix import KVmix
-from qkv_engine.calibrate.plan import KVPlan
-from qkv_engine.calibrate.pm_kvq import PMKVQ
-from qkv_engine.calibrate.predict import as_good, outlier_layers, predicted_loss
+from qkv_engine.device.ladder import SIDES
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import make_format
-from qkv_engine.kv.ladder import SIDES
+from qkv_engine.planner.budget import ladder_of
+from qkv_engine.planner.kvmix import KVmix
+from qkv_engine.planner.plan import KVPlan
+from qkv_engine.planner.pm_kvq import PMKVQ
+from qkv_engine.planner.predict import as_good, outlier_layers, predicted_loss
 from qkv_engine.sizes import format_size
 
 from .sizing import planned_cache

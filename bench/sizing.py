@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.device.cache import KVCache
+from qkv_engine.device.ladder import Ladder
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
-from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import Ladder
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sizes import MAX_SIZE, format_size, parse_size

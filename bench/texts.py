@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from qkv_engine.calibrate.gradients import Text
-from qkv_engine.calibrate.profile import Prompts
-from qkv_engine.calibrate.sensitivity import SINK
 from qkv_engine.errors import ConfigError, RequestError
+from qkv_engine.planner.gradients import Text
+from qkv_engine.planner.profile import Prompts
+from qkv_engine.planner.sensitivity import SINK
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .grading import Example, Purpose

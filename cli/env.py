@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from qkv_engine.bench.table import Table
-    from qkv_engine.kv.ladder import Ladder
+    from qkv_engine.device.ladder import Ladder
 
 _PACKAGES = (
     "torch",
@@ -89,7 +89,7 @@ def _versions() -> dict[str, str]:
 def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     common.load_torch()
     from qkv_engine.bench.sizing import make_ladder
-    from qkv_engine.device.threads import choose_threads
+    from qkv_engine.device.cpu.threads import choose_threads
     from qkv_engine.models.loader import weights_nbytes
     from qkv_engine.startup import check_context, resolve_device
 

@@ -22,10 +22,10 @@ from .progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine.bench.texts import TextSet
-    from qkv_engine.calibrate.plan import KVPlan
-    from qkv_engine.calibrate.profile import KeyScale, Profile
     from qkv_engine.models.config import ModelConfig
     from qkv_engine.models.llama import LlamaForCausalLM
+    from qkv_engine.planner.plan import KVPlan
+    from qkv_engine.planner.profile import KeyScale, Profile
 
 DEFAULT_SAMPLES, DEFAULT_TOKENS = 24, 1024
 MAX_SAMPLES, MAX_TOKENS = 10_000, 2**20  # texts are held in memory; a slip of the pen ends before they are made
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _profiled(args: argparse.Namespace) -> KVPlan:
     """A plan of a new profile. What can be wrong with it is found before the model is loaded."""
-    from qkv_engine.calibrate.budget import ladder_of
-    from qkv_engine.calibrate.plan import KVPlan
+    from qkv_engine.planner.budget import ladder_of
+    from qkv_engine.planner.plan import KVPlan
 
     options = common.engine_options(args)
     options.pop("kv_memory", None)  # whose capacity is told; nothing is cached here
@@ -109,8 +109,8 @@ def _profiled(args: argparse.Namespace) -> KVPlan:
 
 def _solved_again(args: argparse.Namespace) -> KVPlan:
     """A plan of the profile in another plan's file, for the same model."""
-    from qkv_engine.calibrate.budget import ladder_of
-    from qkv_engine.calibrate.plan import KVPlan, read_plan
+    from qkv_engine.planner.budget import ladder_of
+    from qkv_engine.planner.plan import KVPlan, read_plan
 
     source = str(args.source)
     given = tasks.given(args)
@@ -185,18 +185,18 @@ def _position_scale(args: argparse.Namespace) -> int:
 
 
 def _empty_profile(args: argparse.Namespace, config: ModelConfig, texts: TextSet) -> Profile:
-    from qkv_engine.calibrate.gradients import empty_profile
+    from qkv_engine.planner.gradients import empty_profile
 
     return empty_profile(config, texts.prompts, _position_scale(args))
 
 
 def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> tuple[Profile, str | None]:
     """The profile of the model that ``config`` names, and the digest of its weights; None for random ones."""
-    from qkv_engine.calibrate.gradients import mean_profile, profile_texts
-    from qkv_engine.calibrate.sensitivity import Candidates
-    from qkv_engine.device.threads import computing_with
+    from qkv_engine.device.cpu.threads import computing_with
     from qkv_engine.models.checkpoint import weights_digest
     from qkv_engine.models.key_scale import fold_key_scale
+    from qkv_engine.planner.gradients import mean_profile, profile_texts
+    from qkv_engine.planner.sensitivity import Candidates
     from qkv_engine.startup import load, resolve_device
 
     loaded, dtype = load(config, resolve_device(config.device), pack=False)
@@ -220,7 +220,7 @@ def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> 
 
 def _key_scale(model: LlamaForCausalLM, texts: TextSet, position_scale: int) -> KeyScale:
     """The key scale of ``model``: one pass for its keys' largest magnitudes, one for each layer's power of them."""
-    from qkv_engine.calibrate.key_scale import SEARCH_TEXTS, best_key_scale, key_peaks, output_errors
+    from qkv_engine.planner.key_scale import SEARCH_TEXTS, best_key_scale, key_peaks, output_errors
 
     searched = texts.texts[:SEARCH_TEXTS]
     with progress_bar(len(texts.texts) + len(searched)) as bar:
@@ -241,9 +241,9 @@ def _key_scale(model: LlamaForCausalLM, texts: TextSet, position_scale: int) -> 
 def _deliver(args: argparse.Namespace, plan: KVPlan, memory: int | None) -> None:
     """The layers to stdout, the plan to its file, and the plot to its own."""
     from qkv_engine.bench.plan_report import layer_rows, plan_table
-    from qkv_engine.bench.plot_plan import plot_plan
+    from qkv_engine.bench.plots.plan import plot_plan
     from qkv_engine.bench.report import render
-    from qkv_engine.calibrate.plan import plan_bytes
+    from qkv_engine.planner.plan import plan_bytes
 
     rows = layer_rows(plan)
     table = plan_table(plan, rows, memory)

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.calibrate.kvmix import KVmix
 from qkv_engine.errors import ConfigError
+from qkv_engine.planner.kvmix import KVmix
 
 if TYPE_CHECKING:
-    from qkv_engine.calibrate.plan import Settings
+    from qkv_engine.planner.plan import Settings
 
 BUDGETED = ("budget", "context", "requests", "least_bits")
 RANKED = ("share", "k_bits", "v_bits", "low_bits", "group", "recent_ratio", "random")
@@ -65,8 +65,8 @@ def settings(args: argparse.Namespace, context: int) -> Settings:
     if args.method == "kvmix":
         random_seed = args.seed if given.pop("random", False) else None
         return KVmix(**given, random_seed=random_seed)
-    from qkv_engine.calibrate.mixed import Mixed
-    from qkv_engine.calibrate.pm_kvq import PMKVQ
+    from qkv_engine.planner.mixed import Mixed
+    from qkv_engine.planner.pm_kvq import PMKVQ
 
     budgeted: dict[str, Callable[..., Settings]] = {"mixed": Mixed, "pm-kvq": PMKVQ}
     return budgeted[args.method](**{"budget": DEFAULT_BUDGET, "context": context} | given)

@@ -68,7 +68,7 @@ def add_plot(add: Callable[..., Any], what: str, default: Path) -> None:
 
 def check_targets_and_plot(args: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
     """``check_targets``, for ``--plot`` too. Raises ``ConfigError`` if what draws it is not installed."""
-    from qkv_engine.bench.picture import PLOT_SUFFIXES, require_matplotlib
+    from qkv_engine.bench.plots.picture import PLOT_SUFFIXES, require_matplotlib
 
     check_targets(args, **suffixes, plot=PLOT_SUFFIXES)
     if args.plot is not None:

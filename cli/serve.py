@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys, sites: dict[str, Any]) -> int:
     """Serve replicas on the Ray cluster of this machine, or on this machine alone, until a signal."""
-    deployment = _require("qkv_engine.ray.deployment", "ray")
+    deployment = _require("qkv_engine.cluster.deployment", "ray")
     replicas = deployment.Replicas.parse(args.replicas)
     options = common.engine_options(args) | engine_options(args)
     names = args.served_name or [args.shape or args.model or common.DEMO]

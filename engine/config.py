@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .errors import ConfigError
-from .kv.window import RecentWindow
 from .layer_schedule import ALL, Extent, LayerSchedule
 from .sizes import MAX_SIZE, parse_size
+from .window import RecentWindow
 
 if TYPE_CHECKING:
     from .fingerprint import ModelFingerprint
@@ -286,7 +286,7 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
     if isinstance(kv, KVConfig):
         return kv
     if isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(PLAN_SUFFIX)):
-        from .calibrate.plan import load_plan  # builds on this module
+        from qkv_engine.planner.plan import load_plan  # builds on this module
 
         return load_plan(kv)
     if isinstance(kv, str) and kv in PLANNED:

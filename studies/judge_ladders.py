@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qkv_engine.bench.quality import at_floor
-from qkv_engine.calibrate.plan import read_plan
 from qkv_engine.cli.main import main as command
 from qkv_engine.config import DENSE16, PRESETS, KVConfig, RungConfig
+from qkv_engine.planner.plan import read_plan
 
 from .judge_texts import OTHER, OWN
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qkv_engine.bench.divergence import kl_of
 from qkv_engine.bench.judged import JudgedRow
-from qkv_engine.bench.picture import new_figure
+from qkv_engine.bench.plots.picture import new_figure
 
 from .judge_texts import OTHER
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..kv.ladder import Ladder
 from ..kv.table_rows import TableLayout
 from .command import StepCommand
-from .cpu_steps import CpuSteps
+from .cpu.steps import CpuSteps
+from .ladder import Ladder
 from .logits import CausalLM, Computed
 
 
@@ -23,6 +23,6 @@ def make_steps(model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Lad
     """The backend of the device on which ``memory`` is, over block tables of ``layout``."""
     if memory.is_cpu:
         return CpuSteps(model, memory, layout, ladder)
-    from .gpu_steps import GpuSteps  # needs Triton
+    from .gpu.steps import GpuSteps  # needs Triton
 
     return GpuSteps(model, memory, layout, ladder, cuda_graphs)

@@ -14,9 +14,9 @@ from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.ranks import Ranks
 
-from ..sampling.logprobs import TokenLogprobs, token_logprobs
-from ..sampling.sampler import PendingTokens, sample_tokens
 from .command import StepCommand
+from .logprobs import TokenLogprobs, token_logprobs
+from .sampler import PendingTokens, sample_tokens
 
 
 class CausalLM(Protocol):

@@ -12,22 +12,22 @@ import torch
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
 from ..errors import DeviceLostError
-from ..kv.cache import KVCache
 from ..kv.table_rows import TableLayout, TableRows
 from ..parallel.commands import Capture
 from ..parallel.led import LedMover, LedSteps
 from ..request import Request
-from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sample_row import SampleRow
-from ..sampling.sampler import PendingTokens, SampledToken, SampledTokens
 from .backend import Steps, make_steps
+from .cache import KVCache
 from .logits import CausalLM
+from .logprobs import TokenLogprobs
 from .memory import is_out_of_memory
 from .prepare import StepMaker
+from .sampler import PendingTokens, SampledToken, SampledTokens
 
 if TYPE_CHECKING:
     from ..parallel.crew import Crew
-    from .captures import Captured
+    from .gpu.captures import Captured
 
 
 class StepResult(NamedTuple):
@@ -106,8 +106,8 @@ class Runner:
         """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
         if self.device.type != "cuda":
             return None
-        from .captures import StepShape, capture_all
-        from .gpu_steps import GpuSteps
+        from .gpu.captures import StepShape, capture_all
+        from .gpu.steps import GpuSteps
 
         steps, crew = self._own, self._crew
         if not isinstance(steps, GpuSteps) or steps.mixed is None:

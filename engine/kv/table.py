@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..config import BLOCK_TOKENS
+from ..device.ladder import Ladder, RequestSlot
 from .arena import Arena, ArenaError, Slot
 from .bank import Bank
 from .block import Block, BlockTable, Journal, Move, slot_rung
-from .ladder import Ladder, RequestSlot
 
 
 def reserve_nbytes(rungs: Sequence[int], slab_nbytes: int, num_floors: int = 1) -> int:

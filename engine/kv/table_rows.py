@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from qkv_engine.kernels.block_tables import RUNG_BITS
 
+from ..device.ladder import Ladder
 from .block import Block, BlockTable, Journal, slot_rung
-from .ladder import Ladder
 from .table import BlockTables
 
 

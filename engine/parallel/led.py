@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ..device.backend import Steps
 from ..device.command import StepCommand
 from ..device.logits import Computed
+from ..device.mover import MoveBackend
 from ..device.pinned import RowsCopy
-from ..kv.mover import MoveBackend
 from ..kv.moves import MoveCommand
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..config import EngineConfig
 from ..device.backend import Steps, make_steps
+from ..device.cache import allocate
 from ..device.command import StepCommand
 from ..device.logits import CausalLM, Computed
+from ..device.mover import Mover
 from ..device.pinned import RowsCopy
 from ..errors import QKVError
-from ..kv.cache import allocate
-from ..kv.mover import Mover
 from ..kv.moves import MoveCommand
 from ..startup import enough_memory, load, rank_ladder
 from .commands import Capture, Command, Setup, decode
@@ -56,7 +56,7 @@ class Follower:
             _wait(self._under_way.popleft())
 
     def _capture(self, command: Capture) -> None:
-        from ..device.gpu_steps import GpuSteps
+        from ..device.gpu.steps import GpuSteps
 
         assert isinstance(self._steps, GpuSteps)
         self._steps.capture(pickle.loads(command.shape))

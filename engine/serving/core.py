@@ -14,16 +14,16 @@ from typing import cast
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
+from ..device.logprobs import TokenLogprobs
 from ..device.memory import is_out_of_memory
 from ..device.runner import Pending, Runner, StepResult
+from ..device.sampler import SampledToken
 from ..errors import EngineDeadError, QKVError, RequestError, as_request_error
 from ..kv.block import Block
 from ..kv.manager import KVManager
 from ..metrics import Counters
 from ..request import FINISHED, FinishReason, Request, SamplingParams
-from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sample_row import SampleRow
-from ..sampling.sampler import SampledToken
 from ..text.tokenizer import Tokenizer
 from .launched import Launched, NotLaunched, StepTimer
 from .stream import OutputStream, wake

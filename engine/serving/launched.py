@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from qkv_engine.scheduler import Pace, ScheduledBatch
 
+from ..device.mover import PendingMoves
 from ..device.runner import Pending
-from ..kv.mover import PendingMoves
 
 
 @dataclass(frozen=True, slots=True)

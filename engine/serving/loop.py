@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from ..device.thread_choice import ThreadChoice
+from ..device.cpu.thread_choice import ThreadChoice
 from ..errors import DeviceLostError, EngineDeadError, QKVError, RequestError, as_request_error
 from .core import EngineCore
 from .stream import forked_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ..kv.cache import total_nbytes
+from ..device.cache import total_nbytes
 from ..metrics import EngineStats
 from ..startup import Started
 

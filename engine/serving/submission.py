@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ..device.logprobs import TokenLogprobs
 from ..errors import QKVError, RequestError
 from ..request import (
     FINISHED,
@@ -22,7 +23,6 @@ from ..request import (
     SamplingParams,
 )
 from ..sampling.guide import Guide
-from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sample_row import SampleRow
 from ..text.reasoning import OutputText, ReasoningMarks
 from ..text.stop_strings import StopFinder

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qkv_engine.calibrate.pm_kvq import progressive
+from qkv_engine.planner.pm_kvq import progressive
 
 from .cache import LayerCache, Scheme, Side
 from .quantizers import Codes

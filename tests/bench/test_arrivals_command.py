@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qkv_engine.cli import bench_arrivals
+from qkv_engine.cli.bench import arrivals as bench_arrivals
 from qkv_engine.cli.main import main
 
 from .test_arrivals import StreamingFake

@@ -9,7 +9,8 @@ import pytest
 
 from qkv_engine.bench.runs import greedy
 from qkv_engine.bench.sampled import Samples
-from qkv_engine.cli import bench, bench_arrivals
+from qkv_engine.cli import bench
+from qkv_engine.cli.bench import arrivals as bench_arrivals
 from qkv_engine.cli.main import main
 from qkv_engine.request import RequestOutput, SamplingParams
 

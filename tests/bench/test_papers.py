@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qkv_engine.bench.papers import PAPERS, Experiment
-from qkv_engine.bench.plot_paper import best_ratios
-from qkv_engine.bench.plots import plot_sweep
+from qkv_engine.bench.plots.paper import best_ratios
+from qkv_engine.bench.plots.sweep import plot_sweep
 from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.cli import bench
 from qkv_engine.cli.common import kv_ladders

@@ -11,7 +11,7 @@ import pytest
 
 from qkv_engine.bench.arrivals import Measured
 from qkv_engine.bench.arrivals_row import ArrivalsRow
-from qkv_engine.bench.plot_arrivals import COLUMN_WIDTH, HEIGHT, plot_arrivals
+from qkv_engine.bench.plots.arrivals import COLUMN_WIDTH, HEIGHT, plot_arrivals
 from qkv_engine.bench.series import Sample
 
 from .test_series import sample

@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
-from qkv_engine.bench.picture import PLOT_SUFFIXES
-from qkv_engine.bench.plot_panels import COLORS, MARKERS, tick_labels
-from qkv_engine.bench.plots import plot_sweep
+from qkv_engine.bench.plots.panels import COLORS, MARKERS, tick_labels
+from qkv_engine.bench.plots.picture import PLOT_SUFFIXES
+from qkv_engine.bench.plots.sweep import plot_sweep
 
 from .fake import make_row
 

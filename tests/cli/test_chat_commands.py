@@ -12,12 +12,12 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from rich.console import Console
 
-from qkv_engine.cli.chat_commands import ALIASES, COMMANDS, LeaveChat, parse_command, run_command
-from qkv_engine.cli.chat_params import SETTABLE, chat_params, set_param
-from qkv_engine.cli.chat_render import PlainReply, ThinkMode
-from qkv_engine.cli.chat_session import Conversation
-from qkv_engine.cli.chat_shell import Shell
-from qkv_engine.cli.terminal import CommandCompleter
+from qkv_engine.cli.chat.commands import ALIASES, COMMANDS, LeaveChat, parse_command, run_command
+from qkv_engine.cli.chat.params import SETTABLE, chat_params, set_param
+from qkv_engine.cli.chat.render import PlainReply, ThinkMode
+from qkv_engine.cli.chat.session import Conversation
+from qkv_engine.cli.chat.shell import Shell
+from qkv_engine.cli.chat.terminal import CommandCompleter
 from qkv_engine.errors import QKVError, RequestError
 
 from .fake_engine import FakeEngine

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv_engine.cli.chat_markdown import MarkdownBlocks
+from qkv_engine.cli.chat.markdown import MarkdownBlocks
 
 FRAGMENTS = st.sampled_from(
     [

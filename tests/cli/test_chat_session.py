@@ -6,9 +6,9 @@ from functools import partial
 import msgspec
 import pytest
 
-from qkv_engine.cli.chat_params import chat_params
-from qkv_engine.cli.chat_render import PlainReply
-from qkv_engine.cli.chat_session import Conversation
+from qkv_engine.cli.chat.params import chat_params
+from qkv_engine.cli.chat.render import PlainReply
+from qkv_engine.cli.chat.session import Conversation
 from qkv_engine.errors import RequestError
 
 from .fake_engine import FakeEngine

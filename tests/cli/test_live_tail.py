@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from qkv_engine.cli.chat_log import HeldLog
-from qkv_engine.cli.chat_render import ChatMarkdown, RawReply, TerminalReply, ThinkMode
-from qkv_engine.cli.live_tail import LiveTail, render_lines
+from qkv_engine.cli.chat.live_tail import LiveTail, render_lines
+from qkv_engine.cli.chat.log import HeldLog
+from qkv_engine.cli.chat.render import ChatMarkdown, RawReply, TerminalReply, ThinkMode
 
 
 def terminal(width: int = 60, height: int = 20) -> Console:

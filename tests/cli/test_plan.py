@@ -14,22 +14,22 @@ from msgspec.structs import replace
 
 from qkv_engine import ConfigError
 from qkv_engine.bench.plan_report import layer_rows
-from qkv_engine.bench.plot_plan import plot_plan
+from qkv_engine.bench.plots.plan import plot_plan
 from qkv_engine.bench.texts import file_texts, random_texts, task_texts
-from qkv_engine.calibrate.gradients import TextProfile
-from qkv_engine.calibrate.kvmix import KVmix
-from qkv_engine.calibrate.mixed import Mixed
-from qkv_engine.calibrate.plan import KVPlan, Settings, plan_bytes, read_plan
-from qkv_engine.calibrate.pm_kvq import PMKVQ
-from qkv_engine.calibrate.profile import LayerScores
 from qkv_engine.cli.main import main
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.models.loader import read_config
+from qkv_engine.planner.gradients import TextProfile
+from qkv_engine.planner.kvmix import KVmix
+from qkv_engine.planner.mixed import Mixed
+from qkv_engine.planner.plan import KVPlan, Settings, plan_bytes, read_plan
+from qkv_engine.planner.pm_kvq import PMKVQ
+from qkv_engine.planner.profile import LayerScores
 from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
-from ..engine.calibrate.profiles import made_up_profile
 from ..models.tiny import write_tiny
+from ..planner.profiles import made_up_profile
 
 KVMIX = ["--method", "kvmix"]
 QUICK = ["--task", "addition:6,sorting:20", "--samples", "4"]
@@ -159,7 +159,7 @@ def test_an_interrupt_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("qkv_engine.calibrate.gradients.profile_texts", interrupted)
+    monkeypatch.setattr("qkv_engine.planner.gradients.profile_texts", interrupted)
     assert main(["plan", "--shape", "demo", "--samples", "2", "--max-tokens", "70", "--plot"]) == 130
     assert capsys.readouterr().out == "" and list(Path().iterdir()) == []
 

@@ -18,8 +18,8 @@ pytest.importorskip("ray")
 
 import ray
 
+from qkv_engine.cluster.batch import ANSWERS, batch
 from qkv_engine.errors import ConfigError
-from qkv_engine.ray.batch import ANSWERS, batch
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"num_threads": 1, "kv_memory": "64MiB"}

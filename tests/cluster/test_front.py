@@ -16,13 +16,13 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from qkv_engine.cli.main import main
+from qkv_engine.cluster import placement
+from qkv_engine.cluster.batch import prompt_of, refused
+from qkv_engine.cluster.deployment import Replicas
+from qkv_engine.cluster.front import REMEMBERED, Deaths, Front
+from qkv_engine.cluster.placement import resources_of
+from qkv_engine.cluster.replica import _Exchange, _joined
 from qkv_engine.errors import ConfigError, RequestError
-from qkv_engine.ray import placement
-from qkv_engine.ray.batch import prompt_of, refused
-from qkv_engine.ray.deployment import Replicas
-from qkv_engine.ray.front import REMEMBERED, Deaths, Front
-from qkv_engine.ray.placement import resources_of
-from qkv_engine.ray.replica import _Exchange, _joined
 from qkv_engine.serve.errors import ApiError
 from qkv_engine.serve.frontend import FIRST_TOKEN
 from qkv_engine.serve.limits import Limits

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from qkv_engine.ray.metrics import merged
-from qkv_engine.ray.routing import routing_key
-from qkv_engine.ray.scaling import wanted_replicas
+from qkv_engine.cluster.metrics import merged
+from qkv_engine.cluster.routing import routing_key
+from qkv_engine.cluster.scaling import wanted_replicas
 
 
 def key_of(authorization: str = "", **body: object) -> str:

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.config import resolve_kv
-from qkv_engine.device.captures import all_shapes
-from qkv_engine.device.gpu_steps import DecodeShape, padded_batch
-from qkv_engine.device.mixed_steps import MixedShape, padded_decodes
-from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import build_ladder
-from qkv_engine.kv.launch_shapes import LaunchShapes
+from qkv_engine.device.cache import KVCache
+from qkv_engine.device.gpu.captures import all_shapes
+from qkv_engine.device.gpu.mixed import MixedShape, padded_decodes
+from qkv_engine.device.gpu.shapes import LaunchShapes
+from qkv_engine.device.gpu.steps import DecodeShape, padded_batch
+from qkv_engine.device.ladder import build_ladder
 from qkv_engine.kv.table import BlockTables
 
 LADDERS = ["bf16", "int4", "kivi-2", "auto"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from qkv_engine.device.command import StepCommand
-from qkv_engine.device.cpu_steps import CpuSteps
+from qkv_engine.device.cpu.steps import CpuSteps
 from qkv_engine.device.logits import Computed
+from qkv_engine.device.mover import Mover, RowsCopy
 from qkv_engine.device.runner import Runner
-from qkv_engine.kv.mover import Mover, RowsCopy
 from qkv_engine.kv.moves import MoveCommand
 
 from .test_run_ahead import begin, make_load, play

@@ -10,7 +10,7 @@ import torch
 
 from qkv_engine import SamplingParams
 from qkv_engine.config import EngineConfig, KVConfig, RungConfig, pattern_rung, resolve_kv
-from qkv_engine.device.gpu_steps import padded_batch
+from qkv_engine.device.gpu.steps import padded_batch
 from qkv_engine.device.runner import Runner
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats

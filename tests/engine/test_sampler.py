@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv_engine.device.logprobs import TokenLogprobs, token_logprobs
+from qkv_engine.device.sampler import SampledToken, sample_tokens
 from qkv_engine.errors import RequestError
 from qkv_engine.kernels.sample import Settings, pack_settings, sample, uniform
 from qkv_engine.kernels.sample.reference import pick, weigh
 from qkv_engine.request import SamplingParams
-from qkv_engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.sampling.sample_tables import SampleTables
-from qkv_engine.sampling.sampler import SampledToken, sample_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -425,7 +425,7 @@ def test_log_probabilities_near_one_keep_their_digits() -> None:
 
 
 def test_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv_engine.sampling.logprobs.LOGPROB_CHUNK", 7 * 50)
+    monkeypatch.setattr("qkv_engine.device.logprobs.LOGPROB_CHUNK", 7 * 50)
     logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
     targets = [i % 50 for i in range(30)]
     found = token_logprobs(logits, targets, 4)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine.device.captures import capture_all
-from qkv_engine.device.gpu_steps import DecodeShape, GpuSteps
-from qkv_engine.device.mixed_steps import MixedShape
+from qkv_engine.device.gpu.attention import GpuAttentionPlanner
+from qkv_engine.device.gpu.captures import capture_all
+from qkv_engine.device.gpu.mixed import MixedShape
+from qkv_engine.device.gpu.steps import DecodeShape, GpuSteps
 from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.kernels.block_tables import Placed, place, update
-from qkv_engine.kv.attention_gpu import GpuAttentionPlanner
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.request import Request, SamplingParams
@@ -193,7 +193,7 @@ def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: 
 
 def test_answers_of_padded_steps_are_those_of_steps_as_they_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
-    monkeypatch.setattr("qkv_engine.device.gpu_steps.Graphs", UncapturedGraphs)
+    monkeypatch.setattr("qkv_engine.device.gpu.steps.Graphs", UncapturedGraphs)
     expected = answers("64MiB")
     assert expected == answers("64MiB", cuda_graphs=True)
     mixed = [key for key in UncapturedGraphs.keys if isinstance(key, MixedShape)]
@@ -203,7 +203,7 @@ def test_answers_of_padded_steps_are_those_of_steps_as_they_are(monkeypatch: pyt
 @pytest.mark.parametrize("kv", ["bf16", "kivi-2", "auto"])
 def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_padding)
-    monkeypatch.setattr("qkv_engine.device.gpu_steps.Graphs", UncapturedGraphs)
+    monkeypatch.setattr("qkv_engine.device.gpu.steps.Graphs", UncapturedGraphs)
     started = start_steps(kv, "64MiB", True)
     runner = started.core.runner
     captured = capture_all(runner.steps, runner.steps.capture, runner.cache.tables, 16, 600, 256)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from qkv_engine import ConfigError, Engine, SamplingParams
-from qkv_engine.device import openmp, threads
-from qkv_engine.device.openmp import use_threads
-from qkv_engine.device.thread_choice import FIRST_SECONDS, MOST_SECONDS, ThreadChoice
-from qkv_engine.device.threads import (
+from qkv_engine.device.cpu import openmp, threads
+from qkv_engine.device.cpu.openmp import use_threads
+from qkv_engine.device.cpu.thread_choice import FIRST_SECONDS, MOST_SECONDS, ThreadChoice
+from qkv_engine.device.cpu.threads import (
     SMALL_MODEL_NBYTES,
     SMALL_MODEL_THREADS,
     choose_threads,

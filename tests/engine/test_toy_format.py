@@ -10,9 +10,9 @@ import torch
 
 from qkv_engine import ConfigError, Engine, EngineStats, KVConfig, RequestOutput, RungConfig, SamplingParams
 from qkv_engine.config import uniform_rung
+from qkv_engine.device.ladder import build_ladder
 from qkv_engine.kernels.block_attention import block_attention_reference
 from qkv_engine.kernels.paged_decode import cpu as paged_decode
-from qkv_engine.kv.ladder import build_ladder
 
 from ..toy_format.registered import registered
 from .kv.test_cache import Bench

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qkv_engine import Engine, SamplingParams
-from qkv_engine.device.warm_up import warm_up
+from qkv_engine.device.gpu.warm_up import warm_up
 
 
 @pytest.mark.parametrize("kv", ["bf16", "auto", "int4", "kivi-2", "patternkv"])

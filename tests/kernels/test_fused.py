@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, uniform_rung
+from qkv_engine.device.cache import KVCache
+from qkv_engine.device.ladder import build_ladder
 from qkv_engine.kernels.rms_norm import add_rms_norm, reference, rms_norm
 from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.kv.block import BlockTable
-from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import build_ladder
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest

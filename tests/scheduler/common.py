@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from qkv_engine.device.ladder import RequestSlot
 from qkv_engine.kv.arena import Arena
-from qkv_engine.kv.ladder import RequestSlot
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.table import BlockTables, reserve_nbytes
-from qkv_engine.kv.window import RecentWindow
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import Pace, ScheduledBatch, Scheduler
+from qkv_engine.window import RecentWindow
 
 BLOCK = 128
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from qkv_engine.device.mixed_steps import padded_chunk
+from qkv_engine.device.gpu.mixed import padded_chunk
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import FinishReason
 from qkv_engine.scheduler import Pace, Scheduler

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
-from qkv_engine.kv.ladder import RequestSlot
+from qkv_engine.device.ladder import RequestSlot
 
 from ..scheduler.common import TinyLadder, TinyRung
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from qkv_engine.device.sampler import SampledToken
 from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
-from qkv_engine.sampling.sampler import SampledToken
 
 from ..scheduler.common import FixedPace
 from .code import Code, Patch, load

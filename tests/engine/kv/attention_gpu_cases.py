@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from qkv_engine.config import KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.device.cache import KVCache
 from qkv_engine.device.command import Tokens
-from qkv_engine.device.mixed_steps import PlanBuffer, padded_chunk, padded_decodes
+from qkv_engine.device.cpu.attention import CpuAttentionPlanner
+from qkv_engine.device.gpu.attention import GpuAttention, GpuAttentionPlanner
+from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
+from qkv_engine.device.ladder import build_ladder
 from qkv_engine.kernels.block_tables import pack_tokens
-from qkv_engine.kv.attention_cpu import CpuAttentionPlanner
-from qkv_engine.kv.attention_gpu import GpuAttention, GpuAttentionPlanner
-from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import build_ladder
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest

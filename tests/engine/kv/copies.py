@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from qkv_engine.kv.device_tables import DeviceTables
+from qkv_engine.device.tables import DeviceTables
 from qkv_engine.kv.table import BlockTables
 from qkv_engine.kv.table_rows import TableLayout, TableRows
 

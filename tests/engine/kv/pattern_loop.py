@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig
+from qkv_engine.device.cache import KVCache
+from qkv_engine.device.ladder import build_ladder
 from qkv_engine.kernels.formats.rows import page_rows
 from qkv_engine.kv.block import Block
-from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import build_ladder
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.request import FinishReason, Request, SamplingParams

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from qkv_engine.config import DENSE16, KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.device.ladder import Ladder, build_ladder
 from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.block_tables import RUNG_BITS
 from qkv_engine.kv.bank import Centres, Mining
 from qkv_engine.kv.block import Move
-from qkv_engine.kv.ladder import Ladder, build_ladder
 from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, uniform_rung
+from qkv_engine.device.cache import KVCache
+from qkv_engine.device.cpu.attention import CpuAttentionPlanner
+from qkv_engine.device.ladder import RequestSlot, Rung, build_ladder
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.kernels.formats import Side, SideBytes
-from qkv_engine.kv.attention_cpu import CpuAttentionPlanner
-from qkv_engine.kv.cache import KVCache
-from qkv_engine.kv.ladder import RequestSlot, Rung, build_ladder
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledRequest

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from qkv_engine.device import tables as device_tables
+from qkv_engine.device.tables import DeviceTables
 from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, pack_tokens, update
 from qkv_engine.kernels.paged_decode.split import most_items
-from qkv_engine.kv import device_tables
-from qkv_engine.kv.device_tables import DeviceTables
 from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BLOCK, LADDER, TinyLadder, make_space

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv_engine.device.gpu_steps import padded_batch
-from qkv_engine.device.graphs import MAX_GRAPHS
-from qkv_engine.device.mixed_steps import padded_decodes
+from qkv_engine.device.gpu.graphs import MAX_GRAPHS
+from qkv_engine.device.gpu.mixed import padded_decodes
+from qkv_engine.device.gpu.shapes import LaunchShapes
+from qkv_engine.device.gpu.steps import padded_batch
 from qkv_engine.kernels.paged_decode.split import Bounds
-from qkv_engine.kv.launch_shapes import LaunchShapes
 
 SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv_engine.config import DENSE16, KVConfig, uniform_rung
-from qkv_engine.kv.window import RecentWindow
 from qkv_engine.request import Request, SamplingParams
+from qkv_engine.window import RecentWindow
 
 from ...scheduler.common import BLOCK, LADDER, TinyLadder, make_request, make_scheduler, make_space, run
 

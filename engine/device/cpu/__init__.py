@@ -1,0 +1,1 @@
+"""Attention, steps and threads of a CPU."""

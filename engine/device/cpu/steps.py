@@ -1,0 +1,60 @@
+"""Steps on a CPU, each computed when ``execute`` returns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.linear import padded_rows
+
+from ...kv.table_rows import TableLayout
+from ..command import StepCommand, Tokens
+from ..ladder import Ladder
+from ..logits import CausalLM, Computed, read_hidden
+from ..tables import HostTables
+from .attention import CpuAttentionPlanner
+
+
+class CpuSteps:
+    """Carries out commands on a CPU over ``memory``; owns a copy of the block tables and the plan of attention."""
+
+    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder):
+        self.model = model
+        self._tables = HostTables(layout)
+        self._planner = CpuAttentionPlanner(memory, self._tables, ladder)
+        # The last command's items, and its tokens with padding.
+        self._rows, self._starts, self._lengths, self._num_tokens = list[int](), list[int](), list[int](), 0
+        self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
+        self._is_padded = False
+
+    def execute(self, command: StepCommand) -> Computed:
+        """Computes the KV of the command's tokens and the results that it asks for."""
+        if command.changes:
+            self._tables.apply(command.changes)
+            self._planner.forget()
+        if command.goes_on:
+            self._go_on()
+        else:
+            self._begin(command)
+        step = self._planner.plan(self._rows, self._starts, self._lengths)
+        hidden = self.model(self._ids, self._positions, step)[: self._num_tokens]
+        computed = read_hidden(self.model, hidden, command, self._lengths)
+        if computed.tokens is not None:
+            self._sampled = computed.tokens.token_ids
+        return computed
+
+    def _begin(self, command: StepCommand) -> None:
+        self._rows, self._starts, self._lengths = command.rows, command.starts, command.lengths
+        tokens = Tokens.of(command.rows, command.starts, command.lengths, command.ids)
+        self._num_tokens = len(tokens.ids)
+        padding = [0] * (padded_rows(self._num_tokens, self._ids.device) - self._num_tokens)
+        self._is_padded = bool(padding)
+        self._ids, self._positions = torch.tensor(tokens.ids + padding), torch.tensor(tokens.positions + padding)
+
+    def _go_on(self) -> None:
+        self._starts = [start + 1 for start in self._starts]
+        self._positions += 1  # of padding, too
+        if self._is_padded:
+            self._ids[: self._num_tokens] = self._sampled
+        else:
+            self._ids = self._sampled

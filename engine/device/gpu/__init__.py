@@ -1,0 +1,1 @@
+"""Attention, steps, captured graphs and their shapes of a CUDA device."""

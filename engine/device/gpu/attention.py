@@ -1,0 +1,125 @@
+"""One step's attention on a GPU: device tables become the work plans of the Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.block_tables import Placed, place, update
+from qkv_engine.kernels.formats import PageLayout
+from qkv_engine.kernels.paged_decode.layer import LayerFormats
+from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
+from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
+from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.triton import paged_decode
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
+from qkv_engine.kernels.rope_kv_write import rope_kv_write
+from qkv_engine.models.layers import HeadNorm
+from qkv_engine.models.rope import Rotation
+
+from ...config import BLOCK_TOKENS
+from ..ladder import Ladder
+from ..tables import DeviceTables
+from .shapes import LaunchShapes
+
+
+class GpuAttentionPlanner:
+    """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
+
+    def __init__(self, memory: Tensor, tables: DeviceTables, num_heads: int):
+        """``num_heads``: query heads of a layer."""
+        self.memory, self.tables = memory, tables
+        self.tile_tokens = tile_tokens(num_heads, tables.ladder.widest.shape.num_kv_heads)
+        self.pages = page_layouts(tables.ladder)
+        self.layers = [LayerFormats.of(pages, memory.device) for pages in self.pages]
+        dtype, head_dim = tables.ladder.widest.dtype, tables.ladder.widest.shape.head_dim
+        self.kv_rows = memory.view(dtype).view(-1, head_dim)  # dense pages are rows of one token and head
+        self._row_nbytes = head_dim * dtype.itemsize
+        num_multiprocessors = 1
+        if memory.is_cuda:
+            num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+        self.shapes = LaunchShapes(tables.ladder.widest.shape.num_kv_heads, num_multiprocessors)
+
+    def split(self, num_decodes: int, batch: int, beside_chunks: bool = False) -> tuple[int, Bounds]:
+        """``LaunchShapes.split`` for the blocks of the last command.
+
+        The rounding of a request's attention depends on how much its neighbours hold, as that of its matrix products
+        depends on the batch size.
+        """
+        return self.shapes.split(self.tables.num_blocks, num_decodes, batch, beside_chunks)
+
+    def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
+        """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
+        first, number = torch.tensor(starts), torch.tensor(counts)
+        ladder = self.tables.ladder
+        entries = -((ladder.sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(ladder.sink)
+        addresses, rungs = self.tables.entries(rows, int(entries.max()))
+        rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
+        return PrefillWork.build(
+            addresses,
+            rungs,
+            first,
+            number,
+            num_rungs=len(ladder.rungs),
+            tile_tokens=self.tile_tokens,
+            sink_tokens=ladder.sink,
+            block_tokens=BLOCK_TOKENS,
+            banks=self.tables.banks(rows),
+        )
+
+    def begin(
+        self,
+        step_input: Tensor,
+        num_tokens: int,
+        num_decodes: int,
+        bounds: Bounds | None,
+        chunks: PrefillWork | None = None,
+    ) -> tuple[Placed, GpuAttention]:
+        """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
+
+        ``bounds``: the launch shape of the single tokens, if there are any;  ``chunks``: the plan of the others, on the
+        device.
+        """
+        tables = self.tables
+        update(tables.block_words, step_input, num_tokens)
+        placed = place(tables.block_words, step_input, num_tokens, tables.last_tokens, self._row_nbytes)
+        decode = None
+        if bounds is not None:
+            rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
+            decode = plan_decode(tables.block_words, step_input, rows, lengths, len(tables.ladder.rungs), bounds)
+        return placed, GpuAttention(self, placed.token_rows, num_decodes, decode, chunks)
+
+
+class GpuAttention:
+    """Attention of a step's tokens: K and V are written first, then both kernels read them from their pages."""
+
+    def __init__(
+        self,
+        planner: GpuAttentionPlanner,
+        token_rows: Tensor,
+        num_decodes: int,
+        decode: DecodeWork | None,
+        chunks: PrefillWork | None,
+    ):
+        self._token_rows, self._kv_rows = token_rows, planner.kv_rows
+        self._memory, self._pages, self._layers = planner.memory, planner.pages, planner.layers
+        self._num_kv_heads = planner.tables.ladder.widest.shape.num_kv_heads
+        self._num_decodes, self._decode, self._chunks = num_decodes, decode, chunks
+
+    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        """See ``AttentionBatch``. Rows of padding come out as zeros, those behind chunks as anything."""
+        n, heads, scale = self._num_decodes, self._num_kv_heads, qkv.shape[-1] ** -0.5
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self._decode is not None:
+            paged_decode(q[:n], self._memory, self._decode, self._layers[layer], scale, out[:n])
+        if self._chunks is not None:
+            paged_prefill(q[n:], self._memory, self._chunks, self._pages[layer], scale, out[n:])
+        return out
+
+
+def page_layouts(ladder: Ladder) -> list[list[PageLayout]]:
+    """Page layouts, layer by layer, on each rung."""
+    return [list(pages) for pages in zip(*(rung.layout.pages for rung in ladder.rungs), strict=True)]

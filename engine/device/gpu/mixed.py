@@ -1,0 +1,171 @@
+"""Captured steps that process chunks of prompts beside single tokens.
+
+Both parts are padded to few sizes. The attention plan of the chunks is made on the host and sent to a fixed place in
+device memory, where the captured launches read it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.block_tables import input_nwords
+from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.triton import kernel_names
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+
+from ..command import Tokens
+from ..logits import CausalLM
+from ..pinned import PinnedRing
+from ..tables import DeviceTables
+from .attention import GpuAttentionPlanner
+from .graphs import Graphs
+
+MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longer than the host takes to enqueue it
+CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing
+MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
+SPARE_TILES = 16  # query tiles beside those that are full
+
+
+@dataclass(frozen=True, slots=True)
+class MixedShape:
+    """The key of a captured step: padded sizes, and the launch shapes of attention."""
+
+    num_decodes: int
+    bounds: Bounds | None
+    num_chunk_tokens: int
+    num_tiles: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's matrix products."""
+        return self.num_decodes + self.num_chunk_tokens
+
+    @property
+    def kernels(self) -> list[Hashable]:
+        """Names of the kernels that the step launches: those that depend on its rows have one name."""
+        attention = [] if self.bounds is None else kernel_names(self.bounds, self.num_decodes)
+        return [("mixed", self.num_rows), *attention]
+
+
+class MixedSteps:
+    """Owns the input, the chunks' plan and the hidden states of captured steps."""
+
+    def __init__(
+        self, model: CausalLM, tables: DeviceTables, planner: GpuAttentionPlanner, graphs: Graphs, max_num_seqs: int
+    ):
+        self._model, self._tables, self._planner, self._graphs = model, tables, planner, graphs
+        self._most = padded_decodes(max_num_seqs) + MAX_CHUNK_TOKENS
+        self._input = torch.zeros(input_nwords(self._most), dtype=torch.int64, device=tables.device)
+        self._ring = PinnedRing(self._input)
+        self._plan = PlanBuffer(planner.tile_tokens, tables)
+        self._hidden: Tensor | None = None  # [most, E], made by the first step
+
+    def shape(self, num_decodes: int, num_chunk_tokens: int, work: PrefillWork) -> tuple[int, MixedShape] | None:
+        """The most blocks of a work item and a step's shape, as the tables stand; ``None``: run operator by operator.
+
+        A step has no shape if it has many tokens, or if its chunks see blocks on other rungs than the widest: such
+        blocks are written out in launches whose number depends on that of the blocks.
+        """
+        if num_chunk_tokens > MAX_CHUNK_TOKENS or work.rungs != (0,):
+            return None
+        size = padded_chunk(num_chunk_tokens)
+        num_tiles = least_tiles(size, work.tile_tokens)
+        while num_tiles < len(work.tiles):  # many short chunks
+            num_tiles *= 2
+        if not self._plan.holds(num_tiles, len(work.addresses)):
+            return None
+        item_blocks, bounds, batch = 1, None, padded_decodes(num_decodes)
+        if num_decodes:
+            item_blocks, bounds = self._planner.split(num_decodes, batch, beside_chunks=True)
+        return item_blocks, MixedShape(batch, bounds, size, num_tiles)
+
+    def run(self, item_blocks: int, shape: MixedShape, decodes: Tokens, chunks: Tokens, work: PrefillWork) -> Tensor:
+        """Hidden states [N, E] of single tokens and of chunks, without padding."""
+        spare = self._tables.spare_row
+        first, second = decodes.padded(shape.num_decodes, spare), chunks.padded(shape.num_chunk_tokens, spare)
+        self._ring.send(self._tables.step_input(first.packed(second), item_blocks=item_blocks))
+        self._plan.send(work)
+        self._graphs.run(shape, lambda: self._run(shape))
+        assert self._hidden is not None
+        end = shape.num_decodes + len(chunks.ids)
+        if shape.num_decodes == len(decodes.ids):
+            return self._hidden[:end]
+        return torch.cat((self._hidden[: len(decodes.ids)], self._hidden[shape.num_decodes : end]))
+
+    def capture(self, shape: MixedShape) -> None:
+        """Captures a step, which is run with padding alone."""
+        padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
+        self._ring.send(self._tables.step_input(padding.packed()))
+        self._plan.clear()
+        self._graphs.capture(shape, lambda: self._run(shape), shape.kernels)
+
+    def _run(self, shape: MixedShape) -> None:
+        """The device's work in a step up to ``_hidden``: the contents of a graph."""
+        number = shape.num_decodes + shape.num_chunk_tokens
+        work = self._plan.work(shape.num_tiles)
+        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, work)
+        hidden = self._model(placed.input_ids, placed.positions, step)
+        if self._hidden is None:
+            self._hidden = hidden.new_empty(self._most, hidden.shape[1])
+        self._hidden[:number].copy_(hidden)
+
+
+class PlanBuffer:
+    """A fixed place in device memory for the plan of chunks that see blocks on the widest rung alone.
+
+    The words [n] int64 hold tiles [M, 3] and runs [M, 4] int32, then addresses. Tiles of padding have no tokens.
+    """
+
+    def __init__(self, tile_tokens: int, tables: DeviceTables):
+        self._tile_tokens, self._tables = tile_tokens, tables
+        self._max_tiles = 2 * (MAX_CHUNK_TOKENS // tile_tokens + SPARE_TILES)  # an even number
+        words = torch.zeros(7 * self._max_tiles // 2 + MAX_ENTRIES, dtype=torch.int64, device=tables.device)
+        self._ring = PinnedRing(words)
+        numbers, self._addresses = words[:-MAX_ENTRIES].view(torch.int32), words[-MAX_ENTRIES:]
+        self._tiles = numbers[: 3 * self._max_tiles].view(-1, 3)
+        self._runs = numbers[3 * self._max_tiles :].view(1, -1, 4)
+        self._no_blocks = numbers[:0]  # none is written out as a dense page
+
+    def holds(self, num_tiles: int, num_entries: int) -> bool:
+        """Whether a plan of that size has room."""
+        return num_tiles <= self._max_tiles and num_entries <= MAX_ENTRIES
+
+    def send(self, work: PrefillWork) -> None:
+        """Enqueues a copy of a plan that is on the host."""
+        numbers = torch.zeros(7 * self._max_tiles, dtype=torch.int32)
+        numbers[: work.tiles.numel()] = work.tiles.flatten()
+        first_run = 3 * self._max_tiles
+        numbers[first_run : first_run + work.runs[0].numel()] = work.runs[0].flatten()
+        self._ring.send(array("q", numbers.view(torch.int64).tolist() + work.addresses.tolist()))
+
+    def clear(self) -> None:
+        """Enqueues a plan without tiles."""
+        self._ring.send(array("q", bytes(8 * (7 * self._max_tiles // 2))))
+
+    def work(self, num_tiles: int) -> PrefillWork:
+        """The plan with its first ``num_tiles`` tiles; its tensors are the fixed place."""
+        sink, block = self._tables.ladder.sink, self._tables.block_words.block_tokens
+        tiles, runs = self._tiles[:num_tiles], self._runs[:, :num_tiles]
+        return PrefillWork(self._addresses, tiles, runs, (self._no_blocks,), (0,), self._tile_tokens, sink, block)
+
+
+def least_tiles(num_tokens: int, tile_tokens: int) -> int:
+    """Query tiles that a captured step with ``num_tokens`` tokens of chunks has room for at least."""
+    return num_tokens // tile_tokens + SPARE_TILES
+
+
+def padded_decodes(number: int) -> int:
+    """Rows for ``number`` single tokens beside chunks: none, 16, 32, 64, and from there on multiples of 64."""
+    if number == 0:
+        return 0
+    return max(16, 1 << (number - 1).bit_length()) if number <= 64 else -(-number // 64) * 64
+
+
+def padded_chunk(number: int) -> int:
+    """Rows for ``number`` tokens of chunks: 64, or a multiple of ``CHUNK_STEP``."""
+    return 64 if number <= 64 else -(-number // CHUNK_STEP) * CHUNK_STEP

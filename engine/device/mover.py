@@ -1,0 +1,99 @@
+"""Carries out moves of blocks on a device: one copy there, few launches, one copy back."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.formats import BlockLayout
+from qkv_engine.kernels.mine import add_centres, mine
+from qkv_engine.kernels.step_down import copy, transfer
+
+from ..kv.block import Block
+from ..kv.moves import MoveCommand, MoveGroup
+from .gpu.graphs import Graphs
+from .ladder import Ladder
+from .pinned import HostCopies, PinnedRing, RowsCopy
+
+MOST = 128  # blocks of one launch; more take several
+FEW = 8  # blocks; launches of up to so many recur and are captured as graphs
+
+
+class PendingMoves:
+    """Moves that the device may still be carrying out."""
+
+    def __init__(self, blocks: list[Block], checks: list[RowsCopy]):
+        """``checks``: copies whose last rows say of each of ``blocks`` whether its dense values are finite."""
+        self._blocks, self._checks = blocks, checks
+
+    def wait(self) -> set[Block]:
+        """Blocks found to hold values that are not finite, once the device has looked at them. May be called once."""
+        finite = chain.from_iterable(check.wait()[2] for check in self._checks)
+        return {block for block, ok in zip(self._blocks, finite, strict=True) if not ok}
+
+
+class MoveBackend(Protocol):
+    """Carries out moves of blocks over KV memory of its own."""
+
+    def execute(self, command: MoveCommand) -> list[RowsCopy]: ...
+
+
+class Mover:
+    """Rewrites blocks of ``memory`` at other places. Nothing here waits for the device."""
+
+    def __init__(self, memory: Tensor, ladder: Ladder, cuda_graphs: bool):
+        self.memory, self.ladder = memory, ladder
+        # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
+        # that are sealed under one, with the windows whose patterns they may choose from.
+        self._words = torch.zeros(5 * MOST, dtype=torch.int64, device=memory.device)
+        self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
+        self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
+
+    def execute(self, command: MoveCommand) -> list[RowsCopy]:
+        """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
+        checks = []
+        layouts = self.ladder.widest.layout, self.ladder.narrowest.layout
+        for mined, centres, groups in command.waves:
+            for bank, mining in mined:
+                mine(self.memory, *mining, bank, *layouts)
+            for bank, windows in centres:
+                add_centres(self.memory, *windows, bank, *layouts)
+            for group in groups:
+                if group.old == group.new:
+                    copy(self.memory, group.src, group.dst, group.nbytes)
+                else:
+                    checks += self._step_down(group)
+        if self.memory.is_cpu:
+            # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
+            for address, nbytes in command.fresh:
+                self.memory[address : address + nbytes].zero_()
+        return checks
+
+    def _step_down(self, group: MoveGroup) -> list[RowsCopy]:
+        """Rewrites blocks in another layout."""
+        source, target = (self.ladder.rungs[rung].layout for rung in (group.old, group.new))
+        checks = []
+        for part in (slice(i, i + MOST) for i in range(0, len(group.src), MOST)):
+            src, dst, banks = group.src[part], group.dst[part], group.banks[part]
+            under = [banks, group.num_windows[part]] if banks else []
+            self._launch([src, dst, [1] * len(src), *under], source, target)
+            if source.has_dense:
+                checks.append(self._copies.begin(3, len(src)))
+        return checks
+
+    def _launch(self, rows: list[list[int]], source: BlockLayout, target: BlockLayout) -> None:
+        number = len(rows[0])
+        self._ring.send(array("q", chain.from_iterable(rows)))
+
+        def work() -> None:
+            src, dst, finite, *rest = self._words[: len(rows) * number].view(len(rows), number).unbind()
+            transfer(self.memory, src, dst, source, target, finite, *rest)
+
+        if self._graphs is None or number > FEW:
+            work()
+        else:
+            self._graphs.run((source, target, number), work)

@@ -1,0 +1,101 @@
+"""A backend's copy of the block tables: words on the host, and for a GPU the same words in its memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
+from qkv_engine.kernels.to_device import to_device
+
+from ..config import BLOCK_TOKENS
+from ..kv.table_rows import TableLayout
+from .ladder import Ladder
+
+
+class HostTables:
+    """The words of ``TableLayout`` on the host, brought up to date by the changes that ``TableRows`` gathers."""
+
+    def __init__(self, layout: TableLayout):
+        self.layout = layout
+        self.words = array("q", bytes(8 * layout.num_words))
+        self._tensor = torch.frombuffer(self.words, dtype=torch.int64)
+
+    def apply(self, changes: Sequence[int]) -> None:
+        """Sets words: index and value in turns."""
+        for index, value in zip(changes[::2], changes[1::2], strict=True):
+            self.words[index] = value
+
+    def entry(self, row: int, index: int) -> tuple[int, int]:
+        """Address and rung of an entry of a row."""
+        word = self.words[self.words[self.layout.first(row) + index]]
+        return word >> RUNG_BITS, word & (1 << RUNG_BITS) - 1
+
+    def bank(self, row: int) -> int | None:
+        """Address of a row's bank; ``None`` without patterns."""
+        return self.entry(row, self.layout.width - 1)[0] if self.layout.has_bank else None
+
+    def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
+        """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows.
+
+        Values behind a row's last entry are undefined.
+        """
+        found = self._tensor[self._numbers[list(rows), :num_entries]]
+        return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
+
+    def banks(self, rows: Sequence[int]) -> Tensor | None:
+        """Addresses [B] int64 of the banks of some rows; ``None`` without patterns."""
+        if not self.layout.has_bank:
+            return None
+        return self._tensor[self._numbers[list(rows), -1]] >> RUNG_BITS
+
+    @property
+    def _numbers(self) -> Tensor:
+        return self._tensor[self.layout.num_numbers :].view(-1, self.layout.width)
+
+
+class DeviceTables(HostTables):
+    """The same words in device memory, too, where a step's input brings the changes.
+
+    ``block_words`` is what kernels read; ``last_tokens`` [rows + 1] int64 holds the token sampled last for each row.
+    ``num_blocks`` are those by rung, as of the last command.
+    """
+
+    def __init__(self, layout: TableLayout, ladder: Ladder, device: torch.device):
+        super().__init__(layout)
+        self.ladder, self.device = ladder, device
+        words = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
+        self.block_words = BlockWords(
+            words, layout.num_numbers, layout.width, ladder.sink, BLOCK_TOKENS, layout.has_bank
+        )
+        self.last_tokens = torch.zeros(layout.num_rows + 1, dtype=torch.int64, device=device)
+        self.spare_row = layout.spare_row
+        self.num_blocks: list[int] = []
+        self._changed: list[int] = []  # indices of words not yet sent to the device
+
+    def apply(self, changes: Sequence[int]) -> None:
+        """Sets words on the host; the next inputs bring them to the device."""
+        super().apply(changes)
+        self._changed += changes[::2]
+
+    def step_input(self, tokens: array[int], advance: int = 0, item_blocks: int = 1) -> array[int]:
+        """A step's input for ``tokens``, with as many updates as it may carry; see ``pack_input``.
+
+        Updates beyond that number are sent at once, in inputs of their own.
+        """
+        while len(self._changed) > MAX_UPDATES:
+            self._flush()
+        updates = [(index, self.words[index]) for index in self._changed]
+        self._changed.clear()
+        return pack_input(tokens, updates, advance, item_blocks)
+
+    def _flush(self) -> None:
+        """Sends the first ``MAX_UPDATES`` updates."""
+        later = self._changed[MAX_UPDATES:]
+        del self._changed[MAX_UPDATES:]
+        step_input = torch.frombuffer(self.step_input(pack_tokens((), (), ())), dtype=torch.int64)
+        update(self.block_words, to_device(step_input, self.device), 0)
+        self._changed = later

@@ -1,0 +1,94 @@
+"""The key scale of a model: divisors of K, one a layer, KV head and rotary pair, that make its channels more alike.
+
+A divisor is the pair's largest magnitude to the power alpha. Each layer's alpha is the one that leaves its attention
+block's output least wrong when K and V have 4 bits a token. Source: PM-KVQ (arXiv 2505.18610)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.kernels.formats import PageShape, Side, make_format
+from qkv_engine.models.attention import Attention
+from qkv_engine.models.llama import LlamaForCausalLM
+
+from .forward import Heads, attend, decoder_layers, embed, run_layer
+from .gradients import Text, checked
+from .profile import LEAST_SCALE, MOST_SCALE, KeyScale
+from .sensitivity import pages, round_trip
+
+ALPHAS = tuple(1 - n / 20 for n in range(21))  # exponents to try; 0 leaves a layer as it is
+FORMAT = "int4-token-128"  # stores K and V during the search
+SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # at most, in the search: each text costs 21 passes of attention a layer
+
+
+@torch.no_grad()
+def key_peaks(model: LlamaForCausalLM, text: Text, position_scale: int = 1) -> Tensor:
+    """The largest magnitude of each rotary pair of K in one text: [layers, H, D / 2] float32. Raises as ``checked``."""
+    found = []
+    with checked(model, text):
+        x, rotation = embed(model, _ids(model, text.token_ids), position_scale)
+        for layer in decoder_layers(model):
+            passed = run_layer(layer, x, rotation)
+            x = passed.output
+            first, second = passed.heads.k.abs().amax(0).float().chunk(2, -1)
+            found.append(first.maximum(second))
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def output_errors(model: LlamaForCausalLM, text: Text, peaks: Tensor, position_scale: int = 1) -> Tensor:
+    """Mean squared errors of each attention block's output for each of ``ALPHAS``, in one text: [layers, alphas].
+
+    The input of each block is exact. Shapes:  peaks [layers, H, D / 2]. Raises as ``checked``.
+    """
+    side, found = _side(model), []
+    with checked(model, text):
+        x, rotation = embed(model, _ids(model, text.token_ids[:SEARCH_TOKENS]), position_scale)
+        for layer, pairs in zip(decoder_layers(model), peaks, strict=True):
+            passed = run_layer(layer, x, rotation)
+            x = passed.output
+            found.append(_block_errors(layer.self_attn, passed.heads, pairs, side))
+    return torch.stack(found)
+
+
+def _block_errors(attention: Attention, heads: Heads, pairs: Tensor, side: Side) -> Tensor:
+    """Mean squared errors [alphas] of one attention block's output, K divided by powers of ``pairs`` [H, D / 2]."""
+    exact = attention.o_proj(attend(heads)).float()
+    rough, errors = heads._replace(v=_rounded(heads.v, side)), []
+    for alpha in ALPHAS:
+        channels = divisors(pairs, alpha).repeat(1, 2)
+        k = (_rounded(heads.k / channels, side) * channels).to(heads.k.dtype)
+        errors.append((attention.o_proj(attend(rough._replace(k=k))).float() - exact).square().mean())
+    return torch.stack(errors)
+
+
+def best_key_scale(peaks: Tensor, errors: Tensor) -> KeyScale:
+    """The divisors of least error for each layer; of two equal errors the larger alpha's.
+
+    Shapes:  peaks [layers, H, D / 2];  errors [layers, alphas]
+    """
+    best = [ALPHAS[index] for index in errors.argmin(1).tolist()]
+    scale = torch.stack([divisors(pairs, alpha) for pairs, alpha in zip(peaks, best, strict=True)])
+    return tuple(tuple(tuple(float(f"{d:.6g}") for d in row) for row in layer) for layer in scale.tolist())
+
+
+def divisors(peaks: Tensor, alpha: float) -> Tensor:
+    """peaks^alpha within the bounds of divisors."""
+    return peaks.pow(alpha).clamp(LEAST_SCALE, MOST_SCALE)
+
+
+def _rounded(x: Tensor, side: Side) -> Tensor:
+    """Tokens [N, H, D] after a round trip through ``side``, which stores them token by token."""
+    return round_trip(pages(x), side).transpose(1, 2).flatten(0, 1)[: len(x)].to(x.dtype)
+
+
+def _side(model: LlamaForCausalLM) -> Side:
+    shape = PageShape(model.config.num_kv_heads, BLOCK_TOKENS, model.config.head_dim)
+    return make_format(FORMAT, torch.float32).layout(shape, "k")
+
+
+def _ids(model: LlamaForCausalLM, token_ids: list[int]) -> Tensor:
+    return torch.tensor(token_ids, device=model.model.norm.weight.device)

@@ -1,0 +1,57 @@
+"""Predictions from a profile: the loss of a rung, and presets that would lose no more in no more bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qkv_engine.config import PRESETS, KVConfig, RungConfig
+from qkv_engine.device.ladder import SIDES
+from qkv_engine.errors import ConfigError
+
+from .budget import ladder_of
+from .plan import KVPlan
+from .profile import Profile
+
+AS_GOOD = 1.02  # times a plan's predicted loss: up to there a preset is called as good, since no profile tells better
+OUTLIERS = 8.0  # K's largest over its median channel; from here K per token at few bits loses its other channels
+
+
+def predicted_loss(rung: RungConfig, profile: Profile) -> float | None:
+    """The predicted loss of ``rung``, the sum of its formats' sensitivities in nats; None if one was not profiled.
+
+    To first order the mean loss of a token changes by no more, on texts like the profile's.
+    """
+    total, num_layers = 0.0, len(profile.key_outliers)
+    for side in SIDES:
+        each, known = rung.formats(side, num_layers), getattr(profile.sensitivities, side)
+        if not all(name in known for name in each):
+            return None
+        total += sum(known[name][layer] for layer, name in enumerate(each))
+    return total
+
+
+def as_good(plan: KVPlan) -> Iterator[tuple[str, float]]:
+    """Presets that are no larger at the floor and predicted to lose about as little: (name, predicted loss)."""
+    kv = plan.config("plan")
+    loss = predicted_loss(kv.rungs[-1], plan.profile)
+    if loss is None:
+        return
+    nbytes = ladder_of(kv, plan.model).narrowest.block_nbytes
+    for preset in PRESETS.values():
+        theirs = predicted_loss(preset.rungs[-1], plan.profile)
+        if theirs is not None and theirs <= AS_GOOD * loss and _floor_nbytes(preset, plan) <= nbytes:
+            yield preset.name, theirs
+
+
+def outlier_layers(profile: Profile) -> list[int]:
+    """Layers of a model without q/k norm whose K has channels far larger than the median one."""
+    if profile.has_qk_norm:
+        return []
+    return [layer for layer, ratio in enumerate(profile.key_outliers) if ratio >= OUTLIERS]
+
+
+def _floor_nbytes(preset: KVConfig, plan: KVPlan) -> float:
+    try:
+        return ladder_of(preset, plan.model).narrowest.block_nbytes
+    except ConfigError:  # does not fit these heads
+        return float("inf")

@@ -1,0 +1,90 @@
+"""Model profiles: how much the loss depends on K and V of each layer, and on the errors of each format there.
+
+Sensitivity of a side to a format: the sum over its elements of |error x gradient|, in nats. To first order the mean
+loss of a text changes by no more. Source: PM-KVQ (arXiv 2505.18610), whose mean over elements ranks layers alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Annotated
+
+import msgspec
+
+from qkv_engine.errors import ModelError
+
+LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # bounds of a divisor of K; a channel that is always 0 gets the lower one
+MAX_FORMATS = 256  # that a profile names, several times those there are
+
+Norm = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+ByFormat = Annotated[dict[str, list[Norm]], msgspec.Meta(max_length=MAX_FORMATS)]
+Divisor = Annotated[float, msgspec.Meta(ge=LEAST_SCALE, le=MOST_SCALE)]
+KeyScale = tuple[tuple[tuple[Divisor, ...], ...], ...]
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a plan file, which is refused if it has unknown fields."""
+
+
+class LayerScores(Strict, frozen=True):
+    """One number a layer for K and one for V, such as the gradient norms of W_k and of W_v."""
+
+    k: list[Norm]
+    v: list[Norm]
+
+
+class Sensitivities(Strict, frozen=True):
+    """Sensitivity in nats of K and of V to each format by name, one number a layer."""
+
+    k: ByFormat
+    v: ByFormat
+
+
+class Prompts(Strict, frozen=True):
+    """The profiled texts: source, number, tokens in all, and the limit on the tokens of one."""
+
+    source: str
+    count: Count
+    tokens: Count
+    max_tokens: Count
+
+
+class Profile(Strict, frozen=True, kw_only=True):
+    """A model's profile, the mean over texts: all that a plan is made from.
+
+    ``dtype``: of the weights while they were profiled. ``context``: tokens that the model was made for.
+    ``position_scale``: positions were multiplied by it.
+    ``key_scale``: per layer, KV head and rotary pair the divisor of K that had been folded into the weights; None for
+    weights as they came. ``scores``: gradient norms of W_k and W_v. ``key_outliers``: per layer the largest magnitude
+    in K's largest channel over that in its median channel. ``has_qk_norm``: of the model. ``loss``: of a token at
+    16 bits, in nats; None in files of releases that did not note it.
+    """
+
+    dtype: str
+    context: Count
+    position_scale: Annotated[int, msgspec.Meta(ge=1)]
+    prompts: Prompts
+    key_scale: KeyScale | None
+    scores: LayerScores
+    sensitivities: Sensitivities
+    key_outliers: list[Norm]
+    has_qk_norm: bool
+    loss: Norm | None = None
+
+    def lists(self) -> dict[str, list[float]]:
+        """Every list with one number a layer, by field name."""
+        found = {"scores.k": self.scores.k, "scores.v": self.scores.v, "key_outliers": self.key_outliers}
+        for side, formats in (("k", self.sensitivities.k), ("v", self.sensitivities.v)):
+            found |= {f"sensitivities.{side}.{name}": values for name, values in formats.items()}
+        return found
+
+
+def mean(values: Sequence[Sequence[float]]) -> list[float]:
+    """The mean over texts of one number a layer, to six digits. Raises ``ModelError`` if any is not finite."""
+    found = [float(f"{fmean(layer):.6g}") for layer in zip(*values, strict=True)]
+    if not all(map(math.isfinite, found)):
+        raise ModelError("its loss or its gradients are not finite", field="model", remedy="Check its weights")
+    return found

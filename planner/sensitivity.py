@@ -1,0 +1,100 @@
+"""Sensitivity of K and V to formats: errors of the formats' own quantizers times the loss's gradients.
+
+Keys are those that a cache holds, after q/k norm and rotation. Source: PM-KVQ (arXiv 2505.18610), keyed by layer,
+where the release multiplies a layer's errors with the gradients of its mirror image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.errors import ConfigError
+from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.kernels.formats import PageShape, Side, SideBytes, make_format
+from qkv_engine.kernels.formats.family import SideName
+
+DENSE = "dense16"
+SINK = 32  # first tokens of a text, dense in every plan: their errors are not counted
+PIECE_PAGES = 16  # quantized at a time; more of them make larger temporaries
+
+_PER_TOKEN = tuple(f"int{bits}-token-128" for bits in (8, 4, 2, 1))
+# One bit is calibrated: eta 0.2 puts the levels a fifth of the range inside.
+K_FORMATS = (
+    DENSE,
+    *(f"int{bits}-channel-128" for bits in (8, 4, 3, 2)),
+    *("int1-channel-128-eta0.2", "kitty-25", "kitty-12.5"),
+    *_PER_TOKEN,
+)
+V_FORMATS = (DENSE, *_PER_TOKEN, "int3-token-128", "int1-token-128-eta0.2")
+
+
+class Candidates(NamedTuple):
+    """Candidate formats of K and of V: sides by format name."""
+
+    k: Mapping[str, Side]
+    v: Mapping[str, Side]
+
+    @classmethod
+    def of(cls, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Candidates:
+        """All formats of plans that fit heads of this shape, in a model that computes in ``dtype``."""
+        shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
+        return cls(_sides(K_FORMATS, shape, "k", dtype), _sides(V_FORMATS, shape, "v", dtype))
+
+    @classmethod
+    def of_shape(cls, model: ModelFingerprint) -> Candidates:
+        """``of`` for a model known by its fingerprint alone: the dtype changes no bytes."""
+        return cls.of(model.num_kv_heads, model.head_dim, torch.bfloat16)
+
+
+def _sides(names: tuple[str, ...], shape: PageShape, side: SideName, dtype: torch.dtype) -> dict[str, Side]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = make_format(name, dtype).layout(shape, side)
+        except ConfigError:  # does not fit these heads
+            continue
+    return found
+
+
+def side_sensitivities(x: Tensor, gradient: Tensor, sides: Mapping[str, Side]) -> Tensor:
+    """Sum of |error x gradient| of each of ``sides``: [formats] float32.
+
+    Shapes:  x and gradient [N, H, D], keys or values of one layer and the loss's gradients there
+    """
+    found = x.new_zeros(len(sides), dtype=torch.float32)
+    if len(x) <= SINK:
+        return found
+    values, weights = pages(x[SINK:]), pages(gradient[SINK:].abs(), fill=False)
+    for piece, weight in zip(torch.split(values, PIECE_PAGES), torch.split(weights, PIECE_PAGES), strict=True):
+        for index, side in enumerate(sides.values()):
+            found[index] += ((round_trip(piece, side) - piece).abs() * weight).sum()
+    return found
+
+
+def pages(x: Tensor, *, fill: bool = True) -> Tensor:
+    """Tokens [N, H, D] as pages [n, H, T, D] float32; the rest of the last repeats the first tokens, or is zero."""
+    num_tokens = len(x)
+    order = torch.arange(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, device=x.device)
+    if num_tokens == len(order):
+        whole = x.float()
+    else:
+        whole = x[order % num_tokens].float()
+        if not fill:
+            whole[num_tokens:] = 0
+    return whole.view(-1, BLOCK_TOKENS, *x.shape[1:]).transpose(1, 2).contiguous()
+
+
+def round_trip(x: Tensor, side: Side) -> Tensor:
+    """Pages x [n, H, T, D] float32, quantized and dequantized by ``side``."""
+    family = side.family
+    if x.is_cuda:
+        return family.dequantize(family.quantize(x, side, None), side)
+    codes, meta = (torch.empty(len(x), n, dtype=torch.uint8) for n in (side.codes_nbytes, side.meta_nbytes))
+    rows = SideBytes(codes, meta)
+    family.cpu.seal(x, rows, side)
+    return family.cpu.dequantize(rows, side, torch.float32)

@@ -1,0 +1,102 @@
+"""Sensitivities against their definition, on the families' references and on a model's own gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qkv_engine.planner import sensitivity
+from qkv_engine.planner.forward import attend, compute_logits, decoder_layers, embed, run_layer
+from qkv_engine.planner.gradients import Text, profile_text
+from qkv_engine.planner.sensitivity import SINK, Candidates, pages, round_trip, side_sensitivities
+
+from .test_gradients import FAMILIES, random_ids
+
+
+@pytest.fixture
+def heads() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and gradients that fill one page and a part of another, behind the sink."""
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(SINK + 200, 2, 32, generator=generator) for _ in "xg")
+    return x * torch.arange(1, 33), gradient
+
+
+def test_it_is_the_error_times_the_gradient(heads: tuple[torch.Tensor, torch.Tensor]):
+    x, gradient = heads
+    sides = Candidates.of(2, 32, torch.float32).k
+    found = dict(zip(sides, side_sensitivities(x, gradient, sides).tolist(), strict=True))
+    wanted = torch.cat((x[SINK:], x[SINK : SINK + 56])).view(2, 128, 2, 32).transpose(1, 2).contiguous()
+    weight = gradient[SINK:].abs()
+    for name, side in sides.items():
+        back = side.family.dequantize(side.family.quantize(wanted, side), side)
+        error = (back - wanted).transpose(1, 2).flatten(0, 1)[:200].abs()
+        assert found[name] == pytest.approx(float((error * weight).sum()), rel=1e-4), name
+    bits = [found[f"int{b}-token-128"] for b in (1, 2, 4, 8)]
+    assert bits == sorted(bits, reverse=True) and bits[0] > 10 * bits[2] > 0
+    assert found["int2-channel-128"] > found["kitty-12.5"] > found["kitty-25"] > found["int4-channel-128"]
+
+
+def test_the_sink_and_a_pages_filling_count_for_nothing(heads: tuple[torch.Tensor, torch.Tensor]):
+    x, gradient = heads
+    sides = Candidates.of(2, 32, torch.float32).v
+    before = side_sensitivities(x, gradient, sides)
+    x[:SINK] *= 100
+    torch.testing.assert_close(side_sensitivities(x, gradient, sides), before)
+    assert not side_sensitivities(x[:SINK], gradient[:SINK], sides).any()
+
+
+def test_pieces_change_nothing(heads: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch):
+    sides = Candidates.of(2, 32, torch.float32).k
+    whole = side_sensitivities(*heads, sides)
+    monkeypatch.setattr(sensitivity, "PIECE_PAGES", 1)
+    torch.testing.assert_close(side_sensitivities(*heads, sides), whole)
+
+
+def test_formats_that_do_not_fit_are_left_out():
+    wide, odd = Candidates.of(1, 512, torch.float32), Candidates.of(1, 33, torch.float32)
+    assert "kitty-25" not in wide.k and "int2-channel-128" in wide.k
+    assert "int1-token-128" not in odd.v and "int2-token-128" in odd.v
+
+
+@pytest.mark.parametrize(("family", "changes"), [FAMILIES[0], FAMILIES[3]], ids=str)
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_small_error_in_a_layer_changes_the_loss_by_no_more(pair, side: str):
+    """First order: with the layer's own gradients, and after q/k norm and rotation."""
+    _, model = pair
+    text = Text(random_ids(100))
+    ids, name = torch.tensor(text.token_ids), "int8-token-128"
+    candidates = Candidates.of(model.config.num_kv_heads, model.config.head_dim, torch.float32)
+    found = profile_text(model, text, candidates)
+    index = list(getattr(candidates, side)).index(name)
+    for number in range(2):
+        change = loss_with(model, ids, number, side, getattr(candidates, side)[name]) - loss_with(model, ids)
+        assert 0 < abs(change) <= 1.05 * getattr(found, side)[index][number]
+
+
+@torch.no_grad()
+def loss_with(model, ids: torch.Tensor, number: int = -1, name: str = "k", side=None) -> float:
+    """The mean loss with a side of layer ``number`` rounded, the sink left out."""
+    x, rotation = embed(model, ids[:-1])
+    for index, layer in enumerate(decoder_layers(model)):
+        passed = run_layer(layer, x, rotation)
+        if index == number:
+            kept = getattr(passed.heads, name)
+            rounded = round_trip(pages(kept[SINK:]), side).transpose(1, 2).flatten(0, 1)[: len(kept) - SINK]
+            heads = passed.heads._replace(**{name: torch.cat((kept[:SINK], rounded))})
+            o_proj = layer.self_attn.o_proj
+            exact = o_proj(attend(passed.heads))
+            after = run_attention_output(layer, x + o_proj(attend(heads)))
+            assert not torch.equal(exact, o_proj(attend(heads)))
+            x = after
+        else:
+            x = passed.output
+    return float(F.cross_entropy(compute_logits(model, x.float()), ids[1:]))
+
+
+def run_attention_output(layer, x: torch.Tensor) -> torch.Tensor:
+    """The rest of a layer after attention has been added to the residual stream."""
+    from qkv_engine.planner.forward import norm
+
+    gate, up = layer.mlp.gate_up_proj(norm(layer.post_attention_layernorm, x)).chunk(2, dim=-1)
+    return x + layer.mlp.down_proj(F.silu(gate) * up)
