@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from qkv_engine.bench.pareto import ParetoRow, best_rows, frontier, pareto_table, with_capacity
+from qkv_engine.bench.plots import pareto as plot
 from qkv_engine.bench.plots.labels import Box, Scene, place_labels
 from qkv_engine.bench.plots.pareto import family_of, plot_pareto
-from qkv_engine.bench.plots import pareto as plot
 from qkv_engine.bench.quality import Quality, rate
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.cli import bench
