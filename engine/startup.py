@@ -13,7 +13,6 @@ import torch
 
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.files import file_names, read_json_object
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
 from qkv_engine.models.ranks import ALONE, Ranks
@@ -31,6 +30,7 @@ from .device.runner import Runner
 from .errors import CapacityError, ConfigError
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
+from .model_files import file_names, read_json_object
 from .own_thread import in_own_thread
 from .request import SamplingParams
 from .serving.core import EngineCore

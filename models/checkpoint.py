@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
-
-from .files import check_file_name, file_names, has_file, open_inside, parse_json, read_exactly, read_into, read_json
+from qkv_engine.model_files import (
+    check_file_name,
+    file_names,
+    has_file,
+    open_inside,
+    parse_json,
+    read_exactly,
+    read_into,
+    read_json,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

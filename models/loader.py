@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from qkv_engine.errors import CapacityError, ConfigError, ModelError
+from qkv_engine.model_files import file_names, has_file, read_json
 
 from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
-from .files import file_names, has_file, read_json
 from .layers import CheckpointRows, Embedding, Layer, Linear, RMSNorm
 from .ranks import ALONE, Ranks
 from .registry import MODELS

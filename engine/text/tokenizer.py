@@ -11,9 +11,8 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from qkv_engine.models.files import has_file, parse_json, read_file, read_json_object, read_text
-
 from ..errors import ModelError, RequestError
+from ..model_files import has_file, parse_json, read_file, read_json_object, read_text
 from .chat_messages import check_messages, check_template_kwargs
 from .chat_template import ChatTemplate, select_template
 from .rust_calls import contain

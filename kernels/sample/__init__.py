@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .edits import UNSEEN, Edits, edit, edit_reference
+from .edits import UNSEEN, Edits, edit_reference
 from .reference import ALL_MASKED, NOT_FINITE, OK, sample_reference
 from .settings import Settings, pack_settings, uniform
 
@@ -27,6 +27,22 @@ def sample(logits: Tensor, settings: Settings | None = None, raw_peak: Tensor | 
 
         return sample_triton(logits, settings, raw_peak)
     return sample_reference(logits, settings, raw_peak)
+
+
+def edit(logits: Tensor, edits: Edits) -> tuple[Tensor, Tensor]:
+    """Logits with the edits applied, and the row maxima of the raw ones.
+
+    A fixed entry adds its bias to the raw logit; a later one to the edited logit. If the token was seen, the sum is
+    divided by repetition (multiplied where it is <= 0), then frequency * count is subtracted, and presence if the count
+    is not 0. A ban is a bias of -inf.
+
+    Shapes:  logits [M, V] bf16, fp16 or fp32, unchanged;  returns [M, V] float32, [M] float32
+    """
+    if logits.is_cuda:
+        from .triton import edit_triton
+
+        return edit_triton(logits, edits)
+    return edit_reference(logits, edits)
 
 
 __all__ = [

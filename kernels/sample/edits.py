@@ -26,22 +26,6 @@ class Edits(NamedTuple):
     ends: tuple[int, int, int]
 
 
-def edit(logits: Tensor, edits: Edits) -> tuple[Tensor, Tensor]:
-    """Logits with the edits applied, and the row maxima of the raw ones.
-
-    A fixed entry adds its bias to the raw logit; a later one to the edited logit. If the token was seen, the sum is
-    divided by repetition (multiplied where it is <= 0), then frequency * count is subtracted, and presence if the count
-    is not 0. A ban is a bias of -inf.
-
-    Shapes:  logits [M, V] bf16, fp16 or fp32, unchanged;  returns [M, V] float32, [M] float32
-    """
-    if logits.is_cuda:
-        from .triton import edit_triton
-
-        return edit_triton(logits, edits)
-    return edit_reference(logits, edits)
-
-
 def edit_reference(logits: Tensor, edits: Edits) -> tuple[Tensor, Tensor]:
     """See ``edit``."""
     edited = logits.float() if logits.dtype != torch.float32 else logits.clone()

@@ -71,7 +71,7 @@ def sample_triton(logits: Tensor, settings: Settings | None, raw_peak: Tensor | 
     sampled = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     peaks = torch.empty(grid, dtype=torch.float32, device=device)
     ids = torch.empty(grid, dtype=torch.int32, device=device)
-    sums = floors = tile_peaks = rows = positions = sampled  # stands in for arguments that a launch does not read
+    sums = floors = tile_peaks = rows = positions = sampled  # a placeholder pointer for unused arguments
     if limited:
         tile_peaks = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     peak_kernel[grid](logits, peaks, ids, tile_peaks, *sizes, blocks, HAS_TILE_PEAKS=limited, **tiles, **UNFUSED)

@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from qkv_engine.errors import ModelError
+from .errors import ModelError
 
 # Bytes of the largest file of each name that is read, several times those of the largest released one.
 MAX_BYTES = {
