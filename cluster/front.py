@@ -23,8 +23,8 @@ from starlette.types import Message, Receive, Scope, Send
 from qkv_engine.serve.app import METRICS_TYPE
 from qkv_engine.serve.bodies import check_parts, read_bytes
 from qkv_engine.serve.errors import ApiError, ClientGoneError, as_api_error, error_response
+from qkv_engine.serve.fair_threads import LARGE
 from qkv_engine.serve.frontend import FIRST_TOKEN
-from qkv_engine.serve.intake import LARGE
 from qkv_engine.serve.limits import Limits
 
 from .metrics import merged

@@ -26,7 +26,7 @@ MAX_GRAMMAR_CHARS = 1 << 16  # of a schema, expression or grammar, compiled in t
 MAX_NAME_CHARS = 256  # of request ids, tenants and salts, which stand in logs and keys
 
 
-class Bounds(NamedTuple):
+class Bound(NamedTuple):
     """Closed interval of a number; ``above`` makes the lower end open. ``optional`` admits None."""
 
     kind: type
@@ -41,23 +41,23 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "n": Bounds(int, 1, 64),
-    "priority": Bounds(int, -(2**31), 2**31 - 1),
-    "temperature": Bounds(float, 0, 100),
-    "top_p": Bounds(float, 0, 1, above=True),
-    "top_k": Bounds(int, -1, 2**31 - 1),
-    "min_p": Bounds(float, 0, 1),
-    "repetition_penalty": Bounds(float, 0.01, 100),
-    "presence_penalty": Bounds(float, -2, 2),
-    "frequency_penalty": Bounds(float, -2, 2),
-    "seed": Bounds(int, -(2**63), 2**63 - 1, optional=True),
-    "max_tokens": Bounds(int, 1, 2**31 - 1, optional=True),
-    "min_tokens": Bounds(int, 0, 2**31 - 1),
-    "logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
-    "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS, optional=True),
-    "num_prefill_tokens": Bounds(int, 1, 2**31 - 1, optional=True),
+    "n": Bound(int, 1, 64),
+    "priority": Bound(int, -(2**31), 2**31 - 1),
+    "temperature": Bound(float, 0, 100),
+    "top_p": Bound(float, 0, 1, above=True),
+    "top_k": Bound(int, -1, 2**31 - 1),
+    "min_p": Bound(float, 0, 1),
+    "repetition_penalty": Bound(float, 0.01, 100),
+    "presence_penalty": Bound(float, -2, 2),
+    "frequency_penalty": Bound(float, -2, 2),
+    "seed": Bound(int, -(2**63), 2**63 - 1, optional=True),
+    "max_tokens": Bound(int, 1, 2**31 - 1, optional=True),
+    "min_tokens": Bound(int, 0, 2**31 - 1),
+    "logprobs": Bound(int, 0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": Bound(int, 0, MAX_LOGPROBS, optional=True),
+    "num_prefill_tokens": Bound(int, 1, 2**31 - 1, optional=True),
 }
-BIAS_BOUNDS = Bounds(float, -100, 100)
+BIAS_BOUNDS = Bound(float, -100, 100)
 FLAGS = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -194,7 +194,7 @@ def _structured(value: object) -> StructuredOutputs:
     return StructuredOutputs(**found)
 
 
-def _number(name: str, value: object, bounds: Bounds) -> float | int | None:
+def _number(name: str, value: object, bounds: Bound) -> float | int | None:
     if value is None and bounds.optional:
         return None
     remedy = f"Use {bounds}{' or None' if bounds.optional else ''}"

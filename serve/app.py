@@ -27,9 +27,9 @@ from .answers import Answer, ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
 from .errors import ApiError, ClientGoneError, as_api_error, ended, error_response, refused
 from .events import EventStream
+from .fair_threads import Load
 from .frontend import FIRST_TOKEN, Frontend, Generation
 from .hosts import Hosts
-from .intake import Load
 from .keys import Keys
 from .limits import Limits
 from .page import page_routes

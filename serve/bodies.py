@@ -16,8 +16,8 @@ from starlette.requests import Request
 from qkv_engine import SamplingParams, StructuredOutputs
 
 from .errors import ApiError, ClientGoneError
+from .fair_threads import LARGE, Load
 from .frontend import Frontend
-from .intake import LARGE, Load
 from .limits import Limits
 
 MAX_PROMPTS = 256  # of one request to /v1/completions
@@ -263,7 +263,7 @@ async def read_body(request: Request, kind: type[T], frontend: Frontend) -> tupl
         load = Load(tenant, len(body))
         if load.nbytes <= LARGE:
             return decode(body, kind), load
-        return await frontend.intake.run(load, lambda: decode(body, kind)), load
+        return await frontend.threads.run(load, lambda: decode(body, kind)), load
 
 
 def decode(body: bytes, kind: type[T]) -> T:

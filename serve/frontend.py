@@ -15,7 +15,7 @@ from qkv_engine.intake import Conversation, Prompt
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .errors import ApiError, ClientGoneError
-from .intake import Intake, Load
+from .fair_threads import FairThreads, Load
 from .limits import Limits
 from .metrics import Metrics
 from .seats import Seats
@@ -36,7 +36,7 @@ class Frontend:
         self.engine, self.names, self.limits = engine, names, limits
         self.metrics = Metrics(engine, names[0])
         self.created = int(time.time())
-        self.seats, self.intake = Seats(limits.max_requests, is_shared=num_tenants > 1), Intake()
+        self.seats, self.threads = Seats(limits.max_requests, is_shared=num_tenants > 1), FairThreads()
         self._metrics_thread = CapacityLimiter(1)
 
     @property
@@ -91,7 +91,7 @@ class Frontend:
 
         self.seats.take(load.tenant, number)
         try:
-            streams = await self.intake.run(load, submit_all)
+            streams = await self.threads.run(load, submit_all)
         except BaseException:
             self.seats.give_back(load.tenant, number)
             raise
@@ -100,7 +100,7 @@ class Frontend:
     async def with_tokenizer(self, load: Load, function: Callable[[Tokenizer], T]) -> T:
         """The result of ``function`` on the tokenizer, in a thread. Raises ``RequestError`` for a bare shape."""
         with self.seats.held(load.tenant):
-            return await self.intake.run(load, lambda: function(self._tokenizer))
+            return await self.threads.run(load, lambda: function(self._tokenizer))
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -29,7 +29,7 @@ Lengths = Sequence[int] | Mapping[int, int]  # tokens written to a request's ope
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
 
 
-class Row(NamedTuple):
+class RequestRow(NamedTuple):
     """Dense slots of one request that are attended side by side.
 
     ``num_sink``: tokens of the first slot if it is a sink, else 0; ``num_valid``: those of the last slot if it may be
@@ -182,7 +182,7 @@ class _Builder:
         """Adds sinks, full and open blocks: a sink beside the open block, in a short lone request beside all blocks."""
         num_blocks = sum(len(r.full) + bool(r.open) for r in requests)
         is_short = len(requests) == 1 and num_blocks <= JOINED_BLOCKS
-        alike = defaultdict[tuple[bool, int, bool], list[Row]](list)
+        alike = defaultdict[tuple[bool, int, bool], list[RequestRow]](list)
         for b, r in enumerate(requests):
             slots, num_sink, num_valid = [], 0, None
             if r.sink:
@@ -196,13 +196,13 @@ class _Builder:
                 slot, num_valid = r.open
                 slots.append(slot)
             if slots:
-                alike[bool(r.sink), len(slots), bool(r.open)].append(Row(b, slots, num_sink, num_valid))
+                alike[bool(r.sink), len(slots), bool(r.open)].append(RequestRow(b, slots, num_sink, num_valid))
             for slot in () if is_short else r.full:
-                alike[False, 1, num_blocks <= FEW_BLOCKS].append(Row(b, [slot], 0, None))
+                alike[False, 1, num_blocks <= FEW_BLOCKS].append(RequestRow(b, [slot], 0, None))
         for rows in alike.values():
             self._add_rows(rows)
 
-    def _add_rows(self, rows: list[Row]) -> None:
+    def _add_rows(self, rows: list[RequestRow]) -> None:
         """Adds a group of rows with equally many slots of the same kinds."""
         run = None
         if len(rows[0].slots) == 1:

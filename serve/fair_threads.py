@@ -29,7 +29,7 @@ class _Turn(NamedTuple):
     given: asyncio.Future[None]
 
 
-class Intake:
+class FairThreads:
     """Threads for the work on requests. One event loop uses it.
 
     Of the tenants that wait the one with the fewest threads is next, of equal ones the one that was served longest ago.

@@ -13,8 +13,8 @@ from qkv_engine import Engine
 from qkv_engine.serve import bodies
 from qkv_engine.serve.bodies import MAX_PARTS
 from qkv_engine.serve.errors import ApiError
+from qkv_engine.serve.fair_threads import LARGE, MAX_BYTES, TENANT_THREADS, THREADS, FairThreads, Load
 from qkv_engine.serve.frontend import MAX_CONTEXTS
-from qkv_engine.serve.intake import LARGE, MAX_BYTES, TENANT_THREADS, THREADS, Intake, Load
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 from qkv_engine.serve.seats import Seats
@@ -26,7 +26,7 @@ class Works:
     """Pieces of work that end when they are told to, and the order in which they began."""
 
     def __init__(self) -> None:
-        self.intake, self.begun = Intake(), list[str]()
+        self.threads, self.begun = FairThreads(), list[str]()
         self._ends: dict[str, threading.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -38,7 +38,7 @@ class Works:
             self.begun.append(name)
             self._ends[name].wait(10)
 
-        self._tasks[name] = asyncio.ensure_future(self.intake.run(Load(name[0], nbytes), work))
+        self._tasks[name] = asyncio.ensure_future(self.threads.run(Load(name[0], nbytes), work))
         await self._settle()
 
     async def end(self, *names: str) -> None:
@@ -57,12 +57,12 @@ class Works:
     async def end_all(self) -> None:
         while self._tasks:
             await self.end(*(name for name in self.begun if name in self._tasks))
-        assert not self.intake._waiting and not self.intake._running and not self.intake._nbytes
+        assert not self.threads._waiting and not self.threads._running and not self.threads._nbytes
 
     async def _settle(self) -> None:
         """Waits until whatever has a turn has begun."""
         await asyncio.sleep(0)
-        while sum(name in self._tasks for name in self.begun) < self.intake._running.total():
+        while sum(name in self._tasks for name in self.begun) < self.threads._running.total():
             await asyncio.sleep(0.001)
 
 
@@ -148,15 +148,15 @@ def test_who_leaves_gives_the_turn_to_the_next():
 
 
 def test_a_failure_gives_the_thread_back():
-    intake = Intake()
+    threads = FairThreads()
 
     async def run() -> None:
         for _ in range(THREADS + 1):
             with pytest.raises(ZeroDivisionError):
-                await intake.run(Load("a", MAX_BYTES), lambda: 1 // 0)
+                await threads.run(Load("a", MAX_BYTES), lambda: 1 // 0)
 
     asyncio.run(run())
-    assert not intake._running and not intake._nbytes
+    assert not threads._running and not threads._nbytes
 
 
 def status_of(seats: Seats, tenant: str, number: int = 1) -> int:
@@ -244,7 +244,7 @@ def test_brackets_in_texts_are_no_parts(text: str):
 
 
 def test_more_ids_than_the_context_holds_are_refused_at_once(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server.frontend.intake, "run", None)
+    monkeypatch.setattr(server.frontend.threads, "run", None)
     body = {"prompt": [5] * (server.engine.max_model_len + 1)}
     refused = server.post(body)
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
