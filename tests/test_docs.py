@@ -18,7 +18,7 @@ from qkv_engine.cli.main import _parse
 
 from .doc_pages import FENCE, PAGES, ROOT, blocks, code_spans, each_page
 
-FOLDERS = "engine|scheduler|kernels|models|cli|bench|serve|cluster|studies|tests|docs|examples"
+FOLDERS = "engine|scheduler|kernels|models|planner|cli|bench|serve|cluster|studies|tests|docs|examples"
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
 RAY = {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"}
