@@ -12,9 +12,9 @@ from qkv_engine.device.ladder import Ladder
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.manager import KVManager
+from qkv_engine.loading import rank_ladder
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sizes import MAX_SIZE, format_size, parse_size
-from qkv_engine.startup import rank_ladder
 
 from .batches import MAX_REQUESTS, parse_requests
 from .roofline import count_weights

@@ -90,8 +90,8 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     common.load_torch()
     from qkv_engine.bench.sizing import make_ladder
     from qkv_engine.device.cpu.threads import choose_threads
+    from qkv_engine.loading import check_context, resolve_device
     from qkv_engine.models.loader import weights_nbytes
-    from qkv_engine.startup import check_context, resolve_device
 
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
     num_ranks = args.tensor_parallel or 1

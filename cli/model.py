@@ -38,10 +38,10 @@ class ModelFiles(NamedTuple):
 def read_model(args: argparse.Namespace, shape: str | None = None) -> ModelFiles:
     """A shape, a folder or a Hub model, of which only the small files are fetched."""
     load_torch()
+    from qkv_engine.loading import demo_folder
     from qkv_engine.models.config import ModelConfig
     from qkv_engine.models.loader import find_folder, read_config
     from qkv_engine.models.shapes import SHAPES
-    from qkv_engine.startup import demo_folder
 
     if shape in SHAPES:
         return ModelFiles(ModelConfig.from_hf(SHAPES[shape]), None)
@@ -87,7 +87,7 @@ def machine(args: argparse.Namespace) -> Machine:
     """The model that ``args`` name, the dtype of its weights and the device they ask for."""
     config = read_model(args, args.shape).config
     from qkv_engine.bench.sizing import Machine
-    from qkv_engine.startup import resolve_device
+    from qkv_engine.loading import resolve_device
 
     device = resolve_device(args.device or "auto")
     return Machine(config, weight_dtype(args.dtype or "auto", config, device), device, args.tensor_parallel or 1)

@@ -142,7 +142,7 @@ def _check_model(args: argparse.Namespace, model: ModelFingerprint, source: str)
 
 def _engine_config(args: argparse.Namespace, options: dict[str, Any], model: ModelConfig) -> EngineConfig:
     """How the model is loaded. In float16 small gradients would vanish, so bfloat16 takes its place."""
-    from qkv_engine.startup import resolve_device
+    from qkv_engine.loading import resolve_device
 
     if args.shape is not None:
         options |= {"model": args.shape, "load_format": "random"}
@@ -193,11 +193,11 @@ def _empty_profile(args: argparse.Namespace, config: ModelConfig, texts: TextSet
 def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> tuple[Profile, str | None]:
     """The profile of the model that ``config`` names, and the digest of its weights; None for random ones."""
     from qkv_engine.device.cpu.threads import computing_with
+    from qkv_engine.loading import load, resolve_device
     from qkv_engine.models.checkpoint import weights_digest
     from qkv_engine.models.key_scale import fold_key_scale
     from qkv_engine.planner.gradients import mean_profile, profile_texts
     from qkv_engine.planner.sensitivity import Candidates
-    from qkv_engine.startup import load, resolve_device
 
     loaded, dtype = load(config, resolve_device(config.device), pack=False)
     model, scale, key_scale = cast("LlamaForCausalLM", loaded.model), _position_scale(args), None

@@ -36,7 +36,7 @@ APP = "qkv-engine"  # name of the application in the cluster
 MAX_REPLICAS = 4096
 DOWNSCALE_SECONDS = 300.0  # of low load before a replica, and its prefix cache, is given up
 POLL_SECONDS = 0.5  # between two looks at the requests under way; a shutdown is late by at most twice as much
-CLOSING_SECONDS = 5.0  # beyond the drain timeout, in which fronts must have told clients that their answers are cut
+CLOSING_SECONDS = 5.0  # grace period after the drain timeout for sending the final error events
 
 
 @dataclass(frozen=True)

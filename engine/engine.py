@@ -21,7 +21,8 @@ from .request import RequestOutput, SamplingParams
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot
 from .serving.submission import Submission
-from .startup import Started, start
+from .started import Started
+from .startup import start
 from .text.tokenizer import Tokenizer
 from .validation import check_name
 
@@ -117,8 +118,8 @@ class Engine(Closable):
         self._started: Started | None = start(config)
         self._intake = Intake(self._started)
         on_cpu = self._started.device.type == "cpu"
-        crew = self._started.crew
-        abandon = None if crew is None else crew.abandon
+        workers = self._started.workers
+        abandon = None if workers is None else workers.abandon
         self._loop = EngineLoop(self._started.core, self._started.threads if on_cpu else None, abandon)
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._loop.start()  # last: an interrupt above leaves no thread, and one here leaves a thread that is closed
@@ -274,8 +275,8 @@ class Engine(Closable):
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
         started, self._started = self._started, None  # once: another thread may close it, too
-        if started is not None and started.crew is not None:
-            started.crew.close()
+        if started is not None and started.workers is not None:
+            started.workers.close()
         if started is not None and started.device.type == "cuda":
             with suppress(RuntimeError):  # of a lost device
                 torch.cuda.empty_cache()

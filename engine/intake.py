@@ -12,7 +12,7 @@ from .errors import CapacityError, QKVError, RequestError
 from .request import RequestOutputKind, SamplingParams
 from .sampling.guide import Grammars, Guide
 from .serving.submission import Submission
-from .startup import Started
+from .started import Started
 from .text.reasoning import ReasoningMarks, find_marks
 from .text.tokenizer import Tokenizer
 from .validation import (

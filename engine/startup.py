@@ -1,70 +1,40 @@
-"""Start-up: finds the device, loads model and tokenizer, allocates KV memory, and describes the result."""
+"""Start-up: loads model and tokenizer, allocates KV memory, starts the workers of other ranks, builds the core."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from qkv_engine.models.checkpoint import weights_digest
-from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.key_scale import fold_key_scale
-from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
-from qkv_engine.models.ranks import ALONE, Ranks
+from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
 
-from .config import BLOCK_TOKENS, EngineConfig, KVConfig
+from .config import BLOCK_TOKENS, EngineConfig
 from .device.cache import MAX_SLAB_BLOCKS, KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
-from .device.ladder import Ladder, build_ladder
+from .device.ladder import Ladder
 from .device.logits import CausalLM
-from .device.memory import default_kv_memory, free_memory, memory_or_error
+from .device.memory import default_kv_memory, free_memory
 from .device.runner import Runner
 from .errors import CapacityError, ConfigError
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
+from .loading import enough_memory, find_source, load, rank_ladder, resolve_device
 from .model_files import file_names, read_json_object
-from .own_thread import in_own_thread
-from .request import SamplingParams
 from .serving.core import EngineCore
 from .sizes import format_size, parse_size
+from .started import Started
 from .text.tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
 
 if TYPE_CHECKING:
-    from .parallel.crew import Crew
+    from .parallel.worker_group import WorkerGroup
 
 logger = logging.getLogger("qkv_engine")
-
-
-@dataclass(frozen=True)
-class Started:
-    """A core ready to run, and the facts about it that its callers need."""
-
-    core: EngineCore
-    name: str
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    default_params: SamplingParams
-    max_model_len: int
-    device: torch.device
-    dtype: torch.dtype
-    ladder: Ladder
-    threads: ThreadChoice  # CPU threads of the engine's own thread
-    summary: list[str]
-    crew: Crew | None = None  # the other ranks under tensor parallelism
-
-
-def demo_folder() -> Path:
-    """The demo model inside the package."""
-    return Path(str(files("qkv_engine") / "assets" / "demo"))
 
 
 def start(config: EngineConfig) -> Started:
@@ -73,24 +43,18 @@ def start(config: EngineConfig) -> Started:
     An interrupt is raised again once all that was allocated is freed; a load under way ends within about a second.
     """
     device = resolve_device(config.device)
-    crew = None if config.tensor_parallel == 1 else _start_crew(config, device)
+    workers = None if config.tensor_parallel == 1 else _start_workers(config, device)
     try:
         with enough_memory():
-            return _start(config, device, crew)
+            return _start(config, device, workers)
     except BaseException:
-        if crew is not None:
-            crew.close()
+        if workers is not None:
+            workers.close()
         raise
 
 
-def enough_memory() -> AbstractContextManager[None]:
-    """For all that a rank allocates at start: ``CapacityError`` where the system does not give it."""
-    remedy = "Lower kv_memory, or use a smaller model"
-    return memory_or_error("the system gives no more memory to start with", remedy=remedy)
-
-
-def _start_crew(config: EngineConfig, device: torch.device) -> Crew:
-    from .parallel.crew import Crew
+def _start_workers(config: EngineConfig, device: torch.device) -> WorkerGroup:
+    from .parallel.worker_group import WorkerGroup
 
     if device.type == "cuda" and (device.index or torch.cuda.device_count() < config.tensor_parallel):
         raise ConfigError(
@@ -100,11 +64,11 @@ def _start_crew(config: EngineConfig, device: torch.device) -> Crew:
             remedy="Lower it, or choose GPUs with CUDA_VISIBLE_DEVICES",
         )
     find_source(config, device, config.tensor_parallel)  # before several processes look for it at once
-    return Crew(config, device)
+    return WorkerGroup(config, device)
 
 
-def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Started:
-    ranks = ALONE if crew is None else crew.ranks
+def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | None) -> Started:
+    ranks = ALONE if workers is None else workers.ranks
     loaded, dtype = load(config, device, ranks=ranks)
     model_config = loaded.config
     tokenizer = None if loaded.folder is None else _load_tokenizer(loaded.folder)
@@ -135,13 +99,13 @@ def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Sta
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         cuda_graphs=config.cuda_graphs,
-        crew=crew,
+        workers=workers,
     )
     threads = choose_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
-    if crew is not None:
+    if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
-        crew.replies()  # their weights are loaded
-        crew.set_up(cache.nbytes, runner.layout, threads.number)
+        workers.replies()  # their weights are loaded
+        workers.set_up(cache.nbytes, runner.layout, threads.number)
     if device.type == "cuda":
         warm_up(runner)
     captured = None
@@ -170,114 +134,8 @@ def _start(config: EngineConfig, device: torch.device, crew: Crew | None) -> Sta
         ladder,
         threads,
         summary,
-        crew,
+        workers,
     )
-
-
-def rank_ladder(kv: KVConfig, model: ModelConfig, num_ranks: int, dtype: torch.dtype) -> Ladder:
-    """The ladder of ``kv`` over the KV heads of one of ``num_ranks``, for a model that computes in ``dtype``."""
-    return build_ladder(
-        kv,
-        num_layers=model.num_layers,
-        num_kv_heads=model.share(num_ranks).num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
-
-
-def load(
-    config: EngineConfig, device: torch.device, *, pack: bool = True, ranks: Ranks = ALONE
-) -> tuple[LoadedModel, torch.dtype]:
-    """The loaded model and the dtype of its weights; checks come before weights are downloaded or read.
-
-    Without ``pack`` the weights keep the layout that gradients need. Of split weights only the part of ``ranks`` is
-    loaded.
-    """
-    source = find_source(config, device, ranks.size)
-    if config.max_model_len is not None and config.max_model_len > source.config.max_context:
-        logger.warning(
-            "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
-            source.config.max_context,
-        )  # fmt: skip
-    if config.kv.model is not None and config.load_format != "random":  # random weights suit any plan
-        assert source.folder is not None, "only random weights have no folder"
-        config.kv.model.check_weights(weights_digest(source.folder), config.kv.name)
-    dtype = resolve_dtype(config.dtype, source.config, device)
-    loaded = in_own_thread(
-        lambda stopped: load_weights(
-            source,
-            dtype=dtype,
-            device=device,
-            load_format=config.load_format,
-            seed=config.seed,
-            stopped=stopped,
-            prepare=lambda net: None if config.kv.key_scale is None else fold_key_scale(net, config.kv.key_scale),
-            pack=pack,
-            ranks=ranks,
-        )
-    )
-    return loaded, dtype
-
-
-def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> ModelSource:
-    """The model of ``config``, downloaded if it is on the Hub, once it is known to fit options, ranks and device."""
-
-    def check(model: ModelConfig) -> None:
-        if config.kv.model is not None:
-            config.kv.model.check_shape(model, config.kv.name)
-        check_context(model, config.max_model_len, config.extend_context)
-        model.check_ranks(num_ranks)
-        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
-
-    return find_model(
-        str(demo_folder()) if config.source is None else config.source,
-        load_format=config.load_format,
-        revision=config.revision,
-        token=config.token,
-        check=check,
-    )
-
-
-def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:
-    """Raises ``ConfigError`` if ``max_model_len`` is more than the model was made for, unless ``extend_context``."""
-    if max_model_len is not None and max_model_len > model.max_context and not extend_context:
-        raise ConfigError(
-            f"the model was made for {model.max_context} tokens",
-            field="max_model_len",
-            value=max_model_len,
-            remedy=f"Use at most {model.max_context}, or ask for a longer context with extend_context",
-        )
-
-
-def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> None:
-    """Raises ``CapacityError`` if loading a model's weights in ``dtype`` needs more memory than ``device`` has free."""
-    need, free = load_nbytes(model, dtype, device, num_ranks), free_memory(device)
-    if need <= free:
-        return
-    remedy = "Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model"
-    raise CapacityError(
-        f"loading the weights takes {format_size(need)} in {str(dtype).removeprefix('torch.')}, "
-        f"{format_size(free)} are free on {device}",
-        remedy=remedy,
-    )
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is the first GPU, or the CPU where there is none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    remedy = 'Use "auto", "cpu", "cuda" or "cuda:N"'
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError("unknown device", field="device", value=name, remedy=remedy) from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
-        raise ConfigError("unsupported device", field="device", value=name, remedy=remedy)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("no such GPU here", field="device", value=name, remedy=remedy)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -25,20 +25,20 @@ def can_overlap(device: torch.device) -> bool:
 def overlap_options(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel that may begin before its predecessor in the stream has ended, where possible.
 
-    The predecessor must not write anything that this kernel reads before ``end_overlap``.
+    The predecessor must not write anything that this kernel reads before ``wait_for_previous``.
     """
     return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 
 @triton.jit
-def begin_overlap(OVERLAP: tl.constexpr):
-    """Lets the next kernel start."""
+def let_next_start(OVERLAP: tl.constexpr):
+    """Lets the next kernel in the stream start."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def end_overlap(OVERLAP: tl.constexpr):
+def wait_for_previous(OVERLAP: tl.constexpr):
     """Waits until every kernel before this one has ended and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

@@ -29,9 +29,9 @@ from qkv_engine.bench.report import as_json, render
 from qkv_engine.bench.result_files import read_records
 from qkv_engine.bench.status import OK
 from qkv_engine.cli.results import exit_code
+from qkv_engine.loading import demo_folder
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import find_model
-from qkv_engine.startup import demo_folder
 
 from .judge_harness import run_lm_eval
 from .judge_ladders import Contender, Planner, contenders

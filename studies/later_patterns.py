@@ -25,7 +25,7 @@ from qkv_engine.bench.scoring import scoring_params
 from qkv_engine.bench.table import Table, as_markdown, from_columns
 from qkv_engine.config import DENSE16, PRESETS, KVConfig, RungConfig, pattern_rung
 from qkv_engine.device.logprobs import TokenLogprobs, token_logprobs
-from qkv_engine.startup import demo_folder
+from qkv_engine.loading import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
 TRUTH, BASE = "16 bits", "32 patterns"  # what divergence is from; the preset patternkv, which others are compared with

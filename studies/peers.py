@@ -124,8 +124,8 @@ def _hf_model(setup: Setup, attention: str) -> Any:
     import torch
     import transformers
 
+    from qkv_engine.loading import demo_folder, resolve_device
     from qkv_engine.models.shapes import SHAPES
-    from qkv_engine.startup import demo_folder, resolve_device
 
     library: Any = transformers  # typed in part only
     library.utils.logging.disable_progress_bar()
@@ -267,7 +267,7 @@ def machine(device: str) -> str:
     """The GPU that ``device`` names, or the processor and the threads torch uses on it."""
     import torch
 
-    from qkv_engine.startup import resolve_device
+    from qkv_engine.loading import resolve_device
 
     resolved = resolve_device(device)
     name = device_name(str(resolved))

@@ -34,11 +34,11 @@ from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError
+from qkv_engine.loading import resolve_device
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.loader import resolve_dtype
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.sizes import parse_size
-from qkv_engine.startup import resolve_device
 
 from . import results
 

@@ -26,7 +26,7 @@ from .prepare import StepMaker
 from .sampler import PendingTokens, SampledToken, SampledTokens
 
 if TYPE_CHECKING:
-    from ..parallel.crew import Crew
+    from ..parallel.worker_group import WorkerGroup
     from .gpu.captures import Captured
 
 
@@ -52,10 +52,10 @@ class Pending:
         tokens: PendingTokens | None,
         places: Sequence[int | None] | None,
         prompt_logprobs: Mapping[int, list[TokenLogprobs]],
-        crew: Crew | None = None,
+        workers: WorkerGroup | None = None,
     ):
         """``places``: index in ``tokens`` of each item's token; ``None`` if they are in the items' order."""
-        self._crew = crew
+        self._workers = workers
         self._items, self._tokens, self._places = items, tokens, places
         self._prompt_logprobs = prompt_logprobs
 
@@ -65,10 +65,10 @@ class Pending:
         May be called once. An error of the device, or the loss of a rank, is raised here.
         """
         items, places, prompt = self._items, self._places, self._prompt_logprobs
-        with nullcontext() if self._crew is None else self._crew.waiting():
+        with nullcontext() if self._workers is None else self._workers.waiting():
             token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
-        if self._crew is not None:
-            self._crew.check()  # an exchange that was broken off gives any numbers
+        if self._workers is not None:
+            self._workers.check()  # an exchange that was broken off gives any numbers
         if places is None:
             return StepResult(items, token_ids[: len(items)], special, prompt)
         found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
@@ -87,16 +87,16 @@ class Runner:
         max_num_seqs: int = 1,
         max_model_len: int = 1,
         cuda_graphs: bool = True,
-        crew: Crew | None = None,
+        workers: WorkerGroup | None = None,
     ):
-        """``crew``: the other ranks under tensor parallelism, which carry out all commands too."""
-        self.cache, self.device, self._crew = cache, device, crew
+        """``workers``: the other ranks under tensor parallelism, which carry out all commands too."""
+        self.cache, self.device, self._workers = cache, device, workers
         self.layout = TableLayout.of(cache.tables, max_num_seqs, max_model_len)
         self._maker = StepMaker(TableRows(self.layout, cache.ladder))
         self._own = make_steps(model, cache.memory, self.layout, cache.ladder, cuda_graphs)
         self.steps: Steps = self._own
-        if crew is not None:
-            self.steps, cache.mover = LedSteps(crew, self._own), LedMover(crew, cache.mover)
+        if workers is not None:
+            self.steps, cache.mover = LedSteps(workers, self._own), LedMover(workers, cache.mover)
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
@@ -109,15 +109,15 @@ class Runner:
         from .gpu.captures import StepShape, capture_all
         from .gpu.steps import GpuSteps
 
-        steps, crew = self._own, self._crew
+        steps, workers = self._own, self._workers
         if not isinstance(steps, GpuSteps) or steps.mixed is None:
             return None
 
         def capture(shape: StepShape) -> None:
-            if crew is None:
+            if workers is None:
                 steps.capture(shape)
             else:
-                crew.lead(Capture(pickle.dumps(shape)), lambda: steps.capture(shape))
+                workers.lead(Capture(pickle.dumps(shape)), lambda: steps.capture(shape))
 
         limits = max_num_seqs, max_model_len, max_num_batched_tokens
         with torch.inference_mode():
@@ -128,8 +128,8 @@ class Runner:
 
         Raises ``RankLostError`` if the process of another rank ended.
         """
-        if self._crew is not None:
-            self._crew.check()
+        if self._workers is not None:
+            self._workers.check()
         if self.device.type == "cpu":
             return
         try:
@@ -158,7 +158,7 @@ class Runner:
             self._maker.forget()
             raise
         places = _places(batch.items, sampling, sampling if computed.of_all_items else range(len(sampling)))
-        return Pending(batch.items, computed.tokens, places, computed.prompt_logprobs, self._crew)
+        return Pending(batch.items, computed.tokens, places, computed.prompt_logprobs, self._workers)
 
 
 def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:

@@ -90,9 +90,9 @@ class WorkerProcess:
             yield
         except (EOFError, OSError) as error:
             self.end()
-            raise RankLostError(self.last_words(), remedy="Make a new Engine") from error
+            raise RankLostError(self.exit_message(), remedy="Make a new Engine") from error
 
-    def last_words(self) -> str:
+    def exit_message(self) -> str:
         """Why the process ended, once it has."""
         self._messages.seek(0)
         text = self._messages.read().decode(errors="replace").strip()

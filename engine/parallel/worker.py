@@ -24,16 +24,16 @@ from ..device.mover import Mover
 from ..device.pinned import RowsCopy
 from ..errors import QKVError
 from ..kv.moves import MoveCommand
-from ..startup import enough_memory, load, rank_ladder
+from ..loading import enough_memory, load, rank_ladder
 from .commands import Capture, Command, Setup, decode
-from .crew import HOST
 from .process import PULSE_BYTES
 from .process_ranks import ProcessRanks
+from .worker_group import HOST
 
 MOST_UNDER_WAY = 8  # commands whose copies to the host are kept; rank 0 is at most two steps ahead of its tokens
 
 
-class Follower:
+class RankWorker:
     """One rank's memory and backends."""
 
     def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
@@ -81,13 +81,13 @@ def main() -> None:
             setup = decode(commands.get())
             assert isinstance(setup, Setup), "the first command"
             torch.set_num_threads(setup.num_threads)
-            follower = Follower(config, setup, cast(CausalLM, loaded.model), dtype, device)
+            rank_worker = RankWorker(config, setup, cast(CausalLM, loaded.model), dtype, device)
             _reply(connection, None)
     except QKVError as error:
         _reply(connection, error)
         return
     while True:
-        follower.execute(decode(commands.get()))
+        rank_worker.execute(decode(commands.get()))
 
 
 def _reply(connection: Connection, reply: object) -> None:

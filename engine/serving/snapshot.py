@@ -6,7 +6,7 @@ import time
 
 from ..device.cache import total_nbytes
 from ..metrics import EngineStats
-from ..startup import Started
+from ..started import Started
 
 
 def take_snapshot(started: Started) -> EngineStats:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED
-from ..overlap import begin_overlap, end_overlap, overlap_options
+from ..overlap import let_next_start, overlap_options, wait_for_previous
 
 VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
 
@@ -58,7 +58,7 @@ def linear_sum_kernel(
     Shapes:  x [K];  weight [N, K];  bias [N] or None;  out [N], with GATED [N / 2]
     Grid:    (cdiv(N, BLOCK_N),)
     """
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     i_p, o_k = tl.program_id(0), tl.arange(0, BLOCK_K)
     o_n = _weight_rows(i_p, N, GATED, False, BLOCK_N)
@@ -68,7 +68,7 @@ def linear_sum_kernel(
         b_weight = _load_columns(p_weight, part * BLOCK_K + o_k[None, :], K, BLOCK_K, "evict_first")
         weights += (b_weight,)  # type: ignore[assignment]
     b_bias = _load_bias(bias_ptr, o_n)
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)
 
     b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for part in tl.static_range(PARTS):
@@ -94,14 +94,14 @@ def linear_tile_kernel(
     Shapes:  x [M, K], M <= BLOCK_M;  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
     Grid:    (cdiv(N, BLOCK_N),)
     """
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     i_p, o_m, o_k = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     o_n = _weight_rows(i_p, N, GATED, FULL, BLOCK_N)
     p_weight = weight_ptr + o_n[:, None] * K
     b_bias = _load_bias(bias_ptr, o_n)
     p_x, m_m = x_ptr + o_m[:, None] * K, (o_m < M)[:, None]
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)
 
     for i in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         b_weight = _load_columns(p_weight, i + o_k[None, :], K, BLOCK_K, "evict_first")

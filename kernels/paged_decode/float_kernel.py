@@ -14,7 +14,7 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..overlap import begin_overlap, end_overlap
+from ..overlap import let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["first_rung", "end_rung"])
@@ -53,10 +53,10 @@ def decode_float_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + end_rung):
-        end_overlap(OVERLAP)
+        wait_for_previous(OVERLAP)
         return
     p_item = items_ptr + i_w * 5
     i_b = tl.load(p_item).to(tl.int64)
@@ -120,4 +120,4 @@ def decode_float_kernel(
     row = part * (H * G) + i_h * G + o_g
     tl.store(o_ptr + row[:, None] * D + o_d[None, :], b_acc / tl.maximum(b_l, 1e-30)[:, None], mask=b_rows)
     tl.store(lse_ptr + row, tl.where(b_l > 0, b_m + tl.log2(b_l), float("-inf")), mask=o_g < G)
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)

@@ -14,7 +14,7 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..overlap import begin_overlap, end_overlap
+from ..overlap import let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["first_rung", "last_rung"])
@@ -52,15 +52,15 @@ def decode_int_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One item of one KV head. ``QUERY`` and ``SCORES`` are K's, ``BEGIN``, ``ADD`` and ``FINISH`` V's functions."""
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + last_rung):
-        end_overlap(OVERLAP)
+        wait_for_previous(OVERLAP)
         return
     p_item = items_ptr + i_w * 5
     num_blocks = tl.load(p_item + 2)
     if num_blocks == 0:
-        end_overlap(OVERLAP)
+        wait_for_previous(OVERLAP)
         return
     i_b, first = tl.load(p_item).to(tl.int64), tl.load(p_item + 1)
     part, p_offsets = tl.load(p_item + 3).to(tl.int64), offsets_ptr + tl.load(p_item + 4) * 4
@@ -94,4 +94,4 @@ def decode_int_kernel(
     row = part * (H * G) + i_h * G + o_g
     FINISH(sums, b_total, o_ptr + row * D, p_v_bank, i_h, b_heads, V, D)
     tl.store(lse_ptr + row, b_m + tl.log2(b_total), mask=b_heads)
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)

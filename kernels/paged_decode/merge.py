@@ -10,7 +10,7 @@ Source:  flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..overlap import begin_overlap, end_overlap
+from ..overlap import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def merge_kernel(
     BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_overlap(OVERLAP)
-    end_overlap(OVERLAP)
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
     i_b = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED
-from ..overlap import begin_overlap, end_overlap, overlap_options
+from ..overlap import let_next_start, overlap_options, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -24,11 +24,11 @@ def rms_norm_kernel(
     Shapes:  x, residual, out [N, E];  weight [E]
     Grid:    (cdiv(N, ROWS),)
     """
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
     b_weight = tl.load(weight_ptr + o_e, mask=m_e, other=0.0)  # not written by the kernel before
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)
     o_n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_x = (o_n < N)[:, None] & m_e[None, :]
     o_x = o_n[:, None] * E + o_e[None, :]

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED
-from ..overlap import begin_overlap, end_overlap, overlap_options
+from ..overlap import let_next_start, overlap_options, wait_for_previous
 
 TILE_H = 8
 
@@ -26,7 +26,7 @@ def rope_kv_write_kernel(
              weight [HQ + H, D];  BLOCK_D >= D / 2
     Grid:    (N * cdiv(HQ + 2 H, TILE_H),)
     """
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     HEADS: tl.constexpr = HQ + 2 * H
     TILES: tl.constexpr = (HEADS + TILE_H - 1) // TILE_H
     HALF: tl.constexpr = D // 2
@@ -44,7 +44,7 @@ def rope_kv_write_kernel(
         p_weight = weight_ptr + o_h[:, None] * D + o_d[None, :]
         b_weight1 = tl.load(p_weight, mask=m_rotated & m_d[None, :], other=0.0)
         b_weight2 = tl.load(p_weight + HALF, mask=m_rotated & m_d[None, :], other=0.0)
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)
 
     p_x = qkv_ptr + i_n * (HEADS * D) + o_h[:, None] * D + o_d[None, :]
     b_raw1 = tl.load(p_x, mask=m_x, other=0.0)

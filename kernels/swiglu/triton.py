@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED
-from ..overlap import begin_overlap, end_overlap, overlap_options
+from ..overlap import let_next_start, overlap_options, wait_for_previous
 
 TILE = 1024
 NUM_WARPS = 4  # 8 elements of each operand a thread: loads of 16 bytes
@@ -22,13 +22,13 @@ def swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, TILE: tl.constexpr,
     Shapes:  gate_up [N, 2 I];  out [N, I]
     Grid:    (N * cdiv(I, TILE),)
     """
-    begin_overlap(OVERLAP)
+    let_next_start(OVERLAP)
     TILES: tl.constexpr = (INNER + TILE - 1) // TILE
     i_n = (tl.program_id(0) // TILES).to(tl.int64)
     o_i = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     m_i = o_i < INNER
     p_gate = gate_up_ptr + i_n * (2 * INNER) + o_i
-    end_overlap(OVERLAP)
+    wait_for_previous(OVERLAP)
     b_gate = tl.load(p_gate, mask=m_i, other=0.0)
     b_up = tl.load(p_gate + INNER, mask=m_i, other=0.0)
     b_wide = b_gate.to(tl.float32)

@@ -7,9 +7,9 @@ from contextlib import closing, contextmanager
 
 import torch
 
+from qkv_engine.loading import demo_folder
 from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.loader import load_model
-from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
 HEAD_DIM = 128

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from qkv_engine.bench.questions import Task, ask
+from qkv_engine.loading import demo_folder
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .fake import FakeEngine

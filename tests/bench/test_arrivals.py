@@ -21,9 +21,9 @@ from qkv_engine.bench.table import as_markdown
 from qkv_engine.bench.timing import Timeline
 from qkv_engine.bench.traces import Arrival
 from qkv_engine.errors import CapacityError, EngineDeadError, RequestError
+from qkv_engine.loading import demo_folder
 from qkv_engine.models.loader import read_config
 from qkv_engine.request import CompletionOutput, KVUsage, RequestMetrics, RequestOutput, SamplingParams
-from qkv_engine.startup import demo_folder
 
 from .fake import FakeEngine
 

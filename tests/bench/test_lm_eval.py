@@ -14,8 +14,8 @@ from lm_eval.tasks import TaskManager
 
 from qkv_engine import ConfigError, Engine, Logprob, RequestError, SamplingParams
 from qkv_engine.bench.lm_eval import EngineLM
+from qkv_engine.loading import demo_folder
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput
-from qkv_engine.startup import demo_folder
 
 from .harness_tasks import BODIES, write_tasks
 

@@ -161,7 +161,7 @@ def test_only_ladders_under_pressure_change_at_their_floor() -> None:
 def test_mistakes_are_found_before_anything_runs(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    from qkv_engine.startup import demo_folder
+    from qkv_engine.loading import demo_folder
 
     monkeypatch.setattr(bench, "_open_engine", lambda args, plan, kv: pytest.fail("ran"))
     (tmp_path / "config.json").write_bytes((demo_folder() / "config.json").read_bytes())

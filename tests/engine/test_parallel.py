@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qkv_engine import CapacityError, ConfigError, Engine, EngineDeadError, RankLostError, SamplingParams
-from qkv_engine.parallel import crew, process
+from qkv_engine.parallel import process, worker_group
 from qkv_engine.parallel.watch import Patience, StallClock
 from qkv_engine.serving import loop
 
@@ -36,8 +36,8 @@ def two() -> Iterator[Engine]:
 
 
 def workers(found: Engine) -> list[process.WorkerProcess]:
-    assert found._started is not None and found._started.crew is not None
-    return found._started.crew._workers
+    assert found._started is not None and found._started.workers is not None
+    return found._started.workers._workers
 
 
 def has_ended(pid: int) -> bool:
@@ -105,7 +105,7 @@ def test_an_engine_without_a_rank_frees_its_memory_before_it_is_closed(caplog: p
     found.close()
 
 
-def test_a_worker_that_is_gone_refuses_messages_with_its_last_words():
+def test_a_worker_that_is_gone_refuses_messages_and_says_why_it_ended():
     with engine(2) as found:
         worker = workers(found)[0]
         os.kill(worker.process.pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_a_worker_that_is_gone_refuses_messages_with_its_last_words():
 
 
 def test_a_rank_that_stands_still_ends_the_engine_and_a_long_step_does_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(crew, "PATIENCE", Patience(silent=1, tick=0.05))
+    monkeypatch.setattr(worker_group, "PATIENCE", Patience(silent=1, tick=0.05))
     with engine(2) as found:
         assert found._started is not None
         steps = found._started.core.runner._own

@@ -17,7 +17,8 @@ from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch
 from qkv_engine.serving.core import EngineCore
 from qkv_engine.serving.submission import Submission
-from qkv_engine.startup import Started, start
+from qkv_engine.started import Started
+from qkv_engine.startup import start
 
 
 class LateResults:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkv_engine import CapacityError, ConfigError, Engine, ModelError, startup
+from qkv_engine import CapacityError, ConfigError, Engine, ModelError, loading, startup
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.device import memory
 from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
@@ -55,8 +55,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
 @pytest.mark.parametrize("load_format", ["auto", "random"])
 def test_weights_that_do_not_fit_are_not_read(folder: Path, load_format: str, monkeypatch: pytest.MonkeyPatch):
-    forbid(monkeypatch, startup, "load_weights")
-    monkeypatch.setattr(startup, "free_memory", lambda device: 30_000)
+    forbid(monkeypatch, loading, "load_weights")
+    monkeypatch.setattr(loading, "free_memory", lambda device: 30_000)
     with pytest.raises(CapacityError, match=r"takes \d+\.\d KiB in float32, 29\.3 KiB are free on cpu\. Try dtype bf"):
         open_tiny(folder, load_format=load_format)
     with pytest.raises(CapacityError, match=r"in bfloat16, .* Use a smaller model"):
@@ -64,7 +64,7 @@ def test_weights_that_do_not_fit_are_not_read(folder: Path, load_format: str, mo
 
 
 def test_a_shape_that_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(startup, "free_memory", lambda device: 20 * 2**30)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 20 * 2**30)
     begun = time.monotonic()
     with pytest.raises(CapacityError, match=r"31\.9 GiB in float32, 20\.0 GiB are free"):
         Engine("llama-3.1-8b", load_format="random", device="cpu")
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_not_downloaded(folder: Path, monkeypatch: pytest.M
         return folder
 
     monkeypatch.setattr(hub, "_fetch", fetch)
-    monkeypatch.setattr(startup, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1000)
     with pytest.raises(CapacityError, match="loading the weights"):
         Engine("org/name", device="cpu")
     assert fetched == [hub.CONFIG_FILES]
@@ -97,15 +97,15 @@ def test_bytes_of_weights_are_those_of_the_model(name: str):
 
 
 def test_kv_memory_is_a_share_of_what_the_weights_leave(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    loaded, load = Event(), startup.load_weights
+    loaded, load = Event(), loading.load_weights
 
     def load_and_note(*args: Any, **options: Any) -> Any:
         model = load(*args, **options)
         loaded.set()
         return model
 
-    monkeypatch.setattr(startup, "load_weights", load_and_note)
-    for module in (startup, memory):
+    monkeypatch.setattr(loading, "load_weights", load_and_note)
+    for module in (loading, startup, memory):
         monkeypatch.setattr(module, "free_memory", lambda device: 40 * 2**20 if loaded.is_set() else 100 * 2**20)
     for kv_memory, most in (("50%", 20 * 2**20), (None, 10 * 2**20)):
         loaded.clear()
@@ -232,7 +232,7 @@ def test_a_context_beyond_the_models_must_be_asked_for(folder: Path, caplog: pyt
 
 
 def test_shapes_obey_their_context_at_once(monkeypatch: pytest.MonkeyPatch):
-    forbid(monkeypatch, startup, "load_weights")
+    forbid(monkeypatch, loading, "load_weights")
     with pytest.raises(ConfigError, match="made for 4096 tokens"):
         Engine("llama-2-7b", load_format="random", max_model_len=4097, device="cpu")
 
@@ -258,7 +258,7 @@ def test_the_context_after_rope_scaling(rope: dict[str, Any] | None, tokens: int
 )
 def test_devices_that_are_not_there(name: str):
     with pytest.raises(ConfigError, match=r"device=.*cuda:N"):
-        startup.resolve_device(name)
+        loading.resolve_device(name)
 
 
 def test_a_path_is_never_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

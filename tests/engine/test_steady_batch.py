@@ -21,7 +21,7 @@ from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledRequest
 from qkv_engine.serving.submission import Submission
-from qkv_engine.startup import Started
+from qkv_engine.started import Started
 
 from .kv.test_device_tables import check
 from .test_run_ahead import begin, make_load, play, seen

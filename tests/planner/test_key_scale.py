@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkv_engine import ConfigError, Engine, SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.loading import load
 from qkv_engine.models import LlamaForCausalLM
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.planner import key_scale as search
@@ -19,7 +20,6 @@ from qkv_engine.planner.forward import compute_logits, decoder_layers, embed, ru
 from qkv_engine.planner.gradients import Text
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.plan import plan_bytes, read_plan
-from qkv_engine.startup import load
 
 from ..models.tiny import write_tiny
 from .test_gradients import CPU, FAMILIES, random_ids

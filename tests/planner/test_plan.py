@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
 from qkv_engine.config import resolve_kv
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.loading import demo_folder
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import read_config
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
 from qkv_engine.planner.plan import KVPlan, Settings, _refuse_repeats, load_plan, plan_bytes, read_plan
 from qkv_engine.planner.pm_kvq import PMKVQ
-from qkv_engine.startup import demo_folder
 
 from ..models.tiny import WEIGHTS, write_tiny
 from .profiles import made_up_profile

@@ -7,7 +7,7 @@ from contextlib import closing
 import torch
 
 from qkv_engine import Engine
-from qkv_engine.startup import demo_folder
+from qkv_engine.loading import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 from studies.later_patterns import BASE, LADDERS, TRUTH, Reading, as_table, conversations, log_probs
 

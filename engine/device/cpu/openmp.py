@@ -1,9 +1,9 @@
 """OpenMP's waiting threads: they spin on an idle machine, and sleep where other work needs the cores.
 
-At the end of each parallel region, a hundred times a step, libgomp lets waiting threads spin for 300,000 rounds. That
-is fastest on an idle machine. Where another program holds a core, the thread that lost it keeps all others spinning for
-a time slice of the scheduler. Libgomp spins for 100 rounds while there are more OpenMP threads than cores, so an idle
-team of them, which stands by, puts the others to sleep.
+At the end of each parallel region, a hundred times a step, waiting threads spin for up to 300,000 rounds. Spinning is
+fastest on an idle machine; beside another program all threads spin until the one that lost its core gets it back.
+libgomp stops spinning after 100 rounds when threads outnumber cores; a parked extra team forces that while the machine
+is busy.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PATIENCE = Patience()
 T = TypeVar("T")
 
 
-class Crew:
+class WorkerGroup:
     """The processes of ranks 1 and up.
 
     Once one ends, or stands still for too long, every call but ``close`` raises ``RankLostError``.
@@ -38,7 +38,7 @@ class Crew:
         ``device``: of rank 0. Raises ``RankLostError`` if a worker does not come up.
         """
         self._lost: str | None = None
-        self._found: str | None = None  # by a watch: the cause, of which all else is a consequence
+        self._cause: str | None = None  # found by a watch; all other errors are its consequences
         self._workers: list[WorkerProcess] = []
         group: list[ProcessRanks] = []
         self._finalizer = weakref.finalize(self, _end_all, self._workers, group)
@@ -95,7 +95,7 @@ class Crew:
 
     def abandon(self, why: str) -> None:
         """Ends the workers and a step under way, soon after this returns. From any thread."""
-        self._found = self._found or why
+        self._cause = self._cause or why
         self._lose(why)
         for worker in self._workers:
             worker.kill()
@@ -110,8 +110,8 @@ class Crew:
         self._finalizer()
 
     def _error(self) -> RankLostError:
-        why = self._found or next(
-            (worker.last_words() for worker in self._workers if worker.ends_within(DEATH_SECONDS)), self._lost
+        why = self._cause or next(
+            (worker.exit_message() for worker in self._workers if worker.ends_within(DEATH_SECONDS)), self._lost
         )
         return RankLostError(why or "a rank ended", remedy="Make a new Engine")
 
@@ -122,20 +122,20 @@ class Crew:
             self.ranks.abort()
 
 
-def _watch(crew: weakref.ref[Crew], worker: WorkerProcess, clock: StallClock, tick: float) -> None:
+def _watch(group_ref: weakref.ref[WorkerGroup], worker: WorkerProcess, clock: StallClock, tick: float) -> None:
     while (has_answered := worker.listen(tick)) is not None:
-        found = crew()
-        if found is None:
+        group = group_ref()
+        if group is None:
             continue  # the end of the process is near
-        number = found.ranks.progress.number
+        number = group.ranks.progress.number
         if (why := clock.tick(number, has_answered)) is not None:
-            found.abandon(why)
+            group.abandon(why)
         elif number is not None:
             worker.ask()
-        del found
-    found = crew()
-    if found is not None:
-        found._lose(worker.last_words())
+        del group
+    group = group_ref()
+    if group is not None:
+        group._lose(worker.exit_message())
 
 
 def _end_all(workers: list[WorkerProcess], group: list[ProcessRanks]) -> None:

@@ -1,0 +1,142 @@
+"""Finding, checking and loading a model: what start-up shares with the workers of other ranks, and with tools."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from qkv_engine.models.checkpoint import weights_digest
+from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.key_scale import fold_key_scale
+from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
+from qkv_engine.models.ranks import ALONE, Ranks
+
+from .config import EngineConfig, KVConfig
+from .device.ladder import Ladder, build_ladder
+from .device.memory import free_memory, memory_or_error
+from .errors import CapacityError, ConfigError
+from .own_thread import in_own_thread
+from .sizes import format_size
+
+logger = logging.getLogger("qkv_engine")
+
+
+def demo_folder() -> Path:
+    """The demo model inside the package."""
+    return Path(str(files("qkv_engine") / "assets" / "demo"))
+
+
+def enough_memory() -> AbstractContextManager[None]:
+    """For all that a rank allocates at start: ``CapacityError`` where the system does not give it."""
+    remedy = "Lower kv_memory, or use a smaller model"
+    return memory_or_error("the system gives no more memory to start with", remedy=remedy)
+
+
+def rank_ladder(kv: KVConfig, model: ModelConfig, num_ranks: int, dtype: torch.dtype) -> Ladder:
+    """The ladder of ``kv`` over the KV heads of one of ``num_ranks``, for a model that computes in ``dtype``."""
+    return build_ladder(
+        kv,
+        num_layers=model.num_layers,
+        num_kv_heads=model.share(num_ranks).num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def load(
+    config: EngineConfig, device: torch.device, *, pack: bool = True, ranks: Ranks = ALONE
+) -> tuple[LoadedModel, torch.dtype]:
+    """The loaded model and the dtype of its weights; checks come before weights are downloaded or read.
+
+    Without ``pack`` the weights keep the layout that gradients need. Of split weights only the part of ``ranks`` is
+    loaded.
+    """
+    source = find_source(config, device, ranks.size)
+    if config.max_model_len is not None and config.max_model_len > source.config.max_context:
+        logger.warning(
+            "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
+            source.config.max_context,
+        )  # fmt: skip
+    if config.kv.model is not None and config.load_format != "random":  # random weights suit any plan
+        assert source.folder is not None, "only random weights have no folder"
+        config.kv.model.check_weights(weights_digest(source.folder), config.kv.name)
+    dtype = resolve_dtype(config.dtype, source.config, device)
+    loaded = in_own_thread(
+        lambda stopped: load_weights(
+            source,
+            dtype=dtype,
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+            stopped=stopped,
+            prepare=lambda net: None if config.kv.key_scale is None else fold_key_scale(net, config.kv.key_scale),
+            pack=pack,
+            ranks=ranks,
+        )
+    )
+    return loaded, dtype
+
+
+def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> ModelSource:
+    """The model of ``config``, downloaded if it is on the Hub, once it is known to fit options, ranks and device."""
+
+    def check(model: ModelConfig) -> None:
+        if config.kv.model is not None:
+            config.kv.model.check_shape(model, config.kv.name)
+        check_context(model, config.max_model_len, config.extend_context)
+        model.check_ranks(num_ranks)
+        check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
+
+    return find_model(
+        str(demo_folder()) if config.source is None else config.source,
+        load_format=config.load_format,
+        revision=config.revision,
+        token=config.token,
+        check=check,
+    )
+
+
+def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:
+    """Raises ``ConfigError`` if ``max_model_len`` is more than the model was made for, unless ``extend_context``."""
+    if max_model_len is not None and max_model_len > model.max_context and not extend_context:
+        raise ConfigError(
+            f"the model was made for {model.max_context} tokens",
+            field="max_model_len",
+            value=max_model_len,
+            remedy=f"Use at most {model.max_context}, or ask for a longer context with extend_context",
+        )
+
+
+def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> None:
+    """Raises ``CapacityError`` if loading a model's weights in ``dtype`` needs more memory than ``device`` has free."""
+    need, free = load_nbytes(model, dtype, device, num_ranks), free_memory(device)
+    if need <= free:
+        return
+    remedy = "Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model"
+    raise CapacityError(
+        f"loading the weights takes {format_size(need)} in {str(dtype).removeprefix('torch.')}, "
+        f"{format_size(free)} are free on {device}",
+        remedy=remedy,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called ``name``; "auto" is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    remedy = 'Use "auto", "cpu", "cuda" or "cuda:N"'
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError("unknown device", field="device", value=name, remedy=remedy) from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+        raise ConfigError("unsupported device", field="device", value=name, remedy=remedy)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("no such GPU here", field="device", value=name, remedy=remedy)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
