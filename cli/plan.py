@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from qkv_engine.bench.texts import TextSet
     from qkv_engine.models.config import ModelConfig
     from qkv_engine.models.llama import LlamaForCausalLM
+    from qkv_engine.plan_file import KeyScale
     from qkv_engine.planner.plan import KVPlan
-    from qkv_engine.planner.profile import KeyScale, Profile
+    from qkv_engine.planner.profile import Profile
 
 DEFAULT_SAMPLES, DEFAULT_TOKENS = 24, 1024
 MAX_SAMPLES, MAX_TOKENS = 10_000, 2**20  # texts are held in memory; a slip of the pen ends before they are made
@@ -243,7 +244,7 @@ def _deliver(args: argparse.Namespace, plan: KVPlan, memory: int | None) -> None
     from qkv_engine.bench.plan_report import layer_rows, plan_table
     from qkv_engine.bench.plots.plan import plot_plan
     from qkv_engine.bench.report import render
-    from qkv_engine.planner.plan import plan_bytes
+    from qkv_engine.plan_file import plan_bytes
 
     rows = layer_rows(plan)
     table = plan_table(plan, rows, memory)

@@ -286,7 +286,7 @@ def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
     if isinstance(kv, KVConfig):
         return kv
     if isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(PLAN_SUFFIX)):
-        from qkv_engine.planner.plan import load_plan  # builds on this module
+        from .plan_file import load_plan  # takes msgspec, which --help does without
 
         return load_plan(kv)
     if isinstance(kv, str) and kv in PLANNED:

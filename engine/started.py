@@ -12,11 +12,11 @@ from qkv_engine.models.config import ModelConfig
 from .device.cpu.thread_choice import ThreadChoice
 from .device.ladder import Ladder
 from .request import SamplingParams
-from .serving.core import EngineCore
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .parallel.worker_group import WorkerGroup
+    from .serving.core import EngineCore
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from torch import Tensor
 from qkv_engine.errors import CapacityError, ModelError
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from qkv_engine.plan_file import KeyScale
 
 from .forward import Heads, compute_logits, decoder_layers, embed, run_layer
-from .profile import KeyScale, LayerScores, Profile, Prompts, Sensitivities, mean
+from .profile import LayerScores, Profile, Prompts, Sensitivities, mean
 from .sensitivity import Candidates, side_sensitivities
 
 LOSS_ROWS = 256  # rows whose logits and their gradients exist at once: 0.6 GiB for a vocabulary of 150,000

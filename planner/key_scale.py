@@ -13,10 +13,10 @@ from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.kernels.formats import PageShape, Side, make_format
 from qkv_engine.models.attention import Attention
 from qkv_engine.models.llama import LlamaForCausalLM
+from qkv_engine.plan_file import LEAST_SCALE, MOST_SCALE, KeyScale
 
 from .forward import Heads, attend, decoder_layers, embed, run_layer
 from .gradients import Text, checked
-from .profile import LEAST_SCALE, MOST_SCALE, KeyScale
 from .sensitivity import pages, round_trip
 
 ALPHAS = tuple(1 - n / 20 for n in range(21))  # exponents to try; 0 leaves a layer as it is

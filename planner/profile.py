@@ -14,19 +14,13 @@ from typing import Annotated
 import msgspec
 
 from qkv_engine.errors import ModelError
+from qkv_engine.plan_file import KeyScale, Strict
 
-LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # bounds of a divisor of K; a channel that is always 0 gets the lower one
 MAX_FORMATS = 256  # that a profile names, several times those there are
 
 Norm = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 ByFormat = Annotated[dict[str, list[Norm]], msgspec.Meta(max_length=MAX_FORMATS)]
-Divisor = Annotated[float, msgspec.Meta(ge=LEAST_SCALE, le=MOST_SCALE)]
-KeyScale = tuple[tuple[tuple[Divisor, ...], ...], ...]
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a plan file, which is refused if it has unknown fields."""
 
 
 class LayerScores(Strict, frozen=True):

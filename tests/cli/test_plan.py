@@ -20,10 +20,11 @@ from qkv_engine.cli.main import main
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.loader import read_config
+from qkv_engine.plan_file import plan_bytes
 from qkv_engine.planner.gradients import TextProfile
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
-from qkv_engine.planner.plan import KVPlan, Settings, plan_bytes, read_plan
+from qkv_engine.planner.plan import KVPlan, Settings, read_plan
 from qkv_engine.planner.pm_kvq import PMKVQ
 from qkv_engine.planner.profile import LayerScores
 from qkv_engine.text.tokenizer import Tokenizer

@@ -7,7 +7,8 @@ import torch
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import make_format
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.planner.profile import KeyScale, LayerScores, Profile, Prompts, Sensitivities
+from qkv_engine.plan_file import KeyScale
+from qkv_engine.planner.profile import LayerScores, Profile, Prompts, Sensitivities
 from qkv_engine.planner.sensitivity import Candidates
 
 PROMPTS = Prompts(source="ledger 40", count=2, tokens=300, max_tokens=1024)

@@ -15,11 +15,12 @@ from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.loading import load
 from qkv_engine.models import LlamaForCausalLM
 from qkv_engine.models.key_scale import fold_key_scale
+from qkv_engine.plan_file import plan_bytes
 from qkv_engine.planner import key_scale as search
 from qkv_engine.planner.forward import compute_logits, decoder_layers, embed, run_layer
 from qkv_engine.planner.gradients import Text
 from qkv_engine.planner.kvmix import KVmix
-from qkv_engine.planner.plan import plan_bytes, read_plan
+from qkv_engine.planner.plan import read_plan
 
 from ..models.tiny import write_tiny
 from .test_gradients import CPU, FAMILIES, random_ids

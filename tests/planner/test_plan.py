@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import read_config
+from qkv_engine.plan_file import _refuse_repeats, load_plan, plan_bytes
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
-from qkv_engine.planner.plan import KVPlan, Settings, _refuse_repeats, load_plan, plan_bytes, read_plan
+from qkv_engine.planner.plan import KVPlan, Settings, read_plan
 from qkv_engine.planner.pm_kvq import PMKVQ
 
 from ..models.tiny import WEIGHTS, write_tiny
@@ -220,6 +223,41 @@ def test_solved_plans_are_read_as_they_were_written(method: type[Settings], mode
     path.write_bytes(plan_bytes(plan))
     assert read_plan(path) == plan and read_plan(path).settings == settings
     assert load_plan(path).rungs == plan.config("solved").rungs
+
+
+def test_the_engine_reads_a_plan_without_the_planner_and_torch(file: Path):
+    code = f"""
+import sys
+from qkv_engine.plan_file import load_plan
+assert load_plan({str(file)!r}).key_scale is None
+assert not [name for name in sys.modules if name.split(".")[0] == "torch" or "planner" in name]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda plan: plan.update(extra=1), "extra"),
+        (lambda plan: plan.pop("settings"), "settings"),
+        (lambda plan: plan["profile"].pop("key_scale"), "key_scale"),
+        (lambda plan: plan["profile"].update(key_scale=[[[0.0] * 8]] * 2), "key_scale"),
+        (lambda plan: plan["profile"].update(key_scale=[[[1.0] * 8]] * 3), "key_scale is not of 2 layers, 1 heads"),
+        (lambda plan: plan["ladder"]["rungs"][1].update(k=["int2-channel-32"]), r"kvmix.k has 1 entries"),
+        (lambda plan: plan["ladder"].update(sink=3), "sink"),
+    ],
+)
+def test_the_engine_checks_what_it_reads(how: Callable, message: str, edit: Callable):
+    with pytest.raises(ConfigError, match=rf"(?s)kv='.*mine.json'.*{message}.*qkv-engine plan"):
+        resolve_kv(edit(how))
+
+
+def test_what_only_the_planner_reads_is_not_the_engines_matter(edit: Callable):
+    path = edit(lambda plan: plan["settings"].update(method="of another release"))
+    assert resolve_kv(path).rungs[1].name == "kvmix"
+    with pytest.raises(ConfigError, match=r"settings.method"):
+        read_plan(path)
 
 
 def test_unknown_names_mention_plans():
