@@ -23,8 +23,8 @@ from .provenance import Provenance, block_bits, engine_values, provenance
 from .questions import Task, ask
 from .report import number, short, unfilled_notes
 from .runs import BenchEngine
-from .status import FAILED, OK, status_cells, status_notes
-from .table import Table, from_columns, joined
+from .status import FAILED, OK, status_cell, status_notes
+from .table import Column, Table, from_rows, joined
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -215,36 +215,30 @@ def accuracy_table(rows: Sequence[AccuracyRow], ladders: Mapping[str, KVConfig] 
     """The rows by task, its ``ladders`` below one another; columns with nothing in them are left out."""
     tasks = list(dict.fromkeys((row.task, row.size) for row in rows))
     rows = sorted(rows, key=lambda row: tasks.index((row.task, row.size)))  # stable: presets keep their order
-    same = f"same as {rows[0].kv}"
-    columns: dict[str, list[str]] = {
-        "task": [row.task for row in rows],
-        "size": [number(row.size, 0) for row in rows],
-        "kv": [row.kv for row in rows],
-        "samples": [number(row.samples, 0) for row in rows],
-        "right": [number(row.right, 0) for row in rows],
-        "accuracy": ["" if row.accuracy is None else f"{row.accuracy:.1%}" for row in rows],
-        "95 % interval": ["" if row.low is None else f"{100 * row.low:.1f} - {row.high:.1%}" for row in rows],
-        same: [number(row.same, 0) for row in rows] if len({r.kv for r in rows}) > 1 else [],
-        ABOVE: [paired_cell(row.better, row.worse, row.p) for row in rows],
-        "cut": [number(row.cut or None, 0) for row in rows],
-        "bits a block": [number(row.block_bits, 2) for row in rows],
-        "bits held": [number(row.effective_bits, 2) for row in rows],
-        "lowest": [short(row.lowest_bits) for row in rows],
-        "tokens": [number(row.output_tokens, 0) for row in rows],
-        "demotions": [number(row.demotions or None, 0) for row in rows],
-        "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "seconds": [number(row.seconds, 1) for row in rows],
-        "status": status_cells(rows),
-    }
-    spare = ["tokens", "seconds", "preemptions", "demotions", "lowest", "cut", same, ABOVE]
-    spare += ["95 % interval", "samples", "bits a block", "bits held"]
+    is_compared = len({row.kv for row in rows}) > 1
+    columns: list[Column[AccuracyRow]] = [
+        Column("task", lambda row: row.task, is_text=True),
+        Column("size", lambda row: number(row.size, 0), spare=14),
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("samples", lambda row: number(row.samples, 0), spare=10),
+        Column("right", lambda row: number(row.right, 0)),
+        Column("accuracy", lambda row: "" if row.accuracy is None else f"{row.accuracy:.1%}"),
+        Column("95 % interval", lambda r: "" if r.low is None else f"{100 * r.low:.1f} - {r.high:.1%}", spare=9),
+        Column(f"same as {rows[0].kv}", lambda row: number(row.same, 0) if is_compared else "", spare=7),
+        Column(ABOVE, lambda row: paired_cell(row.better, row.worse, row.p), spare=8),
+        Column("cut", lambda row: number(row.cut or None, 0), spare=6),
+        Column("bits a block", lambda row: number(row.block_bits, 2), spare=11),
+        Column("bits held", lambda row: number(row.effective_bits, 2), spare=12),
+        Column("lowest", lambda row: short(row.lowest_bits), spare=5),
+        Column("tokens", lambda row: number(row.output_tokens, 0), spare=1),
+        Column("demotions", lambda row: number(row.demotions or None, 0), spare=4),
+        Column("preemptions", lambda row: number(row.preemptions or None, 0), spare=3),
+        Column("seconds", lambda row: number(row.seconds, 1), spare=2),
+        Column("status", status_cell, spare=13, is_text=True),
+    ]
     names = [f"{row.task} {row.kv}" for row in rows]
-    return from_columns(
-        _title(rows),
-        columns,
-        [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)],
-        [*spare, "status", "size"],
-    )
+    notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
+    return from_rows(_title(rows), rows, columns, notes)
 
 
 def _title(rows: Sequence[AccuracyRow]) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import ArrivalsRow
 from .report import number, short, size, times, unfilled_notes
-from .status import status_cells, status_notes
-from .table import Table, from_columns, joined
+from .status import status_cell, status_notes
+from .table import Column, Table, from_rows, joined
+
+KEYS: list[Column[ArrivalsRow]] = [
+    Column("kv", lambda row: row.kv, is_text=True),
+    Column("rate", lambda row: row.rate),
+]
 
 
 def arrivals_tables(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> list[Table]:
@@ -21,32 +27,31 @@ def arrivals_tables(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]
 
 def load_table(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The table of what became of the requests and the memory; rates are compared with the first preset's."""
-    ratio = f"vs {rows[0].kv}"
     base = {row.rate: row.output_tok_s for row in rows if row.kv == rows[0].kv}
-    columns: dict[str, list[str]] = {
-        **_keys(rows),
-        "finished": [number(row.finished, 0) for row in rows],
-        "failed": [number(row.failed or None, 0) for row in rows],
-        "right": [number(row.right, 0) for row in rows],
-        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        ratio: [times(row.output_tok_s, base.get(row.rate)) for row in rows] if len(base) < len(rows) else [],
-        "req/s": [number(row.requests_s, 2) for row in rows],
-        "goodput": [number(row.goodput, 2) for row in rows],
-        "seconds": [number(row.seconds, 1) for row in rows],
-        "running": [number(row.max_running, 0) for row in rows],
-        "waiting": [number(row.max_waiting, 0) for row in rows],
-        "preemptions": [number(row.preemptions, 0) for row in rows],
-        "demotions": [number(row.demotions, 0) for row in rows],
-        "lowest": [short(row.lowest_bits) for row in rows],
-        "bits": [number(row.effective_bits, 2) for row in rows],
-        "KV peak": [size(row.kv_bytes_peak) for row in rows],
-        "status": status_cells(rows),
-    }
-    spare = ["failed", "seconds", "req/s", "KV peak", "bits", ratio, "finished", "lowest", "status"]
-    spare += ["demotions", "preemptions", "goodput", "waiting"]
+    if len(base) == len(rows):  # nothing to compare with
+        base = {}
+    columns: list[Column[ArrivalsRow]] = [
+        *KEYS,
+        Column("finished", lambda row: number(row.finished, 0), spare=7),
+        Column("failed", lambda row: number(row.failed or None, 0), spare=1),
+        Column("right", lambda row: number(row.right, 0)),
+        Column("out tok/s", lambda row: number(row.output_tok_s, 1)),
+        Column(f"vs {rows[0].kv}", lambda row: times(row.output_tok_s, base.get(row.rate)), spare=6),
+        Column("req/s", lambda row: number(row.requests_s, 2), spare=3),
+        Column("goodput", lambda row: number(row.goodput, 2), spare=12),
+        Column("seconds", lambda row: number(row.seconds, 1), spare=2),
+        Column("running", lambda row: number(row.max_running, 0)),
+        Column("waiting", lambda row: number(row.max_waiting, 0), spare=13),
+        Column("preemptions", lambda row: number(row.preemptions, 0), spare=11),
+        Column("demotions", lambda row: number(row.demotions, 0), spare=10),
+        Column("lowest", lambda row: short(row.lowest_bits), spare=8),
+        Column("bits", lambda row: number(row.effective_bits, 2), spare=5),
+        Column("KV peak", lambda row: size(row.kv_bytes_peak), spare=4),
+        Column("status", status_cell, spare=9, is_text=True),
+    ]
     notes = status_notes(rows, [f"{row.kv} {row.rate}" for row in rows])
     notes += unfilled_notes(rows, [row.kv for row in rows], ladders) + crowded_notes(rows, ladders)
-    return from_columns(_title(rows), columns, notes, spare)
+    return from_rows(_title(rows), rows, columns, notes)
 
 
 def crowded_notes(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]) -> list[str]:
@@ -64,34 +69,29 @@ def crowded_notes(rows: Sequence[ArrivalsRow], ladders: Mapping[str, KVConfig]) 
 
 def latency_table(rows: Sequence[ArrivalsRow]) -> Table:
     """The table of latencies in ms: median and 99th percentile of each."""
-    columns = {
-        f"{label} ms p50/p99": [_percentiles(row, name, digits) for row in rows]
-        for name, label, digits in (("ttft", "TTFT", 0), ("tpot", "TPOT", 1), ("itl", "ITL", 1), ("e2e", "E2E", 0))
-    }
-    return _below(rows, columns, spare=["E2E ms p50/p99", "ITL ms p50/p99", "TPOT ms p50/p99"])
+    latencies = (("ttft", "TTFT", 0, 0), ("tpot", "TPOT", 1, 3), ("itl", "ITL", 1, 2), ("e2e", "E2E", 0, 1))
+    columns = [
+        Column(f"{label} ms p50/p99", partial(_percentiles, name, digits), spare)
+        for name, label, digits, spare in latencies
+    ]
+    return _below(rows, columns)
 
 
 def steps_table(rows: Sequence[ArrivalsRow]) -> Table:
     """The table of steps of each kind: their number, and their p50 and p99 in ms."""
-    kinds = {
-        "decode_steps": "decode steps: ms p50/p99",
-        "decode_steps_demoting": "with demotions",
-        "mixed_steps": "with a prompt",
-        "mixed_steps_demoting": "with a prompt and demotions",
-    }
-    columns = {label: [_steps(row, name) for row in rows] for name, label in kinds.items()}
-    return _below(rows, columns, spare=["with a prompt and demotions", "with demotions", "with a prompt"])
+    columns = [
+        Column("decode steps: ms p50/p99", partial(_steps, "decode_steps")),
+        Column("with demotions", partial(_steps, "decode_steps_demoting"), spare=2),
+        Column("with a prompt", partial(_steps, "mixed_steps"), spare=3),
+        Column("with a prompt and demotions", partial(_steps, "mixed_steps_demoting"), spare=1),
+    ]
+    return _below(rows, columns)
 
 
-def _below(rows: Sequence[ArrivalsRow], columns: Mapping[str, list[str]], spare: Sequence[str]) -> Table:
+def _below(rows: Sequence[ArrivalsRow], columns: Sequence[Column[ArrivalsRow]]) -> Table:
     """A further table of rows that have been introduced; without any cells if nothing ran."""
-    if not any(map(any, columns.values())):
-        return Table("", [], [], [])
-    return from_columns("", _keys(rows) | dict(columns), [], spare)
-
-
-def _keys(rows: Sequence[ArrivalsRow]) -> dict[str, list[str]]:
-    return {"kv": [row.kv for row in rows], "rate": [row.rate for row in rows]}
+    table = from_rows("", rows, [*KEYS, *columns], [])
+    return table if len(table.headers) > len(KEYS) else Table("", [], [], [])
 
 
 def _title(rows: Sequence[ArrivalsRow]) -> str:
@@ -103,12 +103,12 @@ def _title(rows: Sequence[ArrivalsRow]) -> str:
     return joined(*parts)
 
 
-def _steps(row: ArrivalsRow, name: str) -> str:
+def _steps(name: str, row: ArrivalsRow) -> str:
     count = getattr(row, name)
-    return f"{count:,}: {_percentiles(row, name, 1)}" if count else ""
+    return f"{count:,}: {_percentiles(name, 1, row)}" if count else ""
 
 
-def _percentiles(row: ArrivalsRow, name: str, digits: int) -> str:
+def _percentiles(name: str, digits: int, row: ArrivalsRow) -> str:
     """Median and 99th percentile of the milliseconds ``name``, between a slash; nothing if there are none."""
     values = [getattr(row, f"{name}_ms_p{percent}") for percent in (50, 99)]
     return "" if None in values else " / ".join(number(value, digits) for value in values)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
@@ -17,7 +18,7 @@ from qkv_engine.errors import ConfigError
 from .provenance import Provenance
 from .result_files import Record, read_records
 from .status import OK, QUEUED
-from .table import Table, from_columns
+from .table import Column, Table, from_rows
 
 # Columns that rows are matched by, in the order of the table.
 SETTINGS = (
@@ -239,12 +240,17 @@ def _table(title: str, changes: Sequence[Change], threshold: float, notes: list[
         cells.setdefault((change.file, change.row), {})[change.metric] = MARKS[change.verdict] + ratio
     changed = {change.metric: None for change in changes if change.before != change.after}
     shown = sorted(changed, key=lambda metric: LOWER_IS_BETTER.fullmatch(metric) is not None)
-    columns = {
-        "file": [file for file, _ in cells] if len({file for file, _ in cells}) > 1 else [],
-        "row": [row for _, row in cells],
-        **{metric: [line.get(metric, "") for line in cells.values()] for metric in shown},
-    }
+    has_files = len({file for file, _ in cells}) > 1
+    columns: list[Column[tuple[str, str]]] = [
+        Column("file", lambda key: key[0] if has_files else ""),
+        Column("row", lambda key: key[1], is_text=True),
+        *(Column(metric, partial(_cell, cells, metric), len(shown) - i if i else 0) for i, metric in enumerate(shown)),
+    ]
     legend = f"▲ better, ▼ worse: by more than {100 * threshold:g} % and than the spread of the runs"
     equal = list(dict.fromkeys(change.metric for change in changes if change.metric not in changed))
     notes = [legend, *([f"equal: {', '.join(equal)}"] if equal else []), *notes]
-    return from_columns(title, columns, notes, spare=shown[:0:-1])._replace(text=("row",))
+    return from_rows(title, list(cells), columns, notes)
+
+
+def _cell(cells: dict[tuple[str, str], dict[str, str]], metric: str, key: tuple[str, str]) -> str:
+    return cells[key].get(metric, "")

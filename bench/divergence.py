@@ -24,8 +24,8 @@ from .provenance import Provenance, block_bits, engine_values, provenance
 from .questions import Task, ask
 from .report import number, short, unfilled_notes
 from .scoring import ScoringEngine, max_pair_tokens
-from .status import OK, status_cells, status_notes
-from .table import Table, from_columns, joined
+from .status import OK, status_cell, status_notes
+from .table import Column, Table, from_rows, joined
 from .texts import read_texts
 from .watch import Watch, Work, no_watch
 
@@ -250,34 +250,38 @@ def divergence_table(rows: Sequence[DivergenceRow], ladders: Mapping[str, KVConf
     """The rows by set of texts, its ``ladders`` below one another; columns with nothing in them are left out."""
     sets = list(dict.fromkeys((row.task, row.size) for row in rows))
     rows = sorted(rows, key=lambda row: sets.index((row.task, row.size)))  # stable: presets keep their order
-    columns: dict[str, list[str]] = {
-        "task": [row.task for row in rows],
-        "size": [number(row.size, 0) for row in rows],
-        "kv": [row.kv for row in rows],
-        "texts": [number(row.texts, 0) for row in rows],
-        "tokens": [number(row.tokens, 0) for row in rows],
-        "KL, nats": [nats(row.kl) for row in rows],
-        f"KL, {PERCENT}": ["" if row.kl_low is None else f"{nats(row.kl_low)} - {nats(row.kl_high)}" for row in rows],
-        "first choice changed": ["" if row.changed is None else f"{row.changed:.2%}" for row in rows],
-        f"changed, {PERCENT}": [
-            "" if row.changed_low is None or row.changed_high is None
-            else f"{100 * row.changed_low:.2f} - {row.changed_high:.2%}"
-            for row in rows
-        ],
-        ABOVE: [paired_cell(row.better, row.worse, row.p) for row in rows],
-        "perplexity": ["" if row.nll is None else f"{math.exp(row.nll):,.4f}" for row in rows],
-        "to the letter": [number(row.exact, 0) for row in rows],
-        "bits a block": [number(row.block_bits, 2) for row in rows],
-        "bits held": [number(row.effective_bits, 2) for row in rows],
-        "lowest": [short(row.lowest_bits) for row in rows],
-        "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "status": status_cells(rows),
-    }  # fmt: skip
-    spare = ["preemptions", "lowest", "tokens", "to the letter", "perplexity", f"changed, {PERCENT}", "texts", ABOVE]
-    spare += [f"KL, {PERCENT}", "bits a block", "bits held"]
+    columns: list[Column[DivergenceRow]] = [
+        Column("task", lambda row: row.task, is_text=True),
+        Column("size", lambda row: number(row.size, 0), spare=13),
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("texts", lambda row: number(row.texts, 0), spare=7),
+        Column("tokens", lambda row: number(row.tokens, 0), spare=3),
+        Column("KL, nats", lambda row: nats(row.kl)),
+        Column(f"KL, {PERCENT}", _kl_interval, spare=9),
+        Column("first choice changed", lambda row: "" if row.changed is None else f"{row.changed:.2%}"),
+        Column(f"changed, {PERCENT}", _changed_interval, spare=6),
+        Column(ABOVE, lambda row: paired_cell(row.better, row.worse, row.p), spare=8),
+        Column("perplexity", lambda row: "" if row.nll is None else f"{math.exp(row.nll):,.4f}", spare=5),
+        Column("to the letter", lambda row: number(row.exact, 0), spare=4),
+        Column("bits a block", lambda row: number(row.block_bits, 2), spare=10),
+        Column("bits held", lambda row: number(row.effective_bits, 2), spare=11),
+        Column("lowest", lambda row: short(row.lowest_bits), spare=2),
+        Column("preemptions", lambda row: number(row.preemptions or None, 0), spare=1),
+        Column("status", status_cell, spare=12, is_text=True),
+    ]
     names = [f"{row.task} {row.kv}" for row in rows]
     notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
-    return from_columns(_title(rows), columns, notes, [*spare, "status", "size"])
+    return from_rows(_title(rows), rows, columns, notes)
+
+
+def _kl_interval(row: DivergenceRow) -> str:
+    return "" if row.kl_low is None else f"{nats(row.kl_low)} - {nats(row.kl_high)}"
+
+
+def _changed_interval(row: DivergenceRow) -> str:
+    if row.changed_low is None or row.changed_high is None:
+        return ""
+    return f"{100 * row.changed_low:.2f} - {row.changed_high:.2%}"
 
 
 def nats(value: float | None) -> str:

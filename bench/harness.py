@@ -16,8 +16,8 @@ from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, 
 from .provenance import Provenance, block_bits, engine_values, provenance
 from .report import number, short, unfilled_notes
 from .scoring import ScoringEngine
-from .status import FAILED, NO_FIT, OK, cause, status_cells, status_notes
-from .table import Table, from_columns, joined
+from .status import FAILED, NO_FIT, OK, cause, status_cell, status_notes
+from .table import Column, Table, from_rows, joined
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -203,28 +203,26 @@ def harness_table(rows: Sequence[HarnessRow], ladders: Mapping[str, KVConfig] = 
     """The rows by task and metric, its ``ladders`` below one another; columns with nothing in them are left out."""
     order = list(dict.fromkeys((row.task, row.metric, row.filter) for row in rows))
     rows = sorted(rows, key=lambda row: order.index((row.task, row.metric, row.filter)))  # presets keep their order
-    filters = {row.filter for row in rows}
-    columns: dict[str, list[str]] = {
-        "task": [row.task for row in rows],
-        "metric": [row.metric or "" for row in rows],
-        "filter": [row.filter or "" for row in rows] if filters - {None, "none"} else [],
-        "kv": [row.kv for row in rows],
-        "value": [number(row.value, 4) for row in rows],
-        "±": [number(row.stderr, 4) for row in rows],
-        "samples": [number(row.samples, 0) for row in rows],
-        "few-shot": [number(row.num_fewshot or None, 0) for row in rows],
-        "bits a block": [number(row.block_bits, 2) for row in rows],
-        "bits held": [number(row.effective_bits, 2) for row in rows],
-        "lowest": [short(row.lowest_bits) for row in rows],
-        "demotions": [number(row.demotions or None, 0) for row in rows],
-        "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "status": status_cells(rows),
-    }
-    spare = ["preemptions", "demotions", "few-shot", "lowest", "samples", "bits a block", "bits held", "filter"]
+    is_filtered = bool({row.filter for row in rows} - {None, "none"})
+    columns: list[Column[HarnessRow]] = [
+        Column("task", lambda row: row.task, is_text=True),
+        Column("metric", lambda row: row.metric or "", is_text=True),
+        Column("filter", lambda row: row.filter or "" if is_filtered else "", spare=8, is_text=True),
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("value", lambda row: number(row.value, 4)),
+        Column("±", lambda row: number(row.stderr, 4)),
+        Column("samples", lambda row: number(row.samples, 0), spare=5),
+        Column("few-shot", lambda row: number(row.num_fewshot or None, 0), spare=3),
+        Column("bits a block", lambda row: number(row.block_bits, 2), spare=6),
+        Column("bits held", lambda row: number(row.effective_bits, 2), spare=7),
+        Column("lowest", lambda row: short(row.lowest_bits), spare=4),
+        Column("demotions", lambda row: number(row.demotions or None, 0), spare=2),
+        Column("preemptions", lambda row: number(row.preemptions or None, 0), spare=1),
+        Column("status", status_cell, spare=9, is_text=True),
+    ]
     names = [row.kv for row in rows]
     notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
-    table = from_columns(_title(rows), columns, notes, [*spare, "status"])
-    return table._replace(text=("task", "metric", "filter", "kv", "status"))
+    return from_rows(_title(rows), rows, columns, notes)
 
 
 def _title(rows: Sequence[HarnessRow]) -> str:

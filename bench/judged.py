@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import fmean
+from typing import NamedTuple
 
-from .divergence import Mean, changed_of, closer, kl_of, nats, nll_of
+from .divergence import changed_of, closer, kl_of, nats, nll_of
 from .forced import TextScore
 from .grading import mean_interval
 from .paired import ABOVE, Paired, paired_cell
 from .provenance import Provenance
 from .report import number
-from .status import OK, status_cells, status_notes
-from .table import Table, from_columns, joined
+from .status import OK, status_cell, status_notes
+from .table import Column, Table, from_rows, joined
 
 DIGITS = 7  # of a float in a file of rows
 
@@ -108,52 +109,81 @@ def right_of(row: JudgedRow) -> dict[str, float]:
     return {name: fmean(score.exact for score in scores) for name, scores in row.sets().items()}
 
 
+class _Line(NamedTuple):
+    """A row with its scores by set, none if it failed, and those of the measured row above, all sets together."""
+
+    row: JudgedRow
+    sets: dict[str, list[TextScore]]
+    above: list[TextScore]
+
+    @property
+    def scores(self) -> list[TextScore]:
+        return list(chain.from_iterable(self.sets.values()))
+
+    @property
+    def is_compared(self) -> bool:
+        return bool(self.sets) and self.row.kv != self.row.reference
+
+
+def _lines(rows: Sequence[JudgedRow]) -> Iterator[_Line]:
+    """The rows in their order; nothing is compared with the reference."""
+    above = list[TextScore]()
+    for row in rows:
+        line = _Line(row, row.sets(), above)
+        yield line
+        above = [] if row.kv == row.reference else line.scores or above
+
+
 def _replies(rows: Sequence[JudgedRow]) -> Table:
-    columns = _names(rows)
-    for name in _set_names(rows):
-        columns[name] = ["" if not row.sets() else f"{100 * right_of(row)[name]:.0f}" for row in rows]
-    counts = [[(sum(s.exact for s in scores), len(scores)) for scores in row.sets().values()] for row in rows]
-    columns["mean"] = ["" if not row.sets() else f"{100 * fmean(right_of(row).values()):.1f}" for row in rows]
-    columns["95 %"] = [_interval(mean_interval(of)) if of else "" for of in counts]
-    columns[ABOVE] = _against_above(rows, lambda mine, other: Paired.of(_exact(mine), _exact(other)))
+    columns: list[Column[_Line]] = [
+        *(Column(name, partial(_right_cell, name)) for name in _set_names(rows)),
+        Column("mean", lambda line: f"{100 * fmean(right_of(line.row).values()):.1f}" if line.sets else ""),
+        Column("95 %", _right_interval),
+        Column(ABOVE, partial(_against_above, lambda mine, other: Paired.of(_exact(mine), _exact(other)))),
+    ]
     return _table(rows, "right replies, %", columns)
 
 
 def _divergences(rows: Sequence[JudgedRow]) -> Table:
-    columns = _names(rows)
-    for name in _set_names(rows):
-        columns[name] = _measured(rows, partial(_kl_cell, name))
-    columns["mean KL"] = _measured(rows, lambda row: nats(_kl(row).mean))
-    columns["95 %"] = _measured(rows, lambda row: f"{nats(_kl(row).low)} - {nats(_kl(row).high)}")
-    columns["first choice changed"] = _measured(rows, lambda row: f"{changed_of(*row.sets().values()).mean:.2%}")
-    columns["perplexity"] = [
-        "" if not row.sets() else f"{math.exp(fmean(map(nll_of, row.sets().values()))):.4f}" for row in rows
+    columns: list[Column[_Line]] = [
+        *(Column(name, partial(_kl_cell, [name])) for name in _set_names(rows)),
+        Column("mean KL", partial(_kl_cell, _set_names(rows))),
+        Column("95 %", _kl_interval),
+        Column("first choice changed", _changed_cell),
+        Column("perplexity", _perplexity_cell),
+        Column(ABOVE, partial(_against_above, closer)),
     ]
-    columns[ABOVE] = _against_above(rows, closer)
     return _table(rows, "KL divergence in nats a token", columns)
 
 
-def _kl_cell(name: str, row: JudgedRow) -> str:
-    return nats(kl_of(row.sets()[name]).mean)
+def _right_cell(name: str, line: _Line) -> str:
+    return f"{100 * right_of(line.row)[name]:.0f}" if line.sets else ""
 
 
-def _kl(row: JudgedRow) -> Mean:
-    return kl_of(*row.sets().values())
+def _right_interval(line: _Line) -> str:
+    if not line.sets:
+        return ""
+    low, high = mean_interval([(sum(s.exact for s in scores), len(scores)) for scores in line.sets.values()])
+    return f"{100 * low:.1f} - {100 * high:.1f}"
 
 
-def _measured(rows: Sequence[JudgedRow], cell: Callable[[JudgedRow], str]) -> list[str]:
-    """The cells of the rows that were compared with the reference; nothing for the others."""
-    return [cell(row) if row.sets() and row.kv != row.reference else "" for row in rows]
+def _kl_cell(names: Sequence[str], line: _Line) -> str:
+    return nats(kl_of(*(line.sets[name] for name in names)).mean) if line.is_compared else ""
 
 
-def _names(rows: Sequence[JudgedRow]) -> dict[str, list[str]]:
-    return {
-        "kv": [row.kv for row in rows],
-        "profile": [row.profile or "" for row in rows],
-        "windows": [row.windows if row.kv != row.reference else "" for row in rows],
-        "bits a block": [number(row.block_bits, 2) for row in rows],
-        "bits held": [number(row.held_bits, 2) for row in rows],
-    }
+def _changed_cell(line: _Line) -> str:
+    return f"{changed_of(*line.sets.values()).mean:.2%}" if line.is_compared else ""
+
+
+def _perplexity_cell(line: _Line) -> str:
+    return f"{math.exp(fmean(map(nll_of, line.sets.values()))):.4f}" if line.sets else ""
+
+
+def _kl_interval(line: _Line) -> str:
+    if not line.is_compared:
+        return ""
+    _, low, high = kl_of(*line.sets.values())
+    return f"{nats(low)} - {nats(high)}"
 
 
 def _set_names(rows: Sequence[JudgedRow]) -> list[str]:
@@ -164,25 +194,22 @@ def _exact(scores: Sequence[TextScore]) -> list[bool]:
     return [score.exact for score in scores]
 
 
-def _against_above(
-    rows: Sequence[JudgedRow], compare: Callable[[Sequence[TextScore], Sequence[TextScore]], Paired]
-) -> list[str]:
-    """Each row's texts of all sets against those of the measured row above it; nothing against the reference."""
-    cells, above = list[str](), None
-    for row in rows:
-        mine = list(chain.from_iterable(row.sets().values()))
-        cells.append(paired_cell(*compare(mine, above)) if mine and above else "")
-        above = None if row.kv == row.reference else mine or above
-    return cells
+def _against_above(compare: Callable[[Sequence[TextScore], Sequence[TextScore]], Paired], line: _Line) -> str:
+    """A row's texts of all sets against those of the measured row above it; nothing against the reference."""
+    return paired_cell(*compare(line.scores, line.above)) if line.sets and line.above else ""
 
 
-def _interval(ends: tuple[float, float]) -> str:
-    return f"{100 * ends[0]:.1f} - {100 * ends[1]:.1f}"
-
-
-def _table(rows: Sequence[JudgedRow], what: str, columns: dict[str, list[str]]) -> Table:
+def _table(rows: Sequence[JudgedRow], what: str, columns: Sequence[Column[_Line]]) -> Table:
+    """``columns`` behind those that name a row."""
+    names: list[Column[_Line]] = [
+        Column("kv", lambda line: line.row.kv, is_text=True),
+        Column("profile", lambda line: line.row.profile or "", is_text=True),
+        Column("windows", lambda line: line.row.windows if line.row.kv != line.row.reference else "", is_text=True),
+        Column("bits a block", lambda line: number(line.row.block_bits, 2)),
+        Column("bits held", lambda line: number(line.row.held_bits, 2)),
+    ]
+    status = Column[_Line]("status", lambda line: status_cell(line.row), is_text=True)
     ran = next((row for row in rows if row.status == OK), rows[0])
     notes = status_notes(rows, [row.kv for row in rows])
     title = joined(ran.model, ran.machine, ran.dtype, f"{what}, under teacher forcing", ran.settings)
-    table = from_columns(title, {**columns, "status": status_cells(rows)}, notes)
-    return table._replace(text=("kv", "profile", "windows", "status"), group=None)
+    return from_rows(title, list(_lines(rows)), [*names, *columns, status], notes)._replace(group=None)

@@ -13,9 +13,9 @@ from qkv_engine.sizes import format_size
 from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title
 from .report import number, times
 from .sizing import make_ladder, planned_cache
-from .status import status_cells, status_notes
+from .status import status_cell, status_notes
 from .sweep import SAMPLED
-from .table import Table, from_columns, joined
+from .table import Column, Table, from_rows, joined
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -90,22 +90,21 @@ def pareto_table(rows: Sequence[ParetoRow], ladders: Mapping[str, KVConfig] = PR
     rows = best_rows(rows)
     asked = next((row for row in rows if row.accuracy is not None), rows[0])
     fronts = {"speed": speed_frontier(rows), "capacity": capacity_frontier(rows)}
-    columns = {
-        "kv": [row.kv for row in rows],
-        "batch": [number(row.batch, 0) for row in rows],
-        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        f"vs {rows[0].kv}": [times(row.output_tok_s, rows[0].output_tok_s) for row in rows],
-        "capacity tokens": [number(row.capacity_tokens, 0) for row in rows],
-        "bytes per token": [number(row.floor_bytes_per_token, 0) for row in rows],
-        "bits": [number(row.floor_bits, 2) for row in rows],
-        right_header(asked): [accuracy_cell(row) for row in rows],
-        "95 %": [interval_cell(row) for row in rows],
-        "frontier": [", ".join(name for name, on in fronts.items() if row.kv in on) for row in rows],
-        "status": status_cells(rows),
-    }
+    columns: list[Column[ParetoRow]] = [
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("batch", lambda row: number(row.batch, 0), spare=3),
+        Column("out tok/s", lambda row: number(row.output_tok_s, 1)),
+        Column(f"vs {rows[0].kv}", lambda row: times(row.output_tok_s, rows[0].output_tok_s), spare=4),
+        Column("capacity tokens", lambda row: number(row.capacity_tokens, 0)),
+        Column("bytes per token", lambda row: number(row.floor_bytes_per_token, 0), spare=1),
+        Column("bits", lambda row: number(row.floor_bits, 2), spare=6),
+        Column(right_header(asked), accuracy_cell),
+        Column("95 %", interval_cell, spare=2),
+        Column("frontier", lambda row: ", ".join(name for name, on in fronts.items() if row.kv in on)),
+        Column("status", status_cell, spare=5, is_text=True),
+    ]
     failed = status_notes(rows, [f"{row.kv} {row.batch:,}" for row in rows])
-    spare = ["bytes per token", "95 %", "batch", f"vs {rows[0].kv}", "status", "bits"]
-    return from_columns(_title(rows, asked), columns, [*failed, *answer_notes(rows, ladders)], spare)
+    return from_rows(_title(rows, asked), rows, columns, [*failed, *answer_notes(rows, ladders)])
 
 
 def _title(rows: Sequence[ParetoRow], asked: ParetoRow) -> str:

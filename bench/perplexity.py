@@ -18,8 +18,8 @@ from .provenance import Provenance, block_bits, engine_values, provenance
 from .questions import MAX_FILE_NBYTES
 from .report import number, short, unfilled_notes
 from .scoring import Pair, Score, ScoringEngine, max_pair_tokens, score
-from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cells, status_notes
-from .table import Table, from_columns, joined
+from .status import FAILED, FAILURES, NO_FIT, OK, cause, status_cell, status_notes
+from .table import Column, Table, from_rows, joined
 from .watch import Watch, Work, no_watch
 
 if TYPE_CHECKING:
@@ -207,26 +207,25 @@ def _with_figures(
 
 def perplexity_table(rows: Sequence[PerplexityRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """A line for each of ``ladders``; columns with nothing in them are left out."""
-    ratio = f"vs {rows[0].kv}"
-    columns: dict[str, list[str]] = {
-        "kv": [row.kv for row in rows],
-        "tokens": [number(row.tokens, 0) for row in rows],
-        "nll": [number(row.nll, 4) for row in rows],
-        "perplexity": [number(row.perplexity, 4) for row in rows],
-        "bits/byte": [number(row.bits_per_byte, 4) for row in rows],
-        ratio: ["" if row.ratio is None else f"{row.ratio:.4f}x" for row in rows] if len(rows) > 1 else [],
-        "bits a block": [number(row.block_bits, 2) for row in rows],
-        "bits held": [number(row.effective_bits, 2) for row in rows],
-        "lowest": [short(row.lowest_bits) for row in rows],
-        "demotions": [number(row.demotions or None, 0) for row in rows],
-        "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "tok/s": [number(row.tok_s, 0) for row in rows],
-        "status": status_cells(rows),
-    }
-    spare = ["tok/s", "preemptions", "demotions", "lowest", "nll", "bits/byte", "bits a block", "bits held", "tokens"]
+    is_compared = len(rows) > 1
+    columns: list[Column[PerplexityRow]] = [
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("tokens", lambda row: number(row.tokens, 0), spare=9),
+        Column("nll", lambda row: number(row.nll, 4), spare=5),
+        Column("perplexity", lambda row: number(row.perplexity, 4)),
+        Column("bits/byte", lambda row: number(row.bits_per_byte, 4), spare=6),
+        Column(f"vs {rows[0].kv}", lambda r: f"{r.ratio:.4f}x" if is_compared and r.ratio is not None else ""),
+        Column("bits a block", lambda row: number(row.block_bits, 2), spare=7),
+        Column("bits held", lambda row: number(row.effective_bits, 2), spare=8),
+        Column("lowest", lambda row: short(row.lowest_bits), spare=4),
+        Column("demotions", lambda row: number(row.demotions or None, 0), spare=3),
+        Column("preemptions", lambda row: number(row.preemptions or None, 0), spare=2),
+        Column("tok/s", lambda row: number(row.tok_s, 0), spare=1),
+        Column("status", status_cell, spare=10, is_text=True),
+    ]
     names = [row.kv for row in rows]
     notes = [*status_notes(rows, names), *unfilled_notes(rows, names, ladders)]
-    return from_columns(_title(rows), columns, notes, [*spare, "status"])
+    return from_rows(_title(rows), rows, columns, notes)
 
 
 def _title(rows: Sequence[PerplexityRow]) -> str:

@@ -20,7 +20,7 @@ from qkv_engine.planner.predict import as_good, outlier_layers, predicted_loss
 from qkv_engine.sizes import format_size
 
 from .sizing import planned_cache
-from .table import Table, from_columns
+from .table import Column, Table, from_rows
 
 GUESSING = 0.5  # of the loss of guessing: a model above it knows too little of a text to be profiled on it
 REFERENCE_K, REFERENCE_V = "int2-channel-128", "int2-token-128"  # whose sensitivities stand for a layer's
@@ -114,19 +114,19 @@ def plan_title(plan: KVPlan) -> str:
 def plan_table(plan: KVPlan, rows: Sequence[LayerRow], memory: int | None = None) -> Table:
     """The table of a plan, with what its rungs take and lose, and what else there is to know."""
     is_ranked = isinstance(plan.settings, KVmix)
-    columns = {
-        "layer": [str(row.layer) for row in rows],
-        "K score": [f"{row.k_score:.3g}" if is_ranked else "" for row in rows],
-        "K nats": ["" if is_ranked or row.k_nats is None else f"{row.k_nats:.2g}" for row in rows],
-        "K bits": [_steps(row.k_rungs) for row in rows],
-        "V score": [f"{row.v_score:.3g}" if is_ranked else "" for row in rows],
-        "V nats": ["" if is_ranked or row.v_nats is None else f"{row.v_nats:.2g}" for row in rows],
-        "V bits": [_steps(row.v_rungs) for row in rows],
-        "K": [row.k for row in rows],
-        "V": [row.v for row in rows],
-    }
+    columns: list[Column[LayerRow]] = [
+        Column("layer", lambda row: str(row.layer)),
+        Column("K score", lambda row: f"{row.k_score:.3g}" if is_ranked else ""),
+        Column("K nats", lambda row: "" if is_ranked or row.k_nats is None else f"{row.k_nats:.2g}"),
+        Column("K bits", lambda row: _steps(row.k_rungs)),
+        Column("V score", lambda row: f"{row.v_score:.3g}" if is_ranked else ""),
+        Column("V nats", lambda row: "" if is_ranked or row.v_nats is None else f"{row.v_nats:.2g}"),
+        Column("V bits", lambda row: _steps(row.v_rungs)),
+        Column("K", lambda row: row.k, spare=2),
+        Column("V", lambda row: row.v, spare=1),
+    ]
     notes = [*_loss_notes(plan), _summary(rows), *_rung_notes(plan, memory), *_advice(plan)]
-    return from_columns(plan_title(plan), columns, notes, spare=["V", "K"])
+    return from_rows(plan_title(plan), rows, columns, notes)
 
 
 def _choice(plan: KVPlan) -> str:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig
 from qkv_engine.sizes import format_size
 
-from .status import FAILED, NO_FIT, QUEUED, status_cells, status_notes
+from .status import FAILED, NO_FIT, QUEUED, status_cell, status_notes
 from .sweep import SAMPLED, Row
-from .table import PLAIN_WIDTH, Table, as_markdown, as_text, from_columns, joined
+from .table import PLAIN_WIDTH, Column, Table, as_markdown, as_text, from_rows, joined
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from .papers import Experiment
+    from .papers import Experiment, Published
 
 
 def render(kind: str, records: Sequence[DataclassInstance], *tables: Table, width: int | None = PLAIN_WIDTH) -> str:
@@ -55,100 +55,84 @@ def as_csv(records: Sequence[DataclassInstance]) -> str:
 
 def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The table of a sweep of ``ladders``; columns with nothing in them are left out, zeros of counters are nothing."""
-    ratio, best_ratio = f"vs {rows[0].kv}", f"vs best {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
-    best = max((rate or 0.0 for rate in base.values()), default=0.0)
-    columns: dict[str, list[str]] = {
-        "kv": [row.kv for row in rows],
-        "batch": [number(row.batch, 0) for row in rows],
-        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        "±": [_spread(row) for row in rows],
-        "total tok/s": [number(row.total_tok_s, 1) for row in rows],
-        ratio: [times(row.output_tok_s, base.get(row.batch)) for row in rows] if len(base) < len(rows) else [],
-        best_ratio: [times(row.output_tok_s, best) for row in rows] if 1 < len(base) < len(rows) else [],
-        "decode tok/s": [number(row.decode_tok_s, 1) for row in rows],
-        "TTFT ms": [number(row.ttft_ms, 1) for row in rows],
-        "TPOT ms": [number(row.tpot_ms, 2) for row in rows],
-        "ITL ms": [number(row.itl_ms, 2) for row in rows],
-        "p99": [number(row.itl_p99_ms, 2) for row in rows],
-        "of limit": [number(row.of_limit, 2) for row in rows],
-        "KV peak": [size(row.kv_bytes_peak) for row in rows],
-        "codes": [size(row.kv_bytes_codes) for row in rows],
-        "meta": [size(row.kv_bytes_meta) for row in rows],
-        "dense": [size(row.kv_bytes_dense) if row.kv_bytes_codes else "" for row in rows],
-        "bits": [number(row.effective_bits, 2) for row in rows],
-        "demotions": [number(row.demotions or None, 0) for row in rows],
-        "preemptions": [number(row.preemptions or None, 0) for row in rows],
-        "status": status_cells(rows),
-    }
-    spare = ["±", "p99", "ITL ms", "total tok/s", "meta", "dense", "codes", "TPOT ms", "decode tok/s", "of limit"]
-    spare += ["demotions", "preemptions", "TTFT ms", best_ratio, "status", ratio, "bits", "KV peak"]
+    best = max((rate or 0.0 for rate in base.values()), default=0.0) if len(base) > 1 else None
+    if len(base) == len(rows):  # nothing to compare with
+        base, best = {}, None
+    columns: list[Column[Row]] = [
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("batch", lambda row: number(row.batch, 0)),
+        Column("out tok/s", lambda row: number(row.output_tok_s, 1)),
+        Column("±", _spread, spare=1),
+        Column("total tok/s", lambda row: number(row.total_tok_s, 1), spare=4),
+        Column(f"vs {rows[0].kv}", lambda row: times(row.output_tok_s, base.get(row.batch)), spare=16),
+        Column(f"vs best {rows[0].kv}", lambda row: times(row.output_tok_s, best), spare=14),
+        Column("decode tok/s", lambda row: number(row.decode_tok_s, 1), spare=9),
+        Column("TTFT ms", lambda row: number(row.ttft_ms, 1), spare=13),
+        Column("TPOT ms", lambda row: number(row.tpot_ms, 2), spare=8),
+        Column("ITL ms", lambda row: number(row.itl_ms, 2), spare=3),
+        Column("p99", lambda row: number(row.itl_p99_ms, 2), spare=2),
+        Column("of limit", lambda row: number(row.of_limit, 2), spare=10),
+        Column("KV peak", lambda row: size(row.kv_bytes_peak), spare=18),
+        Column("codes", lambda row: size(row.kv_bytes_codes), spare=7),
+        Column("meta", lambda row: size(row.kv_bytes_meta), spare=5),
+        Column("dense", lambda row: size(row.kv_bytes_dense) if row.kv_bytes_codes else "", spare=6),
+        Column("bits", lambda row: number(row.effective_bits, 2), spare=17),
+        Column("demotions", lambda row: number(row.demotions or None, 0), spare=11),
+        Column("preemptions", lambda row: number(row.preemptions or None, 0), spare=12),
+        Column("status", status_cell, spare=15, is_text=True),
+    ]
     notes = [*_notes(rows), *unfilled_notes(rows, [row.kv for row in rows], ladders)]
-    return from_columns(_title(rows), columns, notes, spare)
+    return from_rows(_title(rows), rows, columns, notes)
 
 
 def paper_tables(ours: Table, experiment: Experiment) -> tuple[Table, Table]:
     """``ours`` under the experiment's name, and the published rows."""
-    paper, rows = experiment.paper, experiment.paper.published
+    paper = experiment.paper
     remedy = f"scaled down to the demo model; the paper's size: --shape {paper.shape}"
     ours = ours._replace(
         title=f"{experiment.title} · {ours.title}", notes=[*ours.notes, *([remedy] if experiment.is_scaled else [])]
     )
-    columns = {
-        "published": [row.system for row in rows],
-        "batch": [number(row.batch, 0) for row in rows],
-        "out tok/s": [number(row.output_tok_s, 0) for row in rows],
-        "total tok/s": [number(row.total_tok_s, 0) for row in rows],
-        "vs baseline": [row.ratio for row in rows],
-        "memory": [row.memory for row in rows],
-        "note": [row.note for row in rows],
-        "source": [row.source for row in rows],
-    }
+    columns: list[Column[Published]] = [
+        Column("published", lambda row: row.system, is_text=True),
+        Column("batch", lambda row: number(row.batch, 0)),
+        Column("out tok/s", lambda row: number(row.output_tok_s, 0)),
+        Column("total tok/s", lambda row: number(row.total_tok_s, 0)),
+        Column("vs baseline", lambda row: row.ratio),
+        Column("memory", lambda row: row.memory, is_text=True),
+        Column("note", lambda row: row.note, is_text=True),
+        Column("source", lambda row: row.source, spare=1, is_text=True),
+    ]
     about = f"Published, {paper.source} · {paper.hardware} · baseline: {paper.baseline}"
-    theirs = from_columns(about, columns, list(paper.notes), ("source",))
-    return ours, theirs._replace(text=("published", "memory", "note", "source"))
+    return ours, from_rows(about, paper.published, columns, list(paper.notes))
 
 
 def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The table of a sweep of ``ladders`` over questions: the fate of the requests, their time and memory."""
-    same, ratio = f"same as {rows[0].kv}", f"vs {rows[0].kv}"
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
-    columns: dict[str, list[str]] = {
-        "kv": [row.kv for row in rows],
-        "requests": [number(row.batch, 0) for row in rows],
-        "finished": [number(row.finished, 0) for row in rows],
-        "right": [number(row.right, 0) for row in rows],
-        same: [number(row.same, 0) for row in rows] if len(base) < len(rows) else [],
-        "at once": [number(row.max_running, 0) for row in rows],
-        "preemptions": [number(row.preemptions, 0) for row in rows],
-        "demotions": [number(row.demotions, 0) for row in rows],
-        "bits": [number(row.effective_bits, 2) for row in rows],
-        "KV peak": [size(row.kv_bytes_peak) for row in rows],
-        "TTFT ms": [number(row.ttft_ms, 0) for row in rows],
-        "seconds": [number(row.seconds, 1) for row in rows],
-        "±": [_spread(row) for row in rows],
-        "out tok/s": [number(row.output_tok_s, 1) for row in rows],
-        ratio: [times(row.output_tok_s, base.get(row.batch)) for row in rows] if len(base) < len(rows) else [],
-        "status": [row.status if row.status in (NO_FIT, FAILED) else "" for row in rows],
-    }
-    notes = [
-        *_notes([row for row in rows if row.status != QUEUED]),
-        *unfilled_notes(rows, [row.kv for row in rows], ladders),
+    if len(base) == len(rows):  # nothing to compare with
+        base = {}
+    columns: list[Column[Row]] = [
+        Column("kv", lambda row: row.kv, is_text=True),
+        Column("requests", lambda row: number(row.batch, 0)),
+        Column("finished", lambda row: number(row.finished, 0), spare=2),
+        Column("right", lambda row: number(row.right, 0)),
+        Column(f"same as {rows[0].kv}", lambda row: number(row.same, 0) if base else "", spare=6),
+        Column("at once", lambda row: number(row.max_running, 0)),
+        Column("preemptions", lambda row: number(row.preemptions, 0), spare=9),
+        Column("demotions", lambda row: number(row.demotions, 0), spare=4),
+        Column("bits", lambda row: number(row.effective_bits, 2), spare=11),
+        Column("KV peak", lambda row: size(row.kv_bytes_peak), spare=3),
+        Column("TTFT ms", lambda row: number(row.ttft_ms, 0), spare=5),
+        Column("seconds", lambda row: number(row.seconds, 1), spare=8),
+        Column("±", _spread, spare=1),
+        Column("out tok/s", lambda row: number(row.output_tok_s, 1)),
+        Column(f"vs {rows[0].kv}", lambda row: times(row.output_tok_s, base.get(row.batch)), spare=7),
+        Column("status", lambda row: row.status if row.status in (NO_FIT, FAILED) else "", spare=10, is_text=True),
     ]
-    spare = [
-        "±",
-        "finished",
-        "KV peak",
-        "demotions",
-        "TTFT ms",
-        same,
-        ratio,
-        "seconds",
-        "preemptions",
-        "status",
-        "bits",
-    ]
-    return from_columns(_title(rows), columns, notes, spare)
+    notes = _notes([row for row in rows if row.status != QUEUED])
+    notes += unfilled_notes(rows, [row.kv for row in rows], ladders)
+    return from_rows(_title(rows), rows, columns, notes)
 
 
 def _title(rows: Sequence[Row]) -> str:

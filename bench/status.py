@@ -26,9 +26,9 @@ def cause(error: BaseException, describe: Callable[[QKVError], str]) -> str:
     return describe(error) if isinstance(error, QKVError) else f"{type(error).__name__}: {error}"
 
 
-def status_cells(rows: Sequence[HasStatus]) -> list[str]:
-    """The column of statuses; nothing for "ok"."""
-    return ["" if row.status == OK else row.status for row in rows]
+def status_cell(row: HasStatus) -> str:
+    """The status of a row; nothing for "ok"."""
+    return "" if row.status == OK else row.status
 
 
 def status_notes(rows: Sequence[HasStatus], names: Sequence[str]) -> list[str]:

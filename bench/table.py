@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -19,6 +19,7 @@ PLAIN_WIDTH = 200  # columns of a table that goes to no terminal
 GAP = 2  # columns between two cells
 FOLD_WIDTH = 16  # columns a text cell keeps at least; longer words fold
 NO_BREAK = "\N{NO-BREAK SPACE}"
+R = TypeVar("R")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i)?B\b|ms\b|tok/s\b)")
 
 
@@ -46,11 +47,27 @@ class Table(NamedTuple):
         return self._replace(headers=[self.headers[i] for i in kept], cells=cells, group=group)
 
 
-def from_columns(title: str, columns: Mapping[str, list[str]], notes: list[str], spare: Sequence[str] = ()) -> Table:
-    """A table of ``columns`` by header; those with nothing in them are left out."""
-    shown = {header: cells for header, cells in columns.items() if any(cells)}
-    cells = [list(row) for row in zip(*shown.values(), strict=True)]
-    return Table(title, list(shown), cells, notes, text=("task", "kv", "status"), spare=spare)
+class Column(NamedTuple, Generic[R]):
+    """A column of rows: ``value`` is the text of a row's cell, nothing where the row has none.
+
+    ``spare`` is the rank among the columns that a narrow terminal does without, 1 for the least important; 0 is for a
+    column that stays. ``is_text`` says that cells may fold.
+    """
+
+    header: str
+    value: Callable[[R], str]
+    spare: int = 0
+    is_text: bool = False
+
+
+def from_rows(title: str, rows: Sequence[R], columns: Sequence[Column[R]], notes: list[str]) -> Table:
+    """A table of ``rows``; ``columns`` with nothing in them are left out."""
+    found = {column.header: [column.value(row) for row in rows] for column in columns}
+    shown = {header: cells for header, cells in found.items() if any(cells)}
+    cells = [list(line) for line in zip(*shown.values(), strict=True)]
+    spare = [column.header for column in sorted(columns, key=lambda column: column.spare) if column.spare]
+    text = [column.header for column in columns if column.is_text]
+    return Table(title, list(shown), cells, notes, text=text, spare=spare)
 
 
 def joined(*parts: str | None) -> str:

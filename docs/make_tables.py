@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from qkv_engine.bench.provenance import Provenance
 from qkv_engine.bench.quality import RatedRow, sweep_tables
 from qkv_engine.bench.report import number
 from qkv_engine.bench.result_files import Record, read_records
-from qkv_engine.bench.table import Table, as_markdown, from_columns, joined
+from qkv_engine.bench.table import Column, Table, as_markdown, from_rows, joined
 from qkv_engine.sizes import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +35,8 @@ SECTION = re.compile(
     r"(<!-- results (\S+\.jsonl)(?:: ([^>]*?))? -->\n)(?:(?!<!-- results).)*?(<!-- end -->)", re.DOTALL
 )
 TARGETS = re.compile(r" --(?:output|plot|timeline)[ =]\S+")  # where a run wrote to, no part of its settings
+
+TEXT = ("task", "kv", "status")  # columns that are no numbers
 
 # Kinds of rows with the tables that commands print of them, those with fewer columns first.
 KINDS: list[tuple[type[Provenance], Callable[[Sequence[Any]], Sequence[Table]]]] = [
@@ -77,11 +80,13 @@ def chosen_columns(records: Sequence[Record], columns: Sequence[str]) -> Table:
     known = {field.name for field in fields(Provenance)}
     origin = Provenance(**{name: value for name, value in records[0].items() if name in known})
     title = joined(records[0].get("model"), origin.machine, origin.dtype)
-    return from_columns(title, {name: [cell(name, record.get(name)) for record in records] for name in columns}, [])
+    shown = [Column[Record](name, partial(cell, name), is_text=name in TEXT) for name in columns]
+    return from_rows(title, records, shown, [])
 
 
-def cell(name: str, value: Any) -> str:
-    """``value`` of the column ``name`` in words."""
+def cell(name: str, record: Record) -> str:
+    """The column ``name`` of a row in words."""
+    value = record.get(name)
     if isinstance(value, int | float) and "bytes" in name:
         return format_size(value)
     if isinstance(value, float):

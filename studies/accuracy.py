@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from qkv_engine.bench.paired import ABOVE, Paired, paired_cell, sign_test
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sizing import make_ladder
-from qkv_engine.bench.table import Table, as_markdown, from_columns
+from qkv_engine.bench.table import Column, Table, as_markdown, from_rows
 from qkv_engine.config import DENSE16, PLAN_SUFFIX, KVConfig, RungConfig, resolve_kv
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.loader import read_config
@@ -113,15 +114,19 @@ def result(name: str, rows: Sequence[AccuracyRow], floor: float | None = None) -
 
 
 def as_table(results: Sequence[Result], title: str) -> Table:
-    columns = {"kv": [result.name for result in results]}
-    for task in results[0].right:
-        columns[task] = [f"{100 * r.right[task] / r.asked[task]:.1f}" for r in results]
-    columns["mean"] = [f"{100 * r.mean:.1f}" for r in results]
-    columns["95 % interval"] = [f"{100 * r.interval[0]:.1f} - {100 * r.interval[1]:.1f}" for r in results]
-    columns[ABOVE] = ["" if r.paired is None else paired_cell(*r.paired) for r in results]
-    columns["bits a block"] = [number(r.floor, 2) for r in results]
-    columns["bits held"] = [number(r.held, 2) for r in results]
-    return from_columns(title, columns, [])
+    def share(task: str, result: Result) -> str:
+        return f"{100 * result.right[task] / result.asked[task]:.1f}"
+
+    columns: list[Column[Result]] = [
+        Column("kv", lambda result: result.name, is_text=True),
+        *(Column(task, partial(share, task)) for task in results[0].right),
+        Column("mean", lambda result: f"{100 * result.mean:.1f}"),
+        Column("95 % interval", lambda r: f"{100 * r.interval[0]:.1f} - {100 * r.interval[1]:.1f}"),
+        Column(ABOVE, lambda result: "" if result.paired is None else paired_cell(*result.paired)),
+        Column("bits a block", lambda result: number(result.floor, 2)),
+        Column("bits held", lambda result: number(result.held, 2)),
+    ]
+    return from_rows(title, results, columns, [])
 
 
 def draw(boosts: Sequence[tuple[str, str, Result]], path: Path) -> None:

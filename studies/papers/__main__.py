@@ -19,7 +19,7 @@ from qkv_engine import Engine
 from qkv_engine.bench.grading import sample_examples, score, wilson_interval
 from qkv_engine.bench.questions import Ask, Task, ask, parse_tasks
 from qkv_engine.bench.report import number
-from qkv_engine.bench.table import Table, from_columns
+from qkv_engine.bench.table import Column, Table, from_rows
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.llama import LlamaForCausalLM
@@ -149,22 +149,22 @@ def by_blocks(preset: KVConfig, task: Task, asks: list[Ask]) -> int:
 
 def papers_table(rows: Sequence[PaperRow]) -> Table:
     """The rows for people."""
-    columns = {
-        "task": [row.task for row in rows],
-        "scheme": [row.scheme for row in rows],
-        "samples": [str(row.samples) for row in rows],
-        "right": [str(row.right) for row in rows],
-        "95 % interval": [_interval(row.right, row.samples) for row in rows],
-        "16-bit K": [number(row.full_k, 0) for row in rows],
-        "16-bit V": [number(row.full_v, 0) for row in rows],
-        "tokens": [str(row.tokens) for row in rows],
-        "seconds": [number(row.seconds, 0) for row in rows],
-        "as blocks": [row.preset or "" for row in rows],
-        "right as blocks": [number(row.preset_right, 0) for row in rows],
-        "its interval": [_interval(row.preset_right, row.samples) for row in rows],
-    }
+    columns: list[Column[PaperRow]] = [
+        Column("task", lambda row: row.task, is_text=True),
+        Column("scheme", lambda row: row.scheme),
+        Column("samples", lambda row: str(row.samples)),
+        Column("right", lambda row: str(row.right)),
+        Column("95 % interval", lambda row: _interval(row.right, row.samples), spare=4),
+        Column("16-bit K", lambda row: number(row.full_k, 0)),
+        Column("16-bit V", lambda row: number(row.full_v, 0)),
+        Column("tokens", lambda row: str(row.tokens), spare=2),
+        Column("seconds", lambda row: number(row.seconds, 0), spare=1),
+        Column("as blocks", lambda row: row.preset or ""),
+        Column("right as blocks", lambda row: number(row.preset_right, 0)),
+        Column("its interval", lambda row: _interval(row.preset_right, row.samples), spare=3),
+    ]
     title = "demo model, float32, greedy, exact match: the papers' rules and the engine's blocks"
-    return from_columns(title, columns, [], ["seconds", "tokens", "its interval", "95 % interval"])
+    return from_rows(title, rows, columns, [])
 
 
 def _interval(right: int | None, samples: int) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from operator import itemgetter
 
 import pytest
 from rich.cells import cell_len
@@ -10,7 +11,7 @@ from qkv_engine.bench.accuracy import AccuracyRow, accuracy_table
 from qkv_engine.bench.arrivals_report import arrivals_tables
 from qkv_engine.bench.arrivals_row import ArrivalsRow
 from qkv_engine.bench.report import sweep_table, workload_table
-from qkv_engine.bench.table import Table, as_listing, as_markdown, as_text, from_columns, wrapped
+from qkv_engine.bench.table import Column, Table, as_listing, as_markdown, as_text, from_rows, wrapped
 
 from .fake import make_row
 
@@ -104,6 +105,12 @@ ESSENTIAL = {
 }
 
 
+def one_row(notes: list[str], *columns: tuple[str, str, int]) -> Table:
+    """A table of one row, of headers, cells and ranks among the spare columns."""
+    cells = {header: cell for header, cell, _ in columns}
+    return from_rows("", [cells], [Column(name, itemgetter(name), spare) for name, _, spare in columns], notes)
+
+
 def grid_of(text: str) -> tuple[list[str], list[str]]:
     """The lines above the rule, and those below it."""
     lines = text.splitlines()
@@ -151,22 +158,20 @@ def test_less_room_shows_fewer_columns_and_a_wide_terminal_all(name: str) -> Non
 
 
 def test_least_important_columns_go_first() -> None:
-    table = from_columns("", {"kv": ["a"], "x": ["111"], "y": ["222"], "z": ["333"]}, [], spare=("z", "x"))
+    table = one_row([], ("kv", "a", 0), ("x", "111", 2), ("y", "222", 0), ("z", "333", 1))
     assert dropped(as_text(table, 17)) == []
     assert dropped(as_text(table, 16)) == dropped(as_text(table, 12)) == ["z"]
     assert dropped(as_text(table, 11)) == ["x", "z"]
 
 
 def test_what_cannot_be_left_out_keeps_its_width() -> None:
-    table = from_columns(
-        "", {"kv": ["bf16"], "tok/s": ["123,456,789.0"], "KV": ["1,023.0 MiB"]}, ["a note"], spare=("KV",)
-    )
+    table = one_row(["a note"], ("kv", "bf16", 0), ("tok/s", "123,456,789.0", 0), ("KV", "1,023.0 MiB", 1))
     text = as_text(table, 15)
     assert "bf16  123,456,789.0" in text and "1,023.0 MiB" not in text and "a note" in text
 
 
 def test_headers_break_between_words_before_columns_go() -> None:
-    table = from_columns("", {"kv": ["a"], "decode tok/s": ["1.0"], "out tok/s": ["2.0"]}, [], spare=("decode tok/s",))
+    table = one_row([], ("kv", "a", 0), ("decode tok/s", "1.0", 1), ("out tok/s", "2.0", 0))
     lines = as_text(table, 19).splitlines()
     assert [line.split() for line in lines[:2]] == [["decode", "out"], ["kv", "tok/s", "tok/s"]]
     assert dropped("\n".join(lines)) == []
@@ -199,7 +204,8 @@ def test_a_title_breaks_between_its_parts() -> None:
 
 
 def test_empty_columns_are_left_out() -> None:
-    assert from_columns("", {"a": ["1", ""], "b": ["", ""], "c": []}, []).headers == ["a"]
+    columns = [Column("a", lambda row: row), Column("b", lambda row: "")]
+    assert from_rows("", ["1", ""], columns, []).headers == ["a"]
 
 
 def test_markdown_is_aligned() -> None:
