@@ -171,6 +171,11 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
             raise ConfigError(f"must be at least {low}", field=field, value=value)
 
 
+def eval_engines(args: argparse.Namespace, ladders: Mapping[str, KVConfig]) -> Callable[[str], Engine]:
+    """Opener of a ladder's engine, by name. No prefix is shared: every question's KV takes its own way down."""
+    return lambda kv: open_engine(args, kv=ladders[kv], prefix_caching=False)
+
+
 def describe_with(args: argparse.Namespace) -> Callable[[QKVError], str]:
     """The function that words an error as a row's detail, in the options of the command line."""
     return lambda error: str(name_options(error, args.options))

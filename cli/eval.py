@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from . import common, eval_divergence, eval_harness, eval_perplexity, results, tasks
 from .combinations import check_combinations
 from .model import check_ladders
-from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from qkv_engine import Engine, KVConfig
+    from qkv_engine import KVConfig
     from qkv_engine.bench.accuracy import AccuracyPlan, AccuracyRow, Sample
     from qkv_engine.bench.questions import Task
 
@@ -133,17 +132,13 @@ def _run_questions(args: argparse.Namespace) -> int:
     plan = _plan(args, tuple(ladders))
     results.check_targets(args, log_samples=(".jsonl",))
     check_ladders(args, ladders.values())
-    rows: list[AccuracyRow] = []
     samples: list[Sample] = []
-    try:
-        with progress_bar(len(plan.kvs) * len(plan.tasks)) as bar:
-            open_engine, describe = (lambda kv: _open_engine(args, ladders[kv])), common.describe_with(args)
-            for row in evaluate(plan, open_engine, watch=bar.watch, log=samples.extend, describe=describe):
-                rows.append(row)
-                bar.reach(len(rows))
-    finally:
-        if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, ladders, rows, samples)
+    open_engine, describe = common.eval_engines(args, ladders), common.describe_with(args)
+    rows = results.collect(
+        len(plan.kvs) * len(plan.tasks),
+        lambda bar: evaluate(plan, open_engine, watch=bar.watch, log=samples.extend, describe=describe),
+        lambda rows: _deliver(args, ladders, rows, samples),
+    )
     return results.exit_code(row.status for row in rows)
 
 
@@ -187,8 +182,3 @@ def _demo_tasks(args: argparse.Namespace) -> tuple[Task, ...]:
 def _samples(args: argparse.Namespace) -> int:
     common.check_least(args, samples=1)
     return DEFAULT_SAMPLES if args.samples is None else int(args.samples)
-
-
-def _open_engine(args: argparse.Namespace, kv: KVConfig) -> Engine:
-    """An engine for one ladder. No prefix is shared: every question's KV takes its own way down."""
-    return common.open_engine(args, kv=kv, prefix_caching=False)

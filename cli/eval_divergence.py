@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import common, results
 from .model import check_ladders
-from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from qkv_engine.bench.divergence import DivergenceRow
     from qkv_engine.bench.questions import Task
 
 EXCLUDES = ("max_tokens", "log_samples", "perplexity", "lm_eval")
@@ -42,18 +40,10 @@ def run(args: argparse.Namespace, tasks: tuple[Task, ...], samples: int) -> int:
     )
     results.check_targets(args)
     check_ladders(args, ladders.values())
-    rows: list[DivergenceRow] = []
-    try:
-        with progress_bar(len(plan.kvs) * len(plan.sets)) as bar:
-            for row in measure_divergence(
-                plan,
-                lambda kv: common.open_engine(args, kv=ladders[kv], prefix_caching=False),
-                watch=bar.watch,
-                describe=common.describe_with(args),
-            ):
-                rows.append(row)
-                bar.reach(len(rows))
-    finally:
-        if rows:  # whatever ended the run, Ctrl-C included
-            results.deliver_rows(args, rows, [divergence_table(rows, ladders)])
+    open_engine, describe = common.eval_engines(args, ladders), common.describe_with(args)
+    rows = results.collect(
+        len(plan.kvs) * len(plan.sets),
+        lambda bar: measure_divergence(plan, open_engine, watch=bar.watch, describe=describe),
+        lambda rows: results.deliver_rows(args, rows, [divergence_table(rows, ladders)]),
+    )
     return results.exit_code(row.status for row in rows)

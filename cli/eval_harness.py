@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         for row in run_harness(
             plan,
             tasks,
-            lambda kv: common.open_engine(args, kv=ladders[kv], prefix_caching=False),
+            common.eval_engines(args, ladders),
             begin=lambda kv: note(f"{plan.kvs.index(kv) + 1} of {len(plan.kvs)}: {kv}"),
             describe=common.describe_with(args),
             show_progress=sys.stderr.isatty(),

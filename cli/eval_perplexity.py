@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import common, results
 from .model import check_ladders
-from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from qkv_engine.bench.perplexity import PerplexityRow
+    pass
 
 OPTIONS = ("context", "stride")  # of this mode alone
 
@@ -35,18 +34,10 @@ def run(args: argparse.Namespace) -> int:
     plan = PerplexityPlan(
         model=args.model or common.DEMO, kvs=tuple(ladders), text=text, context=args.context, stride=args.stride
     )
-    rows: list[PerplexityRow] = []
-    try:
-        with progress_bar(len(plan.kvs)) as bar:
-            for row in measure_perplexity(
-                plan,
-                lambda kv: common.open_engine(args, kv=ladders[kv], prefix_caching=False),
-                watch=bar.watch,
-                describe=common.describe_with(args),
-            ):
-                rows.append(row)
-                bar.reach(len(rows))
-    finally:
-        if rows:  # whatever ended the run, Ctrl-C included
-            results.deliver_rows(args, rows, [perplexity_table(rows, ladders)])
+    open_engine, describe = common.eval_engines(args, ladders), common.describe_with(args)
+    rows = results.collect(
+        len(plan.kvs),
+        lambda bar: measure_perplexity(plan, open_engine, watch=bar.watch, describe=describe),
+        lambda rows: results.deliver_rows(args, rows, [perplexity_table(rows, ladders)]),
+    )
     return results.exit_code(row.status for row in rows)

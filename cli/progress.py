@@ -38,6 +38,10 @@ class Bar:
         self._done = rows
         self._update(rows)
 
+    def advance(self) -> None:
+        """Counts one more row done."""
+        self.reach(self._rows + 1)
+
     def begin(self, name: str) -> None:
         """Names the work of all rows."""
         self._say(name, name)

@@ -7,19 +7,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
-from .progress import note
+from .progress import Bar, note, progress_bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from qkv_engine.bench.table import Table
 
+T = TypeVar("T")
 Form = Callable[[str, int | None], str]  # the text of a format, in so many columns; None: the terminal's
 
 
@@ -104,6 +105,20 @@ def plot(args: argparse.Namespace, draw: Callable[[str], bytes]) -> list[Extra]:
         return []
     kind = args.plot.suffix.lower().removeprefix(".")
     return [Extra(args.plot, lambda: draw(kind), "a plot")]
+
+
+def collect(total: int, measure: Callable[[Bar], Iterable[T]], deliver: Callable[[list[T]], None]) -> list[T]:
+    """What ``measure`` yields under a bar of ``total``; whatever ends the run, Ctrl-C included, it is delivered."""
+    found = list[T]()
+    try:
+        with progress_bar(total) as bar:
+            for one in measure(bar):
+                found.append(one)
+                bar.advance()
+    finally:
+        if found:
+            deliver(found)
+    return found
 
 
 def deliver_rows(

@@ -1,15 +1,12 @@
-"""Model classes by the architecture name in ``config.json``; a new architecture is a file and a line here."""
+"""Model classes by the architecture name in ``config.json``; a new architecture is a line here."""
 
 from __future__ import annotations
 
 from .llama import LlamaForCausalLM
-from .mistral import MistralForCausalLM
-from .qwen2 import Qwen2ForCausalLM
-from .qwen3 import Qwen3ForCausalLM
 
 MODELS: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,  # v0.2 and later; ``ModelConfig.from_hf`` refuses a sliding window
+    "Qwen2ForCausalLM": LlamaForCausalLM,  # with ``ModelConfig.attention_bias``
+    "Qwen3ForCausalLM": LlamaForCausalLM,  # with ``ModelConfig.qk_norm``
 }

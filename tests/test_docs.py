@@ -22,6 +22,19 @@ FOLDERS = "engine|scheduler|kernels|models|planner|cli|bench|serve|cluster|studi
 SOURCES = [path for folder in FOLDERS.split("|") for path in ROOT.glob(f"{folder}/**/*.py") if path != Path(__file__)]
 # Names that pages use and that are not ours.
 RAY = {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"}
+MAX_LINES = 400
+LONG = {  # files that may be longer, and why
+    "engine/kv/table.py": "one class, whose methods share its invariants",
+    "engine/serving/core.py": "one class: steps and what follows a failed one",
+    "studies/train_demo.py": "one script, read from top to bottom",
+    "tests/cli/test_chat_commands.py": "one table of commands",
+    "tests/cli/test_plan.py": "one command",
+    "tests/engine/test_engine.py": "one class, on one engine",
+    "tests/engine/test_faults.py": "one fault a test, on one engine",
+    "tests/engine/test_sampler.py": "one function against one reference",
+    "tests/sim/simulator.py": "one class, whose steps share a state",
+    "tests/sim/spy.py": "one record of every call",
+}
 # Studies that left the tree, which dated notes still name.
 CLOSED = re.findall(r"`(studies\.\w+)`", (ROOT / "docs/notes/index.md").read_text())
 FOREIGN = {"gpu_memory_utilization", "sampling_params", "HF_HOME", "NO_COLOR", *RAY}
@@ -144,6 +157,12 @@ def test_nothing_is_installed_by_its_name():
     """The project is on no package index: a name there may be a stranger's."""
     texts = {path: path.read_text() for path in [*PAGES, *SOURCES]}
     assert [path for path, text in texts.items() if re.search(r"pip install\b[^\n]*['\" ]qkv[-_]engine", text)] == []
+
+
+def test_files_are_short():
+    """At most ``MAX_LINES``, as CONTRIBUTING asks."""
+    long = {str(p.relative_to(ROOT)) for p in SOURCES if len(p.read_text().splitlines()) > MAX_LINES}
+    assert not long - LONG.keys()
 
 
 def test_readme_counts_lines():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from qkv_engine.errors import CapacityError, ConfigError
 from .. import common, results, tasks
 from ..combinations import check_combinations
 from ..model import bench_options, check_ladders, check_shape, kv_nbytes, machine, read_model
-from ..progress import progress_bar
 from . import arrivals as bench_arrivals
 from . import compare as bench_compare
 from . import preset as bench_preset
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from qkv_engine.bench.filled import FilledEngine
     from qkv_engine.bench.quality import RatedRow
     from qkv_engine.bench.sweep import Row, SweepPlan
+
+    from ..progress import Bar
 
 DEFAULT_SWEEP = "1..32"
 DEFAULT_PLOT = Path("bench.png")
@@ -138,17 +139,16 @@ def _run_sweep(args: argparse.Namespace) -> int:
         quality.make_room(args, asked, plan)
     check_ladders(args, ladders.values(), args.shape)
     answers = quality.answering(args, asked, plan, ladders, lambda each, ladder: _open_engine(args, each, ladder))
-    rows: list[Row] = []
-    try:
-        with progress_bar(plan.num_rows + len(ladders) * bool(asked.tasks)) as bar:
-            answers.watch, describe = bar.watch, common.describe_with(args)
-            answers.on_found = lambda: bar.reach(len(rows) + len(answers.found))
-            for row in sweep(plan, answers.open, watch=bar.watch, describe=describe):
-                rows.append(row)
-                bar.reach(len(rows) + len(answers.found))
-    finally:
-        if rows:  # whatever ended the run, Ctrl-C included
-            _deliver(args, plan, ladders, rate(rows, answers.found))
+
+    def measure(bar: Bar) -> Iterator[Row]:
+        answers.watch, answers.on_found = bar.watch, bar.advance
+        return sweep(plan, answers.open, watch=bar.watch, describe=common.describe_with(args))
+
+    rows = results.collect(
+        plan.num_rows + len(ladders) * bool(asked.tasks),
+        measure,
+        lambda rows: _deliver(args, plan, ladders, rate(rows, answers.found)),
+    )
     return results.exit_code(row.status for row in rows)
 
 

@@ -11,7 +11,6 @@ from qkv_engine.errors import ConfigError
 
 from .. import common, results, tasks
 from ..model import bench_options, check_ladders, read_model
-from ..progress import progress_bar
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
@@ -80,20 +79,12 @@ def run(args: argparse.Namespace) -> int:
         args.options["max_model_len"] = options[0] if options else "--input-len + --output-len"
     results.check_targets_and_plot(args, timeline=TIMELINE_SUFFIXES)
     check_ladders(args, ladders.values(), args.shape)
-    found: list[Measured] = []
-    try:
-        with progress_bar(len(plan.kvs) * len(plan.rates)) as bar:
-            for one in measure(
-                plan,
-                lambda kv: _open_engine(args, plan, ladders[kv]),
-                watch=bar.watch,
-                describe=common.describe_with(args),
-            ):
-                found.append(one)
-                bar.reach(len(found))
-    finally:
-        if found:  # whatever ended the run, Ctrl-C included
-            _deliver(args, ladders, found)
+    describe = common.describe_with(args)
+    found = results.collect(
+        len(plan.kvs) * len(plan.rates),
+        lambda bar: measure(plan, lambda kv: _open_engine(args, plan, ladders[kv]), watch=bar.watch, describe=describe),
+        lambda found: _deliver(args, ladders, found),
+    )
     return results.exit_code(one.row.status for one in found)
 
 

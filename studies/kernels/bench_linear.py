@@ -38,7 +38,8 @@ from qkv_engine.kernels.linear.triton import (
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm
 from qkv_engine.kernels.swiglu import swiglu
-from qkv_engine.models import SHAPES, ModelConfig
+from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.shapes import SHAPES
 
 from .timing import time_calls
 

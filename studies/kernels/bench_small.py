@@ -28,8 +28,9 @@ from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu import swiglu
-from qkv_engine.models import SHAPES, ModelConfig
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
+from qkv_engine.models.shapes import SHAPES
 
 from .small_cases import Case, make_cases
 from .timing import time_calls

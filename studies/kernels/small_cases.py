@@ -16,7 +16,7 @@ from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
-from qkv_engine.models import ModelConfig
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.rope import RotaryEmbedding
 
 from .token_rows import token_rows

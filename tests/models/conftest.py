@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
-from qkv_engine.models import LoadedModel, load_model
 from qkv_engine.models.layers import HeadNorm
+from qkv_engine.models.loader import LoadedModel, load_model
 from qkv_engine.models.rope import Rotation
 
 CPU = torch.device("cpu")

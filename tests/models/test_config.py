@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.errors import ModelError
-from qkv_engine.models import MODELS, SHAPES, ModelConfig
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import expected_tensors
+from qkv_engine.models.registry import MODELS
+from qkv_engine.models.shapes import SHAPES
 
 LLAMA = SHAPES["llama-3.1-8b"]
 MISTRAL = SHAPES["mistral-7b"]

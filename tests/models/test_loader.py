@@ -75,7 +75,7 @@ def test_memory_stays_near_the_weights(tmp_path):
     """Peak of a load in its own process: the weights, their packed copy one at a time, one buffer; not two copies."""
     code = """
 import resource, sys, torch
-from qkv_engine.models import load_model
+from qkv_engine.models.loader import load_model
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 load_model(sys.argv[1], device=torch.device("cpu"))

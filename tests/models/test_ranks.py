@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from qkv_engine.errors import ConfigError
-from qkv_engine.models import LoadedModel
 from qkv_engine.models.key_scale import fold_key_scale
-from qkv_engine.models.loader import ModelSource, find_model, load_weights, weights_nbytes
+from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_weights, weights_nbytes
 from qkv_engine.models.ranks import Part, Ranks
 
 from .conftest import CPU, DenseBatch

@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
-from qkv_engine.models import SHAPES, ModelConfig
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
+from qkv_engine.models.shapes import SHAPES
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = SHAPES["llama-3.1-8b"]["rope_scaling"] | {"rope_theta": 5e5}

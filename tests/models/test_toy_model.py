@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qkv_engine import Engine, ModelError, SamplingParams
-from qkv_engine.models import LoadedModel
+from qkv_engine.models.loader import LoadedModel
 
 from ..toy_model.reference import logits as plain_logits
 from ..toy_model.registered import NAME, registered

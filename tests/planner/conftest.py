@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from qkv_engine.models import LlamaForCausalLM, load_model
-from qkv_engine.models.loader import ModelSource, load_weights
+from qkv_engine.models.llama import LlamaForCausalLM
+from qkv_engine.models.loader import ModelSource, load_model, load_weights
 
 from ..models import conftest as models
 

@@ -11,7 +11,7 @@ import transformers
 from qkv_engine import CapacityError, ModelError
 from qkv_engine.config import EngineConfig
 from qkv_engine.loading import load
-from qkv_engine.models import LlamaForCausalLM
+from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.planner import gradients
 from qkv_engine.planner.forward import compute_logits, embed, run_layer
 from qkv_engine.planner.gradients import Text, TextProfile, mean_profile, profile_text, profile_texts

@@ -13,8 +13,8 @@ from torch import Tensor
 from qkv_engine import ConfigError, Engine, SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
 from qkv_engine.loading import load
-from qkv_engine.models import LlamaForCausalLM
 from qkv_engine.models.key_scale import fold_key_scale
+from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.plan_file import plan_bytes
 from qkv_engine.planner import key_scale as search
 from qkv_engine.planner.forward import compute_logits, decoder_layers, embed, run_layer
