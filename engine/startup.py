@@ -20,17 +20,18 @@ from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig, KVConfig
-from .device.cache import MAX_SLAB_BLOCKS, KVCache
+from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
-from .device.ladder import Ladder, build_ladder
+from .device.layouts import Ladder, build_ladder
 from .device.logits import CausalLM
 from .device.memory import default_kv_memory, free_memory, memory_or_error
 from .device.runner import Runner
 from .errors import CapacityError, ConfigError
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
+from .kv.slabs import MAX_SLAB_BLOCKS
 from .own_thread import in_own_thread
 from .request import SamplingParams
 from .serving.core import EngineCore
