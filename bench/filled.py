@@ -188,7 +188,7 @@ class FilledEngine(Closable):
         total = 0
         for request in self.core.scheduler.running:
             table = tables[request.request_id]
-            held = tables.ladder.sink + len(table.blocks) * BLOCK_TOKENS
+            held = tables.group.sink + len(table.blocks) * BLOCK_TOKENS
             unwritten = (held - request.num_computed_tokens) * widest.block_nbytes // BLOCK_TOKENS
             total += sum(block.slot.nbytes for block in table) - unwritten
             total += sum(again[block.rung] for block in table.blocks)
@@ -196,7 +196,8 @@ class FilledEngine(Closable):
 
     def _submit(self, name: str, prompt_len: int, max_tokens: int) -> None:
         params = greedy(max_tokens)
-        submission = Submission(name, None, [PROMPT_TOKEN] * prompt_len, params, max_tokens, 0, [], False)
+        ids, floor = [PROMPT_TOKEN] * prompt_len, len(self.cache.ladder.rungs) - 1
+        submission = Submission(name, None, ids, params, max_tokens, 0, [], False, floor=floor)
         self._submissions.append(submission)
         self.core.live[submission.request_id] = submission
         self.core.add(submission)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from qkv_engine.config import PRESETS, KVConfig
 from qkv_engine.errors import CapacityError
+from qkv_engine.kv.slabs import capacity
 from qkv_engine.sizes import format_size
 
 from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title
 from .report import number, times
-from .sizing import make_ladder, planned_cache
+from .sizing import make_ladder
 from .status import status_cell, status_notes
 from .sweep import SAMPLED
 from .table import Column, Table, from_rows, joined
@@ -38,14 +39,13 @@ def with_capacity(row: RatedRow, kv: KVConfig, config: ModelConfig) -> ParetoRow
     """``row`` with the capacity of the KV memory that its engine had; without one if it had none."""
     ladder = make_ladder(kv, config, config.dtype)
     try:
-        tables = planned_cache(ladder, row.kv_bytes_total or 0).tables
-        capacity = tables.max_tokens(len(ladder.rungs) - 1)
+        num_tokens = capacity(ladder.spec, row.kv_bytes_total or 0, len(ladder.rungs) - 1)
     except CapacityError:
-        capacity = None
+        num_tokens = None
     floor = ladder.narrowest
     return ParetoRow(
         **vars(row),
-        capacity_tokens=capacity,
+        capacity_tokens=num_tokens,
         floor_bytes_per_token=round(floor.token_nbytes, 3),
         floor_bits=round(floor.effective_bits, 4),
     )

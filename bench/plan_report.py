@@ -9,9 +9,10 @@ from statistics import fmean
 
 import torch
 
-from qkv_engine.device.ladder import SIDES
+from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import make_format
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.planner.budget import ladder_of
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.plan import KVPlan
@@ -19,7 +20,6 @@ from qkv_engine.planner.pm_kvq import PMKVQ
 from qkv_engine.planner.predict import as_good, outlier_layers, predicted_loss
 from qkv_engine.sizes import format_size
 
-from .sizing import planned_cache
 from .table import Column, Table, from_rows
 
 GUESSING = 0.5  # of the loss of guessing: a model above it knows too little of a text to be profiled on it
@@ -91,7 +91,7 @@ def rung_rows(plan: KVPlan, memory: int | None = None) -> list[RungRow]:
     """The rungs of ``plan``, widest first; ``memory`` is the cache in bytes whose capacity is told."""
     kv = plan.config("plan")
     ladder, context = ladder_of(kv, plan.model), None if isinstance(plan.settings, KVmix) else plan.settings.context
-    tables = None if memory is None else planned_cache(ladder, memory).tables
+    tables = None if memory is None else make_tables(ladder.spec, memory)
     return [
         RungRow(
             config.name,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.device.cache import KVCache
-from qkv_engine.device.ladder import Ladder
+from qkv_engine.device.layouts import Ladder
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.manager import KVManager
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.loading import rank_ladder
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sizes import MAX_SIZE, format_size, parse_size
@@ -23,17 +23,12 @@ if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
 
 
-def planned_cache(ladder: Ladder, nbytes: int) -> KVCache:
-    """A cache with books but no memory. Raises ``CapacityError`` if ``nbytes`` do not hold a block."""
-    return KVCache(ladder, nbytes, torch.device("meta"))
-
-
 def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     """The least bytes in which ``num_requests`` of ``num_tokens`` tokens each run together at 16 bits."""
-    ladder = make_ladder(PRESETS["bf16"], config, torch.bfloat16)
-    block = ladder.widest.block_nbytes
-    blocks = num_requests * planned_cache(ladder, block).tables.blocks_for(num_tokens)
-    while planned_cache(ladder, blocks * block).tables.max_requests(num_tokens, 0) < num_requests:
+    spec = make_ladder(PRESETS["bf16"], config, torch.bfloat16).spec
+    block = spec.group.widest.nbytes
+    blocks = num_requests * make_tables(spec, block).blocks_for(num_tokens)
+    while make_tables(spec, blocks * block).max_requests(num_tokens, 0) < num_requests:
         blocks += 1
     return blocks * block
 
@@ -71,17 +66,18 @@ def kv_nbytes(machine: Machine, memory: str | None, kv_memory: str | None, num_t
 def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
     """The most requests with KV of ``num_tokens`` tokens each that an engine with ``nbytes`` of it runs at once."""
     try:
-        space = KVManager(planned_cache(ladder, nbytes).tables, None)
+        space = KVManager(make_tables(ladder.spec, nbytes), None)
     except CapacityError:
         return 0
-    params = SamplingParams(max_tokens=num_tokens)
-    if space.capacity_of(params) < num_tokens:
+    params, floor = SamplingParams(max_tokens=num_tokens), space.num_rungs - 1
+    if space.capacities[floor] < num_tokens:
         return 0
-    number = 0
-    while number < MAX_REQUESTS and space.admits(request := Request(str(number), [0], params, num_tokens)):
+    for number in range(MAX_REQUESTS):
+        request = Request(str(number), [0], params, num_tokens, floor=floor)
+        if not space.admits(request):
+            return number
         space.open(request)
-        number += 1
-    return number
+    return MAX_REQUESTS
 
 
 def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> Ladder:

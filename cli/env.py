@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from qkv_engine.bench.table import Table
-    from qkv_engine.device.ladder import Ladder
+    from qkv_engine.device.layouts import Ladder
 
 _PACKAGES = (
     "torch",
@@ -169,10 +169,10 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
 
 def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], int, CapacityError | None]:
     """Tokens that ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits."""
-    from qkv_engine.bench.sizing import planned_cache
+    from qkv_engine.kv.slabs import make_tables
 
     try:
-        tables = planned_cache(ladder, nbytes).tables
+        tables = make_tables(ladder.spec, nbytes)
     except CapacityError as error:
         return [0] * len(ladder.rungs), 0, error
     return [tables.max_tokens(number) for number in range(len(ladder.rungs))], tables.arena.reserve_nbytes, None

@@ -40,7 +40,8 @@ class Intake:
         self._tokenizer = started.tokenizer
         self._vocab_size, self._max_model_len = started.config.vocab_size, started.max_model_len
         self._default_params = started.default_params
-        self._capacity_of = started.core.space.capacity_of
+        self._rungs = [rung.name for rung in started.ladder.rungs]
+        self._capacities = started.core.space.capacities
         self._eos_ids, self._grammars = started.core.eos_ids, cast(Grammars | None, None)
         self._marks = None if self._tokenizer is None else find_marks(self._tokenizer)
         self._names, self._serials = f"request-{secrets.token_hex(4)}", count()  # no caller's id is like it by chance
@@ -93,17 +94,19 @@ class Intake:
         ids = validate_prompt_ids(ids, self._vocab_size, self._max_model_len - 1)
         validate_prefill(len(ids), checked.num_prefill_tokens)
         validate_prompt_logprob_ids(len(ids), checked.prompt_logprob_ids)
+        floor = self._floor(checked)
         return Submission(
             name,
             text,
             ids,
             checked,
-            self._max_tokens(len(ids), checked),
+            self._max_tokens(len(ids), checked, floor),
             secrets.randbits(63) if checked.seed is None else checked.seed,
             self._bad_word_ids(checked),
             is_streamed and checked.output_kind is not RequestOutputKind.FINAL_ONLY,
             marks.after(ids) if marks is not None and checked.separate_reasoning else None,
             self._guide(checked),
+            floor=floor,
         )
 
     def close(self) -> None:
@@ -114,10 +117,21 @@ class Intake:
     def _new_name(self) -> str:
         return f"{self._names}-{next(self._serials)}"
 
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def _floor(self, params: SamplingParams) -> int:
+        """The narrowest rung that a request with ``params`` allows."""
+        if params.kv_pinned:
+            return 0
+        if params.kv_floor is None:
+            return len(self._rungs) - 1
+        if params.kv_floor not in self._rungs:
+            remedy = f"Choose from {', '.join(self._rungs)}"
+            raise RequestError("no rung of this ladder", field="kv_floor", value=params.kv_floor, remedy=remedy)
+        return self._rungs.index(params.kv_floor)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, floor: int) -> int:
         """Output tokens of a request, which must fit in its context and alone in KV memory."""
         max_tokens = validate_lengths(num_prompt_tokens, params.max_tokens, self._max_model_len)
-        capacity = self._capacity_of(params)
+        capacity = self._capacities[floor]
         if params.max_tokens is None:
             max_tokens = max(1, min(max_tokens, capacity + 1 - num_prompt_tokens))
         num_tokens = num_prompt_tokens + max_tokens - 1

@@ -16,7 +16,7 @@ from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_
 from qkv_engine.models.ranks import ALONE, Ranks
 
 from .config import EngineConfig, KVConfig
-from .device.ladder import Ladder, build_ladder
+from .device.layouts import Ladder, build_ladder
 from .device.memory import free_memory, memory_or_error
 from .errors import CapacityError, ConfigError
 from .own_thread import in_own_thread

@@ -326,6 +326,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
+    floor: int = field(kw_only=True)  # the narrowest rung it allows, by its index
     arrival: int = 0  # serial number, given by the scheduler
     seed: int = 0
     token_ids: list[int] = field(default_factory=list)  # prompt, then output, as far as known

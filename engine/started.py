@@ -10,7 +10,7 @@ import torch
 from qkv_engine.models.config import ModelConfig
 
 from .device.cpu.thread_choice import ThreadChoice
-from .device.ladder import Ladder
+from .device.layouts import Ladder
 from .request import SamplingParams
 from .text.tokenizer import Tokenizer
 

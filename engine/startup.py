@@ -12,17 +12,18 @@ from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
-from .device.cache import MAX_SLAB_BLOCKS, KVCache
+from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
-from .device.ladder import Ladder
+from .device.layouts import Ladder
 from .device.logits import CausalLM
 from .device.memory import default_kv_memory, free_memory
 from .device.runner import Runner
 from .errors import CapacityError, ConfigError
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
+from .kv.slabs import MAX_SLAB_BLOCKS
 from .loading import enough_memory, find_source, load, rank_ladder, resolve_device
 from .model_files import file_names, read_json_object
 from .serving.core import EngineCore

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig
-from qkv_engine.device.cache import KVCache
-from qkv_engine.device.ladder import Ladder, build_ladder
+from qkv_engine.device.layouts import Ladder, build_ladder
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
 
 from .allocate import Choice, allocate
@@ -82,11 +82,11 @@ class Budget:
         return 8 * (self._dense_nbytes(ladder, dense) + narrow * floor_nbytes) / self._num_elements(ladder)
 
     def holds(self, ladder: Ladder) -> bool:
-        """Whether requests at the floor of ``ladder`` fit the budget; one in bytes is tried on a cache's tables."""
+        """Whether requests at the floor of ``ladder`` fit the budget; one in bytes is tried on a cache's books."""
         if self.nbytes is None:
             return self.bits_at(ladder, ladder.narrowest.block_nbytes) <= (self.bits or 0)
         try:
-            tables = KVCache(ladder, self.nbytes, torch.device("meta")).tables
+            tables = make_tables(ladder.spec, self.nbytes)
         except CapacityError:
             return False
         return tables.max_requests(self.context, len(ladder.rungs) - 1) >= self.requests
@@ -106,8 +106,8 @@ class Budget:
 
     def _split(self, ladder: Ladder) -> tuple[int, int]:
         """Numbers of a request's blocks at 16 bits and on the floor."""
-        any_cache = KVCache(ladder, 64 * ladder.widest.block_nbytes, torch.device("meta"))
-        return any_cache.tables.split(self.context, 1)
+        any_tables = make_tables(ladder.spec, 64 * ladder.widest.block_nbytes)
+        return any_tables.split(self.context, 1)
 
     def _dense_nbytes(self, ladder: Ladder, num_blocks: int) -> int:
         return num_blocks * ladder.widest.block_nbytes + sum(slot.nbytes for slot in ladder.slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qkv_engine.config import PRESETS, KVConfig, RungConfig
-from qkv_engine.device.ladder import SIDES
+from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import ConfigError
 
 from .budget import ladder_of

@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.request import Request, RequestStatus
 
 from .coldest import Candidate, Coldest, eligible
@@ -22,7 +21,7 @@ logger = logging.getLogger("qkv_engine")
 
 # Blocks of one demotion: more would hold up a step, fewer would not repay a launch.
 RELIEF_BLOCKS = 8
-AHEAD_STEPS = BLOCK_TOKENS // 32  # within which a block begins that room is made for: more would keep memory free
+AHEAD_SHARE = 32  # of a block's tokens: room is made for blocks that begin within as many steps; more stays free
 AHEAD_PER_STEP = 1  # blocks demoted ahead of need, for every 2 running requests
 EAGER_PER_STEP = 8  # blocks that an eager ladder demotes, for every 32 running requests
 
@@ -32,6 +31,7 @@ class Pressure:
 
     def __init__(self, space: KVSpace, running: RequestQueue):
         self.space, self.running = space, running
+        self._ahead_steps = max(1, space.block_tokens // AHEAD_SHARE)
         self._has_quota = space.over_quota(2**62)
         self._coldest: Coldest | None = None  # blocks that may step down in this step
         self._payer: str | None = None  # the tenant that ``_coldest`` was found for
@@ -109,14 +109,14 @@ class Pressure:
         return any([shortage.eased(candidate.rung, candidate.block.floor) for candidate in found][-1:])
 
     def _look_ahead(self) -> None:
-        """Makes room for the blocks that begin within ``AHEAD_STEPS`` steps, a few blocks a step.
+        """Makes room for the blocks that begin within ``_ahead_steps`` steps, a few blocks a step.
 
         So no step has to wait for many, and nothing steps down for a request that does not grow.
         """
         free = self.space.free_blocks()
         if free >= len(self.running):
             return
-        wanted = self.space.num_growing(self.running, AHEAD_STEPS)
+        wanted = self.space.num_growing(self.running, self._ahead_steps)
         while free < wanted and self.space.evict():
             free = self.space.free_blocks()
         if free < wanted:
@@ -194,6 +194,6 @@ class Pressure:
         for (name, old, new), number in counts.items():
             logger.info(
                 "%s: %d block%s (%d tokens) stepped down %s -> %s; free 16-bit blocks %d -> %d",
-                name, number, "" if number == 1 else "s", number * BLOCK_TOKENS,
+                name, number, "" if number == 1 else "s", number * self.space.block_tokens,
                 self.space.rung_name(old), self.space.rung_name(new), before, self.space.free_blocks(),
             )  # fmt: skip

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from qkv_engine.bench.report import number
-from qkv_engine.bench.sizing import make_ladder, planned_cache
+from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Table
 from qkv_engine.config import PRESETS
 from qkv_engine.kv.manager import KVManager
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
@@ -56,14 +57,17 @@ def measure(nbytes: int, lengths: tuple[int, int], steps: int, kv: str, seed: in
     """Runs ``steps`` steps, the first quarter of which do not count."""
     rng, (prompt, answer) = random.Random(seed), lengths
     ladder = make_ladder(PRESETS[kv], ModelConfig.from_hf(SHAPES["demo"]), torch.bfloat16)
-    tables = planned_cache(ladder, nbytes).tables
-    scheduler = Scheduler(KVManager(tables, None), max_num_seqs=MAX_RUNNING, max_num_batched_tokens=BUDGET)
+    tables = make_tables(ladder.spec, nbytes)
+    space = KVManager(tables, None)
+    scheduler = Scheduler(space, max_num_seqs=MAX_RUNNING, max_num_batched_tokens=BUDGET)
     arena, free, running, most, serial = tables.arena, list[float](), list[int](), 0, 0
     for step in range(steps):
         while len(scheduler.waiting) < WAITING:
             length = rng.randint(answer // 2, answer * 3 // 2)
             ids = [serial, *[7] * rng.randint(prompt // 2, prompt * 3 // 2)]
-            scheduler.add(Request(f"r{serial}", ids, SamplingParams(max_tokens=length), length))
+            scheduler.add(
+                Request(f"r{serial}", ids, SamplingParams(max_tokens=length), length, floor=space.num_rungs - 1)
+            )
             serial += 1
         before = tables.num_demotions.total()
         batch = scheduler.schedule()

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from qkv_engine.bench.report import number
-from qkv_engine.bench.sizing import make_ladder, planned_cache
+from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Table
 from qkv_engine.config import BLOCK_TOKENS, PRESETS
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.request import FinishReason, Request, SamplingParams
@@ -56,16 +57,17 @@ class Bench:
 
     def __init__(self, running: int, kv: str = "auto", *, nbytes: int = ROOMY, quota: float | None = None):
         ladder = make_ladder(PRESETS[kv], ModelConfig.from_hf(SHAPES["demo"]), torch.bfloat16)
-        tables = planned_cache(ladder, nbytes).tables
-        space = KVManager(tables, PrefixCache(tables, "demo"), quota)
-        self.scheduler = Scheduler(space, max_num_seqs=running, max_num_batched_tokens=BUDGET)
+        tables = make_tables(ladder.spec, nbytes)
+        self.space = KVManager(tables, PrefixCache(tables, "demo"), quota)
+        self.scheduler = Scheduler(self.space, max_num_seqs=running, max_num_batched_tokens=BUDGET)
         self._num_added = 0
 
     def add(self, count: int, prompt: int = PROMPT, *, spread: int = 1, length: int = 4096, **params: Any) -> None:
         """Adds requests whose prompts begin differently and are up to ``spread`` tokens longer than ``prompt``."""
         for serial in range(self._num_added, self._num_added + count):
             ids = [serial % 997, serial // 997, *[7] * (prompt - 2 + serial * 37 % spread)]
-            self.scheduler.add(Request(f"r{serial}", ids, SamplingParams(**params), length))
+            floor = self.space.num_rungs - 1
+            self.scheduler.add(Request(f"r{serial}", ids, SamplingParams(**params), length, floor=floor))
         self._num_added += count
 
     def start(self) -> None:
@@ -150,7 +152,7 @@ def blocked(running: int) -> Iterator[float]:
 def tenants(running: int) -> Iterator[float]:
     """Seconds a step while each tenant runs a request and waits with one that is as large as its quota."""
     bench = Bench(2 * running, quota=1e-4)
-    capacity = bench.scheduler.space.capacity(Request("", [0], SamplingParams(), 1))
+    capacity = bench.space.capacities[-1]
     for tenant in range(running):
         bench.add(1, length=1024, max_tokens=1024, tenant=f"t{tenant}")
     bench.start()

@@ -58,9 +58,10 @@ def _run(core: EngineCore, number: int, input_len: int, output_len: int) -> floa
     """Seconds of ``number`` requests at once."""
     rng = random.Random(number)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    floor = len(core.runner.cache.ladder.rungs) - 1
     for index in range(number):
         prompt = [rng.randrange(5, 1000) for _ in range(rng.randint(1, 2 * input_len - 1))]
-        submission = Submission(f"{number}-{index}", None, prompt, params, output_len, index, [], False)
+        submission = Submission(f"{number}-{index}", None, prompt, params, output_len, index, [], False, floor=floor)
         core.live[submission.request_id] = submission
         core.add(submission)
     began_at = time.monotonic()

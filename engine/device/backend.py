@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kv.table_rows import TableLayout
 from .command import StepCommand
 from .cpu.steps import CpuSteps
-from .ladder import Ladder
+from .layouts import Ladder
 from .logits import CausalLM, Computed
 
 

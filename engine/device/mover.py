@@ -16,7 +16,7 @@ from qkv_engine.kernels.step_down import copy, transfer
 from ..kv.block import Block
 from ..kv.moves import MoveCommand, MoveGroup
 from .gpu.graphs import Graphs
-from .ladder import Ladder
+from .layouts import Ladder
 from .pinned import HostCopies, PinnedRing, RowsCopy
 
 MOST = 128  # blocks of one launch; more take several

@@ -92,7 +92,7 @@ class Runner:
         """``workers``: the other ranks under tensor parallelism, which carry out all commands too."""
         self.cache, self.device, self._workers = cache, device, workers
         self.layout = TableLayout.of(cache.tables, max_num_seqs, max_model_len)
-        self._maker = StepMaker(TableRows(self.layout, cache.ladder))
+        self._maker = StepMaker(TableRows(self.layout, cache.ladder.spec.group))
         self._own = make_steps(model, cache.memory, self.layout, cache.ladder, cuda_graphs)
         self.steps: Steps = self._own
         if workers is not None:

@@ -13,7 +13,7 @@ from qkv_engine.kernels.to_device import to_device
 
 from ..config import BLOCK_TOKENS
 from ..kv.table_rows import TableLayout
-from .ladder import Ladder
+from .layouts import Ladder
 
 
 class HostTables:

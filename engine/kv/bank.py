@@ -1,15 +1,13 @@
 """The bank of a request: patterns, from which tokens of its sealed blocks are stored as differences. No torch.
 
 Patterns are mined once, from the first tokens of the request, right before the first of its blocks is sealed. Where the
-ladder keeps room for them, each later window of 128 tokens adds one, its centre, right before it is sealed.
+ladder keeps room for them, each later window of a block's tokens adds one, its centre, right before it is sealed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-from ..config import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from .block import Block
@@ -40,6 +38,7 @@ class Bank:
     block: Block
     blocks: list[Block]
     num_prompt_tokens: int
+    block_tokens: int
     most_windows: int = 0
     num_windows: int = 0  # whose centres are in the bank
     num_computed_tokens: int = 0  # as of the last search for blocks that may step down
@@ -53,8 +52,8 @@ class Bank:
         if self.is_mined:
             return None
         self.is_mined = True
-        num_tokens = min(max(self.num_prompt_tokens, BLOCK_TOKENS), self.num_computed_tokens)
-        return Mining([block.slot.address for block in self.blocks[: -(-num_tokens // BLOCK_TOKENS)]], num_tokens)
+        num_tokens = min(max(self.num_prompt_tokens, self.block_tokens), self.num_computed_tokens)
+        return Mining([block.slot.address for block in self.blocks[: -(-num_tokens // self.block_tokens)]], num_tokens)
 
     def windows_until(self, block: Block) -> int:
         """The windows up to ``block`` that add a pattern. From no others may the block's tokens choose.
@@ -75,4 +74,4 @@ class Bank:
 
     @property
     def _first_window(self) -> int:
-        return max(1, self.num_prompt_tokens // BLOCK_TOKENS)
+        return max(1, self.num_prompt_tokens // self.block_tokens)

@@ -16,7 +16,7 @@ def slot_rung(index: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """128 tokens of KV, or a request's slot beside them, on one rung, shared by ``refs`` owners.
+    """The KV of ``block_tokens`` tokens, or a request's slot beside them, on one rung, shared by ``refs`` owners.
 
     Owners are requests and the prefix cache. ``floor`` is the narrowest rung that all of these requests allow;
     ``holders`` has the floor of each, sorted. One object a block: all owners see it step down. ``number`` is unique

@@ -7,11 +7,10 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from ..config import BLOCK_TOKENS
 from ..request import Request
 from .table import BlockTables
 
-OPEN_END_TOKENS = 1024  # output expected without max_tokens; more admits fewer requests, less leads to more preemptions
+OPEN_END_BLOCKS = 8  # output expected without max_tokens; more admits fewer requests, less leads to more preemptions
 
 
 class Share(NamedTuple):
@@ -30,7 +29,7 @@ class Demand:
     def __init__(self, tables: BlockTables):
         self._tables = tables
         self._dense = 0
-        self._narrow, self._requests = ([0] * len(tables.ladder.rungs) for _ in range(2))  # by floor
+        self._narrow, self._requests = ([0] * len(tables.group.rungs) for _ in range(2))  # by floor
 
     def __len__(self) -> int:
         return sum(self._requests)
@@ -60,7 +59,7 @@ class Demand:
             if number:
                 size = sizes[min(floor, rung)]
                 slots[size] = slots.get(size, 0) + number
-        for slot in self._tables.ladder.slots:
+        for slot in self._tables.group.slots:
             slots[slot.nbytes] = slots.get(slot.nbytes, 0) + len(self)
         return slots
 
@@ -68,12 +67,13 @@ class Demand:
 class RunningDemand:
     """The demand of all running requests, and of each tenant's. A request may still write up to its ``max_tokens``.
 
-    A request without ``max_tokens`` is expected to write ``OPEN_END_TOKENS`` from where it stands, so its demand grows.
+    A request without ``max_tokens`` is expected to write ``open_end_tokens`` from where it stands, so its demand grows.
     It gets at most one token a step, so it is looked at again in the first step in which its demand may have grown.
     """
 
-    def __init__(self, tables: BlockTables):
+    def __init__(self, tables: BlockTables, open_end_blocks: int = OPEN_END_BLOCKS):
         self._tables = tables
+        self.open_end_tokens = open_end_blocks * tables.group.block_tokens
         self.total = Demand(tables)
         self._tenants: dict[str, Demand] = {}
         self._shares: dict[Request, Share] = {}
@@ -85,9 +85,9 @@ class RunningDemand:
     def __len__(self) -> int:
         return len(self._shares)
 
-    def add(self, request: Request, floor: int) -> None:
+    def add(self, request: Request) -> None:
         """Counts in a request that begins to run."""
-        self._count(request, self.share(request, floor))
+        self._count(request, self.share(request))
 
     def remove(self, request: Request) -> None:
         """Counts out a request that does not run any more; nothing happens if it did not."""
@@ -107,9 +107,8 @@ class RunningDemand:
         while self._calendar and self._calendar[0][0] <= step:
             due, _, request = heappop(self._calendar)
             if self._due.get(request) == due:
-                share = self._shares[request]
                 self.remove(request)
-                self._count(request, self.share(request, share.floor))
+                self.add(request)
 
     def _count(self, request: Request, share: Share) -> None:
         self._shares[request] = share
@@ -119,22 +118,21 @@ class RunningDemand:
             self._tenants[tenant] = Demand(self._tables)
         self._tenants[tenant].add(share)
         blocks = share.dense + share.narrow
-        most = self._tables.ladder.sink + blocks * BLOCK_TOKENS  # tokens that fit in them
+        most = self._tables.group.sink + blocks * self._tables.group.block_tokens  # tokens that fit in them
         if request.params.max_tokens is None and most < request.max_num_tokens:
-            due = self._due[request] = self._step + max(1, most + 1 - OPEN_END_TOKENS - request.num_tokens)
+            due = self._due[request] = self._step + max(1, most + 1 - self.open_end_tokens - request.num_tokens)
             heappush(self._calendar, (due, next(self._serials), request))
 
     def of_tenant(self, name: str) -> Demand | None:
         """The demand of a tenant's requests; ``None`` if none runs."""
         return self._tenants.get(name)
 
-    def share(self, request: Request, floor: int) -> Share:
+    def share(self, request: Request) -> Share:
         """The blocks that a request demands now."""
-        return Share(floor, *self._tables.split(expected_tokens(request), floor))
+        return Share(request.floor, *self._tables.split(self._expected_tokens(request), request.floor))
 
-
-def expected_tokens(request: Request) -> int:
-    """Tokens that a request will hold: up to its ``max_tokens``, or ``OPEN_END_TOKENS`` more if it named none."""
-    if request.params.max_tokens is not None:
-        return request.max_num_tokens
-    return min(request.max_num_tokens, max(request.num_tokens, request.num_prompt_tokens) + OPEN_END_TOKENS)
+    def _expected_tokens(self, request: Request) -> int:
+        """Tokens that a request will hold: up to its ``max_tokens``, or ``open_end_tokens`` more if it named none."""
+        if request.params.max_tokens is not None:
+            return request.max_num_tokens
+        return min(request.max_num_tokens, max(request.num_tokens, request.num_prompt_tokens) + self.open_end_tokens)

@@ -6,10 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..errors import RequestError
-from ..request import KVUsage, Request, SamplingParams
+from ..request import KVUsage, Request
 from .block import Block
-from .demand import RunningDemand
+from .demand import OPEN_END_BLOCKS, RunningDemand
 from .prefix import PrefixCache
 from .shortage import Shortage
 from .table import BlockTables
@@ -18,47 +17,39 @@ from .table import BlockTables
 class KVManager:
     """Implements ``scheduler.KVSpace``. Owned by the scheduler's thread, like everything below it."""
 
-    def __init__(self, tables: BlockTables, prefix: PrefixCache | None, quota: float | None = None):
+    def __init__(
+        self,
+        tables: BlockTables,
+        prefix: PrefixCache | None,
+        quota: float | None = None,
+        *,
+        open_end_blocks: int = OPEN_END_BLOCKS,
+    ):
         self.tables, self.quota = tables, quota
-        self.ladder = tables.ladder
+        self.spec, self.group = tables.spec, tables.group
         # Codes under patterns mean nothing without their request's bank, so nothing is shared.
-        self.prefix = None if self.ladder.has_bank else prefix
-        self.demand = RunningDemand(tables)
-        self._capacity = {rung: tables.max_tokens(rung, quota or 1.0) for rung in range(len(self.ladder.rungs))}
+        self.prefix = None if self.group.has_bank else prefix
+        self.demand = RunningDemand(tables, open_end_blocks)
+        self.capacities = tuple(tables.max_tokens(rung, quota or 1.0) for rung in range(self.num_rungs))  # by floor
         self._floor_epoch = 0  # of the tables, at the last refresh of all requests' ``next_demotable_at``
 
     @property
     def num_rungs(self) -> int:
-        return len(self.ladder.rungs)
+        return len(self.group.rungs)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.group.block_tokens
 
     @property
     def is_eager(self) -> bool:
-        return self.ladder.eager
+        return self.spec.eager
 
     def rung_name(self, rung: int) -> str:
-        return self.ladder.rungs[rung].name
-
-    def floor(self, request: Request) -> int:
-        """The narrowest rung a request allows."""
-        return self.floor_of(request.params)
-
-    def floor_of(self, params: SamplingParams) -> int:
-        if params.kv_pinned:
-            return 0
-        if params.kv_floor is None:
-            return self.num_rungs - 1
-        names = [rung.name for rung in self.ladder.rungs]
-        if params.kv_floor not in names:
-            remedy = f"Choose from {', '.join(names)}"
-            raise RequestError("no rung of this ladder", field="kv_floor", value=params.kv_floor, remedy=remedy)
-        return names.index(params.kv_floor)
+        return self.group.rungs[rung].name
 
     def capacity(self, request: Request) -> int:
-        return self.capacity_of(request.params)
-
-    def capacity_of(self, params: SamplingParams) -> int:
-        """Tokens that fit alone for a request with ``params``. Raises ``RequestError`` for an unknown ``kv_floor``."""
-        return self._capacity[self.floor_of(params)]
+        return self.capacities[request.floor]
 
     def begin_admission(self, step: int) -> None:
         """Updates the demand of running requests, which ``admits`` and ``within_quota`` count with."""
@@ -68,8 +59,8 @@ class KVManager:
         """Whether ``request`` and all running ones fit together when grown: on ``admit_at``, and on their floors."""
         if not self.demand:
             return True  # it fits alone on its floor, even where ``admit_at`` names a wider rung
-        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))
-        if self.ladder.admit_at < self.num_rungs - 1 and not self.tables.fits(together.slots(self.ladder.admit_at)):
+        together = self.demand.total.plus(self.demand.share(request))
+        if self.spec.admit_at < self.num_rungs - 1 and not self.tables.fits(together.slots(self.spec.admit_at)):
             return False
         return self.tables.fits_whatever_stepped_down(together.slots(self.num_rungs - 1), together.floors())
 
@@ -78,16 +69,16 @@ class KVManager:
         same = None if self.quota is None else self.demand.of_tenant(request.params.tenant)
         if self.quota is None or same is None:
             return True
-        together = same.plus(self.demand.share(request, self.floor(request)))
-        return self.tables.fits(together.slots(self.ladder.admit_at), self.quota)
+        together = same.plus(self.demand.share(request))
+        return self.tables.fits(together.slots(self.spec.admit_at), self.quota)
 
     def open(self, request: Request) -> int:
-        floor, shared, prefix = self.floor(request), list[Block](), self._prefix_of(request)
+        floor, shared, prefix = request.floor, list[Block](), self._prefix_of(request)
         # At least one token is computed, for its logits; prompt log-probabilities need them all.
         if prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
             shared = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
-        self.demand.add(request, floor)
+        self.demand.add(request)
         self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prefill_tokens)
         request.num_reserved_tokens = self.tables.held(request.request_id)
         request.next_demotable_at = request.next_cacheable_at = 0
@@ -100,7 +91,7 @@ class KVManager:
         return Shortage(self.tables, self.tables.wanted(request.request_id, num_tokens, spare))
 
     def shortage_of(self, num_blocks: int) -> Shortage:
-        return Shortage(self.tables, {self.ladder.widest.block_nbytes: num_blocks})
+        return Shortage(self.tables, {self.group.widest.nbytes: num_blocks})
 
     def lacking(self, running: Iterable[Request]) -> set[Request]:
         return {r for r in running if r.num_computed_tokens >= r.num_reserved_tokens}
@@ -146,7 +137,7 @@ class KVManager:
         return self.prefix if request.params.num_prefill_tokens is None else None
 
     def free_blocks(self) -> int:
-        return self.tables.arena.room(self.ladder.widest.block_nbytes)
+        return self.tables.arena.room(self.group.widest.nbytes)
 
     def evict(self) -> bool:
         return self.prefix is not None and self.prefix.evict()
@@ -169,7 +160,7 @@ class KVManager:
         return request.num_computed_tokens >= request.next_demotable_at
 
     def next_aging(self, request: Request) -> int:
-        return self.tables.next_aging(request.num_computed_tokens) if self.floor(request) else sys.maxsize
+        return self.tables.next_aging(request.num_computed_tokens) if request.floor else sys.maxsize
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)
@@ -189,7 +180,7 @@ class KVManager:
         table = self.tables[request.request_id]
         num_blocks = self.tables.blocks_for(len(request.token_ids) - 1)
         rungs = Counter(block.rung for block in table.blocks[:num_blocks])
-        bits = [self.ladder.rungs[rung].bits for rung in rungs]
+        bits = [self.group.rungs[rung].bits for rung in rungs]
         blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
-        holds_any = self.ladder.sink and table.slots
-        return KVUsage(blocks, min(bits, default=self.ladder.widest.bits if holds_any else None))
+        holds_any = self.group.sink and table.slots
+        return KVUsage(blocks, min(bits, default=self.group.widest.bits if holds_any else None))

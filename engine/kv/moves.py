@@ -57,7 +57,7 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
             num_windows = [move.num_windows for move in part if move.bank is not None]
             src, dst = [move.src for move in part], [move.dst for move in part]
             groups.append(MoveGroup(old, new, tables.sizes[old], src, dst, banks, num_windows))
-            if old != new and tables.ladder.rungs[old].layout.has_dense:
+            if old != new and tables.group.rungs[old].has_dense:
                 blocks += [move.block for move in part]
         waves.append(Wave(mined, centres, groups))
     return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in tables.take_fresh()]), blocks

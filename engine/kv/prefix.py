@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from ..config import BLOCK_TOKENS
 from .block import Block
 from .table import BlockTables
 
@@ -62,7 +61,7 @@ class PrefixCache:
         Blocks that are counted as dense for a request of ``tokens`` must still be dense.
         """
         self.num_queried_tokens += limit
-        num_narrow = bool(self._tables.ladder.sink) + self._tables.split(len(tokens), floor)[1]
+        num_narrow = bool(self._tables.group.sink) + self._tables.split(len(tokens), floor)[1]
         key, found = self._root(salt), []
         for index in range(self._num_pieces(limit)):
             piece = tokens[self._piece(index)]
@@ -165,19 +164,19 @@ class PrefixCache:
         return None
 
     def _root(self, salt: str) -> bytes:
-        ladder = self._tables.ladder
-        return hashlib.sha256(repr((salt, self._model, ladder.name, ladder.sink)).encode()).digest()
+        tables = self._tables
+        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.group.sink)).encode()).digest()
 
     def _num_pieces(self, num_tokens: int) -> int:
         """Number of pieces within ``num_tokens``, the sink and full blocks."""
-        sink = self._tables.ladder.sink
-        return bool(sink) + (num_tokens - sink) // BLOCK_TOKENS if num_tokens >= sink else 0
+        sink, block_tokens = self._tables.group.sink, self._tables.group.block_tokens
+        return bool(sink) + (num_tokens - sink) // block_tokens if num_tokens >= sink else 0
 
     def _piece(self, index: int) -> slice:
         """The range of tokens of piece ``index``, the sink or a block."""
-        sink = self._tables.ladder.sink
-        stop = sink + (index + (not sink)) * BLOCK_TOKENS
-        return slice(0 if index == 0 else stop - BLOCK_TOKENS, stop)
+        sink, block_tokens = self._tables.group.sink, self._tables.group.block_tokens
+        stop = sink + (index + (not sink)) * block_tokens
+        return slice(0 if index == 0 else stop - block_tokens, stop)
 
 
 def _extend(key: bytes, tokens: list[int]) -> bytes:

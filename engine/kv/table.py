@@ -11,11 +11,10 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ..config import BLOCK_TOKENS
-from ..device.ladder import Ladder, RequestSlot
 from .arena import Arena, ArenaError, Slot
 from .bank import Bank
 from .block import Block, BlockTable, Journal, Move, slot_rung
+from .spec import KVSpec, RequestSlot
 
 
 def reserve_nbytes(rungs: Sequence[int], slab_nbytes: int, num_floors: int = 1) -> int:
@@ -35,8 +34,8 @@ def reserve_nbytes(rungs: Sequence[int], slab_nbytes: int, num_floors: int = 1) 
 class BlockTables:
     """Gives requests blocks of the arena, lets blocks step down, takes them back. The scheduler's view of memory."""
 
-    def __init__(self, arena: Arena, ladder: Ladder):
-        self.arena, self.ladder = arena, ladder
+    def __init__(self, arena: Arena, spec: KVSpec):
+        self.arena, self.spec, self.group = arena, spec, spec.group
         self.waves: list[list[Move]] = []
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
         self.num_entries: Counter[int] = Counter()  # the same, each block once for every request that holds it
@@ -51,8 +50,8 @@ class BlockTables:
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
         self._spare_numbers: list[int] = []
-        self.sizes = {number: rung.block_nbytes for number, rung in enumerate(ladder.rungs)}
-        self.sizes |= {slot_rung(index): slot.nbytes for index, slot in enumerate(ladder.slots)}
+        self.sizes = {number: rung.nbytes for number, rung in enumerate(self.group.rungs)}
+        self.sizes |= {slot_rung(index): slot.nbytes for index, slot in enumerate(self.group.slots)}
 
     def __getitem__(self, request_id: str) -> BlockTable:
         return self._tables[request_id]
@@ -70,7 +69,7 @@ class BlockTables:
         dense, narrow = self.split(num_tokens, rung)
         demand = Counter({self.sizes[0]: dense})
         demand[self.sizes[rung]] += narrow
-        demand.update(slot.nbytes for slot in self.ladder.slots)
+        demand.update(slot.nbytes for slot in self.group.slots)
         return demand
 
     def split(self, num_tokens: int, rung: int) -> tuple[int, int]:
@@ -79,12 +78,12 @@ class BlockTables:
         Counted when its last block begins, which is when most are dense; neither number falls as a request grows.
         """
         blocks = self.blocks_for(num_tokens)
-        older = self._newest(self.ladder.sink + (blocks - 1) * BLOCK_TOKENS)
-        narrow = max(0, older // BLOCK_TOKENS) if rung else 0
+        older = self._newest(self.group.sink + (blocks - 1) * self.group.block_tokens)
+        narrow = max(0, older // self.group.block_tokens) if rung else 0
         return blocks - narrow, narrow
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-max(0, num_tokens - self.ladder.sink) // BLOCK_TOKENS)
+        return -(-max(0, num_tokens - self.group.sink) // self.group.block_tokens)
 
     def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
@@ -108,12 +107,14 @@ class BlockTables:
         num_floors = sum(floor > 0 for floor in floors)
         if num_floors < 2:
             return self._least_reserve
-        rungs = [rung.block_nbytes for rung in self.ladder.rungs]
+        rungs = [rung.nbytes for rung in self.group.rungs]
         return max(self._least_reserve, reserve_nbytes(rungs, self.arena.slab_nbytes, num_floors))
 
     def max_tokens(self, rung: int, share: float = 1.0) -> int:
         """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena."""
-        return _largest(self.arena.nbytes * BLOCK_TOKENS, lambda number: self.fits(self.demand(number, rung), share))
+        return _largest(
+            self.arena.nbytes * self.group.block_tokens, lambda number: self.fits(self.demand(number, rung), share)
+        )
 
     def max_requests(self, num_tokens: int, rung: int) -> int:
         """Requests of ``num_tokens`` that fit together on ``rung``."""
@@ -152,16 +153,16 @@ class BlockTables:
         """Gives a request room for its first ``num_tokens`` tokens; ``False``, and no change, if memory lacks it."""
         table = self._tables[request_id]
         missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
-        slots = self.ladder.slots[len(table.slots) :]
+        slots = self.group.slots[len(table.slots) :]
         if not missing and not slots:
             return True
         if not self._has_room(missing, slots):
             return False
-        for index in range(len(table.slots), len(self.ladder.slots)):
+        for index in range(len(table.slots), len(self.group.slots)):
             table.slots.append(self._new_block(slot_rung(index), table.floor))
-        if self.ladder.has_bank and table.bank is None:
-            in_blocks = table.num_prompt_tokens - self.ladder.sink
-            table.bank = Bank(table.slots[-1], table.blocks, in_blocks, self.ladder.num_windows)
+        if self.group.has_bank and table.bank is None:
+            in_blocks = table.num_prompt_tokens - self.group.sink
+            table.bank = Bank(table.slots[-1], table.blocks, in_blocks, self.group.block_tokens, self.group.num_windows)
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor, table.bank))
         if self.journal is not None:
@@ -171,23 +172,23 @@ class BlockTables:
     def held(self, request_id: str) -> int:
         """Tokens that a request's blocks have room for."""
         table = self._tables[request_id]
-        return self.ladder.sink * bool(table.slots) + len(table.blocks) * BLOCK_TOKENS
+        return self.group.sink * bool(table.slots) + len(table.blocks) * self.group.block_tokens
 
     def entries(self, table: BlockTable) -> list[Block]:
         """The blocks of a request that hold tokens, in token order: its sink's slot comes first."""
-        return [*table.slots[: bool(self.ladder.sink)], *table.blocks]
+        return [*table.slots[: bool(self.group.sink)], *table.blocks]
 
     def wanted(self, request_id: str, num_tokens: int, spare: int = 0) -> dict[int, int]:
         """Slots by size that the first ``num_tokens`` tokens of a request lack, and ``spare`` blocks beside its own."""
         table = self._tables[request_id]
         missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
-        return self._sizes_of(missing and missing + spare, self.ladder.slots[len(table.slots) :])
+        return self._sizes_of(missing and missing + spare, self.group.slots[len(table.slots) :])
 
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
         """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
-        slots = self.ladder.slots[len(table.slots) :]
-        held = self.ladder.sink + len(table.blocks) * BLOCK_TOKENS
+        slots = self.group.slots[len(table.slots) :]
+        held = self.group.sink + len(table.blocks) * self.group.block_tokens
         if (not slots and num_tokens <= held) or self.arena.has_room(self.wanted(request_id, num_tokens, spare)):
             return num_tokens
         if slots and not self._has_room(0, slots):
@@ -195,7 +196,7 @@ class BlockTables:
         room = self.arena.room(self.sizes[0])
         while slots and room and not self._has_room(room, slots):
             room -= 1
-        return min(num_tokens, held + max(0, room - spare) * BLOCK_TOKENS)
+        return min(num_tokens, held + max(0, room - spare) * self.group.block_tokens)
 
     def release(self, request_id: str) -> None:
         """Takes all blocks of a request back; nothing happens if it has none."""
@@ -241,15 +242,15 @@ class BlockTables:
         table, newest = self._look_at(request_id, num_computed)
         for index in range(table.count_settled(self.floor_epoch), len(table.blocks)):
             if not table.blocks[index].is_settled:
-                yield table.blocks[index], newest - (index + 1) * BLOCK_TOKENS
+                yield table.blocks[index], newest - (index + 1) * self.group.block_tokens
 
     def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
         """The first of the widest eligible blocks that only this request holds, and its age in tokens."""
         table, newest = self._look_at(request_id, num_computed)
         first, found = table.count_settled(self.floor_epoch), None
-        for number, block in enumerate(table.blocks[first : max(0, newest // BLOCK_TOKENS)], first + 1):
+        for number, block in enumerate(table.blocks[first : max(0, newest // self.group.block_tokens)], first + 1):
             if block.rung < (block.floor if found is None else found[0].rung) and len(block.holders) == 1:
-                found = block, newest - number * BLOCK_TOKENS
+                found = block, newest - number * self.group.block_tokens
                 if not block.rung:
                     break
         return found
@@ -258,12 +259,12 @@ class BlockTables:
         """The table of a request, and ``_newest``; tells the request's bank how much can be mined."""
         table = self._tables[request_id]
         if table.bank is not None:
-            table.bank.num_computed_tokens = num_computed - self.ladder.sink
+            table.bank.num_computed_tokens = num_computed - self.group.sink
         return table, self._newest(num_computed)
 
     def _newest(self, num_computed: int) -> int:
         """Tokens of blocks, the sink's not counted, that are older than the recent window."""
-        return self.ladder.window.older(num_computed) - self.ladder.sink
+        return self.group.recent.older(num_computed) - self.group.sink
 
     def next_demotable_at(self, request_id: str) -> int:
         """Count of computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
@@ -271,12 +272,12 @@ class BlockTables:
         Rises as blocks are settled; falls only when a floor is lifted, which ``floor_epoch`` counts.
         """
         num_settled = self._tables[request_id].count_settled(self.floor_epoch)
-        return self.ladder.window.least_computed(self.ladder.sink + (num_settled + 1) * BLOCK_TOKENS)
+        return self.group.recent.least_computed(self.group.sink + (num_settled + 1) * self.group.block_tokens)
 
     def next_aging(self, num_computed: int) -> int:
         """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
-        aged = max(0, self._newest(num_computed) // BLOCK_TOKENS)
-        return self.ladder.window.least_computed(self.ladder.sink + (aged + 1) * BLOCK_TOKENS)
+        aged = max(0, self._newest(num_computed) // self.group.block_tokens)
+        return self.group.recent.least_computed(self.group.sink + (aged + 1) * self.group.block_tokens)
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, in one wave if there is room; returns how many did.
@@ -292,7 +293,7 @@ class BlockTables:
             else:
                 continue
             wave.append(Move.down(block, slot, rung))
-            rungs = self.ladder.rungs
+            rungs = self.group.rungs
             self.num_demotions[rungs[block.rung].name, rungs[rung].name] += 1
             self.num_blocks[block.rung] -= 1
             self.num_blocks[rung] += 1
@@ -370,7 +371,7 @@ class BlockTables:
 
     def _lift_floor(self, block: Block) -> None:
         """Lets ``block``, released by a request, go as far down as its remaining holders allow."""
-        floor = block.holders[0] if block.holders else len(self.ladder.rungs) - 1
+        floor = block.holders[0] if block.holders else len(self.group.rungs) - 1
         if floor != block.floor:
             block.floor = floor
             self.floor_epoch += bool(block.holders)

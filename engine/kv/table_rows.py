@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qkv_engine.kernels.block_tables import RUNG_BITS
-
-from ..device.ladder import Ladder
+from ..table_words import RUNG_BITS
 from .block import Block, BlockTable, Journal, slot_rung
+from .spec import GroupSpec
 from .table import BlockTables
 
 
@@ -32,10 +31,10 @@ class TableLayout:
     @classmethod
     def of(cls, tables: BlockTables, num_rows: int, max_tokens: int) -> TableLayout:
         """For up to ``num_rows`` requests of up to ``max_tokens`` tokens."""
-        ladder = tables.ladder
+        group = tables.group
         # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
-        most = max(tables.blocks_for(max_tokens), len(ladder.rungs) + 2)
-        return cls(tables.max_blocks, num_rows, bool(ladder.sink) + 1 + most + ladder.has_bank, ladder.has_bank)
+        most = max(tables.blocks_for(max_tokens), len(group.rungs) + 2)
+        return cls(tables.max_blocks, num_rows, bool(group.sink) + 1 + most + group.has_bank, group.has_bank)
 
     @property
     def num_words(self) -> int:
@@ -62,8 +61,8 @@ class Row:
 class TableRows:
     """Follows the books: gives requests rows, and gathers the words that change."""
 
-    def __init__(self, layout: TableLayout, ladder: Ladder):
-        self.layout, self.ladder = layout, ladder
+    def __init__(self, layout: TableLayout, group: GroupSpec):
+        self.layout, self.group = layout, group
         self._tables: BlockTables | None = None
         self._rows: dict[str, Row] = {}
         self._free: list[int] = []
@@ -106,8 +105,8 @@ class TableRows:
         """Entries of all requests together on each rung; sinks count on the first."""
         assert self._tables is not None
         held = self._tables.num_entries
-        counts = [held[rung] for rung in range(len(self.ladder.rungs))]
-        counts[0] += held[slot_rung(0)] if self.ladder.sink else 0
+        counts = [held[rung] for rung in range(len(self.group.rungs))]
+        counts[0] += held[slot_rung(0)] if self.group.sink else 0
         return counts
 
     def forget(self) -> None:

@@ -100,6 +100,7 @@ class Submission:
     seed: int
     bad_word_ids: list[list[int]]
     incremental: bool  # report after every step, not only at the end
+    floor: int = field(kw_only=True)  # the narrowest rung that ``params`` allow, by its index
     marks: ReasoningMarks | None = None  # set if reasoning is kept apart from the answer
     guide: Guide | None = None  # of structured outputs
     stream: OutputStream = field(default_factory=OutputStream)
@@ -184,7 +185,8 @@ class Submission:
         while len(completions) < params.n:
             index = len(completions)
             name = f"{self.request_id}/{index}" if params.n > 1 else self.request_id
-            request = Request(name, self.prompt_token_ids, params, self.max_tokens, seed=self.seed + index)
+            seed = self.seed + index
+            request = Request(name, self.prompt_token_ids, params, self.max_tokens, floor=self.floor, seed=seed)
             completions.append(Completion(index, request, None if params.logprobs is None else []))
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = [None]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from qkv_engine.table_words import RUNG_BITS
+
 from .reference import place_reference, update_reference
 from .words import (
     HEADER,
     ITEM_BLOCKS,
     MAX_UPDATES,
-    RUNG_BITS,
     BlockWords,
     Placed,
     input_nwords,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .words import HEADER, RUNG_BITS, BlockWords, Placed
+from qkv_engine.table_words import RUNG_BITS
+
+from .words import HEADER, BlockWords, Placed
 
 
 def update_reference(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qkv_engine.table_words import RUNG_BITS
+
 from ..fusion import FUSED
-from .words import HEADER, MAX_UPDATES, RUNG_BITS, BlockWords, Placed
+from .words import HEADER, MAX_UPDATES, BlockWords, Placed
 
 BLOCK = 128  # updates, or tokens, of one program
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-RUNG_BITS = 8  # low bits of a block's word, which hold its rung; the address of its slot is in the others
 MAX_UPDATES = 1024  # words of the tables that one step's input may change; more go ahead in inputs of their own
 HEADER = 3  # words before a step's tokens: number of updates, offset of all positions, most blocks of a work item
 ITEM_BLOCKS = 2  # index of the header's last word

@@ -15,7 +15,7 @@ import torch
 
 from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.config import DENSE16, KVConfig, RungConfig, uniform_rung
-from qkv_engine.device.ladder import Rung, build_ladder
+from qkv_engine.device.layouts import Rung, build_ladder
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.seal import seal
 

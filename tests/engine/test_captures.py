@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.config import resolve_kv
-from qkv_engine.device.cache import KVCache
 from qkv_engine.device.gpu.captures import all_shapes
 from qkv_engine.device.gpu.mixed import MixedShape, padded_decodes
 from qkv_engine.device.gpu.shapes import LaunchShapes
 from qkv_engine.device.gpu.steps import DecodeShape, padded_batch
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.kv.table import BlockTables
 
 LADDERS = ["bf16", "int4", "kivi-2", "auto"]
@@ -32,7 +32,7 @@ SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 def planner_and_tables(kv: str) -> tuple[Any, BlockTables]:
     """As much as the listing wants: an 8B shape with 60 GiB of KV memory, none of it allocated."""
     ladder = build_ladder(resolve_kv(kv), num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    tables = KVCache(ladder, 60 << 30, torch.device("meta")).tables
+    tables = make_tables(ladder.spec, 60 << 30)
     return SimpleNamespace(shapes=SHAPES, tile_tokens=16), tables
 
 
@@ -71,7 +71,7 @@ def test_every_state_has_a_listed_shape(kv: str, max_model_len: int, number: int
 
 def random_counts(tables: Any, number: int, max_model_len: int, rng: random.Random) -> list[int]:
     """Blocks by rung of ``number`` requests of some length in memory that they share, sinks counted as blocks."""
-    rungs, held = range(len(tables.ladder.rungs)), int(number * tables.blocks_for(max_model_len) * rng.random() ** 3)
+    rungs, held = range(len(tables.group.rungs)), int(number * tables.blocks_for(max_model_len) * rng.random() ** 3)
     weights = [rng.random() ** 4 for _ in rungs]
     counts = [int(held * weight / sum(weights)) for weight in weights]
     nbytes = sum(count * tables.sizes[rung] for rung, count in enumerate(counts))

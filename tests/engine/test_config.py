@@ -13,7 +13,7 @@ import torch
 
 from qkv_engine import ConfigError, Engine, KVConfig, QKVError, SamplingParams
 from qkv_engine.config import DENSE16, PRESETS, EngineConfig, RungConfig, preset_families, resolve_kv, uniform_rung
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.formats.uniform.layout import uniform_formats
 from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
 

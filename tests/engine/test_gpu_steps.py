@@ -67,10 +67,10 @@ def serve(
     config = EngineConfig(kv=resolve_kv(kv), max_num_seqs=seqs, max_num_batched_tokens=256, **options)
     core = start(config).core
     rng = random.Random(0)
-    submissions = []
+    submissions, floor = [], core.scheduler.space.num_rungs - 1
     for index, (length, max_tokens) in enumerate(zip(LENGTHS, OUTPUTS, strict=True)):
         prompt = [rng.randrange(5, 1000) for _ in range(length)]
-        submission = Submission(f"r{index}", None, prompt, params, max_tokens, index, [], False)
+        submission = Submission(f"r{index}", None, prompt, params, max_tokens, index, [], False, floor=floor)
         submissions.append(submission)
         core.live[submission.request_id] = submission
         core.add(submission)
@@ -144,7 +144,7 @@ def test_a_step_reads_what_the_one_before_sampled():
 def decode(runner: Runner, prompts: list[list[int]], number: int, ahead: bool) -> list[list[int]]:
     """``number`` tokens of each prompt; ``ahead`` launches each step before the last one is waited for."""
     params = SamplingParams(temperature=0.0)
-    requests = [Request(f"{ahead}-{i}", list(prompt), params, number) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"{ahead}-{i}", list(prompt), params, number, floor=0) for i, prompt in enumerate(prompts)]
     rows = {r: SampleRow(params, i, r.token_ids, r.num_prompt_tokens) for i, r in enumerate(requests)}
     tables = runner.cache.tables
     for request in requests:

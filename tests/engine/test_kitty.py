@@ -62,8 +62,9 @@ def answer(runner: Runner, prompt: list[int], path: tuple[int, ...]) -> list[Sam
     """Ten tokens after a prompt whose full blocks take the rungs of ``path`` one after the other."""
     cache = runner.cache
     cache.reset()
-    cache.tables.open("a", len(cache.ladder.rungs) - 1)
-    request = Request("a", prompt, GREEDY, 40, seed=0)
+    last = len(cache.ladder.rungs) - 1
+    cache.tables.open("a", last)
+    request = Request("a", prompt, GREEDY, 40, floor=last, seed=0)
     rows = {request: SampleRow(GREEDY, 0, request.token_ids, len(prompt))}
     found: list[SampledToken] = []
     start, number = 0, len(prompt)

@@ -12,7 +12,7 @@ import torch
 
 from qkv_engine import ConfigError, KVConfig, RungConfig
 from qkv_engine.config import DENSE16, PRESETS, XQUANT, uniform_rung, xquant_rung
-from qkv_engine.device.ladder import Rung, build_ladder
+from qkv_engine.device.layouts import Rung, build_ladder
 from qkv_engine.layer_schedule import LayerSchedule
 
 WIDE, NARROW = "int2-token-32", "int1-token-32"

@@ -89,7 +89,7 @@ def test_recovery_and_abort_leave_no_bank_behind() -> None:
         expected = [output.token_ids for output in engine.generate(asked[:2], LONG)]
 
         def play() -> list[list[int]]:
-            work = [Submission(f"r{i}", None, ids, LONG, 40, 0, [], incremental=True) for i, ids in enumerate(asked)]
+            work = [Submission(f"r{i}", None, ids, LONG, 40, 0, [], True, floor=1) for i, ids in enumerate(asked)]
             for submission in work:
                 core.live[submission.request_id] = submission
                 core.add(submission)

@@ -60,9 +60,10 @@ def replay(runner: Runner, prompt: list[int], params: SamplingParams, schedule: 
     cache: KVCache = runner.cache
     cache.reset()
     tables, name = cache.tables, "alone"
-    request = Request(name, prompt, params, params.max_tokens or 1, seed=params.seed or 0)
+    last = len(cache.ladder.rungs) - 1
+    request = Request(name, prompt, params, params.max_tokens or 1, floor=last, seed=params.seed or 0)
     rows = {request: SampleRow(params, request.seed, request.token_ids, len(prompt))}
-    tables.open(name, len(cache.ladder.rungs) - 1, num_prompt_tokens=len(prompt))
+    tables.open(name, last, num_prompt_tokens=len(prompt))
     found = []
     for start, num_tokens, rungs in schedule:
         assert tables.reserve(name, start + num_tokens)

@@ -23,9 +23,9 @@ class Interrupted(BaseException):
 
 
 def submissions(engine: Engine) -> list[Submission]:
-    ids = engine.tokenizer.encode(PROMPT)
+    ids, floor = engine.tokenizer.encode(PROMPT), engine._started.core.scheduler.space.num_rungs - 1
     return [
-        Submission(f"r{i}", PROMPT, ids, params, params.max_tokens, params.seed or 0, [], incremental=True)
+        Submission(f"r{i}", PROMPT, ids, params, params.max_tokens, params.seed or 0, [], incremental=True, floor=floor)
         for i, params in enumerate(PARAMS)
     ]
 

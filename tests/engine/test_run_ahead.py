@@ -103,14 +103,17 @@ def make_params(rng: random.Random) -> SamplingParams:
 
 
 def make_load(started: Started, seed: int, number: int) -> list[Submission]:
-    rng, load = random.Random(seed), []
+    rng, load, floor = random.Random(seed), [], len(started.ladder.rungs) - 1
     head = [rng.randrange(5, 1000) for _ in range(200)]
     for i in range(number):
         ids = [rng.randrange(5, 1000) for _ in range(rng.choice((1, 5, 60, 127, 160)))]
         ids = head + ids if rng.random() < 0.2 else ids
         params = make_params(rng)
         words = started.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
-        load.append(Submission(f"r{i}", None, ids, params, params.max_tokens, params.seed, words, rng.random() < 0.5))
+        is_streamed = rng.random() < 0.5
+        load.append(
+            Submission(f"r{i}", None, ids, params, params.max_tokens, params.seed, words, is_streamed, floor=floor)
+        )
     return load
 
 
@@ -216,8 +219,10 @@ def test_a_step_that_breaks_off_with_another_under_way_fails_one_request(place: 
 def test_only_requests_whose_tokens_the_host_must_see_wait_for_them():
     started = begin("fp32", "64MiB", max_num_batched_tokens=600)
     params = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
-    plain = Submission("plain", None, [5, 6, 7], SamplingParams(**params), 20, 0, [], False)
-    host = Submission("host", None, [5, 6, 7], SamplingParams(presence_penalty=0.1, **params), 20, 0, [], False)
+    plain = Submission("plain", None, [5, 6, 7], SamplingParams(**params), 20, 0, [], False, floor=0)
+    host = Submission(
+        "host", None, [5, 6, 7], SamplingParams(presence_penalty=0.1, **params), 20, 0, [], False, floor=0
+    )
     core = make_core(started, True)
     play(core, [plain], {})
     assert core.counters.num_steps == 20 and core.runner.num_ahead == 19
@@ -229,11 +234,11 @@ def test_only_requests_whose_tokens_the_host_must_see_wait_for_them():
 def test_a_request_that_stops_is_computed_one_step_too_far_and_no_more():
     started = begin("fp32", "64MiB", max_num_batched_tokens=600)
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    free = play(make_core(started, False), [Submission("a", None, [5, 6, 7], params, 50, 0, [], False)], {})[0]
+    free = play(make_core(started, False), [Submission("a", None, [5, 6, 7], params, 50, 0, [], False, floor=0)], {})[0]
     ids = free.outputs[0].token_ids
     place = next(i for i in range(10, 50) if ids[i] not in ids[:i])
     stopping = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, stop_token_ids=[ids[place]])
     core = make_core(started, True)
-    output = play(core, [Submission("b", None, [5, 6, 7], stopping, 50, 0, [], False)], {})[0]
+    output = play(core, [Submission("b", None, [5, 6, 7], stopping, 50, 0, [], False, floor=0)], {})[0]
     assert output.outputs[0].token_ids == ids[: place + 1]
     assert (core.counters.num_steps, core.counters.generation_tokens) == (place + 2, place + 1)

@@ -30,7 +30,7 @@ ROW_NBYTES = 4
 
 
 def requests_of(number: int, **params: Any) -> list[Request]:
-    return [Request(f"r{i}", [1, 2, 3], SamplingParams(temperature=0.0, **params), 9) for i in range(number)]
+    return [Request(f"r{i}", [1, 2, 3], SamplingParams(temperature=0.0, **params), 9, floor=0) for i in range(number)]
 
 
 def step(requests: list[Request], start: int, num_tokens: int = 1) -> list[ScheduledRequest]:
@@ -163,7 +163,7 @@ def answers(memory: str, cuda_graphs: bool = False) -> list[list[Any]]:
     core, runner = started.core, started.core.runner
     load = make_load(started, 1, 30)
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-    load += [Submission(f"long{i}", None, [7 + i] * (40 + i), params, 300, 0, [], i == 1) for i in range(3)]
+    load += [Submission(f"long{i}", None, [7 + i] * (40 + i), params, 300, 0, [], i == 1, floor=2) for i in range(3)]
     outputs = play(core, load, {20: "r3", 50: "r7"})
     assert (core.scheduler.num_preemptions > 0) == (memory == "6MiB")
     assert not any(output.error for output in outputs)

@@ -16,7 +16,7 @@ from qkv_engine.text.reasoning import OutputText
 
 
 def streamed(name: str, **params: Any) -> Submission:
-    submission = Submission(name, None, [1, 2], SamplingParams(**params), 9, 0, [], True)
+    submission = Submission(name, None, [1, 2], SamplingParams(**params), 9, 0, [], True, floor=0)
     submission.make_completions()
     return submission
 

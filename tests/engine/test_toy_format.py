@@ -10,7 +10,7 @@ import torch
 
 from qkv_engine import ConfigError, Engine, EngineStats, KVConfig, RequestOutput, RungConfig, SamplingParams
 from qkv_engine.config import uniform_rung
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.block_attention import block_attention_reference
 from qkv_engine.kernels.paged_decode import cpu as paged_decode
 

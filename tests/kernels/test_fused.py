@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, uniform_rung
 from qkv_engine.device.cache import KVCache
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.rms_norm import add_rms_norm, reference, rms_norm
 from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.kernels.swiglu import swiglu
@@ -76,7 +76,7 @@ def test_tokens_are_where_attention_reads_them(sink: int) -> None:
     config = KVConfig(name="x", rungs=rungs, sink=sink)
     ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
-    requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
+    requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
     for name in requests:
         cache.tables.open(name, len(rungs) - 1)
     for growth in ({"a": 300, "b": 2}, {"b": 1, "a": 130}, {"b": 40}, {"a": 1, "b": 1, "c": 40}):
@@ -113,7 +113,7 @@ def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
 
 def _place(cache: KVCache, table: BlockTable, position: int) -> Tensor:
     """Where attention reads the token at ``position``: a view [layers, 2, H, D] of its slot."""
-    sink = cache.tables.ladder.sink
+    sink = cache.ladder.sink
     if position < sink:
         block, num_tokens, offset = table.slots[0], sink, position
     else:
@@ -130,7 +130,7 @@ def _rows(cache: KVCache, batch: ScheduledBatch) -> Tensor:
         torch.tensor([table + [0] * (width - len(table)) for table in tables]),
         torch.tensor([i for i, item in enumerate(batch.items) for _ in range(item.num_tokens)]),
         torch.tensor([p for item in batch.items for p in range(item.start, item.end)]),
-        sink_tokens=cache.tables.ladder.sink,
+        sink_tokens=cache.ladder.sink,
         block_tokens=BLOCK_TOKENS,
         row_nbytes=4 * HEAD_DIM,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.config import DENSE16, PRESETS, KVConfig, RungConfig, uniform_rung, xquant_rung
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.formats import BlockLayout, PageShape
 from qkv_engine.kernels.seal.triton import seal_triton
 from qkv_engine.layer_schedule import ALL

@@ -6,13 +6,12 @@ from itertools import pairwise, product
 
 import msgspec
 import pytest
-import torch
 
 from qkv_engine import CapacityError, ConfigError
 from qkv_engine.config import PRESETS, KVConfig
-from qkv_engine.device.cache import KVCache
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import check_step
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.planner.budget import Budget, ladder_of
 from qkv_engine.planner.mixed import Mixed
 from qkv_engine.planner.plan import KVPlan
@@ -30,7 +29,7 @@ BUDGETS = ["2.5bits", "3bits", "4.1 Bits", "7.7bits", "12bits"]
 def spent(kv: KVConfig, context: int) -> float:
     """Bits an element of a request at the floor, by the books of a cache that holds it."""
     ladder = ladder_of(kv, MODEL)
-    tables = KVCache(ladder, 2**28, torch.device("meta")).tables
+    tables = make_tables(ladder.spec, 2**28)
     nbytes = sum(size * number for size, number in tables.demand(context, len(ladder.rungs) - 1).items())
     return 8 * nbytes * 128 / (ladder.widest.num_elements * context)
 
@@ -75,7 +74,7 @@ def test_budgets_in_bytes_hold_so_many_requests_at_once(size: str, requests: int
             kv = mine.solve(PROFILE, MODEL)
         nbytes = mine.parsed().nbytes
         assert nbytes is not None
-        tables = KVCache(ladder_of(kv, MODEL), nbytes, torch.device("meta")).tables
+        tables = make_tables(ladder_of(kv, MODEL).spec, nbytes)
         assert tables.max_requests(4_000, len(kv.rungs) - 1) >= requests
 
 

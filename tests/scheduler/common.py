@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property
 
-from qkv_engine.device.ladder import RequestSlot
 from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
+from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
 from qkv_engine.kv.table import BlockTables, reserve_nbytes
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import Pace, ScheduledBatch, Scheduler
@@ -18,69 +17,60 @@ from qkv_engine.window import RecentWindow
 BLOCK = 128
 
 
-@dataclass(frozen=True)
-class TinyRung:
-    name: str
-    block_nbytes: int
-    bits: float
+def make_spec(
+    rungs: Sequence[RungSize],
+    *,
+    sink: int = 0,
+    sink_nbytes: int = 0,
+    others: tuple[RequestSlot, ...] = (),
+    recent: int = 0,
+    recent_ratio: Fraction = Fraction(0),
+    eager: bool = False,
+    admit_at: int | None = None,
+    has_bank: bool = False,
+    num_windows: int = 0,
+    block_tokens: int = BLOCK,
+) -> KVSpec:
+    """A ladder with bytes chosen by the test. ``others``: slots that hold no tokens, the last one a bank if any is."""
+    sinks = (RequestSlot("sink", sink, sink_nbytes, 0),) if sink else ()
+    group = GroupSpec(
+        layers=(0,),
+        block_tokens=block_tokens,
+        rungs=tuple(rungs),
+        slots=sinks + others,
+        recent=RecentWindow.of(recent, recent_ratio),
+        has_bank=has_bank,
+        num_windows=num_windows,
+    )
+    return KVSpec("tiny", (group,), eager, len(rungs) - 1 if admit_at is None else admit_at)
 
 
-@dataclass(frozen=True)
-class TinyLadder:
-    """Has what the books ask of ``kv.ladder.Ladder``, with bytes chosen by the test."""
-
-    rungs: tuple[TinyRung, ...]
-    sink: int = 0
-    recent: int = 0
-    eager: bool = False
-    name: str = "tiny"
-    admit_at: int = 99
-    sink_nbytes: int = 0
-    others: tuple[RequestSlot, ...] = ()  # slots that hold no tokens; the last one the bank, if there are patterns
-    recent_ratio: Fraction = Fraction(0)
-    has_bank: bool = False
-    num_windows: int = 0
-    align: int = 1
-
-    @property
-    def widest(self) -> TinyRung:
-        return self.rungs[0]
-
-    @cached_property
-    def window(self) -> RecentWindow:
-        return RecentWindow.of(self.recent, self.recent_ratio)
-
-    @cached_property
-    def slots(self) -> tuple[RequestSlot, ...]:
-        sinks = (RequestSlot("sink", self.sink, self.sink_nbytes, 0),) if self.sink else ()
-        return sinks + self.others
-
-
-DENSE = TinyLadder((TinyRung("dense16", 16, 16.0),))
+DENSE = make_spec([RungSize("dense16", 16, 16.0)])
 BANK = RequestSlot("bank", num_tokens=0, nbytes=3, num_elements=0)
-LADDER = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("int8", 8, 8.0), TinyRung("int4", 4, 4.0)))
+RUNGS = RungSize("dense16", 16, 16.0), RungSize("int8", 8, 8.0), RungSize("int4", 4, 4.0)
+LADDER = make_spec(RUNGS)
 
 
 def make_space(
     num_blocks: float,
-    ladder: TinyLadder = DENSE,
+    spec: KVSpec = DENSE,
     *,
     slab_blocks: float = 1,
     prefix: bool = False,
     quota: float | None = None,
 ) -> KVManager:
     """KV memory of ``num_blocks`` widest blocks, with slabs of ``slab_blocks``."""
-    block = ladder.widest.block_nbytes
+    block = spec.group.widest.nbytes
     slab = round(slab_blocks * block)
-    reserve = reserve_nbytes([rung.block_nbytes for rung in ladder.rungs], slab)
-    tables = BlockTables(Arena(round(num_blocks * block), slab, reserve, block_nbytes=block), ladder)
+    reserve = reserve_nbytes([rung.nbytes for rung in spec.group.rungs], slab)
+    tables = BlockTables(Arena(round(num_blocks * block), slab, reserve, block_nbytes=block), spec)
     return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
 
 
 def make_scheduler(
-    num_blocks: float, ladder: TinyLadder = DENSE, *, seqs: int = 8, budget: int = 512, **options
+    num_blocks: float, spec: KVSpec = DENSE, *, seqs: int = 8, budget: int = 512, **options
 ) -> Scheduler:
-    space = make_space(num_blocks, ladder, **options)
+    space = make_space(num_blocks, spec, **options)
     return Scheduler(space, max_num_seqs=seqs, max_num_batched_tokens=budget)
 
 
@@ -96,9 +86,10 @@ class FixedPace(Pace):
         return self._fixed
 
 
-def make_request(name: str, prompt: int | list[int], max_tokens: int = 8, **params) -> Request:
+def make_request(name: str, prompt: int | list[int], max_tokens: int = 8, *, floor: int = 2, **params) -> Request:
     ids = [1] * prompt if isinstance(prompt, int) else prompt
-    return Request(name, ids, SamplingParams(temperature=0.0, max_tokens=max_tokens, **params), max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
+    return Request(name, ids, params, max_tokens, floor=floor)
 
 
 def run(scheduler: Scheduler, batch: ScheduledBatch) -> None:

@@ -12,7 +12,7 @@ from qkv_engine.request import Request
 from qkv_engine.scheduler.coldest import Candidate, Coldest, eligible
 from qkv_engine.scheduler.queue import RequestQueue
 
-from .common import BLOCK, LADDER, TinyLadder, make_request, make_space
+from .common import BLOCK, RUNGS, make_request, make_space, make_spec
 
 
 class AllInOrder:
@@ -32,13 +32,13 @@ class AllInOrder:
 
 def crowd(rng: random.Random) -> tuple[KVManager, RequestQueue]:
     """Requests of all lengths and floors, some of which begin with blocks of another, on rungs of all kinds."""
-    space = make_space(2000, TinyLadder(LADDER.rungs, recent=rng.choice((0, 50))), slab_blocks=4)
+    space = make_space(2000, make_spec(RUNGS, recent=rng.choice((0, 50))), slab_blocks=4)
     running = RequestQueue()
     for arrival in range(rng.choice((3, 12, 40))):
-        request = make_request(f"r{arrival}", 1, kv_floor=rng.choice((None, None, "int8", "dense16")))
+        request = make_request(f"r{arrival}", 1, floor=rng.choice((2, 2, 1, 0)))
         request.arrival, request.num_computed_tokens = arrival, rng.randint(1, 6 * BLOCK)
         shared = list(space.tables[rng.choice(list(running)).request_id]) if running and rng.random() < 0.3 else []
-        floor = space.floor(request)
+        floor = request.floor
         own = shared[: rng.randint(0, request.num_computed_tokens // BLOCK)]
         space.tables.open(request.request_id, floor, own if all(block.rung <= floor for block in own) else ())
         assert space.reserve(request, request.num_computed_tokens)

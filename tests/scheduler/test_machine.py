@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qkv_engine.errors import CapacityError, RequestError
+from qkv_engine.kv.spec import RungSize
 from qkv_engine.request import FinishReason, Request, RequestStatus
 
-from .common import BLOCK, LADDER, TinyLadder, TinyRung, make_request, make_scheduler, make_space, run
+from .common import BLOCK, RUNGS, make_request, make_scheduler, make_space, make_spec, run
 
-ODD = tuple(TinyRung(f"r{size}", size, 16.0) for size in (16, 9, 5))
+ODD = tuple(RungSize(f"r{size}", size, 16.0) for size in (16, 9, 5))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -25,8 +26,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         slabs=st.integers(5, 9),
     )
     def start(self, eager: bool, sink: int, odd: bool, prefix: bool, slabs: int) -> None:
-        rungs = ODD if odd else LADDER.rungs
-        self.ladder = TinyLadder(rungs, sink=sink, recent=50 * eager, eager=eager, sink_nbytes=4 * bool(sink))
+        rungs = ODD if odd else RUNGS
+        self.ladder = make_spec(rungs, sink=sink, recent=50 * eager, eager=eager, sink_nbytes=4 * bool(sink))
         self.options = {"slab_blocks": 2, "prefix": prefix}
         self.blocks = 2 * slabs
         self.scheduler = make_scheduler(self.blocks, self.ladder, seqs=4, budget=300, **self.options)
@@ -38,12 +39,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.floats(0.01, 6),
         family=st.integers(0, 2),
         max_tokens=st.integers(1, 80),
-        floor=st.sampled_from((None, 0, 1)),
+        floor=st.sampled_from((2, 0, 1)),
     )
-    def submit(self, blocks: float, family: int, max_tokens: int, floor: int | None) -> None:
+    def submit(self, blocks: float, family: int, max_tokens: int, floor: int) -> None:
         name, self.serial = f"r{self.serial}", self.serial + 1
-        kv_floor = None if floor is None else self.ladder.rungs[floor].name
-        request = make_request(name, [family] * max(1, int(blocks * BLOCK)), max_tokens, kv_floor=kv_floor)
+        request = make_request(name, [family] * max(1, int(blocks * BLOCK)), max_tokens, floor=floor)
         fits = request.max_num_tokens <= self.scheduler.space.capacity(request)
         try:
             self.scheduler.add(request)

@@ -234,7 +234,7 @@ def test_a_preempted_request_recomputes_in_small_chunks_and_all_finish(monkeypat
     monkeypatch.setattr(KVManager, "admits", lambda *args: True)
     scheduler = paced(64, num_blocks=9, ladder=DENSE)
     for name in ("old", "young"):
-        scheduler.add(make_request(name, 2 * BLOCK, max_tokens=5 * BLOCK))
+        scheduler.add(make_request(name, 2 * BLOCK, max_tokens=5 * BLOCK, floor=0))
     seen, over = set[str](), 0
     while scheduler.has_work:
         batch = scheduler.schedule()

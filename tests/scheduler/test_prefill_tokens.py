@@ -6,10 +6,10 @@ from fractions import Fraction
 
 from qkv_engine.scheduler import Scheduler
 
-from .common import BLOCK, LADDER, TinyLadder, make_request, make_scheduler, run, shape
+from .common import BLOCK, DENSE, RUNGS, make_request, make_scheduler, make_spec, run, shape
 
-EAGER = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, recent=BLOCK, eager=True)
-GROWING = TinyLadder(LADDER.rungs, recent_ratio=Fraction(1, 5), eager=True)
+EAGER = make_spec(RUNGS, sink=32, sink_nbytes=4, recent=BLOCK, eager=True)
+GROWING = make_spec(RUNGS, recent_ratio=Fraction(1, 5), eager=True)
 
 
 def chunks(scheduler: Scheduler, steps: int) -> list[tuple[int, int]]:
@@ -36,9 +36,9 @@ def test_chunks_follow_a_window_that_grows():
 
 
 def test_nothing_but_the_budget_cuts_what_never_steps_down():
-    for ladder, pinned in ((EAGER, True), (TinyLadder(LADDER.rungs[:1]), False)):
+    for ladder in (EAGER, DENSE):
         scheduler = make_scheduler(20, ladder, budget=400)
-        scheduler.add(make_request("a", 700, num_prefill_tokens=100, kv_pinned=pinned))
+        scheduler.add(make_request("a", 700, num_prefill_tokens=100, floor=0))
         assert chunks(scheduler, 3) == [(0, 100), (100, 400), (500, 200)]
 
 

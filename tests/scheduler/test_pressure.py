@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -11,9 +10,9 @@ from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import FinishReason, Request
 from qkv_engine.scheduler import Scheduler
 
-from .common import BLOCK, LADDER, TinyLadder, make_request, make_scheduler, run, shape
+from .common import BLOCK, LADDER, RUNGS, make_request, make_scheduler, make_spec, run, shape
 
-EAGER = TinyLadder(LADDER.rungs, recent=BLOCK, eager=True)
+EAGER = make_spec(RUNGS, recent=BLOCK, eager=True)
 
 
 def step(scheduler: Scheduler, times: int = 1) -> None:
@@ -87,7 +86,7 @@ def test_as_many_blocks_step_down_as_are_needed_and_no_more():
 
 def test_no_block_steps_down_for_a_waiting_request_that_could_not_start_by_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(KVManager, "admits", lambda *args: True)
-    wide = make_request("wide", ids(2, 6.5), kv_pinned=True)
+    wide = make_request("wide", ids(2, 6.5), floor=0)
     scheduler = started(make_scheduler(10, LADDER, budget=2000), make_request("a", ids(1, 0.9)), wide)
     assert scheduler.space.free_blocks() == 0
     step(scheduler, 5)
@@ -110,7 +109,7 @@ def test_the_widest_go_first_and_among_them_the_coldest():
 
 
 def test_open_blocks_and_the_recent_window_stay():
-    scheduler = make_scheduler(40, replace(LADDER, recent=100))
+    scheduler = make_scheduler(40, make_spec(RUNGS, recent=100))
     started(scheduler, make_request("a", ids(1, 3.5)))  # 449 tokens: the third block ends 65 tokens ago
     scheduler.pressure.forget()
     assert step_down(scheduler, 99) == 2
@@ -118,7 +117,7 @@ def test_open_blocks_and_the_recent_window_stay():
 
 
 def test_a_block_that_others_share_goes_last_and_as_the_newest_holder_sees_it():
-    scheduler = make_scheduler(40, replace(LADDER, recent=64), prefix=True)
+    scheduler = make_scheduler(40, make_spec(RUNGS, recent=64), prefix=True)
     started(scheduler, make_request("a", ids(1, 2.9) + ids(2, 1)))
     started(scheduler, make_request("b", ids(1, 2.2)))
     a, b = (scheduler.space.tables[name].blocks for name in "ab")
@@ -135,8 +134,8 @@ def test_floors_and_pinned_requests_are_respected():
     scheduler = make_scheduler(40, LADDER)
     started(
         scheduler,
-        make_request("pinned", ids(1, 1.5), kv_pinned=True),
-        make_request("int8", ids(2, 1.5), kv_floor="int8"),
+        make_request("pinned", ids(1, 1.5), floor=0),
+        make_request("int8", ids(2, 1.5), floor=1),
         make_request("any", ids(3, 1.5)),
     )
     scheduler.pressure.forget()
@@ -152,7 +151,7 @@ def test_a_floor_is_respected_when_its_owner_joined_during_the_same_step():
     started(scheduler, make_request("a", ids(1, 1.5)))
     scheduler.pressure.forget()
     step_down(scheduler, 0)  # the coldest blocks are looked up
-    pinned = make_request("pinned", ids(1, 1.2), kv_pinned=True)
+    pinned = make_request("pinned", ids(1, 1.2), floor=0)
     scheduler.add(pinned)
     scheduler._admit(512)
     assert pinned.num_cached_tokens == BLOCK
@@ -194,7 +193,7 @@ def test_an_eager_ladder_settles_after_the_prompt_and_not_within_it():
 
 
 def test_an_eager_block_that_two_requests_share_steps_down_once():
-    scheduler = make_scheduler(40, replace(EAGER, recent=0), prefix=True)
+    scheduler = make_scheduler(40, make_spec(RUNGS, eager=True), prefix=True)
     scheduler.add(make_request("a", ids(1, 1.5), 40))
     step(scheduler)
     scheduler.add(make_request("b", ids(1, 1.2), 40))  # shares the first block before it steps down
@@ -250,7 +249,7 @@ def test_an_attacker_at_full_rate_changes_nothing_for_a_victim_within_its_quota(
 def test_a_chunk_leaves_the_others_their_next_block(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(KVManager, "admits", lambda *args: True)
     scheduler = make_scheduler(4, budget=600)
-    young, old = make_request("young", BLOCK - 1, 4), make_request("old", 4 * BLOCK, 1)
+    young, old = (make_request(*args, floor=0) for args in (("young", BLOCK - 1, 4), ("old", 4 * BLOCK, 1)))
     young.arrival = 1
     scheduler._arrivals = iter((1, 0))
     started(scheduler, young)  # its next token but one begins a block
@@ -275,7 +274,7 @@ def test_requests_that_fit_on_their_floors_run_together_without_preemption():
 
 
 def test_admit_at_a_wider_rung_queues_instead():
-    narrow, wide = (make_scheduler(12, replace(LADDER, admit_at=rung), seqs=16, budget=2000) for rung in (2, 0))
+    narrow, wide = (make_scheduler(12, make_spec(RUNGS, admit_at=rung), seqs=16, budget=2000) for rung in (2, 0))
     for scheduler in (narrow, wide):
         for index in range(6):
             scheduler.add(make_request(f"r{index}", ids(index, 2.5), 2))
@@ -284,7 +283,7 @@ def test_admit_at_a_wider_rung_queues_instead():
 
 
 def test_what_fits_only_on_its_floor_runs_alone_when_admission_counts_wider():
-    scheduler = make_scheduler(6, replace(LADDER, admit_at=0), budget=100)
+    scheduler = make_scheduler(6, make_spec(RUNGS, admit_at=0), budget=100)
     scheduler.add(make_request("long", ids(1, 8), 2))
     scheduler.add(make_request("next", ids(2, 1), 2))
     while "long" in scheduler.requests:

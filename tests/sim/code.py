@@ -1,8 +1,4 @@
-"""The code under test, loaded from its own source text: with any block size, and with a bug put in on purpose.
-
-The books are written for blocks of 128 tokens. A simulation of blocks of 8 sees sixteen times as many block borders in
-the same number of events, so each block size gets its own copy of the modules. Other modules are shared.
-"""
+"""The code under test: the real modules, or copies loaded from their source text with a bug put in on purpose."""
 
 from __future__ import annotations
 
@@ -10,13 +6,12 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-OPEN_END_BLOCKS = 1  # blocks that admission expects of a request without max_tokens: few, so that requests exceed them
 
 MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",
@@ -49,9 +44,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class Code:
-    """The classes of one copy of the modules."""
+    """The classes of one set of the modules."""
 
-    block: int
     Arena: Any
     BlockTables: Any
     PrefixCache: Any
@@ -59,7 +53,6 @@ class Code:
     Scheduler: Any
     EngineCore: Any
     Submission: Any
-    demand: ModuleType
     pressure: ModuleType
     table: ModuleType
 
@@ -80,20 +73,10 @@ def _source(file: str) -> str:
 
 
 @cache
-def load(block: int, patch: Patch | None = None) -> Code:
-    """A copy of the modules with blocks of ``block`` tokens and, if asked, a bug."""
-    package = f"_sim_copy_{next(_copies)}"
-    modules: dict[str, ModuleType] = {}
-    for name in MODULES:
-        module = modules[name] = ModuleType(f"{package}.{name}")
-        sys.modules[module.__name__] = module
-        exec(_compiled(name, patch if patch and patch.file == name else None, package), module.__dict__)
-        if "BLOCK_TOKENS" in module.__dict__:
-            module.__dict__["BLOCK_TOKENS"] = block
-    modules["pressure"].__dict__["AHEAD_STEPS"] = max(1, block // 32)
-    modules["demand"].__dict__["OPEN_END_TOKENS"] = OPEN_END_BLOCKS * block
+def load(patch: Patch | None = None) -> Code:
+    """The real modules; with a ``patch``, copies of them that have the bug."""
+    modules = {name: import_module(full) for name, full in MODULES.items()} if patch is None else _copy(patch)
     return Code(
-        block,
         modules["arena"].Arena,
         modules["table"].BlockTables,
         modules["prefix"].PrefixCache,
@@ -101,10 +84,20 @@ def load(block: int, patch: Patch | None = None) -> Code:
         modules["scheduler"].Scheduler,
         modules["core"].EngineCore,
         modules["submission"].Submission,
-        modules["demand"],
         modules["pressure"],
         modules["table"],
     )
+
+
+def _copy(patch: Patch) -> dict[str, ModuleType]:
+    """Copies of all modules under test, that import each other; other modules are shared."""
+    package = f"_sim_copy_{next(_copies)}"
+    modules: dict[str, ModuleType] = {}
+    for name in MODULES:
+        module = modules[name] = ModuleType(f"{package}.{name}")
+        sys.modules[module.__name__] = module
+        exec(_compiled(name, patch if patch.file == name else None, package), module.__dict__)
+    return modules
 
 
 def _compiled(name: str, patch: Patch | None, package: str) -> Any:

@@ -61,7 +61,7 @@ class Device:
         return [move for wave in waves for move in wave]
 
     def _move(self, wave: list[Any], tables: Any) -> None:
-        spans, sources, bank = list[tuple[int, int]](), {move.src for move in wave}, tables.ladder.slots[-1:]
+        spans, sources, bank = list[tuple[int, int]](), {move.src for move in wave}, tables.group.slots[-1:]
         banks = {move.bank for move in wave if move.bank is not None}
         spans += [(address, address + bank[0].nbytes) for address in banks]
         mined = {address for move in wave if move.mining for address in move.mining.addresses}
@@ -92,7 +92,7 @@ class Device:
                 if len(bank.windows) < move.num_windows:
                     raise DeviceError("a block may choose from patterns that are not there")
                 record = replace(record, mined=bank.mined, windows=bank.windows[: move.num_windows])
-            elif tables.ladder.has_bank and move.old == 0 < move.new:
+            elif tables.group.has_bank and move.old == 0 < move.new:
                 raise DeviceError("a block is sealed under no bank")
             if record.path and record.path[-1] != move.old:
                 raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
@@ -108,7 +108,7 @@ class Device:
             raise DeviceError("a bank is mined from other than dense blocks")
         if sum(record.count for record in records) < num_tokens:
             raise DeviceError("a bank is mined from tokens that are not computed")
-        bank.path, bank.mined = (-len(tables.ladder.slots),), tuple((record.count, record.value) for record in records)
+        bank.path, bank.mined = (-len(tables.group.slots),), tuple((record.count, record.value) for record in records)
 
     def _add_centres(self, move: Any, tables: Any) -> None:
         bank, (first, addresses) = self._bank(move.bank, tables), move.centres
@@ -120,7 +120,7 @@ class Device:
         bank.windows += tuple(record.value for record in records)
 
     def _bank(self, address: int, tables: Any) -> Record:
-        return self._at(address, tables.ladder.slots[-1].nbytes)
+        return self._at(address, tables.group.slots[-1].nbytes)
 
     def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
         """Writes tokens ``start:end`` of a block, the last of which is ``value``."""

@@ -29,7 +29,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     arena, sizes = tables.arena, tables.sizes
     owners: dict[Any, list[int]] = {}
     for table in tables._tables.values():
-        for index, (block, slot) in enumerate(zip(table.slots, tables.ladder.slots, strict=False)):
+        for index, (block, slot) in enumerate(zip(table.slots, tables.group.slots, strict=False)):
             require(block.rung == -1 - index, "a slot changed its rung")
             require(slot.num_tokens or block.refs == 1, "a slot without tokens is shared")
             owners.setdefault(block, []).append(table.floor)
@@ -174,7 +174,7 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
             require(not request.needs_tokens, "the host has to see a token first")
             num_ahead += 1
         table = space.tables[request.request_id]
-        require(len(table.slots) == len(space.tables.ladder.slots), "a request lacks a slot")
+        require(len(table.slots) == len(space.tables.group.slots), "a request lacks a slot")
         blocks = -(-max(0, item.end - options.sink) // options.block)
         require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
         if request.params.num_prefill_tokens is not None:
@@ -194,7 +194,7 @@ def check_scored(item: Any, space: SpySpace) -> None:
         return max(0, num_computed - options.window(num_computed) - options.sink) // options.block
 
     aged = space.tables[request.request_id].blocks[: num_aged(item.start)]
-    if space.own_floor(request.params):
+    if options.floor(request.params):
         require(num_aged(item.end - 1) == len(aged), "a block could step down inside a chunk")
     if options.eager:
         require(all(block.rung >= block.floor for block in aged), "a token attends to a block above its floor")

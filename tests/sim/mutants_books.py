@@ -166,20 +166,20 @@ BOOKS = (
     Patch(
         "the recent window is ignored",
         "table",
-        "return self.ladder.window.older(num_computed) - self.ladder.sink",
-        "return num_computed - self.ladder.sink",
+        "return self.group.recent.older(num_computed) - self.group.sink",
+        "return num_computed - self.group.sink",
     ),
     Patch(
         "the sink is forgotten when ages are counted",
         "table",
-        "return self.ladder.window.older(num_computed) - self.ladder.sink",
-        "return self.ladder.window.older(num_computed)",
+        "return self.group.recent.older(num_computed) - self.group.sink",
+        "return self.group.recent.older(num_computed)",
     ),
     Patch(
         "a block is old one block too early",
         "table",
-        "newest - (index + 1) * BLOCK_TOKENS",
-        "newest - index * BLOCK_TOKENS",
+        "newest - (index + 1) * self.group.block_tokens",
+        "newest - index * self.group.block_tokens",
     ),
     Patch(
         "a new rung is not noted in the block", "table", "block.slot, block.rung = slot, rung\n", "block.slot = slot\n"
@@ -223,8 +223,8 @@ BOOKS = (
     Patch(
         "the spare blocks are promised away",
         "table",
-        "max(0, room - spare) * BLOCK_TOKENS",
-        "max(0, room) * BLOCK_TOKENS",
+        "max(0, room - spare) * self.group.block_tokens",
+        "max(0, room) * self.group.block_tokens",
     ),
     Patch("salts are ignored", "prefix", "repr((salt, self._model,", "repr((self._model,"),
     Patch(
@@ -236,8 +236,8 @@ BOOKS = (
     Patch(
         "a block is filed before it is full",
         "prefix",
-        "(num_tokens - sink) // BLOCK_TOKENS if",
-        "(num_tokens - sink + 1) // BLOCK_TOKENS if",
+        "(num_tokens - sink) // block_tokens if",
+        "(num_tokens - sink + 1) // block_tokens if",
     ),
     Patch("the cache holds no reference", "prefix", "                blocks[index].refs += 1\n", ""),
     Patch(
@@ -273,16 +273,14 @@ BOOKS = (
     Patch(
         "pinned requests are as others",
         "manager",
-        "        if params.kv_pinned:\n            return 0",
-        "        if params.kv_pinned:\n            return self.num_rungs - 1",
+        "floor, shared, prefix = request.floor, ",
+        "floor, shared, prefix = self.num_rungs - 1, ",
     ),
     Patch(
         "admission looks at the newcomer alone",
         "manager",
-        "        together = self.demand.total.plus(self.demand.share(request, self.floor(request)))\n"
-        "        if self.ladder.admit_at",
-        "        together = Demand(self.tables).plus(self.demand.share(request, self.floor(request)))\n"
-        "        if self.ladder.admit_at",
+        "        together = self.demand.total.plus(self.demand.share(request))\n        if self.spec.admit_at",
+        "        together = Demand(self.tables).plus(self.demand.share(request))\n        if self.spec.admit_at",
     ),
     Patch(
         "admission forgets what may still be written",
@@ -311,8 +309,8 @@ BOOKS = (
     Patch(
         "open ends are looked at a step late",
         "demand",
-        "self._step + max(1, most + 1 - OPEN_END_TOKENS",
-        "self._step + max(1, most + 2 - OPEN_END_TOKENS",
+        "self._step + max(1, most + 1 - self.open_end_tokens",
+        "self._step + max(1, most + 2 - self.open_end_tokens",
     ),
     Patch(
         "floors are counted once a request",

@@ -51,14 +51,14 @@ SCHEDULING = (
     Patch(
         "it looks ahead for all who run",
         "pressure",
-        "wanted = self.space.num_growing(self.running, AHEAD_STEPS)",
+        "wanted = self.space.num_growing(self.running, self._ahead_steps)",
         "wanted = len(self.running)",
     ),
     Patch(
         "it looks a step further ahead",
         "pressure",
-        "wanted = self.space.num_growing(self.running, AHEAD_STEPS)",
-        "wanted = self.space.num_growing(self.running, AHEAD_STEPS + 1)",
+        "wanted = self.space.num_growing(self.running, self._ahead_steps)",
+        "wanted = self.space.num_growing(self.running, self._ahead_steps + 1)",
     ),
     Patch(
         "it looks ahead for who will have ended",

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
-from qkv_engine.device.ladder import RequestSlot
+from qkv_engine.kv.spec import KVSpec, RequestSlot, RungSize
+from qkv_engine.request import SamplingParams
 
-from ..scheduler.common import TinyLadder, TinyRung
+from ..scheduler.common import make_spec
 
+OPEN_END_BLOCKS = 1  # blocks that admission expects of a request without max_tokens: few, so that requests exceed them
 # Slot sizes of the rungs, widest first: halves, odd ones that divide no slab, metadata that stays, near neighbours.
 LADDERS = (
     (16,), (16, 8), (16, 9), (16, 5), (16, 8, 4), (16, 9, 5), (16, 10, 6), (16, 9, 5, 3), (16, 8, 4, 3), (20, 11, 7, 6),
@@ -78,19 +80,26 @@ class Options:
         fitting = [size for size in range(max(narrow, default=block), most + 1) if size // first * block >= size]
         return most if rng.random() < 0.5 else rng.choice(fitting)
 
-    def ladder(self) -> TinyLadder:
-        return TinyLadder(
-            tuple(TinyRung(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)),
+    def spec(self) -> KVSpec:
+        return make_spec(
+            [RungSize(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)],
             sink=self.sink,
+            sink_nbytes=self.sink_nbytes,
+            others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
             recent=self.recent,
             recent_ratio=self.recent_ratio,
             eager=self.eager,
             admit_at=self.admit_at,
-            sink_nbytes=self.sink_nbytes,
-            others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
             has_bank=self.has_bank,
             num_windows=self.num_windows,
+            block_tokens=self.block,
         )
+
+    def floor(self, params: SamplingParams) -> int:
+        """The narrowest rung that a request with ``params`` allows."""
+        if params.kv_pinned:
+            return 0
+        return len(self.sizes) - 1 if params.kv_floor is None else int(params.kv_floor.removeprefix("rung"))
 
     def window(self, num_computed: int) -> int:
         """The newest tokens of a request that stay on the first rung."""

@@ -22,7 +22,7 @@ from ..scheduler.common import FixedPace
 from .code import Code, Patch, load
 from .device import Device, Record, mix
 from .invariants import check_batch, check_books, check_queues, check_room
-from .options import Options, draw
+from .options import OPEN_END_BLOCKS, Options, draw
 from .requests import Requests
 from .spy import Broken, SpySpace, require
 from .stand_ins import SimulatedRunner, spy_scheduler
@@ -48,7 +48,7 @@ class Simulation:
 
     def __init__(self, options: Options, patch: Patch | None = None):
         self.options = options
-        self.code: Code = load(options.block, patch)
+        self.code: Code = load(patch)
         self.rng = random.Random(mix(options.seed, 17))
         self.num_events = 0
         self.limit = 10**9
@@ -84,11 +84,12 @@ class Simulation:
         options, code = self.options, self.code
         block, slab = options.sizes[0], options.slab_nbytes
         arena = code.Arena(options.nbytes, slab, code.table.reserve_nbytes(options.sizes, slab), block_nbytes=block)
-        tables = code.BlockTables(arena, options.ladder())
+        tables = code.BlockTables(arena, options.spec())
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes)
         self.seen: dict[Any, Any] = {}
-        return SpySpace(code.KVManager(tables, prefix, options.quota), options, code)
+        space = code.KVManager(tables, prefix, options.quota, open_end_blocks=OPEN_END_BLOCKS)
+        return SpySpace(space, options, code)
 
     def _renew_space(self) -> SpySpace:
         """Makes new books over the old bytes."""
@@ -184,7 +185,8 @@ class Simulation:
         fits = self.space.capacity_of(params)
         if params.max_tokens is None:
             length = max(1, fits - len(ids) + 1)
-        submission = self.code.Submission(name, None, ids, params, length, seed, [], bool(seed % 2))
+        floor = self.options.floor(params)
+        submission = self.code.Submission(name, None, ids, params, length, seed, [], bool(seed % 2), floor=floor)
         self.core.live[name] = submission
         self.core.add(submission)
         self._note_submission(submission)
@@ -202,7 +204,7 @@ class Simulation:
         self.truths[request] = Truth(request, self.options.block, self.options.sink)
         self.event("add", request.request_id, request.num_prompt_tokens, request.max_tokens)
         try:
-            self.scheduler.add(Request(request.request_id, [1], request.params, 1))
+            self.scheduler.add(Request(request.request_id, [1], request.params, 1, floor=request.floor))
         except RequestError:
             return
         require(False, "a live id was taken twice")
@@ -330,7 +332,7 @@ class Simulation:
         request, truth = item.request, self.truths[item.request]
         if self._follows_nothing(item):
             return SampledToken(-1, error=RequestError("on purpose"))
-        fold, floor = 0, self.space.own_floor(request.params)
+        fold, floor = 0, self.options.floor(request.params)
         for block, nbytes, start, end in self._places(item):
             record = self.device.read(block, nbytes, request.params.cache_salt)
             require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
@@ -417,7 +419,9 @@ class Simulation:
         truth = self.truths.pop(request)
         require(request.request_id not in self.outputs, "a request ended twice")
         alone = Truth(
-            Request("", request.prompt_token_ids, request.params, 1, seed=request.seed), truth.block, truth.sink
+            Request("", request.prompt_token_ids, request.params, 1, floor=request.floor, seed=request.seed),
+            truth.block,
+            truth.sink,
         )
         for found in request.output_token_ids:
             require(found == alone.next_token(len(alone.tokens)), "an answer differs from the one given alone")

@@ -11,7 +11,7 @@ from qkv_engine.request import RequestStatus
 
 from .admission import Admission
 from .code import Code
-from .options import Options
+from .options import OPEN_END_BLOCKS, Options
 
 
 class Broken(BaseException):
@@ -42,7 +42,7 @@ class SpySpace:
     def __init__(self, space: Any, options: Options, code: Code):
         self._space, self.options, self._pressure = space, options, code.pressure
         self.tables, self.prefix = space.tables, space.prefix
-        self._admission = Admission(space.tables, options, code.demand.OPEN_END_TOKENS)
+        self._admission = Admission(space.tables, options, OPEN_END_BLOCKS * options.block)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
         self.mined: set[Any] = set()  # banks that were mined
@@ -111,7 +111,7 @@ class SpySpace:
     def _asked(self, question: str, request: Any) -> bool:
         together = [*self.scheduler.running, request]
         found = bool(getattr(self._space, question)(request))
-        expected = getattr(self._admission, question)(together, [self.own_floor(r.params) for r in together])
+        expected = getattr(self._admission, question)(together, [self.options.floor(r.params) for r in together])
         require(found == expected, f"{question}: {found}, reckoned anew {expected}")
         return found
 
@@ -165,7 +165,7 @@ class SpySpace:
 
     def _lacking_slots(self, table: Any) -> list[int]:
         """Bytes of the slots that a request does not have yet."""
-        return [slot.nbytes for slot in self.tables.ladder.slots[len(table.slots) :]]
+        return [slot.nbytes for slot in self.tables.group.slots[len(table.slots) :]]
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
         self.needy, table = request, self.tables[request.request_id]
@@ -173,11 +173,9 @@ class SpySpace:
         self.wanted = [self.options.sizes[0]] * (blocks and blocks + spare) + self._lacking_slots(table)
         self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), blocks + spare + 1)
 
-    def own_floor(self, params: Any) -> int:
-        """The narrowest rung that a request with ``params`` allows."""
-        if params.kv_pinned:
-            return 0
-        return len(self.options.sizes) - 1 if params.kv_floor is None else int(params.kv_floor.removeprefix("rung"))
+    def capacity_of(self, params: Any) -> int:
+        """Tokens that fit alone for a request with ``params``."""
+        return int(self._space.capacities[self.options.floor(params)])
 
     def open(self, request: Any) -> int:
         found = self._space.open(request)
@@ -185,7 +183,7 @@ class SpySpace:
         table = self.tables[request.request_id]
         held = self._held(request)
         require(found == held, f"{found} tokens found, blocks hold {held}")
-        floor = self.own_floor(request.params)
+        floor = self.options.floor(request.params)
         require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
         require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
         num_narrow = sum(block.rung > 0 for block in table.blocks)
@@ -361,7 +359,7 @@ class SpySpace:
     def _num_growing(self) -> int:
         """Running requests whose next tokens, one for each step looked ahead, begin a block."""
         return sum(
-            self._held(r) < min(r.num_computed_tokens + self._pressure.AHEAD_STEPS, r.max_num_tokens)
+            self._held(r) < min(r.num_computed_tokens + max(1, self.options.block // 32), r.max_num_tokens)
             and r.num_tokens <= r.num_computed_tokens + 1
             for r in self.scheduler.running
         )

@@ -24,7 +24,7 @@ BUGS = (
         Patch(
             "a bank is mined from the output, too",
             "bank",
-            "min(max(self.num_prompt_tokens, BLOCK_TOKENS), self.num_computed_tokens)",
+            "min(max(self.num_prompt_tokens, self.block_tokens), self.num_computed_tokens)",
             "self.num_computed_tokens",
         ),
         601,
@@ -33,7 +33,7 @@ BUGS = (
         Patch(
             "a short prompt is mined alone",
             "bank",
-            "max(self.num_prompt_tokens, BLOCK_TOKENS)",
+            "max(self.num_prompt_tokens, self.block_tokens)",
             "self.num_prompt_tokens",
         ),
         600,
@@ -51,12 +51,12 @@ BUGS = (
         Patch(
             "a prompt begins in the sink",
             "table",
-            "table.num_prompt_tokens - self.ladder.sink",
+            "table.num_prompt_tokens - self.group.sink",
             "table.num_prompt_tokens",
         ),
         605,
     ),
-    (Patch("windows begin in the prompt", "bank", "self.num_prompt_tokens // BLOCK_TOKENS", "0"), 601),
+    (Patch("windows begin in the prompt", "bank", "self.num_prompt_tokens // self.block_tokens", "0"), 601),
     (Patch("a window adds no pattern", "bank", "if num_windows <= self.num_windows:", "if True:"), 601),
     (
         Patch(
@@ -71,7 +71,7 @@ BUGS = (
         Patch(
             "blocks under patterns are shared",
             "manager",
-            "None if self.ladder.has_bank else prefix",
+            "None if self.group.has_bank else prefix",
             "prefix",
         ),
         601,

@@ -62,7 +62,8 @@ class Scenario(Simulation):
         ]
         params = SamplingParams(max_tokens=1, ignore_eos=index % 2 == 0, kv_pinned=index == 3)
         seed = rng.randrange(2**32)
-        return self.code.Submission(f"r{index}", None, ids, params, block + 2, seed, [], index % 2 == 1)
+        floor = self.options.floor(params)
+        return self.code.Submission(f"r{index}", None, ids, params, block + 2, seed, [], index % 2 == 1, floor=floor)
 
     def event(self, *what: Any) -> None:
         """Checks while nothing was interrupted and after each recovery; not traced."""

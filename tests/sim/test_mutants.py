@@ -28,7 +28,7 @@ def test_every_seeded_bug_is_found(name: str, report: list[str]):
 
 def test_every_seeded_bug_has_its_place_in_the_source():
     for mutant in MUTANTS.values():
-        load(4, mutant)
+        load(mutant)
 
 
 def test_the_list_is_long():

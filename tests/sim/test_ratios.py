@@ -17,8 +17,8 @@ from .test_simulator import check_loads
 FIXED_WINDOW = Patch(
     "admission forgets that the window grows",
     "table",
-    "older = self._newest(self.ladder.sink + (blocks - 1) * BLOCK_TOKENS)",
-    "older = (blocks - 1) * BLOCK_TOKENS - self.ladder.window.num_tokens",
+    "older = self._newest(self.group.sink + (blocks - 1) * self.group.block_tokens)",
+    "older = (blocks - 1) * self.group.block_tokens - self.group.recent.num_tokens",
 )
 RATIOS = tuple(Fraction(text) for text in ("0.1", "0.2", "0.3", "0.5", "0.77", "0.99"))
 

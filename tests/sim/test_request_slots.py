@@ -20,7 +20,7 @@ BUGS = (
         Patch(
             "a slot without tokens is filed as a prefix",
             "table",
-            "[*table.slots[: bool(self.ladder.sink)], *table.blocks]",
+            "[*table.slots[: bool(self.group.sink)], *table.blocks]",
             "[*table]",
         ),
         1,
@@ -29,7 +29,7 @@ BUGS = (
         Patch(
             "only the first slot is taken",
             "table",
-            "in range(len(table.slots), len(self.ladder.slots)):",
+            "in range(len(table.slots), len(self.group.slots)):",
             "in range(len(table.slots), 1):",
         ),
         0,
@@ -38,8 +38,8 @@ BUGS = (
         Patch(
             "a request that found its sink lacks no slot",
             "table",
-            "        slots = self.ladder.slots[len(table.slots) :]\n        if not missing",
-            "        slots = () if table.slots else self.ladder.slots\n        if not missing",
+            "        slots = self.group.slots[len(table.slots) :]\n        if not missing",
+            "        slots = () if table.slots else self.group.slots\n        if not missing",
         ),
         271,
     ),
@@ -47,8 +47,8 @@ BUGS = (
         Patch(
             "admission counts one slot a request",
             "demand",
-            "for slot in self._tables.ladder.slots:",
-            "for slot in self._tables.ladder.slots[:1]:",
+            "for slot in self._tables.group.slots:",
+            "for slot in self._tables.group.slots[:1]:",
         ),
         1,
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qkv_engine import Engine, KVConfig, SamplingParams
 from qkv_engine.config import PRESETS
-from qkv_engine.device.ladder import Rung, build_ladder
+from qkv_engine.device.layouts import Rung, build_ladder
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES

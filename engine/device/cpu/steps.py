@@ -9,7 +9,7 @@ from qkv_engine.kernels.linear import padded_rows
 
 from ...kv.table_rows import TableLayout
 from ..command import StepCommand, Tokens
-from ..ladder import Ladder
+from ..layouts import Ladder
 from ..logits import CausalLM, Computed, read_hidden
 from ..tables import HostTables
 from .attention import CpuAttentionPlanner

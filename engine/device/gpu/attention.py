@@ -19,7 +19,7 @@ from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
 
 from ...config import BLOCK_TOKENS
-from ..ladder import Ladder
+from ..layouts import Ladder
 from ..tables import DeviceTables
 from .shapes import LaunchShapes
 

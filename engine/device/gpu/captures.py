@@ -65,7 +65,7 @@ def all_shapes(
             yield DecodeShape(batch, bounds)
     most = min(MAX_CHUNK_TOKENS, max_num_batched_tokens)
     sizes = sorted({padded_chunk(n) for n in range(1, most + 1)})
-    no_blocks = [0] * len(tables.ladder.rungs)
+    no_blocks = [0] * len(tables.group.rungs)
     for batch in sorted({padded_decodes(n) for n in range(max_num_seqs)}):
         beside = shapes.split(no_blocks, batch, batch, beside_chunks=True)[1] if batch else None
         for size in sizes:
@@ -78,7 +78,7 @@ def block_counts(tables: BlockTables, batch: int, max_model_len: int) -> Iterato
     All stand on the first rung, or all but a few, short ones or not, or half of them; the others stand on the last
     rung, or evenly on all but the first.
     """
-    num_others = len(tables.ladder.rungs) - 1
+    num_others = len(tables.group.rungs) - 1
     most = batch * (tables.blocks_for(max_model_len) + 2)  # sinks, and blocks of requests that are not in the step
     total = batch
     while total <= most:

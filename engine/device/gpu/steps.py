@@ -23,7 +23,7 @@ from qkv_engine.kernels.to_device import to_device
 
 from ...kv.table_rows import TableLayout
 from ..command import StepCommand, Tokens
-from ..ladder import Ladder
+from ..layouts import Ladder
 from ..logits import CausalLM, Computed, read_hidden
 from ..pinned import HostCopies, PinnedRing
 from ..sampler import PendingTokens, sample_tokens

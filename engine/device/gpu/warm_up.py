@@ -24,7 +24,7 @@ def warm_up(runner: Runner) -> None:
     num_tokens = ladder.sink + (last + 1) * BLOCK_TOKENS + 3
     if num_tokens > tables.max_tokens(0):
         return
-    request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1)
+    request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1, floor=last)
     rows = {request: SampleRow(request.params, 0, request.token_ids, num_tokens)}
     tables.open(REQUEST_ID, last, num_prompt_tokens=num_tokens)
     tables.reserve(REQUEST_ID, num_tokens)

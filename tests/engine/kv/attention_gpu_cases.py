@@ -10,7 +10,7 @@ from qkv_engine.device.command import Tokens
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
 from qkv_engine.device.gpu.attention import GpuAttention, GpuAttentionPlanner
 from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
@@ -42,7 +42,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: 
     ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=torch.float32)
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
     cache.memory.fill_(0xFF)
-    requests = {name: Request(name, [1] * 1000, SamplingParams(), 1) for name in "abc"}
+    requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
     copy = Copy(cache.tables, 3, 1000)
     triton = GpuAttentionPlanner(cache.memory, copy, GROUP * KV_HEADS)
     for name in requests:

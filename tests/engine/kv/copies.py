@@ -16,8 +16,8 @@ class Copy(DeviceTables):
 
     def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int):
         layout = TableLayout.of(tables, num_rows, max_tokens)
-        super().__init__(layout, tables.ladder, torch.device("cpu"))
-        self.rows = TableRows(layout, tables.ladder)
+        super().__init__(layout, tables.group, torch.device("cpu"))
+        self.rows = TableRows(layout, tables.group)
 
     def follow(self, tables: BlockTables, names: Iterable[str]) -> list[int]:
         found = self.rows.follow(tables, names)

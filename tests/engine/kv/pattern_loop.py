@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig
 from qkv_engine.device.cache import KVCache
-from qkv_engine.device.ladder import build_ladder
+from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.formats.rows import page_rows
 from qkv_engine.kv.block import Block
 from qkv_engine.kv.manager import KVManager
@@ -47,7 +47,7 @@ class PatternLoop:
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        request = Request(name, prompt, params, max_tokens)
+        request = Request(name, prompt, params, max_tokens, floor=len(self.cache.ladder.rungs) - 1)
         self.scheduler.add(request)
         return request
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from qkv_engine.config import DENSE16, KVConfig, RungConfig, pattern_rung, uniform_rung
-from qkv_engine.device.ladder import Ladder, build_ladder
+from qkv_engine.device.layouts import Ladder, build_ladder
 from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.block_tables import RUNG_BITS
 from qkv_engine.kv.bank import Centres, Mining
 from qkv_engine.kv.block import Move
+from qkv_engine.kv.spec import KVSpec
 from qkv_engine.kv.table import BlockTables
 
-from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space
+from ...scheduler.common import BANK, BLOCK, RUNGS, make_request, make_space, make_spec
 from .copies import Copy
 
-ALONE = replace(LADDER, others=(BANK,), has_bank=True)
-BESIDE = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, others=(BANK,), has_bank=True)
+ALONE = make_spec(RUNGS, others=(BANK,), has_bank=True)
+BESIDE = make_spec(RUNGS, sink=32, sink_nbytes=4, others=(BANK,), has_bank=True)
 each_ladder = pytest.mark.parametrize("ladder", (ALONE, BESIDE), ids=("alone", "beside a sink"))
 
 
-def opened(ladder: TinyLadder, num_prompt_tokens: int, num_blocks: int, num_computed: int | None = None) -> BlockTables:
+def opened(ladder: KVSpec, num_prompt_tokens: int, num_blocks: int, num_computed: int | None = None) -> BlockTables:
     """Tables of a request "a" of some blocks, all computed unless told otherwise."""
     tables = make_space(40, ladder).tables
-    num_tokens = ladder.sink + num_blocks * BLOCK
+    num_tokens = ladder.group.sink + num_blocks * BLOCK
     tables.open("a", 2, num_prompt_tokens=num_prompt_tokens)
     assert tables.reserve("a", num_tokens)
     tables.coldest("a", num_tokens if num_computed is None else num_computed)
@@ -39,8 +38,8 @@ def moves(tables: BlockTables) -> list[Move]:
 
 @each_ladder
 @pytest.mark.parametrize("prompt", [0, 1, 127, 128, 129, 300, 1280, 5000])  # tokens behind a sink
-def test_the_prompt_is_mined_with_the_first_seal(ladder: TinyLadder, prompt: int):
-    tables = opened(ladder, ladder.sink + prompt, 10)
+def test_the_prompt_is_mined_with_the_first_seal(ladder: KVSpec, prompt: int):
+    tables = opened(ladder, ladder.group.sink + prompt, 10)
     blocks, bank = tables["a"].blocks, tables["a"].slots[-1].slot.address
     addresses = [block.slot.address for block in blocks]
     for first, last in ((2, 5), (0, 2), (5, 10)):  # in any order
@@ -61,12 +60,12 @@ def test_a_prompt_in_the_sink_alone_is_mined_from_the_first_block():
 
 
 @each_ladder
-def test_under_pressure_the_prompt_is_mined_as_far_as_it_is_computed(ladder: TinyLadder):
-    tables = opened(ladder, ladder.sink + 9 * BLOCK, 9, num_computed=ladder.sink + 2 * BLOCK + 50)
+def test_under_pressure_the_prompt_is_mined_as_far_as_it_is_computed(ladder: KVSpec):
+    tables = opened(ladder, ladder.group.sink + 9 * BLOCK, 9, num_computed=ladder.group.sink + 2 * BLOCK + 50)
     blocks = tables["a"].blocks
     addresses = [block.slot.address for block in blocks]
     tables.demote([(blocks[0], 1), (blocks[1], 1)])
-    tables.coldest("a", ladder.sink + 9 * BLOCK)
+    tables.coldest("a", ladder.group.sink + 9 * BLOCK)
     tables.demote([(block, 1) for block in blocks[2:]])
     assert [move.mining for move in moves(tables)] == [Mining(addresses[:3], 2 * BLOCK + 50)] + [None] * 8
 
@@ -83,9 +82,9 @@ def test_a_step_down_of_codes_needs_no_bank():
 @pytest.mark.parametrize(("prompt", "first"), [(0, 1), (128, 1), (255, 1), (256, 2), (300, 2), (1100, 8)])
 def test_windows_after_the_prompt_add_their_centres_in_any_order(prompt: int, first: int):
     """A block may choose from the patterns of its own window and those before, and no window adds a pattern twice."""
-    ladder = replace(BESIDE, num_windows=4)
+    ladder = make_spec(RUNGS, sink=32, sink_nbytes=4, others=(BANK,), has_bank=True, num_windows=4)
     for order in ((range(10),), ([9], [3], [2, 5, 0], [8, 7, 6, 4, 1])):
-        tables = opened(ladder, ladder.sink + prompt, 10)
+        tables = opened(ladder, ladder.group.sink + prompt, 10)
         blocks = tables["a"].blocks
         addresses = [block.slot.address for block in blocks]
         for some in order:
@@ -121,19 +120,19 @@ def test_a_bank_is_read_where_it_lies_when_the_wave_runs():
 
 
 @each_ladder
-def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: TinyLadder):
+def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: KVSpec):
     tables = make_space(40, ladder).tables
     copy = Copy(tables, 8, 6 * BLOCK)
     names = "abcdef"
     for name in names:
         tables.open(name, 2, num_prompt_tokens=1)
-        assert tables.reserve(name, ladder.sink + BLOCK)
+        assert tables.reserve(name, ladder.group.sink + BLOCK)
     rows = copy.follow(tables, names)
     assert copy.banks(rows).tolist() == [tables[name].slots[-1].slot.address for name in names]
     tables.release("a")
     while tables._evacuate():
         pass
-    assert tables.reserve("f", ladder.sink + 6 * BLOCK)
+    assert tables.reserve("f", ladder.group.sink + 6 * BLOCK)
     rows = copy.follow(tables, names[1:])
     assert copy.banks(rows).tolist() == [tables[name].slots[-1].slot.address for name in names[1:]]
     words = copy.block_words
@@ -147,10 +146,10 @@ def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: TinyLadder):
 
 
 @each_ladder
-def test_nothing_is_shared(ladder: TinyLadder):
+def test_nothing_is_shared(ladder: KVSpec):
     space = make_space(40, ladder, prefix=True)
     for name in "ab":
-        request = make_request(name, [1] * (ladder.sink + 2 * BLOCK + 1))
+        request = make_request(name, [1] * (ladder.group.sink + 2 * BLOCK + 1))
         assert space.open(request) == 0 and space.reserve(request, request.num_tokens)
         space.computed(request, request.num_tokens)
     assert not set(space.tables["a"]) & set(space.tables["b"])
@@ -170,15 +169,17 @@ def build(*rungs: RungConfig, sink: int = 0, dtype: torch.dtype = torch.bfloat16
 @pytest.mark.parametrize("sink", [0, 32])
 def test_a_ladder_with_patterns_has_a_slot_for_them(sink: int):
     ladder = build(pattern_rung(4), pattern_rung(2), sink=sink)
-    assert ladder.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
+    assert ladder.spec.group.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
     bank = ladder.slots[-1]
     assert bank.num_tokens == bank.num_elements == 0
     assert (
         bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4
     )  # layers, sides, patterns, heads, channels, fp16
-    assert not build(uniform_rung(4), sink=sink).has_bank
+    assert not build(uniform_rung(4), sink=sink).spec.group.has_bank
     later = build(pattern_rung(4, 32, 20), pattern_rung(2, 32, 20), sink=sink)
-    assert (ladder.num_windows, later.num_windows) == (0, 20) and later.slots[-1].nbytes == 2 * bank.nbytes
+    assert (ladder.spec.group.num_windows, later.spec.group.num_windows) == (0, 20) and later.slots[
+        -1
+    ].nbytes == 2 * bank.nbytes
 
 
 def test_banks_that_cannot_be():

@@ -12,7 +12,7 @@ from torch import Tensor
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, uniform_rung
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
-from qkv_engine.device.ladder import RequestSlot, Rung, build_ladder
+from qkv_engine.device.layouts import RequestSlot, Rung, build_ladder
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.kernels.formats import Side, SideBytes
 from qkv_engine.models.rope import Rotation
@@ -91,7 +91,7 @@ class Bench:
         self.requests: dict[str, Request] = {}
 
     def open(self, name: str) -> None:
-        self.requests[name] = Request(name, [1] * 4000, SamplingParams(), 1)
+        self.requests[name] = Request(name, [1] * 4000, SamplingParams(), 1, floor=0)
         self.cache.tables.open(name, len(self.cache.ladder.rungs) - 1)
 
     def step(self, growth: dict[str, int]) -> None:

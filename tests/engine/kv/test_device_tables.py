@@ -14,7 +14,7 @@ from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, pack_tokens, upda
 from qkv_engine.kernels.paged_decode.split import most_items
 from qkv_engine.kv.table import BlockTables
 
-from ...scheduler.common import BLOCK, LADDER, TinyLadder, make_space
+from ...scheduler.common import BLOCK, RUNGS, make_space, make_spec
 from .copies import Copy
 from .test_table import TablesMachine
 
@@ -34,7 +34,7 @@ def send(copy: Copy, tables: BlockTables, names: list[str], had: list[int] | Non
 def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[int]) -> None:
     words, numbers = copy.block_words.words, copy.block_words.words[copy.block_words.num_numbers :]
     assert len(set(rows)) == len(rows) and all(0 <= row < copy.spare_row for row in rows)
-    items = [0] * len(tables.ladder.rungs)
+    items = [0] * len(tables.group.rungs)
     for name, row in zip(names, rows, strict=True):
         blocks = tables.entries(tables[name])
         found = words[numbers.view(-1, copy.block_words.width)[row, : len(blocks)]]
@@ -82,7 +82,7 @@ TestCopyMachine.settings = settings(max_examples=60, stateful_step_count=60, dea
 
 def test_more_updates_than_an_input_carries(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_tables, "MAX_UPDATES", 5)
-    ladder = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4)
+    ladder = make_spec(RUNGS, sink=32, sink_nbytes=4)
     tables = make_space(60, ladder).tables
     copy = Copy(tables, 3, 20 * BLOCK)
     for name in "abc":

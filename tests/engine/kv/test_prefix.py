@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from qkv_engine.kv import prefix as prefix_module
 
-from ...scheduler.common import BLOCK, DENSE, LADDER, TinyLadder, make_space
+from ...scheduler.common import BLOCK, DENSE, LADDER, RUNGS, make_space, make_spec
 
-SINK = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4)
+SINK = make_spec(RUNGS, sink=32, sink_nbytes=4)
 
 
 def filed(space, name: str, tokens: list[int], salt: str = "", floor: int = 2):
@@ -134,7 +132,7 @@ def test_the_next_block_is_full_at_its_end_and_not_before():
 
 
 def test_a_hit_that_would_lie_in_the_recent_window_has_to_be_dense():
-    space = make_space(20, replace(LADDER, recent=BLOCK), prefix=True)
+    space = make_space(20, make_spec(RUNGS, recent=BLOCK), prefix=True)
     table = filed(space, "a", [1] * 5 * BLOCK)
     space.demote([(block, 1) for block in table.blocks[:4]])
 

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from qkv_engine.kv.block import slot_rung
+from qkv_engine.kv.spec import KVSpec
 from qkv_engine.request import KVUsage
 
-from ...scheduler.common import BANK, BLOCK, LADDER, TinyLadder, make_request, make_space
+from ...scheduler.common import BANK, BLOCK, RUNGS, make_request, make_space, make_spec
 from .copies import Copy
 
-ALONE = replace(LADDER, others=(BANK,))
-BESIDE = TinyLadder(LADDER.rungs, sink=32, sink_nbytes=4, others=(BANK,))
+ALONE = make_spec(RUNGS, others=(BANK,))
+BESIDE = make_spec(RUNGS, sink=32, sink_nbytes=4, others=(BANK,))
 each_ladder = pytest.mark.parametrize("ladder", (ALONE, BESIDE), ids=("alone", "beside a sink"))
 
 
 @each_ladder
-def test_it_is_taken_with_the_first_block_and_given_back_with_the_last(ladder: TinyLadder):
+def test_it_is_taken_with_the_first_block_and_given_back_with_the_last(ladder: KVSpec):
     tables = make_space(12, ladder).tables
     tables.open("a", 2)
     assert tables.held("a") == 0 and not tables["a"].slots
     for num_tokens in (1, 20, 2 * BLOCK, 2 * BLOCK + 40):
         assert tables.reserve("a", num_tokens)
-        assert [slot.rung for slot in tables["a"].slots] == [slot_rung(i) for i in range(len(ladder.slots))]
+        assert [slot.rung for slot in tables["a"].slots] == [slot_rung(i) for i in range(len(ladder.group.slots))]
         assert tables.arena.live[BANK.nbytes] == 1
-    assert tables.held("a") == ladder.sink + len(tables["a"].blocks) * BLOCK
+    assert tables.held("a") == ladder.group.sink + len(tables["a"].blocks) * BLOCK
     assert list(tables["a"]) == [*tables["a"].slots, *tables["a"].blocks]
     assert all(block.rung >= 0 for block, _ in tables.unsettled("a", 10 * BLOCK))
     tables.release("a")
@@ -36,32 +36,34 @@ def test_it_is_taken_with_the_first_block_and_given_back_with_the_last(ladder: T
 
 
 @each_ladder
-def test_every_request_is_counted_with_its_own(ladder: TinyLadder):
+def test_every_request_is_counted_with_its_own(ladder: KVSpec):
     space = make_space(12, ladder)
-    sizes = Counter(slot.nbytes for slot in ladder.slots)
-    assert space.tables.demand(ladder.sink + 2 * BLOCK, 0) == sizes + Counter({16: 2})
-    requests = [make_request(name, ladder.sink + BLOCK, max_tokens=1) for name in "abc"]
+    sizes = Counter(slot.nbytes for slot in ladder.group.slots)
+    assert space.tables.demand(ladder.group.sink + 2 * BLOCK, 0) == sizes + Counter({16: 2})
+    requests = [make_request(name, ladder.group.sink + BLOCK, max_tokens=1) for name in "abc"]
     for number, request in enumerate(requests, 1):
         space.open(request)
         assert space.demand.total.slots(2)[BANK.nbytes] == number
     tables = make_space(4 + 2, ladder).tables
-    most = tables.max_requests(ladder.sink + 1, 0)
-    assert most == (3 if not ladder.sink else 2)  # a slab each for 5 banks, perhaps 4 sinks, and the dense blocks
+    most = tables.max_requests(ladder.group.sink + 1, 0)
+    assert most == (3 if not ladder.group.sink else 2)  # a slab each for 5 banks, perhaps 4 sinks, and the dense blocks
     for name in range(most):
         tables.open(str(name), 2)
-        assert tables.reserve(str(name), ladder.sink + 1)
+        assert tables.reserve(str(name), ladder.group.sink + 1)
     tables.open("more", 2)
-    assert tables.room_for("more", ladder.sink + 1) == ladder.sink and not tables.reserve("more", ladder.sink + 1)
+    assert tables.room_for("more", ladder.group.sink + 1) == ladder.group.sink and not tables.reserve(
+        "more", ladder.group.sink + 1
+    )
 
 
 @each_ladder
-def test_who_shares_a_prefix_has_a_slot_of_its_own(ladder: TinyLadder):
-    space, tokens = make_space(16, ladder, prefix=True), [1] * (ladder.sink + 2 * BLOCK + 1)
+def test_who_shares_a_prefix_has_a_slot_of_its_own(ladder: KVSpec):
+    space, tokens = make_space(16, ladder, prefix=True), [1] * (ladder.group.sink + 2 * BLOCK + 1)
     for name in "ab":
         request = make_request(name, tokens)
         found = space.open(request)
-        assert found == (ladder.sink + 2 * BLOCK if name == "b" else 0)
-        assert not any(slot.rung == slot_rung(len(ladder.slots) - 1) for slot in space.tables[name].slots)
+        assert found == (ladder.group.sink + 2 * BLOCK if name == "b" else 0)
+        assert not any(slot.rung == slot_rung(len(ladder.group.slots) - 1) for slot in space.tables[name].slots)
         assert space.reserve(request, len(tokens))
         space.computed(request, len(tokens))
     a, b = space.tables["a"], space.tables["b"]
@@ -70,7 +72,7 @@ def test_who_shares_a_prefix_has_a_slot_of_its_own(ladder: TinyLadder):
     for name in "ab":
         space.tables.release(name)
     assert space.prefix is not None and space.tables.arena.live[BANK.nbytes] == 0
-    assert len(space.prefix) == 2 + bool(ladder.sink)
+    assert len(space.prefix) == 2 + bool(ladder.group.sink)
     space.tables.check_integrity()
 
 
@@ -93,11 +95,11 @@ def test_without_room_for_it_a_hit_gets_no_tokens():
 
 
 @each_ladder
-def test_it_moves_when_its_slab_is_emptied(ladder: TinyLadder):
+def test_it_moves_when_its_slab_is_emptied(ladder: KVSpec):
     tables = make_space(12, ladder).tables
     for name in "abcdef":  # five banks a slab of 16 bytes
         tables.open(name, 2)
-        assert tables.reserve(name, ladder.sink)
+        assert tables.reserve(name, ladder.group.sink)
     tables.take_fresh()
     bank = tables["f"].slots[-1]
     old = bank.slot.address
@@ -116,7 +118,7 @@ def test_the_device_has_entries_for_what_holds_tokens():
         copy = Copy(tables, 2, 4 * BLOCK)
         tables.open("a", 2)
         for blocks in (1, 3):
-            assert tables.reserve("a", ladder.sink + blocks * BLOCK)
+            assert tables.reserve("a", ladder.group.sink + blocks * BLOCK)
             (row,) = copy.follow(tables, ["a"])
             entries = [*tables["a"].slots[:-1], *tables["a"].blocks]
             assert copy.num_blocks[0] == len(entries) == copy.rows._rows["a"].num_entries

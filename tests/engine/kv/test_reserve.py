@@ -6,25 +6,26 @@ import random
 
 import pytest
 
+from qkv_engine.kv.spec import KVSpec, RungSize
 from qkv_engine.kv.table import BlockTables, reserve_nbytes
 
-from ...scheduler.common import BLOCK, TinyLadder, TinyRung, make_space
+from ...scheduler.common import BLOCK, make_space, make_spec
 
 
-def ladder_of(rng: random.Random, num_rungs: int) -> TinyLadder:
+def ladder_of(rng: random.Random, num_rungs: int) -> KVSpec:
     sizes = sorted(rng.sample(range(8, 64), num_rungs), reverse=True)
-    return TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for i, size in enumerate(sizes)))
+    return make_spec(tuple(RungSize(f"r{i}", size, 16.0) for i, size in enumerate(sizes)))
 
 
-def slab_of(rng: random.Random, ladder: TinyLadder) -> int:
+def slab_of(rng: random.Random, ladder: KVSpec) -> int:
     """A slab of any size that steps down fill with no more bytes than they leave."""
-    block, first = (rung.block_nbytes for rung in ladder.rungs[:2])
+    block, first = (rung.nbytes for rung in ladder.group.rungs[:2])
     return rng.choice([slab for slab in range(first, 4 * block + 1) if slab // first * block >= slab])
 
 
-def full_tables(rng: random.Random, ladder: TinyLadder, floors: list[int]) -> BlockTables:
+def full_tables(rng: random.Random, ladder: KVSpec, floors: list[int]) -> BlockTables:
     """Requests that took in turns all that ordinary allocations may take, while some blocks stepped down."""
-    block, slab = ladder.widest.block_nbytes, slab_of(rng, ladder)
+    block, slab = ladder.group.widest.nbytes, slab_of(rng, ladder)
     nbytes = slab * (2 * len(set(floors)) + 2) + rng.randint(2 * block, 30 * block)
     tables = make_space(nbytes / block, ladder, slab_blocks=slab / block).tables
     for name, floor in enumerate(floors):
@@ -46,7 +47,7 @@ def test_some_block_finds_a_slot_until_all_are_on_their_floors(seed: int, num_fl
     ladder, last = ladder_of(rng, num_rungs), num_rungs - 1
     floors = [0, *(rng.randint(1, last) if num_floors > 1 else last for _ in range(num_floors))]
     tables = full_tables(rng, ladder, floors)
-    sizes, slab = [rung.block_nbytes for rung in ladder.rungs], tables.arena.slab_nbytes
+    sizes, slab = [rung.nbytes for rung in ladder.group.rungs], tables.arena.slab_nbytes
     assert tables.arena.reserve_nbytes == reserve_nbytes(sizes, slab, len(set(floors)) - 1)
     while True:
         waiting = [block for block in tables.live_blocks() if block.rung < block.floor]
@@ -74,7 +75,7 @@ def test_the_reserve_is_a_slab_and_what_slabs_of_rungs_above_the_floor_leave_fre
 def test_the_reserve_follows_the_floors_of_those_that_hold_blocks():
     ladder = ladder_of(random.Random(0), 12)
     tables = make_space(80, ladder).tables
-    sizes, slab = [rung.block_nbytes for rung in ladder.rungs], tables.arena.slab_nbytes
+    sizes, slab = [rung.nbytes for rung in ladder.group.rungs], tables.arena.slab_nbytes
 
     def reserve(num_floors: int) -> int:
         return reserve_nbytes(sizes, slab, num_floors)
@@ -90,7 +91,7 @@ def test_the_reserve_follows_the_floors_of_those_that_hold_blocks():
 
 def test_a_block_goes_on_to_the_next_rung_that_has_a_slot_and_else_stays():
     sizes = (16, 12, 9, 4)
-    ladder = TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for i, size in enumerate(sizes)))
+    ladder = make_spec(tuple(RungSize(f"r{i}", size, 16.0) for i, size in enumerate(sizes)))
     tables = make_space(4, ladder).tables
     tables.open("a", 3)
     tables.arena.reserve_nbytes = 0

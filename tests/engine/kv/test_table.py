@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -13,12 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from qkv_engine.kv.arena import ArenaError
 from qkv_engine.kv.block import slot_rung
 from qkv_engine.kv.prefix import PrefixCache
+from qkv_engine.kv.spec import KVSpec, RungSize
 from qkv_engine.kv.table import BlockTables
 
-from ...scheduler.common import BANK, BLOCK, DENSE, LADDER, TinyLadder, TinyRung, make_space
+from ...scheduler.common import BANK, BLOCK, DENSE, LADDER, RUNGS, make_space, make_spec
 
 
-def tables_of(num_blocks: int, ladder: TinyLadder = LADDER, slab_blocks: int = 1) -> BlockTables:
+def tables_of(num_blocks: int, ladder: KVSpec = LADDER, slab_blocks: int = 1) -> BlockTables:
     return make_space(num_blocks, ladder, slab_blocks=slab_blocks).tables
 
 
@@ -30,7 +30,7 @@ def grow(tables: BlockTables, name: str, num_tokens: int, floor: int = 2) -> lis
     return tables[name].blocks
 
 
-WITH_SINK = TinyLadder(LADDER.rungs, sink=32, recent=100, sink_nbytes=4)
+WITH_SINK = make_spec(RUNGS, sink=32, recent=100, sink_nbytes=4)
 
 
 def test_blocks_are_counted_behind_the_sink():
@@ -87,7 +87,7 @@ def test_a_reservation_is_all_or_nothing():
 
 
 def test_a_sink_as_large_as_a_block_is_counted_with_the_blocks():
-    ladder = TinyLadder(DENSE.rungs, sink=BLOCK, sink_nbytes=16)
+    ladder = make_spec(DENSE.group.rungs, sink=BLOCK, sink_nbytes=16)
     tables = tables_of(2, ladder)
     tables.open("a", 0)
     assert tables.room_for("a", 9 * BLOCK) == 2 * BLOCK
@@ -108,7 +108,7 @@ def test_a_demotion_is_one_wave_that_overwrites_nothing_it_reads():
 
 
 def test_a_demotion_without_room_for_a_slab_begins_a_new_wave():
-    two = TinyLadder((TinyRung("dense16", 16, 16.0), TinyRung("odd", 9, 8.0)))
+    two = make_spec((RungSize("dense16", 16, 16.0), RungSize("odd", 9, 8.0)))
     tables = tables_of(4, two)
     blocks = grow(tables, "a", 3 * BLOCK)
     assert tables.demote([(block, 1) for block in blocks]) == 3
@@ -195,8 +195,9 @@ class TablesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         sizes = ((16, 0), (9, 1), (5, 2))
-        ladder = TinyLadder(tuple(TinyRung(f"r{i}", size, 16.0) for size, i in sizes), sink=32, sink_nbytes=4)
-        space = make_space(20, replace(ladder, others=(BANK,)), slab_blocks=2, prefix=True)
+        rungs = [RungSize(f"r{i}", size, 16.0) for size, i in sizes]
+        ladder = make_spec(rungs, sink=32, sink_nbytes=4, others=(BANK,))
+        space = make_space(20, ladder, slab_blocks=2, prefix=True)
         self.tables: BlockTables = space.tables
         self.prefix: PrefixCache = space.prefix
         self.tokens: dict[str, list[int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
@@ -15,15 +14,15 @@ from qkv_engine.config import DENSE16, KVConfig, uniform_rung
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.window import RecentWindow
 
-from ...scheduler.common import BLOCK, LADDER, TinyLadder, make_request, make_scheduler, make_space, run
+from ...scheduler.common import BLOCK, RUNGS, make_request, make_scheduler, make_space, make_spec, run
 
 RATIOS = st.one_of(
     st.sampled_from([Fraction(text) for text in ("0", "0.1", "0.2", "0.3", "0.99", "1/3", "1/1000")]),
     st.fractions(0, Fraction(999, 1000), max_denominator=1000),
 )
 WINDOWS = st.builds(RecentWindow.of, st.integers(0, 600), RATIOS)
-TWO = replace(LADDER, rungs=LADDER.rungs[:2])
-FIFTH = replace(TWO, recent_ratio=Fraction(1, 5), eager=True)
+TWO = RUNGS[:2]
+FIFTH = make_spec(TWO, recent_ratio=Fraction(1, 5), eager=True)
 
 
 def test_the_ratio_is_the_fraction_that_its_decimals_say():
@@ -59,10 +58,10 @@ def test_a_token_leaves_the_window_at_the_least_count_that_says_so(window: Recen
     ],
 )
 def test_blocks_step_down_at_the_count_reckoned_by_hand(sink: int, recent: int, ratio: str, expected: list[int]):
-    ladder = TinyLadder(
-        TWO.rungs, sink=sink, recent=recent, recent_ratio=Fraction(ratio), eager=True, sink_nbytes=4 * bool(sink)
+    ladder = make_spec(
+        TWO, sink=sink, recent=recent, recent_ratio=Fraction(ratio), eager=True, sink_nbytes=4 * bool(sink)
     )
-    scheduler, request = make_scheduler(40, ladder), make_request("a", 1, max_tokens=1300)
+    scheduler, request = make_scheduler(40, ladder), make_request("a", 1, max_tokens=1300, floor=1)
     scheduler.add(request)
     seen: list[int] = []
     while not request.is_finished:
@@ -76,7 +75,7 @@ def test_blocks_step_down_at_the_count_reckoned_by_hand(sink: int, recent: int, 
 
 
 def test_a_prompt_leaves_a_fifth_dense():
-    scheduler, request = make_scheduler(40, FIFTH), make_request("a", 1000, max_tokens=700)
+    scheduler, request = make_scheduler(40, FIFTH), make_request("a", 1000, max_tokens=700, floor=1)
     scheduler.add(request)
     found = {}
     while not request.is_finished and request.num_computed_tokens < 1605:
@@ -91,9 +90,7 @@ def test_a_prompt_leaves_a_fifth_dense():
 @given(WINDOWS, st.sampled_from((0, 32)), st.integers(1, 12))
 def test_what_is_counted_dense_is_the_most_that_ever_are(window: RecentWindow, sink: int, num_blocks: int):
     """Beside a walk over all tokens: blocks taken for the next one, less those that have left the window."""
-    ladder = TinyLadder(
-        TWO.rungs, sink=sink, recent=window.num_tokens, recent_ratio=window.ratio, sink_nbytes=4 * bool(sink)
-    )
+    ladder = make_spec(TWO, sink=sink, recent=window.num_tokens, recent_ratio=window.ratio, sink_nbytes=4 * bool(sink))
     tables = make_space(40, ladder).tables
     most, shares = 0, []
     for num_tokens in range(1, sink + num_blocks * BLOCK + 1):
@@ -110,16 +107,14 @@ def test_what_is_counted_dense_is_the_most_that_ever_are(window: RecentWindow, s
 @given(WINDOWS, st.sampled_from((0, 32)), st.integers(3, 14), st.integers(1, 3))
 def test_capacity_is_exact(window: RecentWindow, sink: int, slabs: int, slab_blocks: int):
     """The longest request that is taken runs alone to its end, and never gives way; a token more does not fit."""
-    ladder = TinyLadder(
-        TWO.rungs, sink=sink, recent=window.num_tokens, recent_ratio=window.ratio, sink_nbytes=4 * bool(sink)
-    )
+    ladder = make_spec(TWO, sink=sink, recent=window.num_tokens, recent_ratio=window.ratio, sink_nbytes=4 * bool(sink))
     scheduler = make_scheduler(slabs * slab_blocks, ladder, slab_blocks=slab_blocks, budget=200)
     tables = scheduler.space.tables
     most = tables.max_tokens(1)
     assert tables.fits(tables.demand(most, 1)) and not tables.fits(tables.demand(most + 1, 1))
     if most < 2:
         return
-    request = make_request("a", most - 1, max_tokens=2)
+    request = make_request("a", most - 1, max_tokens=2, floor=1)
     scheduler.add(request)
     while not request.is_finished:
         run(scheduler, scheduler.schedule())
@@ -128,13 +123,13 @@ def test_capacity_is_exact(window: RecentWindow, sink: int, slabs: int, slab_blo
 
 
 def test_an_open_end_demands_more_dense_blocks_as_it_grows():
-    space, request = make_space(60, FIFTH), Request("a", [1] * BLOCK, SamplingParams(), 10_000)
+    space, request = make_space(60, FIFTH), Request("a", [1] * BLOCK, SamplingParams(), 10_000, floor=1)
     space.open(request)
     dense = []
     for step in range(1, 1500):
         request.num_tokens += 1
         space.begin_admission(step)
-        share = space.demand.share(request, 1)
+        share = space.demand.share(request)
         slots = space.demand.total.slots(1)
         assert (slots[16], slots[8]) == (share.dense, share.narrow)
         dense.append(share.dense)

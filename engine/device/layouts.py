@@ -1,4 +1,4 @@
-"""Rungs and ladders: the formats of a block's K and V in every layer, and the sizes that follow from them."""
+"""Rungs and ladders: the formats of a block's K and V in every layer, and the sizes that the books know of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from qkv_engine.kernels.formats.family import SideName
 
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
+from ..kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
 from ..window import RecentWindow
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class Rung:
         return min(f.bits for pair in self.layers for f in pair)
 
     @property
+    def size(self) -> RungSize:
+        """The rung as the books see it."""
+        return RungSize(self.name, self.block_nbytes, self.bits, self.layout.has_dense)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of a dense rung's elements."""
         dtype = self.layout.sides[0].dense_dtype
@@ -94,20 +100,6 @@ class Rung:
     def effective_bits(self) -> float:
         """Bits per KV element with every byte of the slot counted."""
         return 8 * self.block_nbytes / self.num_elements
-
-
-@dataclass(frozen=True)
-class RequestSlot:
-    """A slot that each request has beside its blocks, from the first one on and for life.
-
-    ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none. ``nbytes``: at most a
-    dense block's, a multiple of 16. ``num_elements``: KV elements, 0 for metadata.
-    """
-
-    name: str
-    num_tokens: int
-    nbytes: int
-    num_elements: int
 
 
 @dataclass(frozen=True)
@@ -134,25 +126,27 @@ class Ladder:
     def narrowest(self) -> Rung:
         return self.rungs[-1]
 
-    @cached_property
+    @property
     def sink(self) -> int:
         """Tokens of a request that come before its blocks and stay dense for life."""
-        return sum(slot.num_tokens for slot in self.slots)
+        return self.spec.group.sink
 
     @cached_property
-    def align(self) -> int:
-        """Bytes that slabs are a multiple of: dense slots begin on a row of a token and head, all on a cache line."""
-        return lcm(SLOT_ALIGN, self.widest.shape.head_dim * self.widest.dtype.itemsize)
-
-    @cached_property
-    def has_bank(self) -> bool:
-        """Whether each request has a bank of patterns, its last slot."""
-        return self.narrowest.layout.bank_nbytes > 0
-
-    @cached_property
-    def num_windows(self) -> int:
-        """Windows of a request after its prompt that add a pattern to its bank."""
-        return max(side.num_later for side in self.narrowest.layout.sides)
+    def spec(self) -> KVSpec:
+        """The ladder as the books see it."""
+        shape, last = self.widest.shape, self.narrowest.layout
+        group = GroupSpec(
+            layers=tuple(range(len(self.widest.layers))),
+            block_tokens=shape.num_tokens,
+            rungs=tuple(rung.size for rung in self.rungs),
+            slots=self.slots,
+            recent=self.window,
+            has_bank=last.bank_nbytes > 0,
+            num_windows=max(side.num_later for side in last.sides),
+            # Dense slots begin on a row of a token and head, all on a cache line.
+            align=lcm(SLOT_ALIGN, shape.head_dim * self.widest.dtype.itemsize),
+        )
+        return KVSpec(self.name, (group,), self.eager, self.admit_at)
 
 
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
