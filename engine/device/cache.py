@@ -17,7 +17,7 @@ from ..kv.table import BlockTables, reserve_nbytes
 from ..sizes import format_least, format_size
 from .ladder import Ladder
 from .memory import memory_or_error
-from .mover import MoveBackend, Mover, PendingMoves
+from .mover import MoveBackend, PendingMoves
 
 MAX_SLAB_BLOCKS = (
     16  # most widest blocks of a slab: larger ones would save little, and cost copies where one is emptied
@@ -27,7 +27,7 @@ MAX_SLAB_BLOCKS = (
 class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is the scheduler's view of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, *, cuda_graphs: bool = True):
+    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
         least = least_nbytes(ladder)
         if nbytes < least:
             raise CapacityError(
@@ -42,7 +42,6 @@ class KVCache:
         self.memory = allocate(self.arena.nbytes, device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
-        self.mover: MoveBackend = Mover(self.memory, ladder, cuda_graphs)
 
     @property
     def nbytes(self) -> int:
@@ -90,16 +89,16 @@ class KVCache:
         self.fullest.clear()
         self.note_peak()
 
-    def apply_moves(self) -> set[Block]:
-        """Carries out the moves in the tables' waves; returns blocks found to hold non-finite values."""
-        return self.launch_moves().wait()
+    def apply_moves(self, backend: MoveBackend) -> set[Block]:
+        """Has ``backend`` carry out the moves in the tables' waves; returns blocks found to hold non-finite values."""
+        return self.launch_moves(backend).wait()
 
-    def launch_moves(self) -> PendingMoves:
+    def launch_moves(self, backend: MoveBackend) -> PendingMoves:
         """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
         command, blocks = take_moves(self.tables)
         if not command.waves and not command.fresh:
             return PendingMoves([], [])
-        checks = self.mover.execute(command)
+        checks = backend.move(command)
         self.note_peak()
         return PendingMoves(blocks, checks)
 
