@@ -29,6 +29,7 @@ from .runs import greedy
 if TYPE_CHECKING:
     from qkv_engine.config import EngineConfig
     from qkv_engine.device.cache import KVCache
+    from qkv_engine.device.runner import Runner
     from qkv_engine.kv.arena import Slot
     from qkv_engine.metrics import EngineStats
     from qkv_engine.request import Request
@@ -76,7 +77,7 @@ class FilledManager(KVManager):
 
     def _fill(self, request: Request, start: int, end: int) -> None:
         """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots."""
-        apply_moves(self._core.runner.cache)
+        apply_moves(self._core.runner)
         table = self.tables[request.request_id]
         for block in table.blocks[self.tables.blocks_for(start) : self.tables.blocks_for(end)]:
             self._write(block.slot)
@@ -214,16 +215,16 @@ class FilledEngine(Closable):
             self.core.scheduler.pressure.begin_step()
             if not self.cache.tables.waves:
                 return
-            apply_moves(self.cache)
+            apply_moves(self.core.runner)
 
     def _wait(self) -> None:
         if self.started.device.type == "cuda":
             torch.cuda.synchronize(self.started.device)
 
 
-def apply_moves(cache: KVCache) -> None:
+def apply_moves(runner: Runner) -> None:
     """Carries the moves of blocks out. Raises ``QKVError`` for values that are not finite."""
-    if cache.apply_moves():
+    if runner.launch_moves().wait():
         raise QKVError("a block that steps down holds values that are not finite")
 
 

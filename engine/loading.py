@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
@@ -16,9 +17,13 @@ from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_
 from qkv_engine.models.ranks import ALONE, Ranks
 
 from .config import EngineConfig, KVConfig
+from .device.backend import Backend
+from .device.cpu.backend import CpuBackend
 from .device.layouts import Ladder, build_ladder
+from .device.logits import CausalLM
 from .device.memory import free_memory, memory_or_error
 from .errors import CapacityError, ConfigError
+from .kv.table_rows import TableLayout
 from .own_thread import in_own_thread
 from .sizes import format_size
 
@@ -45,6 +50,15 @@ def rank_ladder(kv: KVConfig, model: ModelConfig, num_ranks: int, dtype: torch.d
         head_dim=model.head_dim,
         dtype=dtype,
     )
+
+
+def make_backend(model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Backend:
+    """The backend of the device on which ``memory`` is, over block tables of ``layout``."""
+    if memory.is_cpu:
+        return CpuBackend(model, memory, layout, ladder)
+    from .device.gpu.backend import GpuBackend  # needs Triton
+
+    return GpuBackend(model, memory, layout, ladder, cuda_graphs)
 
 
 def load(

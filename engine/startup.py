@@ -12,6 +12,7 @@ from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
+from .device.backend import Limits
 from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
@@ -24,8 +25,10 @@ from .errors import CapacityError, ConfigError
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
 from .kv.slabs import MAX_SLAB_BLOCKS
-from .loading import enough_memory, find_source, load, rank_ladder, resolve_device
+from .kv.table_rows import TableLayout
+from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device
 from .model_files import file_names, read_json_object
+from .parallel.all_ranks import AllRanks
 from .serving.core import EngineCore
 from .sizes import format_size, parse_size
 from .started import Started
@@ -79,7 +82,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     )
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype)
     limit = config.max_model_len or model_config.max_position_embeddings
-    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, cuda_graphs=config.cuda_graphs)
+    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device)
     max_model_len = _fit_model_len(config, limit, cache)
 
     def make_space() -> KVManager:
@@ -93,25 +96,20 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         max_num_batched_tokens=config.max_num_batched_tokens,
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
-    runner = Runner(
-        cast(CausalLM, loaded.model),
-        cache,
-        device,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        cuda_graphs=config.cuda_graphs,
-        workers=workers,
-    )
+    layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
+    backend = make_backend(cast(CausalLM, loaded.model), cache.memory, layout, ladder, config.cuda_graphs)
     threads = choose_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
     if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         workers.replies()  # their weights are loaded
-        workers.set_up(cache.nbytes, runner.layout, threads.number)
+        workers.set_up(cache.nbytes, layout, threads.number)
+        backend = AllRanks(workers, backend)
+    runner = Runner(cache, backend, layout)
     if device.type == "cuda":
         warm_up(runner)
     captured = None
     if config.warm_up == "full":
-        captured = runner.capture_all(config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
+        captured = backend.capture(Limits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
     core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
     summary = _summarize(name, device, dtype, cache, max_model_len)
     if captured is not None:

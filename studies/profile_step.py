@@ -171,7 +171,7 @@ def host_parts(core: FilledEngine, steps: int) -> dict[str, float]:
         for owner, name, part in (
             (engine, "step", "accept and report"),
             (engine.scheduler, "schedule", "schedule"),
-            (core.cache, "launch_moves", "seal and demote"),
+            (engine.runner, "launch_moves", "seal and demote"),
             (engine.runner, "launch", "plan and launch"),
             (Pending, "wait", WAITING),
         ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from typing import Any
 
 from qkv_engine import SamplingParams
 from qkv_engine.config import EngineConfig, resolve_kv
@@ -51,7 +52,8 @@ def main() -> None:
 
 
 def _num_graphs(core: EngineCore) -> int:
-    return len(getattr(core.runner.steps, "_graphs", None) or ())
+    backend: Any = core.runner.backend
+    return len(getattr(backend.steps, "_graphs", None) or ())
 
 
 def _run(core: EngineCore, number: int, input_len: int, output_len: int) -> float:

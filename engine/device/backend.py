@@ -1,28 +1,45 @@
-"""The backend of a device: it carries out steps over one rank's KV memory."""
+"""The backend of an engine: it carries out commands over KV memory, on a CPU, a GPU or all ranks of a group."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
-from ..kv.table_rows import TableLayout
 from .command import StepCommand
-from .cpu.steps import CpuSteps
-from .layouts import Ladder
-from .logits import CausalLM, Computed
+from .logits import Computed
+from .mover import MoveBackend
+from .sampler import SampledTokens
 
 
-class Steps(Protocol):
-    """Carries out steps. Nobody else knows its plans, graphs and buffers."""
+class Limits(NamedTuple):
+    """The limits of an engine that bound the shapes of its steps."""
 
-    def execute(self, command: StepCommand) -> Computed: ...
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
 
 
-def make_steps(model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Steps:
-    """The backend of the device on which ``memory`` is, over block tables of ``layout``."""
-    if memory.is_cpu:
-        return CpuSteps(model, memory, layout, ladder)
-    from .gpu.steps import GpuSteps  # needs Triton
+class Captured(NamedTuple):
+    """The number of steps captured, the seconds that took, and the bytes of device memory that the steps take."""
 
-    return GpuSteps(model, memory, layout, ladder, cuda_graphs)
+    number: int
+    seconds: float
+    nbytes: int
+
+
+class Backend(MoveBackend, Protocol):
+    """Carries out steps and moves. Nobody else knows its plans, graphs and buffers."""
+
+    def step(self, command: StepCommand) -> Computed:
+        """Enqueues the KV of the command's tokens and the results that it asks for."""
+
+    def wait(self, computed: Computed) -> SampledTokens:
+        """Blocks until the tokens of a step are on the host. May be called once a step."""
+
+    def capture(self, limits: Limits) -> Captured | None:
+        """Captures every step that ``limits`` allow; ``None`` where nothing is captured."""
+
+    def check(self) -> None:
+        """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory.
+
+        Raises ``RankLostError`` if the process of another rank ended.
+        """

@@ -15,19 +15,18 @@ from ..kv.slabs import make_tables
 from ..sizes import format_size
 from .layouts import Ladder
 from .memory import memory_or_error
-from .mover import MoveBackend, Mover, PendingMoves
+from .mover import MoveBackend, PendingMoves
 
 
 class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is the scheduler's view of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, *, cuda_graphs: bool = True):
+    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
         self.ladder = ladder
         self.tables = make_tables(ladder.spec, nbytes)
         self.memory = allocate(self.arena.nbytes, device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
-        self.mover: MoveBackend = Mover(self.memory, ladder, cuda_graphs)
 
     @property
     def arena(self) -> Arena:
@@ -79,16 +78,16 @@ class KVCache:
         self.fullest.clear()
         self.note_peak()
 
-    def apply_moves(self) -> set[Block]:
-        """Carries out the moves in the tables' waves; returns blocks found to hold non-finite values."""
-        return self.launch_moves().wait()
+    def apply_moves(self, backend: MoveBackend) -> set[Block]:
+        """Has ``backend`` carry out the moves in the tables' waves; returns blocks found to hold non-finite values."""
+        return self.launch_moves(backend).wait()
 
-    def launch_moves(self) -> PendingMoves:
+    def launch_moves(self, backend: MoveBackend) -> PendingMoves:
         """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
         command, blocks = take_moves(self.tables)
         if not command.waves and not command.fresh:
             return PendingMoves([], [])
-        checks = self.mover.execute(command)
+        checks = backend.move(command)
         self.note_peak()
         return PendingMoves(blocks, checks)
 

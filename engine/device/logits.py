@@ -16,7 +16,7 @@ from qkv_engine.models.ranks import Ranks
 
 from .command import StepCommand
 from .logprobs import TokenLogprobs, token_logprobs
-from .sampler import PendingTokens, sample_tokens
+from .sampler import PendingTokens, SampledTokens, sample_tokens
 
 
 class CausalLM(Protocol):
@@ -40,6 +40,10 @@ class Computed(NamedTuple):
     tokens: PendingTokens | None
     of_all_items: bool
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+    def wait(self) -> SampledTokens:
+        """Blocks until the tokens are on the host."""
+        return SampledTokens([], {}) if self.tokens is None else self.tokens.wait()
 
 
 def read_hidden(model: CausalLM, hidden: Tensor, command: StepCommand, lengths: list[int]) -> Computed:

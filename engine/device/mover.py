@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from qkv_engine.kernels.step_down import copy, transfer
 
 from ..kv.block import Block
 from ..kv.moves import MoveCommand, MoveGroup
-from .gpu.graphs import Graphs
 from .layouts import Ladder
 from .pinned import HostCopies, PinnedRing, RowsCopy
+
+if TYPE_CHECKING:
+    from .gpu.graphs import Graphs
 
 MOST = 128  # blocks of one launch; more take several
 FEW = 8  # blocks; launches of up to so many recur and are captured as graphs
@@ -39,21 +41,23 @@ class PendingMoves:
 class MoveBackend(Protocol):
     """Carries out moves of blocks over KV memory of its own."""
 
-    def execute(self, command: MoveCommand) -> list[RowsCopy]: ...
+    def move(self, command: MoveCommand) -> list[RowsCopy]:
+        """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
 
 
 class Mover:
     """Rewrites blocks of ``memory`` at other places. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, ladder: Ladder, cuda_graphs: bool):
+    def __init__(self, memory: Tensor, ladder: Ladder, graphs: Graphs | None = None):
+        """``graphs``: of launches that recur."""
         self.memory, self.ladder = memory, ladder
         # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
         # that are sealed under one, with the windows whose patterns they may choose from.
         self._words = torch.zeros(5 * MOST, dtype=torch.int64, device=memory.device)
         self._ring, self._copies = PinnedRing(self._words), HostCopies(self._words)
-        self._graphs = Graphs(memory.device) if cuda_graphs and memory.is_cuda else None
+        self._graphs = graphs
 
-    def execute(self, command: MoveCommand) -> list[RowsCopy]:
+    def move(self, command: MoveCommand) -> list[RowsCopy]:
         """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
         checks = []
         layouts = self.ladder.widest.layout, self.ladder.narrowest.layout

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
-from ..errors import DeviceLostError
 from ..kv.table_rows import TableLayout, TableRows
-from ..parallel.commands import Capture
-from ..parallel.led import LedMover, LedSteps
 from ..request import Request
 from ..sampling.sample_row import SampleRow
-from .backend import Steps, make_steps
+from .backend import Backend
 from .cache import KVCache
-from .logits import CausalLM
+from .logits import Computed
 from .logprobs import TokenLogprobs
-from .memory import is_out_of_memory
+from .mover import PendingMoves
 from .prepare import StepMaker
-from .sampler import PendingTokens, SampledToken, SampledTokens
-
-if TYPE_CHECKING:
-    from ..parallel.worker_group import WorkerGroup
-    from .gpu.captures import Captured
+from .sampler import SampledToken
 
 
 class StepResult(NamedTuple):
@@ -49,26 +40,20 @@ class Pending:
     def __init__(
         self,
         items: Sequence[ScheduledRequest],
-        tokens: PendingTokens | None,
+        backend: Backend,
+        computed: Computed,
         places: Sequence[int | None] | None,
-        prompt_logprobs: Mapping[int, list[TokenLogprobs]],
-        workers: WorkerGroup | None = None,
     ):
-        """``places``: index in ``tokens`` of each item's token; ``None`` if they are in the items' order."""
-        self._workers = workers
-        self._items, self._tokens, self._places = items, tokens, places
-        self._prompt_logprobs = prompt_logprobs
+        """``places``: index in the tokens of each item's token; ``None`` if they are in the items' order."""
+        self._items, self._backend, self._computed, self._places = items, backend, computed, places
 
     def wait(self) -> StepResult:
         """Blocks until the step's tokens are on the host.
 
         May be called once. An error of the device, or the loss of a rank, is raised here.
         """
-        items, places, prompt = self._items, self._places, self._prompt_logprobs
-        with nullcontext() if self._workers is None else self._workers.waiting():
-            token_ids, special = SampledTokens([], {}) if self._tokens is None else self._tokens.wait()
-        if self._workers is not None:
-            self._workers.check()  # an exchange that was broken off gives any numbers
+        items, places, prompt = self._items, self._places, self._computed.prompt_logprobs
+        token_ids, special = self._backend.wait(self._computed)
         if places is None:
             return StepResult(items, token_ids[: len(items)], special, prompt)
         found = {i: special[place] for i, place in enumerate(places) if place is not None and place in special}
@@ -76,69 +61,24 @@ class Pending:
 
 
 class Runner:
-    """Owns the backend of an engine. Steps are repeatable: a failed one may simply be run again."""
+    """Has a backend carry out steps and moves. Steps are repeatable: a failed one may simply be run again."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        device: torch.device,
-        *,
-        max_num_seqs: int = 1,
-        max_model_len: int = 1,
-        cuda_graphs: bool = True,
-        workers: WorkerGroup | None = None,
-    ):
-        """``workers``: the other ranks under tensor parallelism, which carry out all commands too."""
-        self.cache, self.device, self._workers = cache, device, workers
-        self.layout = TableLayout.of(cache.tables, max_num_seqs, max_model_len)
-        self._maker = StepMaker(TableRows(self.layout, cache.ladder.spec.group))
-        self._own = make_steps(model, cache.memory, self.layout, cache.ladder, cuda_graphs)
-        self.steps: Steps = self._own
-        if workers is not None:
-            self.steps, cache.mover = LedSteps(workers, self._own), LedMover(workers, cache.mover)
+    def __init__(self, cache: KVCache, backend: Backend, layout: TableLayout):
+        """``layout``: of the block tables that ``backend`` keeps."""
+        self.cache, self.backend = cache, backend
+        self._maker = StepMaker(TableRows(layout, cache.ladder.spec.group))
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
         return self.launch(batch, rows).wait()
 
-    def capture_all(self, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Captured | None:
-        """Captures every step that the limits allow, see ``capture_all``; ``None`` without a GPU or graphs."""
-        if self.device.type != "cuda":
-            return None
-        from .gpu.captures import StepShape, capture_all
-        from .gpu.steps import GpuSteps
-
-        steps, workers = self._own, self._workers
-        if not isinstance(steps, GpuSteps) or steps.mixed is None:
-            return None
-
-        def capture(shape: StepShape) -> None:
-            if workers is None:
-                steps.capture(shape)
-            else:
-                workers.lead(Capture(pickle.dumps(shape)), lambda: steps.capture(shape))
-
-        limits = max_num_seqs, max_model_len, max_num_batched_tokens
-        with torch.inference_mode():
-            return capture_all(steps, capture, self.cache.tables, *limits)
-
     def check_device(self) -> None:
-        """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory.
+        """See ``Backend.check``."""
+        self.backend.check()
 
-        Raises ``RankLostError`` if the process of another rank ended.
-        """
-        if self._workers is not None:
-            self._workers.check()
-        if self.device.type == "cpu":
-            return
-        try:
-            torch.ones(1, device=self.device).sum().item()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise DeviceLostError(
-                    f"the device {self.device} is lost: {error}", remedy="Make a new process"
-                ) from error
+    def launch_moves(self) -> PendingMoves:
+        """Enqueues the moves that stand in the books; they go ahead of the next step."""
+        return self.cache.launch_moves(self.backend)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> Pending:
@@ -153,12 +93,12 @@ class Runner:
         """
         try:
             command, sampling = self._maker.make(batch, rows, self.cache.tables)
-            computed = self.steps.execute(command)
+            computed = self.backend.step(command)
         except BaseException:
             self._maker.forget()
             raise
         places = _places(batch.items, sampling, sampling if computed.of_all_items else range(len(sampling)))
-        return Pending(batch.items, computed.tokens, places, computed.prompt_logprobs, self._workers)
+        return Pending(batch.items, self.backend, computed, places)
 
 
 def _places(items: list[ScheduledRequest], sampling: Sequence[int], rows: Sequence[int]) -> list[int | None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ..device.backend import Limits
 from ..device.command import StepCommand
 from ..kv.moves import MoveCommand
 from ..kv.table_rows import TableLayout
@@ -24,9 +25,9 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class Capture(msgspec.Struct, frozen=True, tag="capture"):
-    """Capture a step on a GPU, of a shape that is pickled, since its class needs Triton."""
+    """Capture the steps that ``limits`` allow."""
 
-    shape: bytes
+    limits: Limits
 
 
 Command = Setup | Capture | StepCommand | MoveCommand

@@ -16,15 +16,13 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..config import EngineConfig
-from ..device.backend import Steps, make_steps
 from ..device.cache import allocate
 from ..device.command import StepCommand
 from ..device.logits import CausalLM, Computed
-from ..device.mover import Mover
 from ..device.pinned import RowsCopy
 from ..errors import QKVError
 from ..kv.moves import MoveCommand
-from ..loading import enough_memory, load, rank_ladder
+from ..loading import enough_memory, load, make_backend, rank_ladder
 from .commands import Capture, Command, Setup, decode
 from .process import PULSE_BYTES
 from .process_ranks import ProcessRanks
@@ -34,32 +32,25 @@ MOST_UNDER_WAY = 8  # commands whose copies to the host are kept; rank 0 is at m
 
 
 class RankWorker:
-    """One rank's memory and backends."""
+    """One rank's memory and backend."""
 
     def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
         ladder = rank_ladder(config.kv, model.config, model.ranks.size, dtype)
         memory = allocate(setup.kv_nbytes, device)
-        self._mover = Mover(memory, ladder, config.cuda_graphs)
-        self._steps: Steps = make_steps(model, memory, setup.layout, ladder, config.cuda_graphs)
+        self._backend = make_backend(model, memory, setup.layout, ladder, config.cuda_graphs)
         self._under_way: deque[Computed | list[RowsCopy]] = deque()
 
     @torch.inference_mode()
     def execute(self, command: Command) -> None:
         """Carries out a command; nobody asks for its results."""
         if isinstance(command, StepCommand):
-            self._under_way.append(self._steps.execute(command))
+            self._under_way.append(self._backend.step(command))
         elif isinstance(command, MoveCommand):
-            self._under_way.append(self._mover.execute(command))
+            self._under_way.append(self._backend.move(command))
         elif isinstance(command, Capture):
-            self._capture(command)
+            self._backend.capture(command.limits)
         while len(self._under_way) > MOST_UNDER_WAY:
             _wait(self._under_way.popleft())
-
-    def _capture(self, command: Capture) -> None:
-        from ..device.gpu.steps import GpuSteps
-
-        assert isinstance(self._steps, GpuSteps)
-        self._steps.capture(pickle.loads(command.shape))
 
 
 def main() -> None:
@@ -118,8 +109,7 @@ def _receive(connection: Connection) -> SimpleQueue[bytes]:
 def _wait(result: Computed | list[RowsCopy]) -> None:
     """Waits for copies to the host, so that their buffers are used again."""
     if isinstance(result, Computed):
-        if result.tokens is not None:
-            result.tokens.wait()
+        result.wait()
         return
     for check in result:
         check.wait()

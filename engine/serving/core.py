@@ -149,7 +149,7 @@ class EngineCore:
         """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched."""
         if not batch.items:
             return False
-        moves = self.runner.cache.launch_moves()
+        moves = self.runner.launch_moves()
         for request in batch.started:
             metrics = self._owners[request][0].metrics
             if metrics.first_scheduled_time is None:

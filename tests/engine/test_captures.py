@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.config import resolve_kv
+from qkv_engine.device.backend import Limits
 from qkv_engine.device.gpu.captures import all_shapes
 from qkv_engine.device.gpu.mixed import MixedShape, padded_decodes
 from qkv_engine.device.gpu.shapes import LaunchShapes
 from qkv_engine.device.gpu.steps import DecodeShape, padded_batch
 from qkv_engine.device.layouts import build_ladder
-from qkv_engine.kv.slabs import make_tables
+from qkv_engine.kv import slabs
 from qkv_engine.kv.table import BlockTables
 
 LADDERS = ["bf16", "int4", "kivi-2", "auto"]
@@ -29,16 +30,17 @@ SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 
 
 @cache
-def planner_and_tables(kv: str) -> tuple[Any, BlockTables]:
-    """As much as the listing wants: an 8B shape with 60 GiB of KV memory, none of it allocated."""
+def make_tables(kv: str) -> BlockTables:
+    """Of an 8B shape with 60 GiB of KV memory, none of it allocated."""
     ladder = build_ladder(resolve_kv(kv), num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    tables = make_tables(ladder.spec, 60 << 30)
-    return SimpleNamespace(shapes=SHAPES, tile_tokens=16), tables
+    return slabs.make_tables(ladder.spec, 60 << 30)
 
 
 @cache
 def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
-    return list(all_shapes(*planner_and_tables(kv), MAX_NUM_SEQS, max_model_len, 2048))
+    planner: Any = SimpleNamespace(shapes=SHAPES, tile_tokens=16)
+    tables, limits = make_tables(kv), Limits(MAX_NUM_SEQS, max_model_len, 2048)
+    return list(all_shapes(planner, tables.group, tables.arena.nbytes, limits))
 
 
 @pytest.mark.parametrize("max_model_len", LENGTHS)
@@ -59,7 +61,7 @@ def test_few_shapes_are_captured_and_fewer_are_run_first(kv: str, max_model_len:
 @settings(max_examples=100, deadline=None)
 @given(number=st.integers(1, MAX_NUM_SEQS), seed=st.integers(0, 2**32))
 def test_every_state_has_a_listed_shape(kv: str, max_model_len: int, number: int, seed: int):
-    tables, rng = planner_and_tables(kv)[1], random.Random(seed)
+    tables, rng = make_tables(kv), random.Random(seed)
     counts = random_counts(tables, number, max_model_len, rng)
     shapes = set(listed(kv, max_model_len))
     batch = padded_batch(number)

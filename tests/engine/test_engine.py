@@ -371,7 +371,7 @@ def test_a_request_that_fails_in_a_batch_leaves_the_others_unchanged(
 
 def test_a_row_of_nan_logits_fails_alone(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
     expected = demo_engine.generate([[9, 8, 7]], GREEDY)[0].outputs[0].token_ids
-    model = demo_engine._started.core.runner.steps.model
+    model = demo_engine._started.core.runner.backend.steps.model
     compute = model.compute_logits
 
     def poisoned(hidden):

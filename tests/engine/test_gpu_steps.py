@@ -92,7 +92,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 @pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
 def test_graphs_do_not_change_tokens(kv: str, memory: str):
     captured, core = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda")
-    assert len(core.runner.steps._graphs) >= 3 and core.runner.steps._graphs._works
+    assert len(core.runner.backend.steps._graphs) >= 3 and core.runner.backend.steps._graphs._works
     assert core.scheduler.num_preemptions
     if memory == "9MiB":
         assert kv == "bf16" or core.runner.cache.tables.num_demotions
@@ -128,7 +128,7 @@ def test_patterns_give_the_same_tokens_alone_and_in_a_batch():
 def test_sampled_tokens_and_logprobs_come_from_kept_logits():
     params = SamplingParams(temperature=0.9, top_p=0.9, ignore_eos=True, detokenize=False, logprobs=2)
     captured, core = serve(params, kv="bf16", kv_memory="1GiB", device="cuda")
-    assert len(core.runner.steps._graphs) >= 3
+    assert len(core.runner.backend.steps._graphs) >= 3
     plain, _ = serve(params, kv="bf16", kv_memory="1GiB", device="cuda", cuda_graphs=False)
     assert captured == plain
 
@@ -150,7 +150,7 @@ def decode(runner: Runner, prompts: list[list[int]], number: int, ahead: bool) -
     for request in requests:
         tables.open(request.request_id, 0)
         assert tables.reserve(request.request_id, request.num_tokens + number)
-    runner.cache.apply_moves()
+    runner.launch_moves().wait()
     found: list[list[int]] = [[] for _ in requests]
 
     def take(pending: Any) -> None:

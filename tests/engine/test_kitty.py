@@ -69,7 +69,7 @@ def answer(runner: Runner, prompt: list[int], path: tuple[int, ...]) -> list[Sam
     found: list[SampledToken] = []
     start, number = 0, len(prompt)
     while len(found) < 10:
-        assert cache.tables.reserve("a", start + number) and not cache.apply_moves()
+        assert cache.tables.reserve("a", start + number) and not cache.apply_moves(runner.backend)
         result = runner.run(ScheduledBatch([ScheduledRequest.of(request, start, number)]), rows)
         found.append(result.special[0])
         request.token_ids.append(result.token_ids[0])
@@ -77,5 +77,5 @@ def answer(runner: Runner, prompt: list[int], path: tuple[int, ...]) -> list[Sam
         start, number = start + number, 1
         for rung in path if len(found) == 1 else ():
             full = [block for block in cache.tables["a"].blocks if block.rung < rung][: (len(prompt) - 32) // 128]
-            assert cache.tables.demote([(block, rung) for block in full]) == 2 and not cache.apply_moves()
+            assert cache.tables.demote([(block, rung) for block in full]) == 2 and not cache.apply_moves(runner.backend)
     return found

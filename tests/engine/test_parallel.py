@@ -118,10 +118,10 @@ def test_a_rank_that_stands_still_ends_the_engine_and_a_long_step_does_not(monke
     monkeypatch.setattr(worker_group, "PATIENCE", Patience(silent=1, tick=0.05))
     with engine(2) as found:
         assert found._started is not None
-        steps = found._started.core.runner._own
+        own = found._started.core.runner.backend.own
         with monkeypatch.context() as slow:
-            execute = steps.execute
-            slow.setattr(steps, "execute", lambda command: (time.sleep(1.3), execute(command))[1])
+            step = own.step
+            slow.setattr(own, "step", lambda command: (time.sleep(1.3), step(command))[1])
             assert len(found.generate([PROMPTS[0]], SamplingParams(max_tokens=1))[0].outputs[0].token_ids) == 1
         pid = workers(found)[0].process.pid
         stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))

@@ -70,7 +70,7 @@ def replay(runner: Runner, prompt: list[int], params: SamplingParams, schedule: 
         blocks = tables[name].blocks
         tables.coldest(name, start)  # patterns are mined from what is computed
         tables.demote([(block, rung) for block, rung in zip(blocks, rungs, strict=True) if block.rung < rung])
-        assert [block.rung for block in blocks] == rungs and not cache.apply_moves()
+        assert [block.rung for block in blocks] == rungs and not cache.apply_moves(runner.backend)
         result = runner.run(ScheduledBatch([ScheduledRequest.of(request, start, num_tokens)]), rows)
         [token_id] = result.token_ids
         if token_id is not None:

@@ -37,7 +37,7 @@ class LateRunner:
     """The CPU's runner as if it were a GPU's: tokens in flight are known to it alone."""
 
     def __init__(self, runner: Runner):
-        self.runner, self.cache = runner, runner.cache
+        self.runner, self.cache, self.launch_moves = runner, runner.cache, runner.launch_moves
         self.num_ahead = 0
         self.last: dict[Request, int] = {}
         self.breaks: dict[str, str] = {}  # request ids, and where a step with their fifth token breaks off

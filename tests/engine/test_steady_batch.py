@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from qkv_engine.device.backend import Limits
 from qkv_engine.device.gpu.attention import GpuAttentionPlanner
-from qkv_engine.device.gpu.captures import capture_all
+from qkv_engine.device.gpu.backend import GpuBackend
 from qkv_engine.device.gpu.mixed import MixedShape
-from qkv_engine.device.gpu.steps import DecodeShape, GpuSteps
+from qkv_engine.device.gpu.steps import DecodeShape
 from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.models.config import ModelConfig
@@ -139,13 +140,19 @@ class UncapturedGraphs:
     capture = run
 
 
+def forgo_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("steps", "backend"):
+        monkeypatch.setattr(f"qkv_engine.device.gpu.{module}.Graphs", UncapturedGraphs)
+
+
 def start_steps(kv: str, memory: str, cuda_graphs: bool) -> Started:
     """An engine whose steps are a GPU's, on the CPU."""
     started = begin(kv, memory)
     core, runner = started.core, started.core.runner
-    cache, layout, core.runs_ahead = runner.cache, runner.steps._tables.layout, True
-    runner.steps = GpuSteps(NextToken(started.config), cache.memory, layout, cache.ladder, cuda_graphs)
-    runner.steps.tables.followed = runner._maker._rows
+    cache, own, core.runs_ahead = runner.cache, runner.backend, True
+    backend = GpuBackend(NextToken(started.config), cache.memory, own.steps._tables.layout, cache.ladder, cuda_graphs)
+    backend.steps.tables.followed = runner._maker._rows
+    runner.backend, backend.mover = backend, own.mover
     return started
 
 
@@ -169,7 +176,7 @@ def answers(memory: str, cuda_graphs: bool = False) -> list[list[Any]]:
     assert not any(output.error for output in outputs)
     for output in outputs[-3:]:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        prompt, size = len(output.prompt_token_ids), runner.steps.model.vocab_size
+        prompt, size = len(output.prompt_token_ids), runner.backend.steps.model.vocab_size
         assert tokens[prompt:] == [(tokens[i] * 31 + i * 7) % size for i in range(prompt - 1, len(tokens) - 1)]
     return [seen(output) for output in outputs]
 
@@ -193,7 +200,7 @@ def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: 
 
 def test_answers_of_padded_steps_are_those_of_steps_as_they_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
-    monkeypatch.setattr("qkv_engine.device.gpu.steps.Graphs", UncapturedGraphs)
+    forgo_captures(monkeypatch)
     expected = answers("64MiB")
     assert expected == answers("64MiB", cuda_graphs=True)
     mixed = [key for key in UncapturedGraphs.keys if isinstance(key, MixedShape)]
@@ -203,10 +210,10 @@ def test_answers_of_padded_steps_are_those_of_steps_as_they_are(monkeypatch: pyt
 @pytest.mark.parametrize("kv", ["bf16", "kivi-2", "auto"])
 def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_padding)
-    monkeypatch.setattr("qkv_engine.device.gpu.steps.Graphs", UncapturedGraphs)
+    forgo_captures(monkeypatch)
     started = start_steps(kv, "64MiB", True)
     runner = started.core.runner
-    captured = capture_all(runner.steps, runner.steps.capture, runner.cache.tables, 16, 600, 256)
+    captured = runner.backend.capture(Limits(16, 600, 256))
     shapes = set(UncapturedGraphs.keys)
     assert captured.number == len(shapes) <= 60
     assert not started.core.runner.cache.tables.live_blocks()

@@ -76,7 +76,7 @@ class Watch:
 
     def look(self) -> Memory:
         runner = self.engine._started.core.runner
-        num_graphs = sum(len(owner._graphs or ()) for owner in (runner.steps, runner.cache.mover))
+        num_graphs = sum(len(owner._graphs or ()) for owner in (runner.backend.steps, runner.backend.mover))
         resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return Memory(device_nbytes(), torch.cuda.memory_reserved(), resident, num_graphs)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, uniform_rung
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.layouts import build_ladder
+from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.rms_norm import add_rms_norm, reference, rms_norm
 from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.kernels.swiglu import swiglu
@@ -82,7 +83,7 @@ def test_tokens_are_where_attention_reads_them(sink: int) -> None:
     for growth in ({"a": 300, "b": 2}, {"b": 1, "a": 130}, {"b": 40}, {"a": 1, "b": 1, "c": 40}):
         for name, number in growth.items():
             assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
-        cache.apply_moves()
+        cache.apply_moves(Mover(cache.memory, ladder))
         items = [ScheduledRequest.of(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         _write_and_read(cache, ScheduledBatch(items))
         for item in items:

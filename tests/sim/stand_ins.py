@@ -91,6 +91,9 @@ class SimulatedRunner:
     def check_device(self) -> None:
         """Passes: the device is never lost."""
 
+    def launch_moves(self) -> Later:
+        return self.cache.launch_moves()
+
     def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids

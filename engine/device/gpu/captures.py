@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
 
 from qkv_engine.kernels.paged_decode.split import SHORT_ITEM
 
-from ...kv.table import BlockTables
+from ...kv.spec import GroupSpec
+from ..backend import Captured, Limits
 from ..memory import free_memory
 from .attention import GpuAttentionPlanner
 from .graphs import MAX_GRAPHS
@@ -22,64 +22,47 @@ StepShape = DecodeShape | MixedShape
 GROWTH = 2**0.25  # between two numbers of blocks that are looked at, fewer than the octave between most shapes
 
 
-class Captured(NamedTuple):
-    """The number of steps captured, the seconds that took, and the bytes of device memory that the steps take."""
-
-    number: int
-    seconds: float
-    nbytes: int
-
-
-def capture_all(
-    steps: GpuSteps,
-    capture: Callable[[StepShape], None],
-    tables: BlockTables,
-    max_num_seqs: int,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-) -> Captured:
-    """Captures every shape of a step of up to ``max_num_seqs`` requests, with a bar on stderr if that is a terminal.
+def capture_all(steps: GpuSteps, limits: Limits) -> Captured:
+    """Captures every shape of a step that ``limits`` allow, with a bar on stderr if that is a terminal.
 
     Steps over many blocks that requests share are captured when they are met, and so are those with many short chunks,
     and those beyond the most graphs that are kept.
     """
     start, before = time.monotonic(), free_memory(steps.device)
-    shapes = list(all_shapes(steps.planner, tables, max_num_seqs, max_model_len, max_num_batched_tokens))[:MAX_GRAPHS]
+    planner = steps.planner
+    shapes = list(all_shapes(planner, planner.tables.ladder.spec.group, planner.memory.nbytes, limits))[:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
-        capture(shape)
+        steps.capture(shape)
     return Captured(len(shapes), time.monotonic() - start, before - free_memory(steps.device))
 
 
-def all_shapes(
-    planner: GpuAttentionPlanner,
-    tables: BlockTables,
-    max_num_seqs: int,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-) -> Iterator[StepShape]:
-    """Shapes of steps, each once: those of single tokens first, then those with chunks of prompts."""
+def all_shapes(planner: GpuAttentionPlanner, group: GroupSpec, kv_nbytes: int, limits: Limits) -> Iterator[StepShape]:
+    """Shapes of steps over ``kv_nbytes`` of KV memory, each once: single tokens first, then with chunks of prompts."""
     shapes = planner.shapes
-    for batch, numbers in groupby(range(1, max_num_seqs + 1), padded_batch):
-        for bounds in shapes.all_bounds(batch, block_counts(tables, batch, max_model_len), list(numbers)):
+    for batch, numbers in groupby(range(1, limits.max_num_seqs + 1), padded_batch):
+        states = block_counts(group, kv_nbytes, batch, limits.max_model_len)
+        for bounds in shapes.all_bounds(batch, states, list(numbers)):
             yield DecodeShape(batch, bounds)
-    most = min(MAX_CHUNK_TOKENS, max_num_batched_tokens)
+    most = min(MAX_CHUNK_TOKENS, limits.max_num_batched_tokens)
     sizes = sorted({padded_chunk(n) for n in range(1, most + 1)})
-    no_blocks = [0] * len(tables.group.rungs)
-    for batch in sorted({padded_decodes(n) for n in range(max_num_seqs)}):
+    no_blocks = [0] * len(group.rungs)
+    for batch in sorted({padded_decodes(n) for n in range(limits.max_num_seqs)}):
         beside = shapes.split(no_blocks, batch, batch, beside_chunks=True)[1] if batch else None
         for size in sizes:
             yield MixedShape(batch, beside, size, least_tiles(size, planner.tile_tokens))
 
 
-def block_counts(tables: BlockTables, batch: int, max_model_len: int) -> Iterator[tuple[int, ...]]:
-    """Numbers of blocks by rung that ``batch`` requests may hold together if they share none.
+def block_counts(group: GroupSpec, kv_nbytes: int, batch: int, max_model_len: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of blocks by rung that ``batch`` requests may hold together in ``kv_nbytes`` if they share none.
 
     All stand on the first rung, or all but a few, short ones or not, or half of them; the others stand on the last
     rung, or evenly on all but the first.
     """
-    num_others = len(tables.group.rungs) - 1
-    most = batch * (tables.blocks_for(max_model_len) + 2)  # sinks, and blocks of requests that are not in the step
+    sizes = [rung.nbytes for rung in group.rungs]
+    num_others = len(sizes) - 1
+    blocks = -(-max(0, max_model_len - group.sink) // group.block_tokens)
+    most = batch * (blocks + 2)  # sinks, and blocks of requests that are not in the step
     total = batch
     while total <= most:
         found = {(total, *[0] * num_others)}
@@ -87,7 +70,7 @@ def block_counts(tables: BlockTables, batch: int, max_model_len: int) -> Iterato
             if num_others and 0 < first < total:
                 found |= {(first, *_last(total - first, num_others)), (first, *_evenly(total - first, num_others))}
         # A sink or an open block takes less than a block.
-        yield from (counts for counts in found if _fits([counts[0] - batch, *counts[1:]], tables))
+        yield from (counts for counts in found if _nbytes([counts[0] - batch, *counts[1:]], sizes) <= kv_nbytes)
         total = total + 1 if total == most else min(most, math.ceil(total * GROWTH))
 
 
@@ -99,8 +82,8 @@ def _evenly(number: int, num_rungs: int) -> list[int]:
     return [(number + i) // num_rungs for i in range(num_rungs)]
 
 
-def _fits(counts: list[int], tables: BlockTables) -> bool:
-    return sum(count * tables.sizes[rung] for rung, count in enumerate(counts)) <= tables.arena.nbytes
+def _nbytes(counts: list[int], sizes: list[int]) -> int:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
 def _with_bar(shapes: list[StepShape]) -> Iterable[StepShape]:

@@ -48,5 +48,5 @@ def warm_up(runner: Runner) -> None:
 
 
 def _run(runner: Runner, request: Request, rows: dict[Request, SampleRow], start: int, num_tokens: int) -> None:
-    runner.cache.apply_moves()
+    runner.launch_moves().wait()
     runner.run(ScheduledBatch([ScheduledRequest.of(request, start, num_tokens)]), rows)

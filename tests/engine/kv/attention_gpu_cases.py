@@ -11,6 +11,7 @@ from qkv_engine.device.cpu.attention import CpuAttentionPlanner
 from qkv_engine.device.gpu.attention import GpuAttention, GpuAttentionPlanner
 from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
 from qkv_engine.device.layouts import build_ladder
+from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
@@ -53,7 +54,7 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: 
             assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
         items = [ScheduledRequest.of(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
-        cache.apply_moves()
+        cache.apply_moves(Mover(cache.memory, ladder))
         worst = max(worst, step(cache, triton, batch, head_dim, is_padded))
         for item in items:
             item.request.num_computed_tokens = item.end

@@ -13,6 +13,7 @@ from torch import Tensor
 from qkv_engine.config import BLOCK_TOKENS, KVConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.layouts import build_ladder
+from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.formats.rows import page_rows
 from qkv_engine.kv.block import Block
 from qkv_engine.kv.manager import KVManager
@@ -39,6 +40,7 @@ class PatternLoop:
         ladder = build_ladder(kv, **shape, dtype=torch.float32)
         self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
         self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
+        self.mover = Mover(self.cache.memory, ladder)
         self.scheduler = Scheduler(self.space(), max_num_seqs=seqs, max_num_batched_tokens=budget)
         self.ended: dict[str, Snapshot] = {}
 
@@ -63,7 +65,7 @@ class PatternLoop:
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
-        assert not self.cache.apply_moves()
+        assert not self.cache.apply_moves(self.mover)
         for item in batch.items:
             for position in range(item.start, item.end):
                 self.element(item.request, position).copy_(kv_of(item.request.token_ids, position))

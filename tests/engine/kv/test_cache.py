@@ -13,6 +13,7 @@ from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig, unifo
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
 from qkv_engine.device.layouts import RequestSlot, Rung, build_ladder
+from qkv_engine.device.mover import Mover
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.kernels.formats import Side, SideBytes
 from qkv_engine.models.rope import Rotation
@@ -85,6 +86,7 @@ class Bench:
         ladder = replace(ladder, slots=ladder.slots + others)
         self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
         self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
+        self.mover = Mover(self.cache.memory, ladder)
         self.copy = Copy(self.cache.tables, 16, 4000)
         self.planner = CpuAttentionPlanner(self.cache.memory, self.copy, ladder)
         self.oracle = Oracle(ladder.sink)
@@ -102,7 +104,7 @@ class Bench:
             ScheduledRequest.of(self.requests[name], self.requests[name].num_computed_tokens, number)
             for name, number in sorted(growth.items(), key=lambda item: item[1] > 1)
         ]
-        assert not self.cache.apply_moves()
+        assert not self.cache.apply_moves(self.mover)
         rows = self.copy.follow(self.cache.tables, [item.request.request_id for item in items])
         if self.copy.has_changed:
             self.planner.forget()
@@ -199,7 +201,7 @@ def test_a_block_that_is_not_finite_is_reported_and_stored_finite():
     nbytes = first.slot.nbytes
     bench.cache.memory[first.slot.address : first.slot.address + nbytes].view(torch.float32)[77] = float("inf")
     bench.cache.tables.demote([(first, 1), (second, 1)])
-    assert bench.cache.apply_moves() == {first}
+    assert bench.cache.apply_moves(bench.mover) == {first}
 
 
 def test_bytes_in_use_are_the_bytes_of_live_slots():

@@ -210,7 +210,7 @@ def test_values_that_are_not_finite_fail_their_request_alone():
     loop.step()
     loop.element(bad, 3).fill_(float("inf"))
     loop.scheduler.schedule()
-    found = loop.cache.apply_moves()
+    found = loop.cache.apply_moves(loop.mover)
     assert found == {loop.cache.tables["bad"].blocks[0]}
     bank = loop.snapshot(good).bank
     assert bank == alone(EAGER, 300, 5, 1).bank
