@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.ladder import Ladder
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.manager import KVManager
+from qkv_engine.presets import PRESETS
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sizes import MAX_SIZE, format_size, parse_size
 from qkv_engine.startup import rank_ladder

@@ -23,8 +23,10 @@ from qkv_engine import Engine
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.scoring import scoring_params
 from qkv_engine.bench.table import Table, as_markdown, from_columns
-from qkv_engine.config import DENSE16, PRESETS, KVConfig, RungConfig, pattern_rung
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.device.logprobs import TokenLogprobs, token_logprobs
+from qkv_engine.kernels.formats.pattern.presets import pattern_rung
+from qkv_engine.presets import PRESETS
 from qkv_engine.startup import demo_folder
 from qkv_engine.text.tokenizer import Tokenizer
 

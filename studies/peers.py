@@ -24,8 +24,8 @@ from qkv_engine.bench.report import number
 from qkv_engine.bench.runs import greedy, ordinary_tokens, random_prompts, timeline
 from qkv_engine.bench.table import Table
 from qkv_engine.bench.timing import Timeline
-from qkv_engine.config import DEFAULT_KV, resolve_kv
 from qkv_engine.errors import ConfigError
+from qkv_engine.presets import DEFAULT_KV, resolve_kv
 
 from . import results
 from .contender import Contender, Generate, Generation, Loaded, Run

@@ -16,7 +16,8 @@ import torch
 
 from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import as_markdown
-from qkv_engine.config import BLOCK_TOKENS, DENSE16, XQUANT, XQUANT_ETAS, KVConfig, RungConfig, xquant_rung
+from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
+from qkv_engine.kernels.formats.uniform.presets import XQUANT, XQUANT_ETAS, xquant_rung
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
 

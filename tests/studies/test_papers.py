@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from qkv_engine import Engine, KVConfig, SamplingParams
-from qkv_engine.config import PRESETS
 from qkv_engine.device.ladder import Rung, build_ladder
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 from qkv_engine.startup import demo_folder
 from studies.papers import kitty, kivi, kvmix, patternkv, quantizers, xquant
 from studies.papers.__main__ import SCHEMES, main
