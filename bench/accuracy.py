@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.presets import PRESETS
 from qkv_engine.request import RequestOutput
 
 from .grading import final_answer, is_correct, score

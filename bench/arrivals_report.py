@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
+from qkv_engine.presets import PRESETS
 from qkv_engine.sizes import format_size
 
 from .arrivals_row import ArrivalsRow

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import ConfigError, QKVError, RequestError
+from qkv_engine.presets import PRESETS
 
 from .forced import Choices, Forced, ForcedText, TextScore, compare, refer
 from .paired import ABOVE, Paired, paired_cell

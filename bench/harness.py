@@ -10,8 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, remedy_of_extra
+from qkv_engine.presets import PRESETS
 
 from .provenance import Provenance, block_bits, engine_values, provenance
 from .report import number, short, unfilled_notes

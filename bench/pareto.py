@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.slabs import capacity
+from qkv_engine.presets import PRESETS
 from qkv_engine.sizes import format_size
 
 from .quality import RatedRow, accuracy_cell, answer_notes, interval_cell, right_header, right_title

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.input_files import read_input
+from qkv_engine.presets import PRESETS
 
 from .provenance import Provenance, block_bits, engine_values, provenance
 from .questions import MAX_FILE_NBYTES

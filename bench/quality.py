@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import QKVError
+from qkv_engine.presets import PRESETS
 
 from .accuracy import AccuracyPlan, AccuracyRow, evaluate
 from .grading import mean_interval

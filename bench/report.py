@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qkv_engine.config import BLOCK_TOKENS, PRESETS, KVConfig
+from qkv_engine.config import BLOCK_TOKENS, KVConfig
+from qkv_engine.presets import PRESETS
 from qkv_engine.sizes import format_size
 
 from .status import FAILED, NO_FIT, QUEUED, status_cell, status_notes

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.device.layouts import Ladder
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.loading import rank_ladder
+from qkv_engine.presets import PRESETS
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sizes import MAX_SIZE, format_size, parse_size
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import DEFAULT_KV, WARM_UPS, KVConfig, preset_families, resolve_kv
+from qkv_engine.config import WARM_UPS, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
+from qkv_engine.presets import DEFAULT_KV, preset_families, resolve_kv
 
 from .text import one_line
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkv_engine.bench.papers import PAPERS
-from qkv_engine.config import PRESETS
+from qkv_engine.presets import PRESETS
 
 from . import common
 

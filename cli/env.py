@@ -11,8 +11,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
-from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.errors import CapacityError
+from qkv_engine.presets import DEFAULT_KV, resolve_kv
 from qkv_engine.sizes import format_size, parse_size
 
 from . import common, results
@@ -162,7 +163,7 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     if args.kv_memory is not None:
         left = max(100, free_memory(device) - weights)  # a share of nothing is no size; 1 % of this is
         return parse_size(args.kv_memory, field="kv_memory", free=left)
-    most = most_nbytes(ladder, EngineConfig().max_num_seqs, context)
+    most = most_nbytes(ladder, EngineConfig.max_num_seqs, context)
     taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from qkv_engine.config import PLAN_SUFFIX, EngineConfig
+from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.presets import DEFAULT_KV, PLAN_SUFFIX, resolve_kv
 from qkv_engine.sizes import MAX_SIZE, parse_size
 
 from . import common, plan_settings, results, tasks
@@ -149,7 +150,8 @@ def _engine_config(args: argparse.Namespace, options: dict[str, Any], model: Mod
         options |= {"model": args.shape, "load_format": "random"}
     dtype = weight_dtype(args.dtype or "auto", model, resolve_device(args.device or "auto"))
     name = str(dtype).removeprefix("torch.")
-    return EngineConfig(**options | {"dtype": "bfloat16" if name == "float16" else name})
+    options["dtype"] = "bfloat16" if name == "float16" else name
+    return EngineConfig(kv=resolve_kv(DEFAULT_KV), **options)
 
 
 def _texts(args: argparse.Namespace, files: ModelFiles) -> TextSet:

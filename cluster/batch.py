@@ -14,8 +14,9 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 
 from qkv_engine import Engine, RequestError, RequestOutput, RequestOutputKind, RequestStream
-from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ConfigError, EngineDeadError
+from qkv_engine.presets import DEFAULT_KV, resolve_kv
 
 from .placement import resources_of
 

@@ -20,8 +20,9 @@ from ray._private import services
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.handle import DeploymentHandle
 
-from qkv_engine.config import DEFAULT_KV, EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ConfigError, QKVError
+from qkv_engine.presets import DEFAULT_KV, resolve_kv
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 

@@ -1,18 +1,14 @@
-"""Engine options with their bounds, ladders of rungs, KV presets. No torch here."""
+"""Engine options with their bounds, and ladders of rungs. No torch here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fractions import Fraction
-from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .errors import ConfigError
-from .layer_schedule import ALL, Extent, LayerSchedule
+from .layer_schedule import LayerSchedule
 from .sizes import MAX_SIZE, parse_size
 from .window import RecentWindow
 
@@ -172,139 +168,6 @@ class KVConfig:
 
 DENSE16 = RungConfig("dense16", "dense16", "dense16")
 
-
-def uniform_rung(bits: int, group: int = 128, v_bits: int | None = None) -> RungConfig:
-    """KIVI's choice of axes: K in groups of tokens per channel, V (of ``v_bits``, or as many) per token."""
-    v_bits = bits if v_bits is None else v_bits
-    name = f"int{bits}" if bits == v_bits else f"k{bits}v{v_bits}"
-    suffix = "" if group == BLOCK_TOKENS else f"-g{group}"
-    return RungConfig(name + suffix, f"int{bits}-channel-{group}", f"int{v_bits}-token-{group}")
-
-
-def _kivi() -> Iterator[KVConfig]:
-    """KIVI (arXiv 2402.02750) at every width, in groups of a block or of 32, without and with a sink."""
-    widths = {"kivi-4": (4, 4), "kivi-2": (2, 2), "kivi-k4v2": (4, 2), "kivi-k2v4": (2, 4)}
-    for (name, (k, v)), group, sink in product(widths.items(), (BLOCK_TOKENS, 32), (0, 32)):
-        suffix = f"{'' if group == BLOCK_TOKENS else f'-g{group}'}{'-sink' if sink else ''}"
-        rungs = (DENSE16, uniform_rung(k, group, v))
-        yield KVConfig(name=name + suffix, rungs=rungs, sink=sink, recent=128, eager=True)
-
-
-# XQuant's numbers of layers: K wide, V wide, V with codes of its own. The paper's tables never share K's codes.
-XQUANT: dict[str, tuple[Extent, Extent, Extent]] = {
-    "xquant": (-2, 2, Fraction(1, 2)),  # 1.375 code bits
-    "xquant-1.28": (ALL, 0, Fraction(1, 8)),
-    "xquant-1.16": (Fraction(3, 4), 0, Fraction(1, 8)),
-}
-# Calibration at 1 and at 2 bits by group: the paper's static pair at 32; measured to answer best at 128.
-XQUANT_ETAS = {32: ("1/6", "0.045"), BLOCK_TOKENS: ("0.2", "0.045")}
-
-
-def xquant_rung(name: str, extents: tuple[Extent, Extent, Extent], group: int, etas: tuple[str, str]) -> RungConfig:
-    """XQuant's formats (arXiv 2510.11236): 2 and 1 bits by layer, ``etas`` at 1 and at 2 bits, V's codes in pairs."""
-    narrow, wide = (f"-{group}" + (f"-eta{eta}" if Fraction(eta) else "") for eta in etas)
-    k_wide, v_wide, v_single = extents
-    k = LayerSchedule(f"int2-channel{wide}", f"int1-channel{narrow}", k_wide)
-    v = LayerSchedule(f"int2-token{wide}", f"int1-token{narrow}", v_wide, v_single)
-    return RungConfig(name, k, v)
-
-
-def _xquant() -> Iterator[KVConfig]:
-    """XQuant at each of its sizes, in groups of a block or of 32, without and with a sink."""
-    for (base, extents), group, sink in product(XQUANT.items(), (BLOCK_TOKENS, 32), (0, 32)):
-        name = base if group == BLOCK_TOKENS else f"{base}-g{group}"
-        rungs = (DENSE16, xquant_rung(name, extents, group, XQUANT_ETAS[group]))
-        yield KVConfig(name=f"{name}-sink" if sink else name, rungs=rungs, sink=sink, recent=128, eager=True)
-
-
-def pattern_rung(bits: int, num_patterns: int = 32, num_later: int = 0) -> RungConfig:
-    """PatternKV's formats: the axes of ``uniform_rung``, over tokens minus one of their request's patterns.
-
-    ``num_patterns`` are mined from the prompt; the first ``num_later`` windows after it add one each.
-    """
-    patterns = f"patterns{num_patterns}" + (f"-later{num_later}" if num_later else "")
-    k, v = (f"int{bits}-{axis}-{BLOCK_TOKENS}-{patterns}" for axis in ("channel", "token"))
-    return RungConfig(f"int{bits}-patterns", k, v)
-
-
-def _patternkv() -> Iterator[KVConfig]:
-    """PatternKV (arXiv 2510.05176) at 2 bits, without and with a sink."""
-    for suffix, sink in (("", 0), ("-sink", 32)):
-        yield KVConfig(name=f"patternkv{suffix}", rungs=(DENSE16, pattern_rung(2)), sink=sink, recent=128, eager=True)
-
-
-# K per channel at 2 bits, the named share of a page's channels at 4; V per token at 2 bits.
-KITTY = RungConfig("kitty", "kitty-12.5", "int2-token-128")
-KITTY_PRO = RungConfig("kitty-pro", "kitty-25", "int2-token-128")
-
-
-def _pm_kvq(floor: int) -> KVConfig:
-    """PM-KVQ (arXiv 2505.18610) without a profile: K and V per token, all layers down to ``floor`` bits."""
-    widths = [bits for bits in (8, 4, 2) if bits >= floor]
-    rungs = tuple(RungConfig(f"pm-kvq-{bits}", f"int{bits}-token-128", f"int{bits}-token-128") for bits in widths)
-    return KVConfig(name=f"pm-kvq-{floor}", rungs=(DENSE16, *rungs), sink=1, recent=128)
-
-
-PRESETS: dict[str, KVConfig] = {
-    preset.name: preset
-    for preset in (
-        KVConfig(name="bf16", rungs=(DENSE16,)),
-        KVConfig(name="fp32", rungs=(RungConfig("dense32", "dense32", "dense32"),)),
-        KVConfig(name="int8", rungs=(DENSE16, uniform_rung(8)), sink=32, eager=True),
-        KVConfig(name="int4", rungs=(DENSE16, uniform_rung(4)), sink=32, eager=True),
-        *_kivi(),
-        *_xquant(),
-        KVConfig(name="kitty", rungs=(DENSE16, KITTY), sink=32, recent=128, eager=True),
-        KVConfig(name="kitty-pro", rungs=(DENSE16, KITTY_PRO), sink=32, recent=128, eager=True),
-        *_patternkv(),
-        _pm_kvq(4),
-        _pm_kvq(2),
-        KVConfig(name="auto", rungs=(DENSE16, uniform_rung(8), uniform_rung(4)), sink=32),
-        KVConfig(name="auto-2", rungs=(DENSE16, uniform_rung(8), uniform_rung(4), KITTY_PRO), sink=32),
-    )
-}
-DEFAULT_KV = "auto"
-PLAN_SUFFIX = ".json"  # of a kv that names a plan file
-PLANNED = ("kvmix", "pm-kvq", "mixed")  # methods that have a plan for each model in place of a preset
-
-
-def main_presets() -> tuple[str, ...]:
-    """The names of the presets without the variants of others in groups of 32 or with a sink."""
-    return tuple(name for name in PRESETS if not name.endswith(("-g32", "-sink")))
-
-
-def preset_families() -> Iterator[str]:
-    """Names of the presets; presets that differ in groups and sink alone share one: "kivi-2[-g32][-sink]"."""
-    for name in main_presets():
-        yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)
-
-
-def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
-    """The KV configuration named by ``kv``: a preset, a plan file's path (a ``Path``, or a string that ends in .json),
-    or a ``KVConfig``, returned as it is. Raises ``ConfigError`` for anything else.
-    """
-    if isinstance(kv, KVConfig):
-        return kv
-    if isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(PLAN_SUFFIX)):
-        from .plan_file import load_plan  # takes msgspec, which --help does without
-
-        return load_plan(kv)
-    if isinstance(kv, str) and kv in PLANNED:
-        remedy = f"Make one with qkv-engine plan MODEL --method {kv} -o plan.json and give its path"
-        raise ConfigError("needs a plan for the model", field="kv", value=kv, remedy=remedy)
-    if not isinstance(kv, str) or kv not in PRESETS:
-        raise ConfigError("unknown KV preset", field="kv", value=kv, remedy=_kv_remedy(kv))
-    return PRESETS[kv]
-
-
-def _kv_remedy(kv: object) -> str:
-    """What to give in place of ``kv``, which is no preset: the one it is like, or one of all."""
-    if isinstance(kv, str) and (like := get_close_matches(kv[:40].lower(), [*PRESETS, *PLANNED], n=1)):
-        return f"Did you mean {like[0]}?"
-    others = "" if isinstance(kv, str) else ", a KVConfig"
-    return f"Choose from {', '.join(main_presets())}{others}, or the path of a plan file (.json)"
-
-
 _INTEGERS = {
     "max_num_seqs": (1, 4096),
     "max_num_batched_tokens": (1, 2**20),
@@ -323,8 +186,8 @@ class EngineConfig:
     Values that depend on the machine or the model are resolved and checked by the engine at start.
     """
 
+    kv: KVConfig
     model: str | os.PathLike[str] | None = None
-    kv: KVConfig = PRESETS[DEFAULT_KV]
     kv_quota: float | None = None
     prefix_caching: bool = True
     kv_memory: int | str | float | None = None

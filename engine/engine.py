@@ -13,10 +13,11 @@ from typing import Any, Never, overload
 import torch
 
 from .closable import Closable
-from .config import DEFAULT_KV, EngineConfig, KVConfig, resolve_kv
+from .config import EngineConfig, KVConfig
 from .errors import EngineDeadError, RequestError
 from .intake import Conversation, Intake, Prompt, takes_long
 from .metrics import EngineStats
+from .presets import DEFAULT_KV, resolve_kv
 from .request import RequestOutput, SamplingParams
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qkv_engine.config import PRESETS, KVConfig, RungConfig
+from qkv_engine.config import KVConfig, RungConfig
 from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import ConfigError
+from qkv_engine.presets import PRESETS
 
 from .budget import ladder_of
 from .plan import KVPlan

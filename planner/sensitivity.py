@@ -15,22 +15,12 @@ from torch import Tensor
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
-from qkv_engine.kernels.formats import PageShape, Side, SideBytes, make_format
+from qkv_engine.kernels.formats import FAMILIES, PageShape, Side, SideBytes, make_format
 from qkv_engine.kernels.formats.family import SideName
 
 DENSE = "dense16"
 SINK = 32  # first tokens of a text, dense in every plan: their errors are not counted
 PIECE_PAGES = 16  # quantized at a time; more of them make larger temporaries
-
-_PER_TOKEN = tuple(f"int{bits}-token-128" for bits in (8, 4, 2, 1))
-# One bit is calibrated: eta 0.2 puts the levels a fifth of the range inside.
-K_FORMATS = (
-    DENSE,
-    *(f"int{bits}-channel-128" for bits in (8, 4, 3, 2)),
-    *("int1-channel-128-eta0.2", "kitty-25", "kitty-12.5"),
-    *_PER_TOKEN,
-)
-V_FORMATS = (DENSE, *_PER_TOKEN, "int3-token-128", "int1-token-128-eta0.2")
 
 
 class Candidates(NamedTuple):
@@ -43,7 +33,7 @@ class Candidates(NamedTuple):
     def of(cls, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Candidates:
         """All formats of plans that fit heads of this shape, in a model that computes in ``dtype``."""
         shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
-        return cls(_sides(K_FORMATS, shape, "k", dtype), _sides(V_FORMATS, shape, "v", dtype))
+        return cls(_sides(shape, "k", dtype), _sides(shape, "v", dtype))
 
     @classmethod
     def of_shape(cls, model: ModelFingerprint) -> Candidates:
@@ -51,9 +41,9 @@ class Candidates(NamedTuple):
         return cls.of(model.num_kv_heads, model.head_dim, torch.bfloat16)
 
 
-def _sides(names: tuple[str, ...], shape: PageShape, side: SideName, dtype: torch.dtype) -> dict[str, Side]:
+def _sides(shape: PageShape, side: SideName, dtype: torch.dtype) -> dict[str, Side]:
     found = {}
-    for name in names:
+    for name in (name for family in FAMILIES for name in getattr(family.candidates, side)):
         try:
             found[name] = make_format(name, dtype).layout(shape, side)
         except ConfigError:  # does not fit these heads

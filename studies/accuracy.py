@@ -28,10 +28,11 @@ from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import number, render
 from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Column, Table, as_markdown, from_rows
-from qkv_engine.config import DENSE16, PLAN_SUFFIX, KVConfig, RungConfig, resolve_kv
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.loader import read_config
 from qkv_engine.planner.plan import read_plan
+from qkv_engine.presets import PLAN_SUFFIX, resolve_kv
 
 from .accuracy_plot import Point, draw_bits
 

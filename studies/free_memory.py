@@ -18,11 +18,11 @@ import torch
 from qkv_engine.bench.report import number
 from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Table
-from qkv_engine.config import PRESETS
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import Scheduler
 from qkv_engine.sizes import format_size, parse_size

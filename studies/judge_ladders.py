@@ -10,8 +10,9 @@ from pathlib import Path
 
 from qkv_engine.bench.quality import at_floor
 from qkv_engine.cli.main import main as command
-from qkv_engine.config import DENSE16, PRESETS, KVConfig, RungConfig
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.planner.plan import read_plan
+from qkv_engine.presets import PRESETS
 
 from .judge_texts import OTHER, OWN
 

@@ -30,7 +30,7 @@ from qkv_engine.bench.roofline import Weights, count_weights, limit_seconds
 from qkv_engine.bench.sampled import WINDOWS
 from qkv_engine.bench.sizing import largest_batch, make_ladder
 from qkv_engine.bench.table import Table
-from qkv_engine.config import BLOCK_TOKENS, EngineConfig, resolve_kv
+from qkv_engine.config import BLOCK_TOKENS, EngineConfig
 from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError
@@ -38,6 +38,7 @@ from qkv_engine.loading import resolve_device
 from qkv_engine.models.config import DTYPES, ModelConfig
 from qkv_engine.models.loader import resolve_dtype
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import resolve_kv
 from qkv_engine.sizes import parse_size
 
 from . import results

@@ -21,12 +21,13 @@ import torch
 from qkv_engine.bench.report import number
 from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Table
-from qkv_engine.config import BLOCK_TOKENS, PRESETS
+from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, Scheduler
 

@@ -12,8 +12,9 @@ import time
 from typing import Any
 
 from qkv_engine import SamplingParams
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import resolve_kv
 from qkv_engine.serving.core import EngineCore
 from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start

@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from qkv_engine.bench.batches import MAX
-from qkv_engine.config import KVConfig, main_presets
+from qkv_engine.config import KVConfig
+from qkv_engine.presets import main_presets
 
 from .. import common, results
 from ..eval import DEFAULT_SAMPLES, DEFAULT_TASKS

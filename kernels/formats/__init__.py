@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from qkv_engine.errors import ConfigError
 
@@ -12,6 +12,9 @@ from .kitty import KITTY
 from .page import BlockLayout, PageLayout, Place
 from .pattern import PATTERN
 from .uniform import UNIFORM
+
+if TYPE_CHECKING:
+    import torch
 
 FAMILIES: list[Family] = [DENSE, UNIFORM, KITTY, PATTERN]
 
@@ -27,6 +30,8 @@ def make_format(name: str, dtype: torch.dtype) -> Format:
 
 def narrower_formats(old: Side) -> list[Format]:
     """The formats that a side can step down to."""
+    import torch
+
     found = []
     for family in FAMILIES:
         for fmt in family.formats(old.dense_dtype or torch.float32).values():

@@ -2,6 +2,8 @@
 
 A side has codes and metadata, which may lie apart. The rest of the engine knows a side by its sizes and asks
 ``side.family`` for everything else. ``docs/adding_a_format.md`` builds a family step by step.
+
+No torch here: presets are read before torch is, and operations are imported on first use.
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
-
-from torch import Tensor
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+    from qkv_engine.config import KVConfig
 
 SideName = Literal["k", "v"]
+LIMIT = 32752.0  # of elements: half of fp16's largest value, so that min and range are both finite in fp16; exact there
 SIDE_ALIGN = 128  # bytes: a cache line, so that no row of codes straddles two
 
 
@@ -145,6 +150,19 @@ class CpuOps(NamedTuple):
     values: Callable[[Tensor, SideBytes, Any], Tensor]
 
 
+class TorchOps(NamedTuple):
+    """Operations in torch: the plain references, and those of the CPU, which equal them byte for byte where they write.
+
+    ``quantize(x, side, bank)``, ``dequantize(rows, side)`` (float32), ``demote(rows, old, new)``. ``bank`` is
+    ``SideBytes.bank``.
+    """
+
+    quantize: Callable[[Tensor, Any, Tensor | None], SideBytes]
+    dequantize: Callable[[SideBytes, Any], Tensor]
+    demote: Callable[[SideBytes, Any, Any], SideBytes]
+    cpu: CpuOps
+
+
 class KeyFunctions(NamedTuple):
     """Device functions of K in the integer decode kernel, and the fewest token tiles of a page.
 
@@ -175,8 +193,10 @@ class ValueFunctions(NamedTuple):
 
 
 class TritonOps(NamedTuple):
-    """Device functions (``triton.jit``). ``p_codes`` and ``p_meta`` are uint8 pointers to a side's codes and metadata,
-    ``p_bank`` one to its patterns, which points anywhere if the side has no bank.
+    """Device functions (``triton.jit``), which equal the references byte for byte where they write.
+
+    ``p_codes`` and ``p_meta`` are uint8 pointers to a side's codes and metadata, ``p_bank`` one to its patterns, which
+    points anywhere if the side has no bank.
 
     ``load_tile(p_codes, p_meta, p_bank, i_h, o_t, b_t, num_page_tokens, SIDE, H, T, D, BLOCK_D, DTYPE)``: tokens
     ``o_t`` [TILE] of a head as [TILE, BLOCK_D] ``DTYPE``, zero where ``b_t`` is false. Dense pages of sinks have fewer
@@ -196,27 +216,57 @@ class TritonOps(NamedTuple):
     integer: Callable[[Any], KeyFunctions | ValueFunctions | None]
 
 
+class SideFormats(NamedTuple):
+    """Names of formats, for K and for V."""
+
+    k: tuple[str, ...] = ()
+    v: tuple[str, ...] = ()
+
+
+NO_FORMATS = SideFormats()
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A kind of side and all operations on its bytes.
 
     ``formats(dtype)``: the formats by name, for a model that computes in ``dtype``.
     ``check_step(old, new)`` raises ``ValueError`` if ``old``, of any family, cannot be rewritten as ``new``.
-    ``quantize(x, side, bank)``, ``dequantize(rows, side)`` (float32) and ``demote(rows, old, new)`` are the plain
-    references that the CPU and Triton operations equal, byte for byte where they write. ``bank`` is ``SideBytes.bank``.
-    ``triton()`` imports Triton on first use.
+    ``torch_ops()`` and ``triton()`` import torch and Triton on first use.
     ``parse(name)``: a format by a name with numbers in it, which ``formats`` need not list; ``None`` for other names.
+    ``presets``: ladders that the user knows by name, whose last rung has formats of this family.
+    ``candidates``: the formats that the planner may give to a layer.
     """
 
     name: str
     formats: Callable[[torch.dtype], Mapping[str, Format]]
     check_step: Callable[[Side, Any], None]
-    quantize: Callable[[Tensor, Any, Tensor | None], SideBytes]
-    dequantize: Callable[[SideBytes, Any], Tensor]
-    demote: Callable[[SideBytes, Any, Any], SideBytes]
-    cpu: CpuOps
+    torch_ops: Callable[[], TorchOps]
     triton: Callable[[], TritonOps]
     parse: Callable[[str], Format | None] = lambda name: None
+    presets: tuple[KVConfig, ...] = ()
+    candidates: SideFormats = NO_FORMATS
+
+    @cached_property
+    def _ops(self) -> TorchOps:
+        return self.torch_ops()
+
+    @property
+    def cpu(self) -> CpuOps:
+        """The operations of the CPU."""
+        return self._ops.cpu
+
+    def quantize(self, x: Tensor, side: Side, bank: Tensor | None = None) -> SideBytes:
+        """The bytes of ``x`` [n, H, T, D] as sides, plainly."""
+        return self._ops.quantize(x, side, bank)
+
+    def dequantize(self, rows: SideBytes, side: Side) -> Tensor:
+        """Elements [n, H, T, D] float32, plainly."""
+        return self._ops.dequantize(rows, side)
+
+    def demote(self, rows: SideBytes, old: Side, new: Side) -> SideBytes:
+        """The sides ``old`` as ``new``, which is of this family, plainly."""
+        return self._ops.demote(rows, old, new)
 
 
 def plain_cpu_ops(

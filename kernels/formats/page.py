@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from .family import Side, SideBytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Place(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockLayout, PageShape, Side
-from ..formats.dense import elements
+from ..formats.dense.cpu import elements
+from ..formats.family import LIMIT
 from ..formats.page import Step
 from ..formats.rows import even_runs, run_bank, run_rows
-from ..formats.uniform.reference import LIMIT
 from ..to_device import to_device
 from .kmeans import MAX_CANDIDATES, evenly, kmeans
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..formats import BlockLayout
-from ..formats.dense import elements
+from ..formats.dense.cpu import elements
 from ..formats.rows import block_bank, even_runs, run_rows
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockLayout
-from ..formats.dense import elements
+from ..formats.dense.cpu import elements
 from ..formats.rows import block_bank, run_rows
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from struct import pack
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BlockLayout, Side
+from ..formats import BlockLayout, Side, family
 from ..formats.dense.triton import TL_DTYPE
 from ..formats.steps import bank_table, step_table
 from ..fusion import UNFUSED
+
+LIMIT = tl.constexpr(family.LIMIT)
+LIMIT_BITS = tl.constexpr(int.from_bytes(pack("<f", family.LIMIT), "little"))  # of ``LIMIT`` in float32
 
 
 @triton.jit
@@ -45,14 +49,13 @@ def seal_kernel(
     o_d = tl.arange(0, TILE_D)[None, :]
     b_raw = tl.load(p_source + tl.arange(0, T)[:, None] * D + o_d, mask=o_d < D, other=0.0)
     b_x = b_raw.to(tl.float32)
-    # 32752: half of fp16's largest value, so that min and range are both finite in fp16. As integers, absolute values
-    # keep their order, with infinities and NaNs above all others.
+    # As integers, absolute values keep their order, with infinities and NaNs above all others.
     b_bits = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if tl.max(tl.max(b_bits, 1), 0) > 0x46FFE000:
+    if tl.max(tl.max(b_bits, 1), 0) > LIMIT_BITS:
         m_finite = tl.abs(b_x) < float("inf")
         if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
             tl.store(finite_ptr + i_n, 0)
-        b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -32752.0), 32752.0), 0.0)
+        b_x = tl.where(m_finite, tl.minimum(tl.maximum(b_x, -LIMIT), LIMIT), 0.0)
     SEAL(p_codes, p_meta, p_bank, num_windows, b_raw, b_x, i_h, SIDE, H, T, D, TILE_D)
 
 

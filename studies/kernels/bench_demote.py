@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from qkv_engine.bench.roofline import BANDWIDTH
-from qkv_engine.config import DENSE16, KVConfig, RungConfig, uniform_rung
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.device.layouts import Rung, build_ladder
 from qkv_engine.kernels.demote import demote
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.seal import seal
 
 from .timing import time_calls

@@ -20,9 +20,10 @@ from qkv_engine.bench.grading import sample_examples, score, wilson_interval
 from qkv_engine.bench.questions import Ask, Task, ask, parse_tasks
 from qkv_engine.bench.report import number
 from qkv_engine.bench.table import Column, Table, from_rows
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.llama import LlamaForCausalLM
+from qkv_engine.presets import PRESETS
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .. import results

@@ -9,9 +9,10 @@ import torch
 
 from qkv_engine.bench.filled import FilledEngine, spread_prompts
 from qkv_engine.bench.sizing import largest_batch
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.errors import QKVError
 from qkv_engine.kv.block import slot_rung
+from qkv_engine.presets import resolve_kv
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.cli import bench
 from qkv_engine.cli.common import kv_ladders
 from qkv_engine.cli.main import main
-from qkv_engine.config import BLOCK_TOKENS, PRESETS
+from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 
 from .fake import FakeEngine, make_row
 

@@ -16,10 +16,10 @@ from qkv_engine.bench.quality import Quality, rate
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.cli import bench
 from qkv_engine.cli.main import main
-from qkv_engine.config import PRESETS, main_presets
 from qkv_engine.errors import CapacityError
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS, main_presets
 
 from .answering import AnsweringEngine
 from .fake import make_row

@@ -15,8 +15,8 @@ from qkv_engine.bench.sweep import Row, SweepPlan, sweep
 from qkv_engine.bench.table import as_text
 from qkv_engine.cli import bench
 from qkv_engine.cli.main import main
-from qkv_engine.config import PRESETS
 from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.presets import PRESETS
 
 from .answering import AnsweringEngine
 from .fake import make_row

@@ -12,8 +12,8 @@ from qkv_engine import KVConfig
 from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.bench.report import render, sweep_table, unfilled_notes, workload_table
 from qkv_engine.bench.sweep import Row
-from qkv_engine.config import PRESETS
 from qkv_engine.errors import ConfigError
+from qkv_engine.presets import PRESETS
 
 from .fake import make_row
 

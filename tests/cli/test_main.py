@@ -15,8 +15,8 @@ import pytest
 from qkv_engine import __version__
 from qkv_engine.cli import common, main
 from qkv_engine.cli.chat import question as chat_question
-from qkv_engine.config import PRESETS, preset_families
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError, RequestError
+from qkv_engine.presets import PRESETS, preset_families
 
 from .fake_engine import open_fake
 

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv_engine.config import resolve_kv
 from qkv_engine.device.backend import Limits
 from qkv_engine.device.gpu.captures import all_shapes
 from qkv_engine.device.gpu.mixed import MixedShape, padded_decodes
@@ -22,6 +21,7 @@ from qkv_engine.device.gpu.steps import DecodeShape, padded_batch
 from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kv import slabs
 from qkv_engine.kv.table import BlockTables
+from qkv_engine.presets import resolve_kv
 
 LADDERS = ["bf16", "int4", "kivi-2", "auto"]
 LENGTHS = [8192, 32768]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from qkv_engine import ConfigError, Engine, KVConfig, QKVError, SamplingParams
-from qkv_engine.config import DENSE16, PRESETS, EngineConfig, RungConfig, preset_families, resolve_kv, uniform_rung
+from qkv_engine.config import DENSE16, EngineConfig, RungConfig
 from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.formats.uniform.layout import uniform_formats
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
+from qkv_engine.presets import PRESETS, main_presets, preset_families, resolve_kv
 from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
 
 from ..models.tiny import write_tiny
@@ -133,12 +136,13 @@ def test_a_secret_is_not_repeated():
 
 
 def test_accepted_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert EngineConfig(kv_quota=1).kv_quota == 1
-    assert EngineConfig(model="org/name").source == "org/name" and EngineConfig().source is None
+    config = partial(EngineConfig, kv=PRESETS["auto"])
+    assert config(kv_quota=1).kv_quota == 1
+    assert config(model="org/name").source == "org/name" and config().source is None
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert EngineConfig(model=Path("~/model")).source == str(tmp_path / "model")
-    assert EngineConfig(model=Path("org/name")).source == str(tmp_path / "org" / "name")  # never a name on the Hub
+    assert config(model=Path("~/model")).source == str(tmp_path / "model")
+    assert config(model=Path("org/name")).source == str(tmp_path / "org" / "name")  # never a name on the Hub
 
 
 # KVConfig, RungConfig and ladders
@@ -259,6 +263,9 @@ def test_presets_are_found_by_name():
         name, *ends = family.replace("]", "").split("[")
         names |= {name + "".join(some) for n in range(len(ends) + 1) for some in combinations(ends, n)}
     assert names == set(PRESETS)
+    schemes = ["kivi-4", "kivi-2", "kivi-k4v2", "kivi-k2v4", "xquant", "xquant-1.28", "xquant-1.16"]
+    schemes += ["kitty", "kitty-pro", "patternkv", "pm-kvq-4", "pm-kvq-2"]
+    assert list(main_presets()) == ["bf16", "fp32", "int8", "int4", *schemes, "auto", "auto-2"]
     assert all(resolve_kv(name) is preset for name, preset in PRESETS.items())
     assert resolve_kv(PRESETS["int4"]) is PRESETS["int4"]
     with pytest.raises(QKVError, match=r"kv='fp8'.*bf16.*auto-2, or the path of a plan file \(.json\)$") as caught:

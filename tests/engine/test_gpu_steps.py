@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from qkv_engine import SamplingParams
-from qkv_engine.config import EngineConfig, KVConfig, RungConfig, pattern_rung, resolve_kv
+from qkv_engine.config import EngineConfig, KVConfig, RungConfig
 from qkv_engine.device.gpu.steps import padded_batch
 from qkv_engine.device.runner import Runner
 from qkv_engine.kernels.formats import PageLayout
+from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import launches
+from qkv_engine.presets import resolve_kv
 from qkv_engine.request import Request
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from qkv_engine import Engine, KVConfig, RungConfig, SamplingParams
-from qkv_engine.config import uniform_rung
 from qkv_engine.device.runner import Runner
 from qkv_engine.device.sampler import SampledToken
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.request import Request
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from qkv_engine import ConfigError, KVConfig, RungConfig
-from qkv_engine.config import DENSE16, PRESETS, XQUANT, uniform_rung, xquant_rung
+from qkv_engine.config import DENSE16
 from qkv_engine.device.layouts import Rung, build_ladder
+from qkv_engine.kernels.formats.uniform.presets import XQUANT, uniform_rung, xquant_rung
 from qkv_engine.layer_schedule import LayerSchedule
+from qkv_engine.presets import PRESETS
 
 WIDE, NARROW = "int2-token-32", "int1-token-32"
 SHARED = "int1-token-32-subordinate"

@@ -9,7 +9,8 @@ import pytest
 
 from qkv_engine import Engine, KVConfig, SamplingParams
 from qkv_engine.cli.main import main
-from qkv_engine.config import RungConfig, pattern_rung
+from qkv_engine.config import RungConfig
+from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.serving.submission import Submission
 
 from .test_precision_schedule import Recorder, replay

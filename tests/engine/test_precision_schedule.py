@@ -15,10 +15,11 @@ from typing import NamedTuple
 import pytest
 
 from qkv_engine import Engine, KVConfig, SamplingParams
-from qkv_engine.config import RungConfig, uniform_rung
+from qkv_engine.config import RungConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.runner import Runner
 from qkv_engine.device.sampler import SampledToken
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.request import Request
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from qkv_engine import RequestOutput, SamplingParams
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.device.runner import Runner, StepResult
+from qkv_engine.presets import resolve_kv
 from qkv_engine.request import Request
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch

@@ -22,12 +22,13 @@ import pytest
 import torch
 
 from qkv_engine import CapacityError, ConfigError, Engine, ModelError, loading, startup
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.device import memory
 from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
 from qkv_engine.models import hub, loader
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import resolve_kv
 
 from ..models.tiny import write_tiny
 

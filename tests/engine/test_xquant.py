@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from qkv_engine import Engine, KVConfig, RequestOutput, RungConfig, SamplingParams
-from qkv_engine.config import PRESETS, uniform_rung
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
+from qkv_engine.presets import PRESETS
 
 from .test_precision_schedule import Recorder, Step, replay
 

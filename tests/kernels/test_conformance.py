@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.demote import demote, demote_reference
-from qkv_engine.kernels.formats import FAMILIES, Family, PageShape, Side, SideBytes
+from qkv_engine.kernels.formats import FAMILIES, Family, PageShape, Side, SideBytes, make_format
+from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.rows import page_rows
 from qkv_engine.kernels.seal import seal, seal_reference
 
@@ -72,6 +73,18 @@ def side_views(blocks: Blocks) -> list[tuple[Side, SideBytes]]:
         k, v = page_rows(blocks.memory, range(first, second + 1, second - first), page, banks)
         found += [(page.k, k), (page.v, v)]
     return found
+
+
+@families
+def test_presets_and_candidates_have_the_familys_formats(family: Family) -> None:
+    for kv in family.presets:
+        sides = [(side, name) for side in ("k", "v") for name in kv.rungs[-1].formats(side, 8)]
+        assert family in {family_of(name, side) for side, name in sides}
+    assert all(family_of(name, side) is family for side in ("k", "v") for name in getattr(family.candidates, side))
+
+
+def family_of(name: str, side: SideName) -> Family:
+    return make_format(name, torch.bfloat16).layout(PageShape(2, 128, 128), side).family
 
 
 @families

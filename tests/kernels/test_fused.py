@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, uniform_rung
+from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.layouts import build_ladder
 from qkv_engine.device.mover import Mover
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.rms_norm import add_rms_norm, reference, rms_norm
 from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.kernels.swiglu import swiglu

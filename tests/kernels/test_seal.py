@@ -13,11 +13,11 @@ from torch import Tensor
 from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.dequant import dequant_reference
 from qkv_engine.kernels.formats import BlockLayout, PageShape, Place
+from qkv_engine.kernels.formats.family import LIMIT
 from qkv_engine.kernels.formats.page import Step
 from qkv_engine.kernels.formats.rows import even_runs
 from qkv_engine.kernels.formats.uniform import Uniform, UniformSide
 from qkv_engine.kernels.formats.uniform.reference import (
-    LIMIT,
     encode,
     read_codes,
     read_meta,

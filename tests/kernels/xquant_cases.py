@@ -7,11 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qkv_engine.config import DENSE16, PRESETS, KVConfig, RungConfig, uniform_rung, xquant_rung
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.formats import BlockLayout, PageShape
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung, xquant_rung
 from qkv_engine.kernels.seal.triton import seal_triton
 from qkv_engine.layer_schedule import ALL
+from qkv_engine.presets import PRESETS
 from studies.papers import quantizers
 from studies.papers.cache import by_channel, by_token
 

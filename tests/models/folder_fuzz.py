@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from qkv_engine import Engine, QKVError, SamplingParams
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
+from qkv_engine.presets import resolve_kv
 from qkv_engine.startup import start
 
 from .tiny import INDEX, WEIGHTS, shard, write_tiny

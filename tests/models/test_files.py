@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ModelError
 from qkv_engine.model_files import MAX_BYTES, MAX_JSON_DEPTH, open_inside, parse_json
 from qkv_engine.models.checkpoint import read_header
+from qkv_engine.presets import resolve_kv
 from qkv_engine.startup import start
 
 from .tiny import INDEX, WEIGHTS, shard, write_tiny

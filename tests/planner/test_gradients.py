@@ -17,6 +17,7 @@ from qkv_engine.planner.forward import compute_logits, embed, run_layer
 from qkv_engine.planner.gradients import Text, TextProfile, mean_profile, profile_text, profile_texts
 from qkv_engine.planner.profile import LayerScores, Prompts
 from qkv_engine.planner.sensitivity import Candidates
+from qkv_engine.presets import PRESETS
 
 from ..models.conftest import DenseBatch
 
@@ -120,9 +121,10 @@ def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
     """In bfloat16, so roughly; the bytes are those of docs/plans.md."""
     text = Text(torch.randint(5, 1024, (1025,), generator=torch.Generator().manual_seed(0)).tolist())
     candidates = Candidates.of(2, 128, torch.bfloat16)
+    configs = [EngineConfig(kv=PRESETS["bf16"], dtype=dtype) for dtype in ("float32", "bfloat16")]
     on_cpu, on_gpu = (
-        cast(LlamaForCausalLM, load(EngineConfig(dtype=dtype), torch.device(device), pack=False)[0].model)
-        for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
+        cast(LlamaForCausalLM, load(config, torch.device(device), pack=False)[0].model)
+        for device, config in zip(("cpu", "cuda"), configs, strict=True)
     )
     profile_text(on_gpu, text, candidates)  # libraries allocate their workspaces
     torch.cuda.reset_peak_memory_stats()

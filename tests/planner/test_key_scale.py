@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine import ConfigError, Engine, SamplingParams
-from qkv_engine.config import EngineConfig, resolve_kv
+from qkv_engine.config import EngineConfig
 from qkv_engine.loading import load
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.llama import LlamaForCausalLM
@@ -21,6 +21,7 @@ from qkv_engine.planner.forward import compute_logits, decoder_layers, embed, ru
 from qkv_engine.planner.gradients import Text
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.plan import read_plan
+from qkv_engine.presets import PRESETS, resolve_kv
 
 from ..models.tiny import write_tiny
 from .test_gradients import CPU, FAMILIES, random_ids
@@ -134,7 +135,7 @@ def test_a_gpu_finds_the_cpus_peaks_and_errors():
     text = Text(torch.randint(5, 1024, (300,), generator=torch.Generator().manual_seed(0)).tolist())
     found = []
     for device in ("cpu", "cuda"):
-        model = load(EngineConfig(dtype="float32"), torch.device(device), pack=False)[0].model
+        model = load(EngineConfig(kv=PRESETS["bf16"], dtype="float32"), torch.device(device), pack=False)[0].model
         peaks = search.key_peaks(model, text)
         errors = search.output_errors(model, text, peaks)
         fold_key_scale(model, search.best_key_scale(peaks, errors))

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
-from qkv_engine.config import resolve_kv
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.checkpoint import weights_digest
@@ -26,6 +25,7 @@ from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
 from qkv_engine.planner.plan import KVPlan, Settings, read_plan
 from qkv_engine.planner.pm_kvq import PMKVQ
+from qkv_engine.presets import resolve_kv
 
 from ..models.tiny import WEIGHTS, write_tiny
 from .profiles import made_up_profile

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from qkv_engine import CapacityError, ConfigError
-from qkv_engine.config import PRESETS, KVConfig
+from qkv_engine.config import KVConfig
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import check_step
 from qkv_engine.kv.slabs import make_tables
@@ -18,6 +18,7 @@ from qkv_engine.planner.plan import KVPlan
 from qkv_engine.planner.pm_kvq import PMKVQ, progressive
 from qkv_engine.planner.predict import as_good, outlier_layers, predicted_loss
 from qkv_engine.planner.profile import Sensitivities
+from qkv_engine.presets import PRESETS
 
 from .profiles import made_up_profile
 

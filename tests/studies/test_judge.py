@@ -18,8 +18,8 @@ from qkv_engine.bench.judged import JudgedRow
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import as_json
 from qkv_engine.bench.result_files import read_records
-from qkv_engine.config import PRESETS
 from qkv_engine.planner.plan import read_plan
+from qkv_engine.presets import PRESETS
 from studies import judge_harness, judge_ladders, judge_texts
 from studies.judge import Judge, kept_rows, parse
 from studies.judge_ladders import Contender, Planner, contenders

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from qkv_engine import Engine, KVConfig, SamplingParams
-from qkv_engine.config import PRESETS
 from qkv_engine.device.layouts import Rung, build_ladder
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 from studies.papers import kitty, kivi, kvmix, patternkv, quantizers, xquant
 from studies.papers.__main__ import SCHEMES, main
 from studies.papers.cache import LayerCache, Side, attention, by_channel, by_token, full_precision

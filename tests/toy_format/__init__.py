@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from qkv_engine.kernels.formats.family import Family, Side, TritonOps, plain_cpu_ops
+from qkv_engine.kernels.formats.family import Family, Side, TorchOps, TritonOps, plain_cpu_ops
 
 from .layout import Sign, SignSide
-from .reference import demote, dequantize, quantize
+from .presets import CANDIDATES, PRESETS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _formats(dtype: torch.dtype) -> dict[str, Sign]:
@@ -18,12 +21,17 @@ def _check_step(old: Side, new: SignSide) -> None:
     raise ValueError("sign sides are sealed from dense ones alone")
 
 
+def _torch_ops() -> TorchOps:
+    from .reference import demote, dequantize, quantize
+
+    return TorchOps(quantize, dequantize, demote, plain_cpu_ops(quantize, dequantize, demote))
+
+
 def _triton() -> TritonOps:
     from .triton import SIGN_TRITON
 
     return SIGN_TRITON
 
 
-SIGN_CPU = plain_cpu_ops(quantize, dequantize, demote)
-SIGN = Family("sign", _formats, _check_step, quantize, dequantize, demote, SIGN_CPU, _triton)
+SIGN = Family("sign", _formats, _check_step, _torch_ops, _triton, presets=PRESETS, candidates=CANDIDATES)
 SignSide.family = SIGN

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.formats.family import Side, SideBytes
+from qkv_engine.kernels.formats.family import LIMIT, Side, SideBytes
 
 from .layout import GROUP, SignSide
-
-LIMIT = 32752.0  # as sealing has it; means are then finite in fp16
 
 
 def quantize(x: Tensor, side: SignSide, bank: Tensor | None = None) -> SideBytes:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from ..family import Family, TritonOps
-from .cpu import DENSE_CPU, check_step, demote, dequantize, elements, quantize
-from .layout import Dense, DenseSide, dense_formats
+from ..family import Family, TorchOps, TritonOps
+from .layout import Dense, DenseSide, check_step, dense_formats
+from .presets import CANDIDATES, PRESETS
+
+
+def _torch_ops() -> TorchOps:
+    from .cpu import DENSE_TORCH
+
+    return DENSE_TORCH
 
 
 def _triton() -> TritonOps:
@@ -13,7 +19,7 @@ def _triton() -> TritonOps:
     return DENSE_TRITON
 
 
-DENSE = Family("dense", dense_formats, check_step, quantize, dequantize, demote, DENSE_CPU, _triton)
+DENSE = Family("dense", dense_formats, check_step, _torch_ops, _triton, presets=PRESETS, candidates=CANDIDATES)
 DenseSide.family = DENSE
 
-__all__ = ["DENSE", "Dense", "DenseSide", "elements"]
+__all__ = ["DENSE", "Dense", "DenseSide"]

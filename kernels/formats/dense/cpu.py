@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import Side, SideBytes, plain_cpu_ops
+from ..family import Side, SideBytes, TorchOps, plain_cpu_ops
 from .layout import DenseSide
 
 
@@ -27,17 +27,9 @@ def dequantize(rows: SideBytes, side: DenseSide) -> Tensor:
     return elements(rows, side).float()
 
 
-def check_step(old: Side, new: DenseSide) -> None:
-    """Raises ``ValueError`` unless both are dense in one dtype."""
-    if old.dense_dtype is None:
-        raise ValueError("a sealed side cannot become dense again")
-    if old.dense_dtype != new.dtype:
-        raise ValueError("a dense side keeps its dtype")
-
-
 def demote(rows: SideBytes, old: Side, new: DenseSide) -> SideBytes:
     """Never called: a dense side follows dense sides alone, which are copied."""
     raise ValueError(f"no demotion leads to {new}")
 
 
-DENSE_CPU = plain_cpu_ops(quantize, dequantize, demote)
+DENSE_TORCH = TorchOps(quantize, dequantize, demote, plain_cpu_ops(quantize, dequantize, demote))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..family import PageShape, Side, SideName
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DenseSpec(NamedTuple):
@@ -63,5 +64,15 @@ class Dense:
 
 def dense_formats(dtype: torch.dtype) -> dict[str, Dense]:
     """``dense16`` and ``dense32``. An fp16 model has fp16 pages; bf16 would lose three bits of the mantissa."""
+    import torch
+
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     return {"dense16": Dense("dense16", half), "dense32": Dense("dense32", torch.float32)}
+
+
+def check_step(old: Side, new: DenseSide) -> None:
+    """Raises ``ValueError`` unless both are dense in one dtype."""
+    if old.dense_dtype is None:
+        raise ValueError("a sealed side cannot become dense again")
+    if old.dense_dtype != new.dtype:
+        raise ValueError("a dense side keeps its dtype")

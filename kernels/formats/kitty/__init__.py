@@ -6,14 +6,15 @@ Source: Kitty (arXiv 2511.18643), with (min, range) for (scale, zero) and a shor
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
-import torch
-
-from ..family import Family, Side, TritonOps
+from ..family import Family, Side, TorchOps, TritonOps
 from ..uniform import UniformSide
-from .cpu import KITTY_CPU
 from .layout import Kitty, KittySide, Ranking, parse
-from .reference import demote, dequantize, quantize
+from .presets import CANDIDATES, PRESETS
+
+if TYPE_CHECKING:
+    import torch
 
 ORDINARY = (Kitty(Decimal("12.5")), Kitty(Decimal(25)))  # the paper's Kitty and Kitty-Pro
 
@@ -27,13 +28,20 @@ def _formats(dtype: torch.dtype) -> dict[str, Kitty]:
     return {fmt.name: fmt for fmt in ORDINARY}
 
 
+def _torch_ops() -> TorchOps:
+    from .cpu import KITTY_CPU
+    from .reference import demote, dequantize, quantize
+
+    return TorchOps(quantize, dequantize, demote, KITTY_CPU)
+
+
 def _triton() -> TritonOps:
     from .triton import KITTY_TRITON
 
     return KITTY_TRITON
 
 
-KITTY = Family("kitty", _formats, _check_step, quantize, dequantize, demote, KITTY_CPU, _triton, parse)
+KITTY = Family("kitty", _formats, _check_step, _torch_ops, _triton, parse, PRESETS, CANDIDATES)
 KittySide.family = KITTY
 
 __all__ = ["KITTY", "Kitty", "KittySide", "Ranking"]

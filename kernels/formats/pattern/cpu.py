@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import CpuOps, SideBytes
+from ..family import LIMIT, CpuOps, SideBytes
 from ..uniform import cpu as uniform
 from ..uniform.layout import TILES
-from ..uniform.reference import LIMIT
 from .layout import PatternSide
 from .reference import chosen, index_tile, read_index, read_patterns, residual_rows, split
 

@@ -14,6 +14,7 @@ from qkv_engine.errors import ConfigError
 
 from ..family import SIDE_ALIGN, PageShape, Side, SideName
 from ..uniform import Uniform, UniformSide
+from ..uniform.layout import check_step as check_residual_step
 from ..uniform.layout import uniform_formats
 
 NO_PATTERN = 255  # index of a token stored as it is
@@ -163,3 +164,12 @@ def gate(head_dim: int) -> float:
     """
     c = 4 * Z_95**2 / (5 * head_dim)
     return math.sqrt((1 - math.sqrt(1 - (1 - c) ** 2)) / (1 - c)) if c < 1 else 0.0
+
+
+def check_step(old: Side, new: PatternSide) -> None:
+    """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
+    if not isinstance(old, PatternSide):
+        raise ValueError(f"no demotion leads from {old.family.name} to pattern sides")
+    if (old.mined, old.later) != (new.mined, new.later):
+        raise ValueError(f"a demotion keeps the number of patterns, {old.mined} and {old.later} later ones")
+    check_residual_step(old.residual, new.residual)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import Side, SideBytes
+from ..family import LIMIT, SideBytes
 from ..uniform import UniformSide
 from ..uniform import reference as uniform
 from ..uniform.layout import TILES
-from ..uniform.reference import LIMIT
 from .layout import NO_PATTERN, PatternSide, gate
 
 
@@ -36,15 +35,6 @@ def demote(rows: SideBytes, old: PatternSide, new: PatternSide) -> SideBytes:
     """The bytes of sides ``old`` as ``new``, of fewer bits: codes shrink, metadata stays."""
     codes = uniform.demote(residual_rows(rows, old), old.residual, new.residual).codes
     return SideBytes(codes, rows.meta)
-
-
-def check_step(old: Side, new: PatternSide) -> None:
-    """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
-    if not isinstance(old, PatternSide):
-        raise ValueError(f"no demotion leads from {old.family.name} to pattern sides")
-    if (old.mined, old.later) != (new.mined, new.later):
-        raise ValueError(f"a demotion keeps the number of patterns, {old.mined} and {old.later} later ones")
-    uniform.check_step(old.residual, new.residual)
 
 
 # ---- assignment

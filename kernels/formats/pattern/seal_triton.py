@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import family
 from ..uniform.demote_triton import demote_head as demote_residual
 from ..uniform.seal_triton import seal_head as seal_residual
 from .layout import NO_PATTERN
 from .tile import index_byte, load_patterns
 
+LIMIT = tl.constexpr(family.LIMIT)
 NONE = tl.constexpr(NO_PATTERN)
 FEW = tl.constexpr(32)  # patterns compared with tokens at a time; more take more registers
 
@@ -30,7 +32,7 @@ def seal_head(
     b_index = tl.where(m_pays, b_index, NONE)
     tl.store(p_meta + i_h * T + index_byte(tl.arange(0, T), SIDE.IS_K, T), b_index.to(tl.uint8))
     b_rest = tl.where(m_pays[:, None], b_rest, b_x)
-    b_rest = tl.minimum(tl.maximum(b_rest, -32752.0), 32752.0)  # clamped like elements: ranges must be finite in fp16
+    b_rest = tl.minimum(tl.maximum(b_rest, -LIMIT), LIMIT)  # clamped like elements: ranges must be finite in fp16
     seal_residual(p_codes, p_meta + SIDE.INDEX, p_bank, num_windows, b_raw, b_rest, i_h, SIDE, H, T, D, TILE_D)
 
 

@@ -5,16 +5,25 @@ Source: KIVI (arXiv 2402.02750), with (min, range) for (scale, zero).
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from ..family import Family, TritonOps
-from .cpu import UNIFORM_CPU
-from .layout import Uniform, UniformSide, parse, uniform_formats
-from .reference import check_step, demote, dequantize, quantize
+from ..family import Family, TorchOps, TritonOps
+from .layout import Uniform, UniformSide, check_step, parse, uniform_formats
+from .presets import CANDIDATES, PRESETS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _formats(dtype: torch.dtype) -> dict[str, Uniform]:
     return uniform_formats()
+
+
+def _torch_ops() -> TorchOps:
+    from .cpu import UNIFORM_CPU
+    from .reference import demote, dequantize, quantize
+
+    return TorchOps(quantize, dequantize, demote, UNIFORM_CPU)
 
 
 def _triton() -> TritonOps:
@@ -23,7 +32,7 @@ def _triton() -> TritonOps:
     return UNIFORM_TRITON
 
 
-UNIFORM = Family("uniform", _formats, check_step, quantize, dequantize, demote, UNIFORM_CPU, _triton, parse)
+UNIFORM = Family("uniform", _formats, check_step, _torch_ops, _triton, parse, PRESETS, CANDIDATES)
 UniformSide.family = UNIFORM
 
 __all__ = ["UNIFORM", "Uniform", "UniformSide"]

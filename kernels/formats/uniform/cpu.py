@@ -12,11 +12,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..family import CpuOps, SideBytes
+from ..family import LIMIT, CpuOps, SideBytes
 from .codes import code_planes, narrow, pack, token_factors
 from .layout import UniformSide
 from .reference import (
-    LIMIT,
     calibrated,
     head_codes,
     meta_tile,

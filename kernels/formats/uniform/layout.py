@@ -213,3 +213,15 @@ def parse(name: str) -> Uniform | None:
 def _spell(eta: Fraction) -> str:
     """Decimals where six of them are exact, else a fraction."""
     return f"{float(eta):.6f}".rstrip("0") if 10**6 % eta.denominator == 0 else str(eta)
+
+
+def check_step(old: Side, new: UniformSide) -> None:
+    """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
+    if not isinstance(old, UniformSide):
+        raise ValueError(f"no demotion leads from {old.family.name} to uniform sides")
+    if (old.name, old.axis, old.group) != (new.name, new.axis, new.group):
+        raise ValueError("a demotion keeps side, axis and group")
+    if old.is_subordinate and not new.is_subordinate:
+        raise ValueError("a subordinate side has no codes of its own")
+    if old.bits != new.bits and (new.bits > old.bits or 3 in (old.bits, new.bits)):
+        raise ValueError(f"no demotion leads from {old.bits} to {new.bits} bits")

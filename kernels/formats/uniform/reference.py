@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..family import Side, SideBytes
+from ..family import LIMIT, SideBytes
 from .codes import pack, unpack
 from .layout import TILES, HeadSide, UniformSide
-
-LIMIT = 32752.0  # half of fp16's largest value, so that min and range are both finite in fp16; exact in fp16
 
 
 def quantize(x: Tensor, side: UniformSide, bank: Tensor | None = None) -> SideBytes:
@@ -48,18 +46,6 @@ def demote(rows: SideBytes, old: UniformSide, new: UniformSide) -> SideBytes:
         return SideBytes(rows.codes[:, :0], rows.meta)
     codes = shrink(read_codes(rows, old).int(), old.bits, new.bits).to(torch.uint8)
     return write(codes, read_meta(rows, old), new)
-
-
-def check_step(old: Side, new: UniformSide) -> None:
-    """Raises ``ValueError`` unless ``demote`` leads from ``old`` to ``new``, or they are equal."""
-    if not isinstance(old, UniformSide):
-        raise ValueError(f"no demotion leads from {old.family.name} to uniform sides")
-    if (old.name, old.axis, old.group) != (new.name, new.axis, new.group):
-        raise ValueError("a demotion keeps side, axis and group")
-    if old.is_subordinate and not new.is_subordinate:
-        raise ValueError("a subordinate side has no codes of its own")
-    if old.bits != new.bits and (new.bits > old.bits or 3 in (old.bits, new.bits)):
-        raise ValueError(f"no demotion leads from {old.bits} to {new.bits} bits")
 
 
 def encode(x: Tensor, side: UniformSide) -> tuple[Tensor, Tensor]:

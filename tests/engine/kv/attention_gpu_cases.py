@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkv_engine.config import KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.config import KVConfig, RungConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.command import Tokens
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
@@ -13,6 +13,8 @@ from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
 from qkv_engine.device.layouts import build_ladder
 from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.block_tables import pack_tokens
+from qkv_engine.kernels.formats.pattern.presets import pattern_rung
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest

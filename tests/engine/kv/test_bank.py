@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv_engine.config import DENSE16, KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.device.layouts import Ladder, build_ladder
 from qkv_engine.errors import ConfigError
 from qkv_engine.kernels.block_tables import RUNG_BITS
+from qkv_engine.kernels.formats.pattern.presets import pattern_rung
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kv.bank import Centres, Mining
 from qkv_engine.kv.block import Move
 from qkv_engine.kv.spec import KVSpec

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig, pattern_rung, uniform_rung
+from qkv_engine.config import BLOCK_TOKENS, KVConfig, RungConfig
+from qkv_engine.kernels.formats.pattern.presets import pattern_rung
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.mine.kmeans import kmeans
 from qkv_engine.request import FinishReason
 

@@ -10,13 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv_engine.config import BLOCK_TOKENS, DENSE16, PRESETS, KVConfig, RungConfig, uniform_rung
+from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
 from qkv_engine.device.layouts import build_ladder
 from qkv_engine.errors import CapacityError
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.slabs import MAX_SLAB_BLOCKS, least_nbytes, make_arena, make_tables
 from qkv_engine.kv.spec import KVSpec, RungSize
 from qkv_engine.kv.table import BlockTables, reserve_nbytes
+from qkv_engine.presets import PRESETS
 
 from ...scheduler.common import make_spec
 

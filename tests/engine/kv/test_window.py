@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv_engine.config import DENSE16, KVConfig, uniform_rung
+from qkv_engine.config import DENSE16, KVConfig
+from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.window import RecentWindow
 
