@@ -10,6 +10,7 @@ import pytest
 
 from qkv_engine import CapacityError, Engine, RequestError, RequestOutput, SamplingParams
 from qkv_engine.bench import tasks
+from qkv_engine.intake import Intake
 
 BLOCK_NBYTES = 2**20  # of the demo model in 16 bits
 
@@ -82,6 +83,19 @@ def test_pinned_and_floored_requests_keep_their_precision():
         with pytest.raises(CapacityError, match="kv_floor"):
             engine.generate([[5] * 2000], SamplingParams(kv_pinned=True, max_tokens=100))
         assert engine.generate([[5] * 2000], SamplingParams(max_tokens=4, ignore_eos=True))[0].finished
+
+
+def test_the_floor_of_a_request_is_looked_up_when_it_is_submitted():
+    with Engine(kv="auto", kv_memory=16 * BLOCK_NBYTES) as engine:
+        intake = Intake(engine._started)
+        asked = [{"kv_floor": name} for name in (None, "dense16", "int8", "int4")]
+        asked.append({"kv_floor": "int4", "kv_pinned": True})
+        found = [intake.streamed([5], SamplingParams(max_tokens=3, **each), None, None) for each in asked]
+        assert [submission.floor for submission in found] == [2, 0, 1, 2, 0]
+        found[2].make_completions()
+        assert found[2].completions[0].request.floor == 1
+        with pytest.raises(RequestError, match="Choose from dense16, int8, int4"):
+            intake.streamed([5], SamplingParams(kv_floor="int3"), None, None)
 
 
 def test_a_shared_prefix_is_computed_once():
