@@ -104,7 +104,7 @@ class FilledEngine(Closable):
         self._threads = ExitStack()
         if self.started.device.type == "cpu":
             self._threads.enter_context(computing_with(self.started.threads.number))
-        self.core.make_space = lambda: FilledManager(self.core, self._patterns)
+        self.core.recovery.make_space = lambda: FilledManager(self.core, self._patterns)
         self.core.recover()
         self._stats = take_snapshot(self.started)
 

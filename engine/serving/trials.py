@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .submission import Submission
 
 TRIAL_STEPS = 8  # of a submission alone, beside the steps that recompute its tokens
-TRIAL_ATTEMPTS = 3  # broken steps in a row without a new token that convict a submission: some faults are random
+TRIAL_ATTEMPTS = 3  # broken steps in a row without a new token after which a submission fails: some faults are random
 
 
 class Trials:
@@ -49,7 +49,7 @@ class Trials:
         return None
 
     def fail(self) -> Submission | None:
-        """Notes a broken step. Returns the submission on trial if it is guilty; before that it is tried again."""
+        """Notes a broken step. Returns the submission on trial if it is at fault; before that it is tried again."""
         suspect, self._current = self._current, None
         if suspect is None:
             return None

@@ -1,4 +1,4 @@
-"""Faults inside the engine's own thread: the guilty request ends, the others answer as ever, a dead engine says why."""
+"""Faults in the engine's own thread: the request at fault ends, the others answer as ever, a dead engine says why."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_steps_that_break_off_while_many_threads_submit(engine: Engine, monkeypa
 def test_a_request_that_breaks_the_scheduler_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str):
     work = prompts(8)
     expected = answers(engine, work)
-    guilty, method = work[3], getattr(KVManager, place)
+    at_fault, method = work[3], getattr(KVManager, place)
 
     def broken(self: KVManager, request: Any, *more: Any) -> Any:
-        if request.prompt_token_ids == guilty:
+        if request.prompt_token_ids == at_fault:
             raise TypeError("injected")
         return method(self, request, *more)
 
@@ -91,18 +91,18 @@ def test_a_request_that_breaks_the_scheduler_ends_alone(engine: Engine, monkeypa
 def test_a_request_that_breaks_steps_far_into_its_prompt_ends_alone(monkeypatch: pytest.MonkeyPatch):
     """Good steps come between the broken ones: they compute the prompt again."""
     with Engine(kv="fp32", kv_memory="64MiB", max_num_batched_tokens=64) as engine:
-        core, guilty = engine._started.core, [5 + i % 900 for i in range(400)]
+        core, at_fault = engine._started.core, [5 + i % 900 for i in range(400)]
         expected = answers(engine, [[5, 6, 7]])
         accept = core._accept
 
         def broken(result: Any, *more: Any) -> None:
             for item in result.items:
-                if item.samples and item.request.prompt_token_ids == guilty and item.request.num_output_tokens:
+                if item.samples and item.request.prompt_token_ids == at_fault and item.request.num_output_tokens:
                     raise KeyError("injected")
             accept(result, *more)
 
         monkeypatch.setattr(core, "_accept", broken)
-        outputs = engine.generate([guilty, [5, 6, 7]], GREEDY)
+        outputs = engine.generate([at_fault, [5, 6, 7]], GREEDY)
         assert outputs[0].finish_reason == "error" and "break off" in str(outputs[0].error)
         assert [outputs[1].token_ids] == expected == answers(engine, [[5, 6, 7]])
 
@@ -121,20 +121,21 @@ def test_requests_come_and_go_during_trials(engine: Engine, monkeypatch: pytest.
         return schedule()
 
     late: list[Any] = []
-    advance = core._go_on_with_trials
+    recovery = core.recovery
+    advance = recovery.go_on_with_trials
 
-    def watched(trials: Any) -> None:
-        if not late:
+    def watched() -> None:
+        if recovery.in_trials and not late:
             late.append(engine.stream(work[1], GREEDY))
             aborted.close()
-        advance(trials)
+        advance()
 
-    monkeypatch.setattr(core, "_go_on_with_trials", watched)
+    monkeypatch.setattr(recovery, "go_on_with_trials", watched)
     monkeypatch.setattr(core.scheduler, "schedule", faulty)
     assert answers(engine, work) == expected
     *_, last = late[0]
     assert last.token_ids == expected[1] and GREEDY.max_tokens > TRIAL_STEPS
-    assert core._trials is None and not engine._loop.call(lambda: dict(core.live))
+    assert not recovery.in_trials and not engine._loop.call(lambda: dict(core.live))
 
 
 def test_a_lost_device_ends_the_engine_with_its_cause(engine: Engine, monkeypatch: pytest.MonkeyPatch):

@@ -62,7 +62,7 @@ def test_the_core_notes_what_each_step_took_and_no_time_without_work(ahead: bool
     assert pace is not None and pace.max_itl == 5.0
     monkeypatch.setattr(pace, "note", lambda seconds, tokens: noted.append((seconds, tokens)))
     runner: Any = TimedRunner(core.runner, clock)
-    core = EngineCore(core.scheduler, runner, core.tokenizer, core.eos_ids, core.make_space, runs_ahead=ahead)
+    core = EngineCore(core.scheduler, runner, core.tokenizer, core.eos_ids, core.recovery.make_space, runs_ahead=ahead)
     for seed in range(2):
         clock.now += IDLE_SECONDS
         play(core, make_load(started, seed, 8), {})

@@ -55,7 +55,7 @@ def play(core: EngineCore, work: list[Submission], interrupt: int) -> list[Reque
                 core.recover()
     finally:
         del core.scheduler.append_token
-    assert calls >= interrupt and not core.live and not core._owners and not core._rows
+    assert calls >= interrupt and not core.live and not core.registry.owners and not core.registry.rows
     return [submission.stream.get(0) for submission in work]
 
 

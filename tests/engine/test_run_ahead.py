@@ -81,7 +81,7 @@ def make_core(started: Started, ahead: bool) -> EngineCore:
     core = started.core
     core.recover()  # an empty prefix cache
     runner: Any = LateRunner(core.runner) if ahead else core.runner
-    return EngineCore(core.scheduler, runner, core.tokenizer, core.eos_ids, core.make_space, runs_ahead=ahead)
+    return EngineCore(core.scheduler, runner, core.tokenizer, core.eos_ids, core.recovery.make_space, runs_ahead=ahead)
 
 
 def make_params(rng: random.Random) -> SamplingParams:
@@ -138,7 +138,7 @@ def play(
             core.abort(aborts[step])
         core.space.tables.check_integrity()
         assert step < 5000
-    assert not core.live and not core._owners and not core._rows and not core._in_flight
+    assert not core.live and not core.registry.owners and not core.registry.rows and not core._in_flight
     if core.space.prefix is not None:
         core.space.prefix.clear()
     assert core.space.tables.arena.used_nbytes == 0

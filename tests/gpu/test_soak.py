@@ -91,4 +91,4 @@ def check_empty(engine: Engine) -> None:
     tables.check_integrity()
     assert tables.arena.used_nbytes == 0 and not tables.live_blocks() and not len(tables)
     assert len(tables.arena._pool) == tables.arena.num_slabs
-    assert not core.live and not core._owners and not core._rows and not core.scheduler.requests
+    assert not core.live and not core.registry.owners and not core.registry.rows and not core.scheduler.requests

@@ -28,6 +28,8 @@ MODULES = {  # in order of their imports
     "pressure": "qkv_engine.scheduler.pressure",
     "scheduler": "qkv_engine.scheduler.scheduler",
     "submission": "qkv_engine.serving.submission",
+    "registry": "qkv_engine.serving.registry",
+    "recovery": "qkv_engine.serving.recovery",
     "core": "qkv_engine.serving.core",
 }
 

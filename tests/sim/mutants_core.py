@@ -7,50 +7,50 @@ from .code import Patch
 CORE = (
     Patch(
         "recovery does not look for stops",
-        "core",
+        "registry",
         "            reason = completion.read()\n            if",
         "            reason, completion.num_read = None, completion.request.num_output_tokens\n            if",
     ),
     Patch(
         "recovery forgets where blocks stood",
-        "core",
-        "            for completion in submission.completions:\n                self._note_usage(completion)\n",
+        "recovery",
+        "            for completion in submission.completions:\n                registry.note_usage(completion)\n",
         "            pass\n",
     ),
     Patch(
         "recovery keeps the times of lost tokens",
-        "core",
+        "registry",
         "                del times[completion.request.num_output_tokens :]\n",
         "                pass\n",
     ),
     Patch(
         "recovery reports no end",
-        "core",
-        "        elif submission.finished:\n            self._report(submission)\n",
+        "registry",
+        "        elif submission.finished:\n            self.report(submission)\n",
         "",
     ),
     Patch(
         "an ended request is remembered",
-        "core",
-        "        self._rows.pop(completion.request, None)\n",
+        "registry",
+        "        self.rows.pop(completion.request, None)\n",
         "",
     ),
     Patch(
         "a refused request is remembered",
-        "core",
+        "registry",
         "            request.status = FINISHED\n        self._close(completion)\n",
         "            request.status = FINISHED\n            return\n        self._close(completion)\n",
     ),
     Patch(
         "one failure takes the batch along",
-        "core",
+        "recovery",
         "        if len(batch) > 1 or ",
         "        if False and ",
     ),
     Patch(
         "holders of bad values go on",
-        "core",
-        "            if not (request.is_finished or bad.isdisjoint(self.space.tables[request.request_id])):\n",
+        "recovery",
+        "            if not (request.is_finished or bad.isdisjoint(registry.space.tables[request.request_id])):\n",
         "            if False:\n",
     ),
     Patch(
@@ -68,8 +68,8 @@ CORE = (
     Patch(
         "recovery keeps steps under way",
         "core",
-        "        self._in_flight.clear()\n        self.runner.cache.reset()\n",
-        "        self.runner.cache.reset()\n",
+        "        self._in_flight.clear()\n        return self.recovery",
+        "        return self.recovery",
     ),
     Patch(
         "what follows a step that broke off is kept",
@@ -98,13 +98,13 @@ CORE = (
     Patch(
         "suspects run ahead",
         "core",
-        "self.runs_ahead and launched and not self._suspects",
+        "self.runs_ahead and launched and not self.registry.suspects",
         "self.runs_ahead and launched",
     ),
     Patch(
         "bad values stay on offer when their holder has ended",
-        "core",
-        "        self.space.distrust(bad)\n",
+        "recovery",
+        "        registry.space.distrust(bad)\n",
         "",
     ),
     Patch(
@@ -115,7 +115,7 @@ CORE = (
     ),
     Patch(
         "who is left of a batch is blamed",
-        "core",
+        "recovery",
         "        if len(batch.live()) < len(batch):\n",
         "        if False:\n",
     ),

@@ -239,7 +239,7 @@ class Simulation:
             try:
                 self.core.step()
             except (BrokenOff, Fault) as error:
-                alone = not self.options.ahead or self.core._suspects
+                alone = not self.options.ahead or self.core.registry.suspects
                 require(isinstance(error, BrokenOff) or not alone, "a fault is not narrowed down")
                 self.recover()
             finally:
@@ -252,7 +252,8 @@ class Simulation:
     def _check_core(self) -> None:
         """Checks that the core knows the live requests, and no others."""
         live = set(self.scheduler.requests.values())
-        require(set(self.core._owners) == set(self.core._rows) == live, "the core remembers who is gone")
+        registry = self.core.registry
+        require(set(registry.owners) == set(registry.rows) == live, "the core remembers who is gone")
         require(set(self.core.live) == set(self.scheduler.requests), "a submission is lost")
 
     def before_schedule(self) -> None:
