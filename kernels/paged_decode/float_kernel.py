@@ -79,7 +79,7 @@ def decode_float_kernel(
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    # Only a run's first block can be a sink and only its last ones unwritten, so the loop loads no positions.
+    # Only a run's first block can be short and only its last ones unwritten, so the loop loads no positions.
     PAGE_TILES: tl.constexpr = T // TILE
     first_tokens, first_written = T, T
     if S > 0:
@@ -92,7 +92,7 @@ def decode_float_kernel(
     first_tiles = (first_written + TILE - 1) // TILE
     for i in tl.range(0, tl.minimum(num_tiles, first_tiles) + tl.maximum(num_tiles - PAGE_TILES, 0), num_stages=STAGES):
         i_tile = i
-        if S > 0:  # a sink's page ends early
+        if S > 0:  # a short page ends early
             i_tile = tl.where(i < first_tiles, i, i + (PAGE_TILES - first_tiles))
         address = tl.load(addresses_ptr + first + i_tile // PAGE_TILES)
         o_t = (i_tile % PAGE_TILES) * TILE + o_tile
@@ -101,7 +101,7 @@ def decode_float_kernel(
         if S > 0:
             num_page_tokens = tl.where(i < first_tiles, first_tokens, T)
             b_t = b_t & (o_t < tl.where(i < first_tiles, first_written, T))
-        # The pages of a dense rung scale with their tokens: a sink's lie at proportionally smaller offsets.
+        # The pages of a dense rung scale with their tokens: short ones lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_codes // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_codes // T * num_page_tokens, 16)
         p_k_meta = arena_ptr + tl.multiple_of(address + k_meta, 16)

@@ -33,7 +33,7 @@ class DenseSide(Side):
 
     @property
     def nbytes(self) -> int:
-        """Bytes without padding: a sink's page, of fewer tokens, is smaller in proportion."""
+        """Bytes without padding: a page of fewer tokens is smaller in proportion."""
         return self.codes_nbytes
 
     @property
