@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import ast
 import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from .patch import Patch, apply
 
 MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",
@@ -32,16 +34,6 @@ MODULES = {  # in order of their imports
     "recovery": "qkv_engine.serving.recovery",
     "core": "qkv_engine.serving.core",
 }
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One bug: ``old`` is replaced by ``new`` in the source of module ``file``."""
-
-    name: str
-    file: str
-    old: str
-    new: str
 
 
 @dataclass(frozen=True)
@@ -103,16 +95,13 @@ def _copy(patch: Patch) -> dict[str, ModuleType]:
 
 
 def _compiled(name: str, patch: Patch | None, package: str) -> Any:
-    path, text = source_path(name), _source(name)
+    path, tree = source_path(name), ast.parse(_source(name))
     if patch is not None:
-        if text.count(patch.old) != 1:
-            raise ValueError(f"mutant {patch.name!r}: its text occurs {text.count(patch.old)} times in {path.name}")
-        text = text.replace(patch.old, patch.new)
+        apply(patch, tree)
     home = MODULES[name].rpartition(".")[0]
-    parent = home.rpartition(".")[0]
-    # Relative imports become absolute; imports of another module under test go to its copy.
-    text = re.sub(r"^from \.\.([\w.]+) import", rf"from {parent}.\1 import", text, flags=re.M)
-    text = re.sub(r"^from \.([\w.]+) import", rf"from {home}.\1 import", text, flags=re.M)
-    for other, full in MODULES.items():
-        text = text.replace(f"from {full} import", f"from {package}.{other} import")
-    return compile(text, str(path), "exec", dont_inherit=True)
+    copies = {full: f"{package}.{other}" for other, full in MODULES.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            full = resolve_name("." * node.level + (node.module or ""), home)
+            node.module, node.level = copies.get(full, full), 0
+    return compile(tree, str(path), "exec", dont_inherit=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from itertools import chain, count
 
-from .code import Patch
 from .mutants_books import BOOKS
 from .mutants_core import CORE
 from .mutants_scheduling import SCHEDULING
 from .options import draw
+from .patch import Patch
 from .simulator import OutOfEvents, Simulation
 from .spy import Broken
 

@@ -19,10 +19,11 @@ from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
 
 from ..scheduler.common import FixedPace
-from .code import Code, Patch, load
+from .code import Code, load
 from .device import Device, Record, mix
 from .invariants import check_batch, check_books, check_queues, check_room
 from .options import OPEN_END_BLOCKS, Options, draw
+from .patch import Patch
 from .requests import Requests
 from .spy import Broken, SpySpace, require
 from .stand_ins import SimulatedRunner, spy_scheduler

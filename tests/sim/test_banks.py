@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
 from .options import LADDERS, Options, draw
+from .patch import Patch
 from .simulator import Simulation
 from .spy import Broken
 from .test_many_rungs import LADDERS as LONG_LADDERS
@@ -17,15 +17,25 @@ from .test_simulator import describe, swarm
 
 # A bug, and a seed that shows it.
 BUGS = (
-    (Patch("a bank is mined again", "bank", "if self.is_mined:", "if False:"), 601),
-    (Patch("a bank is not mined", "bank", "if self.is_mined:", "if True:"), 601),
-    (Patch("a bank is mined from what is not computed", "bank", ", self.num_computed_tokens)", ", 10**6)"), 602),
+    (Patch("a bank is mined again", "bank", "Bank.mine", "self.is_mined", "False"), 601),
+    (Patch("a bank is not mined", "bank", "Bank.mine", "self.is_mined", "True"), 601),
+    (
+        Patch(
+            "a bank is mined from what is not computed",
+            "bank",
+            "Bank.mine",
+            "num_tokens = min(max(self.num_prompt_tokens, self.block_tokens), self.num_computed_tokens)",
+            "num_tokens = min(max(self.num_prompt_tokens, self.block_tokens), 10 ** 6)",
+        ),
+        602,
+    ),
     (
         Patch(
             "a bank is mined from the output, too",
             "bank",
-            "min(max(self.num_prompt_tokens, self.block_tokens), self.num_computed_tokens)",
-            "self.num_computed_tokens",
+            "Bank.mine",
+            "num_tokens = min(max(self.num_prompt_tokens, self.block_tokens), self.num_computed_tokens)",
+            "num_tokens = self.num_computed_tokens",
         ),
         601,
     ),
@@ -33,8 +43,9 @@ BUGS = (
         Patch(
             "a short prompt is mined alone",
             "bank",
-            "max(self.num_prompt_tokens, self.block_tokens)",
-            "self.num_prompt_tokens",
+            "Bank.mine",
+            "num_tokens = min(max(self.num_prompt_tokens, self.block_tokens), self.num_computed_tokens)",
+            "num_tokens = min(self.num_prompt_tokens, self.num_computed_tokens)",
         ),
         600,
     ),
@@ -42,8 +53,9 @@ BUGS = (
         Patch(
             "the output counts as prompt after a preemption",
             "manager",
-            "num_prompt_tokens=request.num_prefill_tokens)",
-            "num_prompt_tokens=request.num_tokens)",
+            "KVManager.open",
+            "self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prefill_tokens)",
+            "self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_tokens)",
         ),
         601,
     ),
@@ -51,28 +63,70 @@ BUGS = (
         Patch(
             "a prompt begins in the sink",
             "table",
-            "table.num_prompt_tokens - self.group.sink",
-            "table.num_prompt_tokens",
+            "BlockTables.reserve",
+            "in_blocks = table.num_prompt_tokens - self.group.sink",
+            "in_blocks = table.num_prompt_tokens",
         ),
         605,
     ),
-    (Patch("windows begin in the prompt", "bank", "self.num_prompt_tokens // self.block_tokens", "0"), 601),
-    (Patch("a window adds no pattern", "bank", "if num_windows <= self.num_windows:", "if True:"), 601),
     (
         Patch(
-            "a window adds its pattern again", "bank", "self.num_windows = self.num_windows, ", "_ = self.num_windows, "
+            "windows begin in the prompt",
+            "bank",
+            "Bank._first_window",
+            "return max(1, self.num_prompt_tokens // self.block_tokens)",
+            "return max(1, 0)",
+        ),
+        601,
+    ),
+    (Patch("a window adds no pattern", "bank", "Bank.add_centres", "num_windows <= self.num_windows", "True"), 601),
+    (
+        Patch(
+            "a window adds its pattern again",
+            "bank",
+            "Bank.add_centres",
+            "first, self.num_windows = (self.num_windows, num_windows)",
+            "first, _ = (self.num_windows, num_windows)",
         ),
         605,
     ),
-    (Patch("a window has no pattern of its own", "bank", "index(block) + 1 -", "index(block) -"), 601),
-    (Patch("windows add patterns without end", "bank", ", self.most_windows)", ", 10**6)"), 605),
-    (Patch("all windows so far are open to a block", "bank", "self.blocks.index(block) + 1", "len(self.blocks)"), 601),
+    (
+        Patch(
+            "a window has no pattern of its own",
+            "bank",
+            "Bank.windows_until",
+            "return min(max(0, self.blocks.index(block) + 1 - self._first_window), self.most_windows)",
+            "return min(max(0, self.blocks.index(block) - self._first_window), self.most_windows)",
+        ),
+        601,
+    ),
+    (
+        Patch(
+            "windows add patterns without end",
+            "bank",
+            "Bank.windows_until",
+            "return min(max(0, self.blocks.index(block) + 1 - self._first_window), self.most_windows)",
+            "return min(max(0, self.blocks.index(block) + 1 - self._first_window), 10 ** 6)",
+        ),
+        605,
+    ),
+    (
+        Patch(
+            "all windows so far are open to a block",
+            "bank",
+            "Bank.windows_until",
+            "return min(max(0, self.blocks.index(block) + 1 - self._first_window), self.most_windows)",
+            "return min(max(0, len(self.blocks) - self._first_window), self.most_windows)",
+        ),
+        601,
+    ),
     (
         Patch(
             "blocks under patterns are shared",
             "manager",
-            "None if self.group.has_bank else prefix",
-            "prefix",
+            "KVManager.__init__",
+            "self.prefix = None if self.group.has_bank else prefix",
+            "self.prefix = prefix",
         ),
         601,
     ),

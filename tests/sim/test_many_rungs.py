@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
 from .options import Options, draw
+from .patch import Patch
 from .simulator import Simulation
 from .spy import Broken
 from .test_simulator import check_loads
@@ -21,22 +21,27 @@ LADDERS = (
 
 # A bug, and a seed that shows it.
 BUGS = (
-    (Patch("floors do not count", "table", "self.arena.slab_nbytes, num_floors))", "self.arena.slab_nbytes))"), 5),
     (
         Patch(
-            "the order of blocks that went further is kept",
-            "pressure",
-            "            self.forget()  # its order assumed that every block reaches its rung\n",
-            "            pass\n",
+            "floors do not count",
+            "table",
+            "BlockTables._reserve_for",
+            "return max(self._least_reserve, reserve_nbytes(rungs, self.arena.slab_nbytes, num_floors))",
+            "return max(self._least_reserve, reserve_nbytes(rungs, self.arena.slab_nbytes))",
         ),
+        5,
+    ),
+    (
+        Patch("the order of blocks that went further is kept", "pressure", "Pressure._demote", "self.forget()", "pass"),
         31,
     ),
     (
         Patch(
             "a block goes no further than it was sent",
             "table",
-            "for rung in range(wanted, block.floor + 1):",
-            "for rung in (wanted,):",
+            "BlockTables.demote",
+            "range(wanted, block.floor + 1)",
+            "(wanted,)",
         ),
         224,
     ),
@@ -44,8 +49,9 @@ BUGS = (
         Patch(
             "a request gives way at once",
             "pressure",
-            " and not self._step_down_any(request.params.tenant):",
-            ":",
+            "Pressure.make_room",
+            "not self._relieve(request, num_tokens, 0) and (not self._step_down_any(request.params.tenant))",
+            "not self._relieve(request, num_tokens, 0)",
         ),
         287,
     ),

@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
 from .options import Options
+from .patch import Patch
 from .test_scored import with_scored
 from .test_simulator import check_bug_is_found, check_loads
 
 BUGS = (
+    Patch("chunks are not counted", "scheduler", "Scheduler.schedule", "chunk_budget -= num_tokens", "pass"),
     Patch(
-        "chunks are not counted",
+        "new requests know no limit",
         "scheduler",
-        "                    chunk_budget -= num_tokens\n",
-        "                    pass\n",
+        "Scheduler.schedule",
+        "started = self._admit(min(budget, chunk_budget)) if self.num_preemptions == preempted else []",
+        "started = self._admit(budget) if self.num_preemptions == preempted else []",
     ),
-    Patch("new requests know no limit", "scheduler", "self._admit(min(budget, chunk_budget))", "self._admit(budget)"),
 )
 
 

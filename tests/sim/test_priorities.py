@@ -6,18 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
 from .options import Options
+from .patch import Patch
 from .test_simulator import check_bug_is_found, check_loads
 
 BUGS = (
     Patch(
         "priorities are ignored",
         "queue",
-        "return request.params.priority, request.arrival",
-        "return 0, request.arrival",
+        "_place",
+        "return (request.params.priority, request.arrival)",
+        "return (0, request.arrival)",
     ),
-    Patch("the most urgent gives way", "scheduler", "victim = self.running.last", "victim = self.running.first"),
+    Patch(
+        "the most urgent gives way",
+        "scheduler",
+        "Scheduler._make_room",
+        "victim = self.running.last",
+        "victim = self.running.first",
+    ),
 )
 
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from .code import Patch
 from .options import LADDERS, Options, draw
+from .patch import Patch
 from .simulator import Simulation
 from .spy import Broken
 from .test_simulator import check_loads
@@ -17,6 +17,7 @@ from .test_simulator import check_loads
 FIXED_WINDOW = Patch(
     "admission forgets that the window grows",
     "table",
+    "BlockTables.split",
     "older = self._newest(self.group.sink + (blocks - 1) * self.group.block_tokens)",
     "older = (blocks - 1) * self.group.block_tokens - self.group.recent.num_tokens",
 )

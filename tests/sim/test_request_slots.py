@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
 from .options import Options, draw
+from .patch import Patch
 from .simulator import Simulation
 from .spy import Broken
 from .test_simulator import check_loads, describe, swarm
@@ -20,26 +20,23 @@ BUGS = (
         Patch(
             "a slot without tokens is filed as a prefix",
             "table",
-            "[*table.slots[: bool(self.group.sink)], *table.blocks]",
-            "[*table]",
+            "BlockTables.entries",
+            "return [*table.slots[:bool(self.group.sink)], *table.blocks]",
+            "return [*table]",
         ),
         1,
     ),
     (
-        Patch(
-            "only the first slot is taken",
-            "table",
-            "in range(len(table.slots), len(self.group.slots)):",
-            "in range(len(table.slots), 1):",
-        ),
+        Patch("only the first slot is taken", "table", "BlockTables.reserve", "len(self.group.slots)", "1"),
         0,
     ),
     (
         Patch(
             "a request that found its sink lacks no slot",
             "table",
-            "        slots = self.group.slots[len(table.slots) :]\n        if not missing",
-            "        slots = () if table.slots else self.group.slots\n        if not missing",
+            "BlockTables.reserve",
+            "slots = self.group.slots[len(table.slots):]",
+            "slots = () if table.slots else self.group.slots",
         ),
         271,
     ),
@@ -47,8 +44,9 @@ BUGS = (
         Patch(
             "admission counts one slot a request",
             "demand",
-            "for slot in self._tables.group.slots:",
-            "for slot in self._tables.group.slots[:1]:",
+            "Demand.slots",
+            "self._tables.group.slots",
+            "self._tables.group.slots[:1]",
         ),
         1,
     ),

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from .code import Patch
 from .options import Options, draw
+from .patch import Patch
 from .simulator import Simulation
 from .spy import Broken
 from .test_ratios import with_ratio
@@ -20,8 +20,9 @@ BUGS = (
         Patch(
             "a chunk goes on where a block may step down",
             "scheduler",
-            "request.num_prefill_tokens if is_prefill else self.space.next_aging(request))",
-            "request.num_prefill_tokens if is_prefill else end)",
+            "Scheduler._wanted",
+            "end = min(end, request.num_prefill_tokens if is_prefill else self.space.next_aging(request))",
+            "end = min(end, request.num_prefill_tokens if is_prefill else end)",
         ),
         3000,
     ),
@@ -29,13 +30,20 @@ BUGS = (
         Patch(
             "a chunk goes on behind the prefill",
             "scheduler",
-            "request.num_prefill_tokens if is_prefill else",
-            "end if is_prefill else",
+            "Scheduler._wanted",
+            "end = min(end, request.num_prefill_tokens if is_prefill else self.space.next_aging(request))",
+            "end = min(end, end if is_prefill else self.space.next_aging(request))",
         ),
         3000,
     ),
     (
-        Patch("scored requests wait for their turn", "pressure", "urgent + others[:budget]", "found[:budget]"),
+        Patch(
+            "scored requests wait for their turn",
+            "pressure",
+            "Pressure._settle",
+            "self._demote([(candidate, candidate.block.floor) for candidate in urgent + others[:budget]])",
+            "self._demote([(candidate, candidate.block.floor) for candidate in found[:budget]])",
+        ),
         3000,
     ),
 )

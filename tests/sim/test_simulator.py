@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from .code import Patch
 from .options import Options, draw
+from .patch import Patch
 from .simulator import Simulation, simulate
 from .spy import Broken
 
