@@ -1,0 +1,34 @@
+"""Figures and limits that pages state are those of the code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.device import memory
+from qkv_engine.kv.demand import OPEN_END_BLOCKS
+from qkv_engine.scheduler.pressure import AHEAD_SHARE
+from qkv_engine.serve import bodies
+
+from .doc_pages import ROOT
+from .sim.mutants import MUTANTS, QUICK
+
+STATED = {
+    "docs/kv_cache.md": [
+        f"less {100 * (1 - memory.GPU_SHARE):.0f} % of the GPU's total",
+        f"{memory.GPU_WORKSPACE >> 30} GiB for activations",
+        f"{memory.GRAPHS_NBYTES >> 30} GiB for CUDA graphs",
+        f"{memory.CPU_LIMIT >> 30} GiB |",
+        f"within the next {BLOCK_TOKENS // AHEAD_SHARE} steps",
+        f"counted with {OPEN_END_BLOCKS * BLOCK_TOKENS:,} more tokens",
+    ],
+    "docs/reliability.md": [f"| {len(QUICK)} of {len(QUICK)} | {len(MUTANTS)} of {len(MUTANTS)};"],
+    "docs/serving.md": [f"more than {bodies.MAX_PARTS:,} lists and objects"],
+}
+
+
+@pytest.mark.parametrize(("page", "words"), [(page, words) for page, found in STATED.items() for words in found])
+def test_a_page_states_what_the_code_has(page: str, words: str):
+    assert words in re.sub(r"\s+", " ", (ROOT / page).read_text())
