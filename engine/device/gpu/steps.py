@@ -1,7 +1,7 @@
 """Steps on a GPU. Nothing here waits for the device.
 
 A step that consists of single tokens alone is padded to one of few sizes and replayed as a CUDA graph, from its input
-to the tokens it samples. So is a step with chunks of prompts, up to its hidden states, if ``mixed_steps.py`` has a
+to the tokens it samples. So is a step with chunks of prompts, up to its hidden states, if ``mixed.py`` has a
 shape for it. Any other step is run operator by operator, over the same tables.
 """
 
