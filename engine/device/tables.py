@@ -11,9 +11,8 @@ from torch import Tensor
 from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
 from qkv_engine.kernels.to_device import to_device
 
-from ..config import BLOCK_TOKENS
+from ..kv.spec import GroupSpec
 from ..kv.table_rows import TableLayout
-from .layouts import Ladder
 
 
 class HostTables:
@@ -64,12 +63,12 @@ class DeviceTables(HostTables):
     ``num_blocks`` are those by rung, as of the last command.
     """
 
-    def __init__(self, layout: TableLayout, ladder: Ladder, device: torch.device):
+    def __init__(self, layout: TableLayout, group: GroupSpec, device: torch.device):
         super().__init__(layout)
-        self.ladder, self.device = ladder, device
+        self.group, self.device = group, device
         words = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
         self.block_words = BlockWords(
-            words, layout.num_numbers, layout.width, ladder.sink, BLOCK_TOKENS, layout.has_bank
+            words, layout.num_numbers, layout.width, group.sink, group.block_tokens, layout.has_bank
         )
         self.last_tokens = torch.zeros(layout.num_rows + 1, dtype=torch.int64, device=device)
         self.spare_row = layout.spare_row

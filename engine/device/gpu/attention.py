@@ -18,7 +18,6 @@ from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
 
-from ...config import BLOCK_TOKENS
 from ..layouts import Ladder
 from ..tables import DeviceTables
 from .shapes import LaunchShapes
@@ -27,19 +26,20 @@ from .shapes import LaunchShapes
 class GpuAttentionPlanner:
     """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, tables: DeviceTables, num_heads: int):
+    def __init__(self, memory: Tensor, tables: DeviceTables, ladder: Ladder, num_heads: int):
         """``num_heads``: query heads of a layer."""
         self.memory, self.tables = memory, tables
-        self.tile_tokens = tile_tokens(num_heads, tables.ladder.widest.shape.num_kv_heads)
-        self.pages = page_layouts(tables.ladder)
+        dtype, head_dim = ladder.widest.dtype, ladder.widest.shape.head_dim
+        self.num_kv_heads = ladder.widest.shape.num_kv_heads
+        self.tile_tokens = tile_tokens(num_heads, self.num_kv_heads)
+        self.pages = page_layouts(ladder)
         self.layers = [LayerFormats.of(pages, memory.device) for pages in self.pages]
-        dtype, head_dim = tables.ladder.widest.dtype, tables.ladder.widest.shape.head_dim
         self.kv_rows = memory.view(dtype).view(-1, head_dim)  # dense pages are rows of one token and head
         self._row_nbytes = head_dim * dtype.itemsize
         num_multiprocessors = 1
         if memory.is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
-        self.shapes = LaunchShapes(tables.ladder.widest.shape.num_kv_heads, num_multiprocessors)
+        self.shapes = LaunchShapes(self.num_kv_heads, num_multiprocessors)
 
     def split(self, num_decodes: int, batch: int, beside_chunks: bool = False) -> tuple[int, Bounds]:
         """``LaunchShapes.split`` for the blocks of the last command.
@@ -52,8 +52,8 @@ class GpuAttentionPlanner:
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> PrefillWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
         first, number = torch.tensor(starts), torch.tensor(counts)
-        ladder = self.tables.ladder
-        entries = -((ladder.sink - first - number).clamp(max=0) // BLOCK_TOKENS) + bool(ladder.sink)
+        group = self.tables.group
+        entries = -((group.sink - first - number).clamp(max=0) // group.block_tokens) + bool(group.sink)
         addresses, rungs = self.tables.entries(rows, int(entries.max()))
         rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
         return PrefillWork.build(
@@ -61,10 +61,10 @@ class GpuAttentionPlanner:
             rungs,
             first,
             number,
-            num_rungs=len(ladder.rungs),
+            num_rungs=len(group.rungs),
             tile_tokens=self.tile_tokens,
-            sink_tokens=ladder.sink,
-            block_tokens=BLOCK_TOKENS,
+            sink_tokens=group.sink,
+            block_tokens=group.block_tokens,
             banks=self.tables.banks(rows),
         )
 
@@ -87,7 +87,7 @@ class GpuAttentionPlanner:
         decode = None
         if bounds is not None:
             rows, lengths = placed.rows[:num_decodes], placed.lengths[:num_decodes]
-            decode = plan_decode(tables.block_words, step_input, rows, lengths, len(tables.ladder.rungs), bounds)
+            decode = plan_decode(tables.block_words, step_input, rows, lengths, len(tables.group.rungs), bounds)
         return placed, GpuAttention(self, placed.token_rows, num_decodes, decode, chunks)
 
 
@@ -104,7 +104,7 @@ class GpuAttention:
     ):
         self._token_rows, self._kv_rows = token_rows, planner.kv_rows
         self._memory, self._pages, self._layers = planner.memory, planner.pages, planner.layers
-        self._num_kv_heads = planner.tables.ladder.widest.shape.num_kv_heads
+        self._num_kv_heads = planner.num_kv_heads
         self._num_decodes, self._decode, self._chunks = num_decodes, decode, chunks
 
     def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:

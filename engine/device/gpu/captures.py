@@ -30,7 +30,7 @@ def capture_all(steps: GpuSteps, limits: Limits) -> Captured:
     """
     start, before = time.monotonic(), free_memory(steps.device)
     planner = steps.planner
-    shapes = list(all_shapes(planner, planner.tables.ladder.spec.group, planner.memory.nbytes, limits))[:MAX_GRAPHS]
+    shapes = list(all_shapes(planner, planner.tables.group, planner.memory.nbytes, limits))[:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
         steps.capture(shape)

@@ -149,7 +149,7 @@ class PlanBuffer:
 
     def work(self, num_tiles: int) -> PrefillWork:
         """The plan with its first ``num_tiles`` tiles; its tensors are the fixed place."""
-        sink, block = self._tables.ladder.sink, self._tables.block_words.block_tokens
+        sink, block = self._tables.group.sink, self._tables.block_words.block_tokens
         tiles, runs = self._tiles[:num_tiles], self._runs[:, :num_tiles]
         return PrefillWork(self._addresses, tiles, runs, (self._no_blocks,), (0,), self._tile_tokens, sink, block)
 

@@ -56,9 +56,9 @@ class GpuSteps:
 
     def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
         self.model, self.device = model, memory.device
-        self.tables = DeviceTables(layout, ladder, self.device)
+        self.tables = DeviceTables(layout, ladder.spec.group, self.device)
         num_heads = model.ranks.part(model.config.num_heads).size
-        self.planner = GpuAttentionPlanner(memory, self.tables, num_heads)
+        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, num_heads)
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None:

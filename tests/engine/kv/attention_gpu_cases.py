@@ -46,8 +46,8 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: 
     cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
-    copy = Copy(cache.tables, 3, 1000, ladder)
-    triton = GpuAttentionPlanner(cache.memory, copy, GROUP * KV_HEADS)
+    copy = Copy(cache.tables, 3, 1000)
+    triton = GpuAttentionPlanner(cache.memory, copy, ladder, GROUP * KV_HEADS)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
     worst = 0.0

@@ -6,21 +6,17 @@ from collections.abc import Iterable
 
 import torch
 
-from qkv_engine.device.layouts import Ladder
 from qkv_engine.device.tables import DeviceTables
 from qkv_engine.kv.table import BlockTables
 from qkv_engine.kv.table_rows import TableLayout, TableRows
 
 
 class Copy(DeviceTables):
-    """A copy on the CPU that takes over the changes itself; ``rows`` follow the books.
+    """A copy on the CPU that takes over the changes itself; ``rows`` follow the books."""
 
-    Tests of tables alone give their group in place of a ``ladder``, which only attention reads more of.
-    """
-
-    def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int, ladder: Ladder | None = None):
+    def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int):
         layout = TableLayout.of(tables, num_rows, max_tokens)
-        super().__init__(layout, ladder or tables.group, torch.device("cpu"))
+        super().__init__(layout, tables.group, torch.device("cpu"))
         self.rows = TableRows(layout, tables.group)
 
     def follow(self, tables: BlockTables, names: Iterable[str]) -> list[int]:
