@@ -8,9 +8,7 @@ from .arena import Arena
 from .spec import GroupSpec, KVSpec
 from .table import BlockTables, reserve_nbytes
 
-MAX_SLAB_BLOCKS = (
-    16  # most widest blocks of a slab: larger ones would save little, and cost copies where one is emptied
-)
+MAX_SLAB_BLOCKS = 16  # widest blocks of a slab: larger ones save little, and cost copies where one is emptied
 
 
 def make_tables(spec: KVSpec, nbytes: int) -> BlockTables:
