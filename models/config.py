@@ -12,6 +12,7 @@ import torch
 
 from qkv_engine.errors import ConfigError, ModelError
 
+from .attention_spec import AttentionSpec
 from .fields import Fields
 from .rope import RopeConfig
 
@@ -120,6 +121,12 @@ class ModelConfig:
         if rope.rope_type == "yarn":
             return max(positions, int(rope.original_max_position_embeddings * rope.factor))
         return positions
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """What attention computes in each layer."""
+        spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+        return (spec,) * self.num_layers
 
     def check_ranks(self, size: int) -> None:
         """Raises ``ConfigError`` unless heads and inner features can be split over ``size`` tensor-parallel ranks."""
