@@ -9,7 +9,7 @@ from typing import NamedTuple
 from qkv_engine.request import Request
 
 from .queue import RequestQueue
-from .space import Block, KVSpace
+from .space import BlockLike, KVSpace
 
 NEVER = 2**62  # tokens: newer than any block, for a block whose holder does not pay
 
@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
     newness: int  # minus the age, so that the coldest come first
     arrival: int
     place: int  # among its request's unsettled blocks
-    block: Block
+    block: BlockLike
     request: Request
 
 

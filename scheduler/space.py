@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from qkv_engine.request import Request
 
 
-class Block(Protocol):
+class BlockLike(Protocol):
     """A KV block, as far as pressure looks at it."""
 
     rung: int
@@ -91,11 +91,11 @@ class KVSpace(Protocol):
         """Gives up one cached block that no request uses."""
         ...
 
-    def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
+    def unsettled(self, request: Request) -> Iterator[tuple[BlockLike, int]]:
         """Blocks that may still step down, each with its age: tokens beyond the recent window, negative inside it."""
         ...
 
-    def coldest(self, request: Request) -> tuple[Block, int] | None:
+    def coldest(self, request: Request) -> tuple[BlockLike, int] | None:
         """The oldest of the widest blocks that may step down and that no other request holds, and its age."""
         ...
 

@@ -106,14 +106,14 @@ SCHEDULING = (
     Patch(
         "what a block leaves is not counted in",
         "shortage",
-        "Shortage.eased",
+        "SlotShortage.eased",
         "self._extra[self._tables.sizes[old]] -= 1",
         "",
     ),
     Patch(
         "what a block takes on its new rung is not counted in",
         "shortage",
-        "Shortage.eased",
+        "SlotShortage.eased",
         "self._extra[self._tables.sizes[new]] += 1",
         "",
     ),
