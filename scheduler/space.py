@@ -18,7 +18,7 @@ class BlockLike(Protocol):
     def is_shared(self) -> bool: ...
 
 
-class Shortage(Protocol):
+class ShortageLike(Protocol):
     """Room that is wanted and is not there."""
 
     def eased(self, old: int, new: int) -> bool:
@@ -53,11 +53,11 @@ class KVSpace(Protocol):
         """How many of the first ``num_tokens`` tokens could be stored now with ``spare`` blocks left over."""
         ...
 
-    def shortage(self, request: Request, num_tokens: int, spare: int) -> Shortage:
+    def shortage(self, request: Request, num_tokens: int, spare: int) -> ShortageLike:
         """The room that ``room_for`` of the same arguments lacks."""
         ...
 
-    def shortage_of(self, num_blocks: int) -> Shortage:
+    def shortage_of(self, num_blocks: int) -> ShortageLike:
         """The room that blocks on the widest rung lack."""
         ...
 

@@ -10,7 +10,7 @@ from ..request import KVUsage, Request
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
 from .prefix import PrefixCache
-from .shortage import SlotShortage
+from .shortage import Shortage
 from .table import BlockTables
 
 
@@ -87,11 +87,11 @@ class KVManager:
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
         return self.tables.room_for(request.request_id, num_tokens, spare)
 
-    def shortage(self, request: Request, num_tokens: int, spare: int) -> SlotShortage:
-        return SlotShortage(self.tables, self.tables.wanted(request.request_id, num_tokens, spare))
+    def shortage(self, request: Request, num_tokens: int, spare: int) -> Shortage:
+        return Shortage(self.tables, self.tables.wanted(request.request_id, num_tokens, spare))
 
-    def shortage_of(self, num_blocks: int) -> SlotShortage:
-        return SlotShortage(self.tables, {self.group.widest.nbytes: num_blocks})
+    def shortage_of(self, num_blocks: int) -> Shortage:
+        return Shortage(self.tables, {self.group.widest.nbytes: num_blocks})
 
     def lacking(self, running: Iterable[Request]) -> set[Request]:
         return {r for r in running if r.num_computed_tokens >= r.num_reserved_tokens}

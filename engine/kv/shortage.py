@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from .table import BlockTables
 
 
-class SlotShortage:
+class Shortage:
     """Slots by size that are wanted; ``eased`` tells when those that blocks leave are enough for them."""
 
     def __init__(self, tables: BlockTables, wanted: Mapping[int, int]):

@@ -9,8 +9,8 @@ SCHEDULING = (
         "the hottest block steps down first",
         "coldest",
         "eligible",
-        "newness = NEVER if payer is None else -age",
-        "newness = NEVER if payer is None else min(1, age - 10 ** 9) if age >= 0 else 1",
+        "newness = NEVER if own_rank is None else -age",
+        "newness = NEVER if own_rank is None else min(1, age - 10 ** 9) if age >= 0 else 1",
     ),
     Patch(
         "blocks in the recent window step down",
@@ -106,14 +106,14 @@ SCHEDULING = (
     Patch(
         "what a block leaves is not counted in",
         "shortage",
-        "SlotShortage.eased",
+        "Shortage.eased",
         "self._extra[self._tables.sizes[old]] -= 1",
         "",
     ),
     Patch(
         "what a block takes on its new rung is not counted in",
         "shortage",
-        "SlotShortage.eased",
+        "Shortage.eased",
         "self._extra[self._tables.sizes[new]] += 1",
         "",
     ),
