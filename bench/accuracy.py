@@ -17,7 +17,7 @@ from qkv_engine.errors import ConfigError, QKVError
 from qkv_engine.presets import PRESETS
 from qkv_engine.request import RequestOutput
 
-from .grading import final_answer, is_correct, score
+from .grading import final_answer, grade, is_correct
 from .paired import ABOVE, Paired, paired_cell
 from .preset_loop import measure_presets
 from .provenance import Provenance, block_bits, engine_values, provenance
@@ -161,7 +161,7 @@ class _Evaluation:
         self, kv: str, task: Task, outputs: list[RequestOutput], stats: EngineStats, seconds: float
     ) -> AccuracyRow:
         replies = [output.text for output in outputs]
-        found = score(replies, list(task.examples))
+        found = grade(replies, list(task.examples))
         right = [is_correct(reply, e.answer) for reply, e in zip(replies, task.examples, strict=True)]
         before = self._last_right.get(task.label)
         paired = {} if before is None else Paired.of(right, before)._asdict()

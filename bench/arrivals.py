@@ -22,7 +22,7 @@ from .grading import is_correct
 from .preset_loop import measure_presets
 from .provenance import engine_values, provenance
 from .runs import BenchEngine, greedy, ordinary_tokens
-from .series import Sample, sampled, thinned
+from .series import StatsSample, sampled, thinned
 from .watch import no_watch, work_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Measured(NamedTuple):
     """A row, and the samples behind it, at least 20 ms apart; none where nothing ran."""
 
     row: ArrivalsRow
-    series: list[Sample]
+    series: list[StatsSample]
 
 
 class _Requests(NamedTuple):

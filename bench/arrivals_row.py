@@ -11,7 +11,7 @@ from qkv_engine.request import RequestOutput
 
 from .load import meets
 from .provenance import Provenance
-from .series import Sample, Step, steps_of
+from .series import StatsSample, TimedStep, steps_of
 from .status import FAILED, OK
 from .timing import Timeline, percentile, rounded
 
@@ -116,7 +116,7 @@ class Served(NamedTuple):
 
 
 def figures(
-    served: Sequence[Served], samples: Sequence[Sample], stats: EngineStats, limits: Mapping[str, float]
+    served: Sequence[Served], samples: Sequence[StatsSample], stats: EngineStats, limits: Mapping[str, float]
 ) -> dict[str, Any]:
     """The fields of a row that say how a run went; ``samples`` and ``stats`` count from its start."""
     finished = [one for one in served if one.error is None]
@@ -174,7 +174,7 @@ def latencies(timelines: Sequence[Timeline]) -> dict[str, float | None]:
     return found
 
 
-def step_times(name: str, steps: Sequence[Step]) -> dict[str, float | None]:
+def step_times(name: str, steps: Sequence[TimedStep]) -> dict[str, float | None]:
     """Number, p50 and p99 in ms of the steps without demotions, and of those with some."""
     found: dict[str, float | None] = {}
     for field, is_demoting in ((name, False), (f"{name}_demoting", True)):

@@ -40,7 +40,7 @@ class Example(NamedTuple):
     history: tuple[Turn, ...] = ()
 
 
-class Score(NamedTuple):
+class Accuracy(NamedTuple):
     """``correct`` of ``total`` answers, and the 95 % interval of the share that it suggests."""
 
     correct: int
@@ -88,10 +88,10 @@ def is_correct(reply: str, answer: str) -> bool:
     return final_answer(reply) == answer
 
 
-def score(replies: list[str], examples: list[Example]) -> Score:
+def grade(replies: list[str], examples: list[Example]) -> Accuracy:
     """The number of right ``replies``, which are in the order of ``examples``."""
     correct = sum(is_correct(reply, e.answer) for reply, e in zip(replies, examples, strict=True))
-    return Score(correct, len(examples), *wilson_interval(correct, len(examples)))
+    return Accuracy(correct, len(examples), *wilson_interval(correct, len(examples)))
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:

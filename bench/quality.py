@@ -18,7 +18,7 @@ from .papers import Experiment
 from .report import paper_tables, sweep_table, workload_table
 from .runs import BenchEngine
 from .status import FAILURES, OK, cause
-from .sweep import OpenEngine, Row
+from .sweep import OpenEngine, SweepRow
 from .table import Table
 from .watch import Watch, Watched, Work, no_watch
 
@@ -49,7 +49,7 @@ class Quality:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatedRow(Quality, Row):
+class RatedRow(Quality, SweepRow):
     """A row of a sweep with the answers of its preset, which are the same in all its rows."""
 
 
@@ -116,7 +116,7 @@ def quality_of(rows: Sequence[AccuracyRow]) -> Quality:
     )
 
 
-def rate(rows: Sequence[Row], found: Mapping[str, Quality]) -> list[RatedRow]:
+def rate(rows: Sequence[SweepRow], found: Mapping[str, Quality]) -> list[RatedRow]:
     """``rows`` with the answers ``found`` of their presets; without them where a preset was not asked yet."""
     return [RatedRow(**vars(row), **vars(found.get(row.kv, Quality()))) for row in rows]
 

@@ -14,7 +14,7 @@ from qkv_engine.presets import PRESETS
 from qkv_engine.sizes import format_size
 
 from .status import FAILED, NO_FIT, QUEUED, status_cell, status_notes
-from .sweep import SAMPLED, Row
+from .sweep import SAMPLED, SweepRow
 from .table import PLAIN_WIDTH, Column, Table, as_markdown, as_text, from_rows, joined
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def as_csv(records: Sequence[DataclassInstance]) -> str:
     return text.getvalue()
 
 
-def sweep_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+def sweep_table(rows: Sequence[SweepRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The table of a sweep of ``ladders``; columns with nothing in them are left out, zeros of counters are nothing."""
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
     best = max((rate or 0.0 for rate in base.values()), default=0.0) if len(base) > 1 else None
     if len(base) == len(rows):  # nothing to compare with
         base, best = {}, None
-    columns: list[Column[Row]] = [
+    columns: list[Column[SweepRow]] = [
         Column("kv", lambda row: row.kv, is_text=True),
         Column("batch", lambda row: number(row.batch, 0)),
         Column("out tok/s", lambda row: number(row.output_tok_s, 1)),
@@ -108,12 +108,12 @@ def paper_tables(ours: Table, experiment: Experiment) -> tuple[Table, Table]:
     return ours, from_rows(about, paper.published, columns, list(paper.notes))
 
 
-def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
+def workload_table(rows: Sequence[SweepRow], ladders: Mapping[str, KVConfig] = PRESETS) -> Table:
     """The table of a sweep of ``ladders`` over questions: the fate of the requests, their time and memory."""
     base = {row.batch: row.output_tok_s for row in rows if row.kv == rows[0].kv}
     if len(base) == len(rows):  # nothing to compare with
         base = {}
-    columns: list[Column[Row]] = [
+    columns: list[Column[SweepRow]] = [
         Column("kv", lambda row: row.kv, is_text=True),
         Column("requests", lambda row: number(row.batch, 0)),
         Column("finished", lambda row: number(row.finished, 0), spare=2),
@@ -136,7 +136,7 @@ def workload_table(rows: Sequence[Row], ladders: Mapping[str, KVConfig] = PRESET
     return from_rows(_title(rows), rows, columns, notes)
 
 
-def _title(rows: Sequence[Row]) -> str:
+def _title(rows: Sequence[SweepRow]) -> str:
     ran = next((row for row in rows if row.repeats), rows[0])
     lengths = f"{ran.input_len:,} in, {ran.output_len:,} out{' on average' if ran.task else ''}"
     parts = [ran.model, ran.machine, ran.dtype, ran.task, lengths]
@@ -151,7 +151,7 @@ def _title(rows: Sequence[Row]) -> str:
     return joined(*parts)
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(rows: Sequence[SweepRow]) -> list[str]:
     return status_notes(rows, [f"{row.kv} {row.batch:,}" for row in rows])
 
 
@@ -187,7 +187,7 @@ def unfilled_notes(
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def _spread(row: Row) -> str:
+def _spread(row: SweepRow) -> str:
     """Half the distance between the slowest and the fastest repeat, as a share of the median."""
     if row.repeats < 2 or not row.output_tok_s or row.output_tok_s_max is None or row.output_tok_s_min is None:
         return ""

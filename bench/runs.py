@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qkv_engine.request import RequestOutput, SamplingParams
 
-from .grading import score
+from .grading import grade
 from .provenance import engine_values
 from .timing import RunFigures, Timeline, median, rounded, run_figures
 from .watch import Watch, no_watch, work_of
@@ -96,7 +96,7 @@ class Runs:
         first = self.first_replies.setdefault(batch, replies)
         return {
             "finished": sum(output.finished for output in outputs),
-            "right": score(replies, list(workload.task.examples[:batch])).correct,
+            "right": grade(replies, list(workload.task.examples[:batch])).correct,
             "same": sum(map(str.__eq__, replies, first)),
             "input_len": round(fmean(len(output.prompt_token_ids) for output in outputs)),
             "output_len": round(fmean(len(output.outputs[0].token_ids) for output in outputs)),

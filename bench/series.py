@@ -20,7 +20,7 @@ SAMPLE_SECONDS = 0.002
 SERIES_SECONDS = 0.02  # between two samples of a picture or a file, at least
 
 
-class Sample(NamedTuple):
+class StatsSample(NamedTuple):
     """Load, KV memory and counters at a moment, in seconds of one clock; ``blocks`` are live ones by rung."""
 
     seconds: float
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     generation_tokens: int
 
     @classmethod
-    def of(cls, stats: EngineStats) -> Sample:
+    def of(cls, stats: EngineStats) -> StatsSample:
         return cls(
             stats.time,
             stats.num_running,
@@ -50,7 +50,7 @@ class Sample(NamedTuple):
         )
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """A step's time in ms, the prompt tokens it computed and the blocks that stepped down for it."""
 
     ms: float
@@ -59,14 +59,14 @@ class Step(NamedTuple):
 
 
 @contextmanager
-def sampled(engine: Watched) -> Iterator[list[Sample]]:
+def sampled(engine: Watched) -> Iterator[list[StatsSample]]:
     """Samples of ``engine`` in the block, by a thread of its own: waiting for a step must not hold an event loop up."""
-    samples, ended = [Sample.of(engine.stats())], Event()
+    samples, ended = [StatsSample.of(engine.stats())], Event()
 
     def watch() -> None:
         with suppress(QKVError):  # the work itself reports what broke
             while not ended.wait(SAMPLE_SECONDS):
-                samples.append(Sample.of(engine.stats()))
+                samples.append(StatsSample.of(engine.stats()))
 
     thread = Thread(target=watch, daemon=True)
     thread.start()
@@ -75,10 +75,10 @@ def sampled(engine: Watched) -> Iterator[list[Sample]]:
     finally:
         ended.set()
         thread.join()
-    samples.append(Sample.of(engine.stats()))
+    samples.append(StatsSample.of(engine.stats()))
 
 
-def steps_of(samples: Sequence[Sample], *, runs_ahead: bool) -> list[Step]:
+def steps_of(samples: Sequence[StatsSample], *, runs_ahead: bool) -> list[TimedStep]:
     """The steps that lie alone between two samples, apart from those that began when nothing ran.
 
     ``runs_ahead``: the engine waits for one step's results while it has launched the next, as on a GPU. Blocks that
@@ -91,13 +91,13 @@ def steps_of(samples: Sequence[Sample], *, runs_ahead: bool) -> list[Step]:
         before, after, launched = samples[i], samples[i + 1], i - runs_ahead
         if before.running and launches[i] == 1 and launches[launched] == 1:
             ms = 1e3 * (after.seconds - before.seconds)
-            found.append(Step(ms, after.prompt_tokens - before.prompt_tokens, demotions[launched]))
+            found.append(TimedStep(ms, after.prompt_tokens - before.prompt_tokens, demotions[launched]))
     return found
 
 
-def thinned(samples: Sequence[Sample]) -> list[Sample]:
+def thinned(samples: Sequence[StatsSample]) -> list[StatsSample]:
     """Samples at least 20 ms apart, and the last one, with seconds from the first on."""
-    found: list[Sample] = []
+    found: list[StatsSample] = []
     for sample in samples:
         seconds = sample.seconds - samples[0].seconds
         if not found or sample is samples[-1] or seconds - found[-1].seconds >= SERIES_SECONDS:

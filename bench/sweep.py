@@ -76,7 +76,7 @@ class SweepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Provenance):
+class SweepRow(Provenance):
     """One batch size with one KV preset: medians over the repeats, None where nothing was measured.
 
     ``output_tok_s_min`` and ``_max`` are the slowest and the fastest repeat. Memory, bits and counters are
@@ -134,7 +134,7 @@ def sweep(
     watch: Watch = no_watch,
     describe: Callable[[QKVError], str] = str,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Row]:
+) -> Iterator[SweepRow]:
     """Yields a row as soon as it is measured; ``watch`` is entered around every run, ``describe`` words errors.
 
     Engines and failures are those of ``measure_presets``.
@@ -146,16 +146,16 @@ def sweep(
         method = Samples(plan, watch)
     batches = {kv: plan.batches_of(kv) for kv in plan.kvs}
 
-    def begin(kv: str, engine: BenchEngine | FilledEngine) -> Callable[[int], Row]:
+    def begin(kv: str, engine: BenchEngine | FilledEngine) -> Callable[[int], SweepRow]:
         return lambda batch: _measured(plan, kv, batch, method.measure(engine, kv, batch))
 
-    def failure(kv: str, batch: int, status: str, detail: str) -> Row:
+    def failure(kv: str, batch: int, status: str, detail: str) -> SweepRow:
         return _row(plan, kv, batch, status=status, detail=detail)
 
     return measure_presets(batches, open_engine, begin, failure, describe)
 
 
-def _measured(plan: SweepPlan, kv: str, batch: int, values: dict[str, Any]) -> Row:
+def _measured(plan: SweepPlan, kv: str, batch: int, values: dict[str, Any]) -> SweepRow:
     most = values["max_running"]
     if most == batch:
         return _row(plan, kv, batch, status=OK, **values)
@@ -163,9 +163,9 @@ def _measured(plan: SweepPlan, kv: str, batch: int, values: dict[str, Any]) -> R
     return _row(plan, kv, batch, status=QUEUED, detail=detail, **values)
 
 
-def _row(plan: SweepPlan, kv: str, batch: int, *, status: str, **values: Any) -> Row:
+def _row(plan: SweepPlan, kv: str, batch: int, *, status: str, **values: Any) -> SweepRow:
     origin = provenance(seed=plan.seed) | {"input_len": plan.input_len, "output_len": plan.output_len}
     method = SAMPLED if plan.sampled else RUN
     named: dict[str, Any] = {"model": plan.model, "preset": plan.preset, "kv": kv, "batch": batch, "method": method}
     named["task"] = plan.workload and plan.workload.task.label
-    return Row(**named, status=status, **origin | values)
+    return SweepRow(**named, status=status, **origin | values)

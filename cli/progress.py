@@ -22,7 +22,7 @@ POLL_SECONDS = 0.5  # between two looks at an engine, which answers between two 
 SPEED_SECONDS = 600.0  # of the past from which the time left is told; sizes differ, so much of it
 
 
-class Bar:
+class ProgressBar:
     """Rows done of ``total``, and the work under way. ``progress`` is None where no bar can be drawn."""
 
     def __init__(self, progress: Progress | None, total: int):
@@ -92,7 +92,7 @@ def note(line: str) -> None:
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Bar]:
+def progress_bar(total: int) -> Iterator[ProgressBar]:
     """A bar of ``total`` rows, gone when the work ends; lines where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import (
@@ -106,9 +106,9 @@ def progress_bar(total: int) -> Iterator[Bar]:
 
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
-        yield Bar(None, total)
+        yield ProgressBar(None, total)
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     left = (TimeRemainingColumn(), TextColumn("left"))
     with Progress(*columns, *left, console=console, transient=True, speed_estimate_period=SPEED_SECONDS) as progress:
-        yield Bar(progress, total)
+        yield ProgressBar(progress, total)

@@ -13,7 +13,7 @@ from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
-from .progress import Bar, note, progress_bar
+from .progress import ProgressBar, note, progress_bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -107,7 +107,7 @@ def plot(args: argparse.Namespace, draw: Callable[[str], bytes]) -> list[Extra]:
     return [Extra(args.plot, lambda: draw(kind), "a plot")]
 
 
-def collect(total: int, measure: Callable[[Bar], Iterable[T]], deliver: Callable[[list[T]], None]) -> list[T]:
+def collect(total: int, measure: Callable[[ProgressBar], Iterable[T]], deliver: Callable[[list[T]], None]) -> list[T]:
     """What ``measure`` yields under a bar of ``total``; whatever ends the run, Ctrl-C included, it is delivered."""
     found = list[T]()
     try:

@@ -9,7 +9,7 @@ from math import floor
 from .errors import ConfigError
 
 # Layers from the first on: a number, counted from the end if negative, or a share of all.
-Extent = int | Fraction
+LayerCount = int | Fraction
 ALL = Fraction(1)
 
 
@@ -29,8 +29,8 @@ class LayerSchedule:
 
     wide: str
     narrow: str
-    num_wide: Extent
-    num_single: Extent = ALL
+    num_wide: LayerCount
+    num_single: LayerCount = ALL
 
     def __post_init__(self) -> None:
         for field in ("wide", "narrow"):
@@ -54,7 +54,7 @@ class LayerSchedule:
         )
 
 
-def _even(extent: Extent, num_layers: int) -> int:
+def _even(extent: LayerCount, num_layers: int) -> int:
     """The even number nearest to ``extent`` of ``num_layers``, halves up; one layer beyond the last means all."""
     exact = extent * num_layers if isinstance(extent, Fraction) else extent + num_layers * (extent < 0)
     return 2 * floor(Fraction(exact) / 2 + Fraction(1, 2))

@@ -334,9 +334,8 @@ class Request:
     num_prefill_tokens: int = field(init=False)  # tokens computed before any of their KV is demoted by age
     max_num_tokens: int = field(init=False)  # tokens whose KV it may need: the last sampled one is never fed back
     num_tokens: int = field(init=False)  # known tokens and those in flight
-    num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory
-    next_demotable_at: int = 0  # computed tokens at which a block of it can first step down; kept by KV memory
-    next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory
+    num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory for the scheduler
+    next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory, too
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING

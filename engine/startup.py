@@ -12,7 +12,7 @@ from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
-from .device.backend import Limits
+from .device.backend import StepLimits
 from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
@@ -109,7 +109,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         warm_up(runner)
     captured = None
     if config.warm_up == "full":
-        captured = backend.capture(Limits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
+        captured = backend.capture(StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
     core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
     summary = _summarize(name, device, dtype, cache, max_model_len)
     if captured is not None:

@@ -24,7 +24,7 @@ PIECE_PAGES = 16  # quantized at a time; more of them make larger temporaries
 
 
 class Candidates(NamedTuple):
-    """Candidate formats of K and of V: sides by format name."""
+    """Candidate formats of K and of V: sides by format name, widest first, as plan files list their sensitivities."""
 
     k: Mapping[str, Side]
     v: Mapping[str, Side]
@@ -48,7 +48,7 @@ def _sides(shape: PageShape, side: SideName, dtype: torch.dtype) -> dict[str, Si
             found[name] = make_format(name, dtype).layout(shape, side)
         except ConfigError:  # does not fit these heads
             continue
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].nbytes, reverse=True))
 
 
 def side_sensitivities(x: Tensor, gradient: Tensor, sides: Mapping[str, Side]) -> Tensor:

@@ -10,29 +10,29 @@ from typing import NamedTuple
 from qkv_engine.request import Request
 
 from .queue import RequestQueue
-from .space import Block, KVSpace
+from .space import BlockLike, KVSpace
 
-NEVER = 2**62  # tokens: newer than any block, for a block whose holder does not pay
+NEVER = 2**62  # tokens: newer than any block, for a block that a request without a rank holds
 
 
 class Candidate(NamedTuple):
     """A block that may step down; candidates sort in the order of stepping down, field by field."""
 
-    rank: int  # of payment, 0 first; see ``Pressure._ranks``
+    rank: int  # of its request, 0 first; see ``Pressure._ranks``
     shared: bool
     rung: int
     newness: int  # minus the age, so that the coldest come first
     arrival: int
     place: int  # among its request's unsettled blocks
-    block: Block
+    block: BlockLike
     request: Request
 
 
 class Coldest:
     """Blocks of running requests that may step down, coldest first; valid for one step, until a block changes hands.
 
-    ``ranks``: the requests whose blocks may step down, by rank of payment. Unshared blocks of the first payers go
-    first; while enough requests have such blocks, only the coldest block of each is looked at.
+    ``ranks``: the requests whose blocks may step down, each with its rank. Unshared blocks of the first rank go first;
+    while enough requests have such blocks, only the coldest block of each is looked at.
     """
 
     def __init__(self, space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]):
@@ -61,7 +61,7 @@ class Coldest:
         return chosen
 
     def _heads(self) -> list[Candidate]:
-        """The coldest unshared block of each request that pays first."""
+        """The coldest unshared block of each request of the first rank."""
         first, heads = min(self._ranks.values(), default=0), []
         for request, rank in self._ranks.items():
             found = self._space.coldest(request) if rank == first else None
@@ -92,17 +92,17 @@ def eligible(
 ) -> list[Candidate]:
     """Blocks of the requests in ``ranks`` that may step down now, each once, in no order.
 
-    A shared block has the age that is newest among its owners, and the last rank of payment. With ``even_recent``
+    A shared block has the age that is newest among its owners, and the last of their ranks. With ``even_recent``
     blocks in a recent window count too, unless they are on the widest rung.
     """
     found: dict[int, Candidate] = {}
     counts_all = len(ranks) == len(running) or _have_shared(space, ranks)
     for request in running if counts_all else ranks:
-        payer = ranks.get(request)
+        own_rank = ranks.get(request)
         for index, (block, age) in enumerate(space.unsettled(request)):
             twin = found.get(id(block))
-            rank = max(payer or 0, twin.rank if twin else 0)
-            newness = NEVER if payer is None else -age
+            rank = max(own_rank or 0, twin.rank if twin else 0)
+            newness = NEVER if own_rank is None else -age
             if twin is None or newness > twin.newness:
                 found[id(block)] = Candidate(
                     rank, block.is_shared, block.rung, newness, request.arrival, index, block, request

@@ -15,7 +15,7 @@ from qkv_engine.request import Request, RequestStatus
 
 from .coldest import Candidate, Coldest, count_eligible, eligible
 from .queue import RequestQueue
-from .space import KVSpace, Shortage
+from .space import KVSpace, ShortageLike
 
 logger = logging.getLogger("qkv_engine")
 
@@ -34,7 +34,7 @@ class Pressure:
         self._ahead_steps = max(1, space.block_tokens // AHEAD_SHARE)
         self._has_quota = space.over_quota(2**62)
         self._coldest: Coldest | None = None  # blocks that may step down in this step
-        self._payer: str | None = None  # the tenant that ``_coldest`` was found for
+        self._tenant: str | None = None  # that ``_coldest`` was found for
         self._lacking: set[Request] | None = None  # running requests without room for their next token
 
     def forget(self) -> None:
@@ -138,12 +138,12 @@ class Pressure:
         others = [c for c in found if c.request.params.num_prefill_tokens is None]
         self._demote([(candidate, candidate.block.floor) for candidate in urgent + others[:budget]])
 
-    def _step_down(self, tenant: str | None, number: int, shortage: Shortage) -> int:
+    def _step_down(self, tenant: str | None, number: int, shortage: ShortageLike) -> int:
         """Steps the coldest blocks down a rung, at most ``number``, no more than ``shortage`` needs; how many did."""
         # With quotas, each block may change which tenants are over theirs.
-        if self._coldest is None or self._payer != tenant or self._has_quota:
+        if self._coldest is None or self._tenant != tenant or self._has_quota:
             ranks = self._ranks(tenant, self.space.aged(self.running))
-            self._coldest, self._payer = Coldest(self.space, self.running, ranks), tenant
+            self._coldest, self._tenant = Coldest(self.space, self.running, ranks), tenant
         found = self._coldest.take(number, lambda candidate: shortage.eased(candidate.rung, candidate.rung + 1))
         return self._demote([(candidate, candidate.rung + 1) for candidate in found])
 
@@ -162,9 +162,9 @@ class Pressure:
         return False
 
     def _ranks(self, tenant: str | None, requests: Iterable[Request]) -> dict[Request, int]:
-        """Ranks of payment of the ``requests`` whose blocks may step down if ``tenant`` needs room; 0 pays first.
+        """Ranks of the ``requests`` whose blocks may step down if ``tenant`` needs room; rank 0 goes first.
 
-        With quotas, tenants over theirs pay before one within it, which pays for nobody else.
+        With quotas, tenants over theirs come before one within it, whose blocks step down for its own need alone.
         """
         if not self._has_quota:
             return {request: int(request.params.tenant != tenant) for request in requests}

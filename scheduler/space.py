@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from qkv_engine.request import Request
 
 
-class Block(Protocol):
+class BlockLike(Protocol):
     """A KV block, as far as pressure looks at it."""
 
     rung: int
@@ -18,7 +18,7 @@ class Block(Protocol):
     def is_shared(self) -> bool: ...
 
 
-class Shortage(Protocol):
+class ShortageLike(Protocol):
     """Room that is wanted and is not there."""
 
     def eased(self, old: int, new: int, number: int = 1) -> bool:
@@ -53,11 +53,11 @@ class KVSpace(Protocol):
         """How many of the first ``num_tokens`` tokens could be stored now with ``spare`` blocks left over."""
         ...
 
-    def shortage(self, request: Request, num_tokens: int, spare: int) -> Shortage:
+    def shortage(self, request: Request, num_tokens: int, spare: int) -> ShortageLike:
         """The room that ``room_for`` of the same arguments lacks."""
         ...
 
-    def shortage_of(self, num_blocks: int) -> Shortage:
+    def shortage_of(self, num_blocks: int) -> ShortageLike:
         """The room that blocks on the widest rung lack."""
         ...
 
@@ -91,11 +91,11 @@ class KVSpace(Protocol):
         """Gives up one cached block that no request uses."""
         ...
 
-    def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
+    def unsettled(self, request: Request) -> Iterator[tuple[BlockLike, int]]:
         """Blocks that may still step down, each with its age: tokens beyond the recent window, negative inside it."""
         ...
 
-    def coldest(self, request: Request) -> tuple[Block, int] | None:
+    def coldest(self, request: Request) -> tuple[BlockLike, int] | None:
         """The oldest of the widest blocks that may step down and that no other request holds, and its age."""
         ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qkv_engine.sizes import format_size
 
 from ..status import QUEUED
-from ..sweep import Row
+from ..sweep import SweepRow
 from .picture import literal, plain_axes, unit_of
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ class Presets(tuple[Preset, ...]):
     """The presets of a sweep in its order, each with a colour and a marker."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Presets:
+    def of(cls, rows: Sequence[SweepRow]) -> Presets:
         kvs = dict.fromkeys(row.kv for row in rows)
         return cls(Preset(kv, COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, kv in enumerate(kvs))
 
 
-def draw_lines(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets) -> None:
+def draw_lines(speed: Axes, memory: Axes, rows: Sequence[SweepRow], presets: Presets) -> None:
     """Both panels against batch size; sizes that did not run are marked below the axis."""
     unit, divisor = unit_of(max(row.kv_bytes_peak or 0 for row in rows))
     for preset, mine in _by_preset(rows, presets):
@@ -71,7 +71,7 @@ def draw_lines(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets)
     _finish(speed, memory, rows, unit, divisor)
 
 
-def draw_bars(speed: Axes, memory: Axes, rows: Sequence[Row], presets: Presets) -> None:
+def draw_bars(speed: Axes, memory: Axes, rows: Sequence[SweepRow], presets: Presets) -> None:
     """Both panels by preset, with the figure on each bar; what did not run says so where its bar would stand."""
     unit, divisor = unit_of(max(row.kv_bytes_peak or 0 for row in rows))
     for i, (preset, (row, *_)) in enumerate(_by_preset(rows, presets)):
@@ -112,12 +112,12 @@ def tick_labels(batches: Sequence[int], width: float = PANEL_WIDTH) -> list[str]
     return [labels.get(batch, "") for batch in batches]
 
 
-def _by_preset(rows: Sequence[Row], presets: Presets) -> Iterator[tuple[Preset, list[Row]]]:
+def _by_preset(rows: Sequence[SweepRow], presets: Presets) -> Iterator[tuple[Preset, list[SweepRow]]]:
     for preset in presets:
         yield preset, [row for row in rows if row.kv == preset.kv]
 
 
-def _mark_missing(axes: Axes, rows: Sequence[Row], presets: Presets) -> None:
+def _mark_missing(axes: Axes, rows: Sequence[SweepRow], presets: Presets) -> None:
     """Crosses below the axis at sizes without a figure, a row for each preset that has some."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -140,7 +140,7 @@ def _mark_missing(axes: Axes, rows: Sequence[Row], presets: Presets) -> None:
     axes.tick_params(axis="x", pad=3.5 + MARK_ROW * len(missing))
 
 
-def _dress_batches(axes: Axes, rows: Sequence[Row]) -> None:
+def _dress_batches(axes: Axes, rows: Sequence[SweepRow]) -> None:
     batches = sorted({row.batch for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, tick_labels(batches))
@@ -151,7 +151,7 @@ def _dress_batches(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(min(batches) / margin, max(batches) * margin)
 
 
-def _finish(speed: Axes, memory: Axes, rows: Sequence[Row], unit: str, divisor: int) -> None:
+def _finish(speed: Axes, memory: Axes, rows: Sequence[SweepRow], unit: str, divisor: int) -> None:
     """Labels, scales from zero with room above, and the KV memory there is."""
     speed.set_ylabel("output tokens per second")
     memory.set_ylabel(unit)
@@ -176,7 +176,7 @@ def _finish(speed: Axes, memory: Axes, rows: Sequence[Row], unit: str, divisor: 
         axes.yaxis.set_major_formatter("{x:,g}")
 
 
-def _limit(rows: Sequence[Row], divisor: int, peak: float) -> float | None:
+def _limit(rows: Sequence[SweepRow], divisor: int, peak: float) -> float | None:
     """The KV memory of all rows, if it is one and near enough to be shown."""
     limits = {row.kv_bytes_total for row in rows if row.kv_bytes_total}
     if len(limits) != 1:

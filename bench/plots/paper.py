@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..papers import Paper
-from ..sweep import Row
+from ..sweep import SweepRow
 from .panels import GREY, Presets
 from .picture import literal
 
@@ -19,7 +19,7 @@ BAR = 0.62  # of the distance between two bars
 CAPTION_WIDTH = 46  # characters of a line
 
 
-def best_ratios(rows: Sequence[Row]) -> dict[str, float]:
+def best_ratios(rows: Sequence[SweepRow]) -> dict[str, float]:
     """The best throughput of each preset as a multiple of the first one's; nothing where that did not run."""
     best: dict[str, float] = {}
     for row in rows:
@@ -29,7 +29,7 @@ def best_ratios(rows: Sequence[Row]) -> dict[str, float]:
     return {kv: rate / base for kv, rate in best.items()} if base else {}
 
 
-def draw_ratios(axes: Axes, rows: Sequence[Row], presets: Presets, paper: Paper) -> None:
+def draw_ratios(axes: Axes, rows: Sequence[SweepRow], presets: Presets, paper: Paper) -> None:
     """Horizontal bars: ours in the presets' colours, below them the published range in grey."""
     found = best_ratios(rows)
     bars = [(p.kv, 0.0, found[p.kv], p.color, f"{found[p.kv]:.2f}x") for p in presets if p.kv in found]

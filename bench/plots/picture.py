@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..arrivals_row import ArrivalsRow
-    from ..sweep import Row
+    from ..sweep import SweepRow
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PAD = 0.08  # inches around and between panels
@@ -45,7 +45,7 @@ def as_file(figure: Figure, kind: str) -> bytes:
     return picture.getvalue()
 
 
-def subject(row: Row | ArrivalsRow) -> str:
+def subject(row: SweepRow | ArrivalsRow) -> str:
     """Model, machine and dtype of a picture's title: "demo on NVIDIA H200, bfloat16"."""
     where = ", ".join(part for part in (row.machine, row.dtype) if part)
     return f"{row.model} on {where}" if where else row.model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..status import QUEUED
-from ..sweep import SAMPLED, Row
+from ..sweep import SAMPLED, SweepRow
 from .panels import GREY, Presets, draw_bars, draw_lines
 from .paper import draw_ratios
 from .picture import as_file, literal, new_figure, subject
@@ -20,7 +20,7 @@ SIZE, PAPER_SIZE, PAD = (11.0, 5.2), (14.0, 5.6), 0.12  # inches
 
 
 def plot_sweep(
-    rows: Sequence[Row], *, kind: str = "png", dpi: int = 150, experiment: Experiment | None = None
+    rows: Sequence[SweepRow], *, kind: str = "png", dpi: int = 150, experiment: Experiment | None = None
 ) -> bytes:
     """The picture of a sweep, 11 x 5.2 inches, as "png", "svg" or "pdf".
 
@@ -44,14 +44,14 @@ def plot_sweep(
     return as_file(figure, kind)
 
 
-def _band(rows: Sequence[Row], is_one_batch: bool) -> str:
+def _band(rows: Sequence[SweepRow], is_one_batch: bool) -> str:
     if max((row.repeats for row in rows), default=0) < 2:
         return ""
     what = "steps" if rows[0].method == SAMPLED else "run"
     return f" ({'line' if is_one_batch else 'band'}: slowest to fastest {what})"
 
 
-def _title(rows: Sequence[Row], is_one_batch: bool) -> str:
+def _title(rows: Sequence[SweepRow], is_one_batch: bool) -> str:
     """Model, machine, dtype; the task or the lengths; the batch size where there is only one."""
     ran = next((row for row in rows if row.repeats), rows[0])
     if ran.task:
@@ -63,7 +63,7 @@ def _title(rows: Sequence[Row], is_one_batch: bool) -> str:
     return literal(f"{subject(ran)}: {what}")
 
 
-def _legend(figure: Figure, rows: Sequence[Row], presets: Presets) -> None:
+def _legend(figure: Figure, rows: Sequence[SweepRow], presets: Presets) -> None:
     """Below both panels, where no line runs."""
     from matplotlib.lines import Line2D
 

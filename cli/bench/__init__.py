@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from qkv_engine import Engine, KVConfig
     from qkv_engine.bench.filled import FilledEngine
     from qkv_engine.bench.quality import RatedRow
-    from qkv_engine.bench.sweep import Row, SweepPlan
+    from qkv_engine.bench.sweep import SweepPlan, SweepRow
 
-    from ..progress import Bar
+    from ..progress import ProgressBar
 
 DEFAULT_SWEEP = "1..32"
 DEFAULT_PLOT = Path("bench.png")
@@ -140,7 +140,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     check_ladders(args, ladders.values(), args.shape)
     answers = quality.answering(args, asked, plan, ladders, lambda each, ladder: _open_engine(args, each, ladder))
 
-    def measure(bar: Bar) -> Iterator[Row]:
+    def measure(bar: ProgressBar) -> Iterator[SweepRow]:
         answers.watch, answers.on_found = bar.watch, bar.advance
         return sweep(plan, answers.open, watch=bar.watch, describe=common.describe_with(args))
 

@@ -33,7 +33,7 @@ class LeaveChat(Exception):
 
 
 @dataclass(frozen=True)
-class Command:
+class SlashCommand:
     """A slash command: what it is called with, what it does, and what may be completed after it."""
 
     usage: str
@@ -205,28 +205,28 @@ def _path(argument: str) -> Path:
 
 
 COMMANDS = {
-    "help": Command("", "this list; so does /?", _help),
-    "retry": Command("", "answer the last question again", _retry),
-    "undo": Command("", "take the last question and its answer back", _undo),
-    "reset": Command("", "forget the conversation, keep the settings; so does /clear", _reset),
-    "save": Command("FILE", "write the conversation to a JSON file", _save, takes_path=True),
-    "save!": Command("FILE", "the same, over another saved conversation", _save_anyway, takes_path=True),
-    "load": Command("FILE", "load a saved conversation", _load, takes_path=True),
-    "history": Command("", "list the messages of the conversation", _history),
-    "copy": Command("", "copy the last answer to the clipboard", _copy),
-    "system": Command("[TEXT | none]", "show, set or remove the system prompt", _system, choices=("none",)),
-    "params": Command("[NAME [VALUE]]", "show or set sampling parameters", _params, choices=SETTABLE),
-    "stats": Command("", "what the engine has done so far", _stats),
-    "kv": Command("", "how the KV memory is used", _kv),
-    "tokens": Command("[TEXT]", "count the conversation's tokens, with TEXT as its next message", _tokens),
-    "think": Command(
+    "help": SlashCommand("", "this list; so does /?", _help),
+    "retry": SlashCommand("", "answer the last question again", _retry),
+    "undo": SlashCommand("", "take the last question and its answer back", _undo),
+    "reset": SlashCommand("", "forget the conversation, keep the settings; so does /clear", _reset),
+    "save": SlashCommand("FILE", "write the conversation to a JSON file", _save, takes_path=True),
+    "save!": SlashCommand("FILE", "the same, over another saved conversation", _save_anyway, takes_path=True),
+    "load": SlashCommand("FILE", "load a saved conversation", _load, takes_path=True),
+    "history": SlashCommand("", "list the messages of the conversation", _history),
+    "copy": SlashCommand("", "copy the last answer to the clipboard", _copy),
+    "system": SlashCommand("[TEXT | none]", "show, set or remove the system prompt", _system, choices=("none",)),
+    "params": SlashCommand("[NAME [VALUE]]", "show or set sampling parameters", _params, choices=SETTABLE),
+    "stats": SlashCommand("", "what the engine has done so far", _stats),
+    "kv": SlashCommand("", "how the KV memory is used", _kv),
+    "tokens": SlashCommand("[TEXT]", "count the conversation's tokens, with TEXT as its next message", _tokens),
+    "think": SlashCommand(
         "[show | fold | hide | off]",
         "print the last thinking; or show, fold, hide or switch off the model's thinking",
         _think,
         tuple(ThinkMode),
     ),
-    "raw": Command("", "show answers as the model writes them, or as Markdown again", _raw),
-    "exit": Command("", "leave; so do /quit, /bye, /q and Ctrl-D", _exit),
+    "raw": SlashCommand("", "show answers as the model writes them, or as Markdown again", _raw),
+    "exit": SlashCommand("", "leave; so do /quit, /bye, /q and Ctrl-D", _exit),
 }
 
 ALIASES = {"?": "help", "clear": "reset", "quit": "exit", "bye": "exit", "q": "exit"}

@@ -10,7 +10,7 @@ from .mover import MoveBackend
 from .sampler import SampledTokens
 
 
-class Limits(NamedTuple):
+class StepLimits(NamedTuple):
     """The limits of an engine that bound the shapes of its steps."""
 
     max_num_seqs: int
@@ -35,7 +35,7 @@ class Backend(MoveBackend, Protocol):
     def wait(self, computed: Computed) -> SampledTokens:
         """Blocks until the tokens of a step are on the host. May be called once a step."""
 
-    def capture(self, limits: Limits) -> Captured | None:
+    def capture(self, limits: StepLimits) -> Captured | None:
         """Captures every step that ``limits`` allow; ``None`` where nothing is captured."""
 
     def check(self) -> None:

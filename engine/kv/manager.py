@@ -31,7 +31,8 @@ class KVManager:
         self.prefix = None if self.group.has_bank else prefix
         self.demand = RunningDemand(tables, open_end_blocks)
         self.capacities = tuple(tables.max_tokens(rung, quota or 1.0) for rung in range(self.num_rungs))  # by floor
-        self._floor_epoch = 0  # of the tables, at the last refresh of all requests' ``next_demotable_at``
+        self._demotable_at: dict[Request, int] = {}  # computed tokens at which a block can first step down, if known
+        self._floor_epoch = 0  # of the tables, for which these are known
 
     @property
     def num_rungs(self) -> int:
@@ -81,7 +82,7 @@ class KVManager:
         self.demand.add(request)
         self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prefill_tokens)
         request.num_reserved_tokens = self.tables.held(request.request_id)
-        request.next_demotable_at = request.next_cacheable_at = 0
+        request.next_cacheable_at = 0
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
@@ -111,6 +112,7 @@ class KVManager:
 
     def release(self, request: Request) -> None:
         self.demand.remove(request)
+        self._demotable_at.pop(request, None)
         self.tables.release(request.request_id)
         if self.prefix is not None:
             self.prefix.forget(request.request_id)
@@ -150,14 +152,13 @@ class KVManager:
 
     def aged(self, running: Iterable[Request]) -> list[Request]:
         if self._floor_epoch != self.tables.floor_epoch:
-            for request in running:
-                request.next_demotable_at = 0
+            self._demotable_at.clear()
             self._floor_epoch = self.tables.floor_epoch
-        return [r for r in running if r.num_computed_tokens >= r.next_demotable_at and self._has_aged(r)]
+        return [r for r in running if r.num_computed_tokens >= self._demotable_at.get(r, 0) and self._has_aged(r)]
 
     def _has_aged(self, request: Request) -> bool:
-        request.next_demotable_at = self.tables.next_demotable_at(request.request_id)
-        return request.num_computed_tokens >= request.next_demotable_at
+        demotable_at = self._demotable_at[request] = self.tables.next_demotable_at(request.request_id)
+        return request.num_computed_tokens >= demotable_at
 
     def next_aging(self, request: Request) -> int:
         return self.tables.next_aging(request.num_computed_tokens) if request.floor else sys.maxsize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..device.backend import Backend, Captured, Limits
+from ..device.backend import Backend, Captured, StepLimits
 from ..device.command import StepCommand
 from ..device.logits import Computed
 from ..device.pinned import RowsCopy
@@ -40,7 +40,7 @@ class AllRanks:
         self._workers.check()  # an exchange that was broken off gives any numbers
         return found
 
-    def capture(self, limits: Limits) -> Captured | None:
+    def capture(self, limits: StepLimits) -> Captured | None:
         """Has all ranks capture the steps that ``limits`` allow; equal ranks find equal shapes in equal order."""
         return self._workers.lead(Capture(limits), lambda: self.own.capture(limits))
 

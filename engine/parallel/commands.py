@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..device.backend import Limits
+from ..device.backend import StepLimits
 from ..device.command import StepCommand
 from ..kv.moves import MoveCommand
 from ..kv.table_rows import TableLayout
@@ -27,7 +27,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 class Capture(msgspec.Struct, frozen=True, tag="capture"):
     """Capture the steps that ``limits`` allow."""
 
-    limits: Limits
+    limits: StepLimits
 
 
 Command = Setup | Capture | StepCommand | MoveCommand

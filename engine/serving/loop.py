@@ -37,7 +37,7 @@ HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose
 T = TypeVar("T")
 
 
-class Command(NamedTuple):
+class LoopCommand(NamedTuple):
     """Work for the owner thread; ``give_up`` tells its caller that the work will not be done."""
 
     run: Callable[[], None]
@@ -53,7 +53,7 @@ class EngineLoop:
         ``abandon``: breaks off a step that other ranks hold up, for the reason given; None without other ranks.
         """
         self._core, self._threads, self._abandon = core, threads, abandon
-        self._inbox: deque[Command] = deque()
+        self._inbox: deque[LoopCommand] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._names: weakref.WeakValueDictionary[str, Submission] = weakref.WeakValueDictionary()
         self._closing = False
@@ -105,7 +105,7 @@ class EngineLoop:
             for submission in submissions:
                 submission.stream.fail(error)
 
-        self._post(Command(run, give_up))
+        self._post(LoopCommand(run, give_up))
 
     def abort(self, request_id: str) -> None:
         """Ends a request soon; an id that is not live is ignored, and so is the call when nothing runs any more."""
@@ -134,7 +134,7 @@ class EngineLoop:
             except Exception as error:
                 reply.put(error)
 
-        self._post(Command(run, reply.put))
+        self._post(LoopCommand(run, reply.put))
         found = reply.get()
         if isinstance(found, BaseException):
             raise found
@@ -159,7 +159,7 @@ class EngineLoop:
             logger.error("a step did not end although its ranks are gone; its memory is not freed")
             _keep_for_ever(self)
 
-    def _post(self, command: Command) -> None:
+    def _post(self, command: LoopCommand) -> None:
         self.check_alive()
         self._inbox.append(command)
         self._ring()
@@ -168,7 +168,7 @@ class EngineLoop:
 
     def _post_if_alive(self, run: Callable[[], None]) -> None:
         with suppress(EngineDeadError):
-            self._post(Command(run, lambda error: None))
+            self._post(LoopCommand(run, lambda error: None))
 
     def _ring(self) -> None:
         if self._bell.empty():

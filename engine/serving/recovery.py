@@ -64,7 +64,7 @@ class Recovery:
         return comes_further
 
     def go_on_with_trials(self) -> None:
-        """One more step for the submission on trial, or the turn of the next; at the end all go on together."""
+        """One more step for the submission that runs alone, or the turn of the next; at the end all go on together."""
         trials, registry = self._trials, self._registry
         if trials is None or trials.has_another_step():
             return

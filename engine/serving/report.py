@@ -11,7 +11,7 @@ import msgspec
 from ..request import CompletionOutput, Logprob, Request, RequestOutput
 
 
-class Extent(msgspec.Struct, gc=False, frozen=True):
+class OutputLength(msgspec.Struct, gc=False, frozen=True):
     """The length of a completion, or of the part that its reader has had: tokens, pieces of text and of reasoning."""
 
     num_tokens: int = 0
@@ -22,7 +22,7 @@ class Extent(msgspec.Struct, gc=False, frozen=True):
 class Had(msgspec.Struct, gc=False, frozen=True):
     """The part of a completion that its reader has had; ``text`` and ``reasoning`` are kept for whole outputs alone."""
 
-    extent: Extent = Extent()
+    length: OutputLength = OutputLength()
     text: str = ""
     reasoning: str = ""
 
@@ -30,7 +30,7 @@ class Had(msgspec.Struct, gc=False, frozen=True):
 class CompletionReport(msgspec.Struct, gc=False):
     """The state of a completion; ``output`` has no text and no lists yet.
 
-    ``extent`` is the part of ``pieces``, ``thoughts``, ``logprobs`` and the request's tokens that belongs to the state;
+    ``length`` says how much of ``pieces``, ``thoughts``, ``logprobs`` and the request's tokens belongs to the state;
     up to there they never change.
     """
 
@@ -39,15 +39,15 @@ class CompletionReport(msgspec.Struct, gc=False):
     logprobs: list[dict[int, Logprob]] | None
     pieces: list[str]
     thoughts: list[str] | None
-    extent: Extent
+    length: OutputLength
 
     def fill(self, had: Had, is_delta: bool) -> Had:
         """Copies text and lists into ``output``; returns the part that its reader has had after that.
 
         ``is_delta``: only those that are new to a reader who has had ``had``.
         """
-        output, last, prompt = self.output, self.extent, self.request.num_prompt_tokens
-        first = had.extent
+        output, last, prompt = self.output, self.length, self.request.num_prompt_tokens
+        first = had.length
         token_ids = self.request.token_ids
         output.delta = "".join(self.pieces[first.num_pieces : last.num_pieces])
         output.delta_token_ids = token_ids[prompt + first.num_tokens : prompt + last.num_tokens]

@@ -28,7 +28,7 @@ from ..text.reasoning import OutputText, ReasoningMarks
 from ..text.stop_strings import StopFinder
 from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
-from .report import CompletionReport, Extent, Report
+from .report import CompletionReport, OutputLength, Report
 from .stream import OutputStream
 
 NO_USAGE = KVUsage()  # of a request that has not ended
@@ -84,8 +84,8 @@ class Completion:
             stop_reason=request.stop_reason,
         )
         pieces, thoughts = ([], None) if output_text is None else (output_text.pieces, output_text.thoughts)
-        extent = Extent(request.num_output_tokens, len(pieces), len(thoughts or ()))
-        return CompletionReport(output, request, self.logprobs, pieces, thoughts, extent)
+        length = OutputLength(request.num_output_tokens, len(pieces), len(thoughts or ()))
+        return CompletionReport(output, request, self.logprobs, pieces, thoughts, length)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -49,7 +49,7 @@ class Trials:
         return None
 
     def fail(self) -> Submission | None:
-        """Notes a broken step. Returns the submission on trial if it is at fault; before that it is tried again."""
+        """Notes a broken step. Returns the submission that ran alone if it is at fault; else it is tried again."""
         suspect, self._current = self._current, None
         if suspect is None:
             return None

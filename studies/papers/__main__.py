@@ -16,7 +16,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from qkv_engine import Engine
-from qkv_engine.bench.grading import sample_examples, score, wilson_interval
+from qkv_engine.bench.grading import grade, sample_examples, wilson_interval
 from qkv_engine.bench.questions import Ask, Task, ask, parse_tasks
 from qkv_engine.bench.report import number
 from qkv_engine.bench.table import Column, Table, from_rows
@@ -122,7 +122,7 @@ def measure(name: str, task: Task, model: LlamaForCausalLM, tokenizer: Tokenizer
         task=task.label,
         scheme=name,
         samples=len(asks),
-        right=score([reply.text for reply in replies], list(task.examples)).correct,
+        right=grade([reply.text for reply in replies], list(task.examples)).correct,
         full_k=mean(reply.full_k for reply in replies),
         full_v=mean(reply.full_v for reply in replies),
         tokens=sum(reply.num_tokens for reply in replies),
@@ -145,7 +145,7 @@ def by_blocks(preset: KVConfig, task: Task, asks: list[Ask]) -> int:
     """Right answers of the engine, which is asked all at once."""
     with Engine(kv=preset, device="cpu", dtype="float32", kv_memory="1GiB") as engine:
         outputs = engine.generate([asked.prompt for asked in asks], [asked.params for asked in asks])
-    return score([output.text for output in outputs], list(task.examples)).correct
+    return grade([output.text for output in outputs], list(task.examples)).correct
 
 
 def papers_table(rows: Sequence[PaperRow]) -> Table:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from qkv_engine.bench.sweep import Row
+from qkv_engine.bench.sweep import SweepRow
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
 PREFILL, STEP, BLOCK = 0.05, 0.01, 1000
@@ -103,7 +103,7 @@ class FakeEngine:
         )
 
 
-def make_row(**values: Any) -> Row:
+def make_row(**values: Any) -> SweepRow:
     """A measured row, with ``values`` for what a test is about."""
     defaults: dict[str, Any] = {
         "model": "demo",
@@ -135,4 +135,4 @@ def make_row(**values: Any) -> Row:
         "preemptions": 0,
         "status": "ok",
     }
-    return Row(**defaults | values)
+    return SweepRow(**defaults | values)

@@ -15,7 +15,7 @@ from qkv_engine.bench.arrivals_report import arrivals_tables, load_table
 from qkv_engine.bench.arrivals_row import ArrivalsRow, Served, figures, latencies, step_times, throughput
 from qkv_engine.bench.load import Rate, parse_rates
 from qkv_engine.bench.report import as_csv
-from qkv_engine.bench.series import Step
+from qkv_engine.bench.series import TimedStep
 from qkv_engine.bench.sizing import nbytes_for
 from qkv_engine.bench.table import as_markdown
 from qkv_engine.bench.timing import Timeline
@@ -70,7 +70,7 @@ def test_latencies_to_the_digit() -> None:
 
 
 def test_step_times_are_told_apart_by_demotions() -> None:
-    found = step_times("decode_steps", [Step(10.0, 0, 0), Step(20.0, 0, 0), Step(30.0, 0, 2)])
+    found = step_times("decode_steps", [TimedStep(10.0, 0, 0), TimedStep(20.0, 0, 0), TimedStep(30.0, 0, 2)])
     assert (found["decode_steps"], found["decode_steps_ms_p50"], found["decode_steps_ms_p99"]) == (2, 15.0, 19.9)
     assert (found["decode_steps_demoting"], found["decode_steps_demoting_ms_p99"]) == (1, 30.0)
     assert step_times("x", [])["x_ms_p50"] is None

@@ -9,10 +9,10 @@ from qkv_engine.bench import grading, tasks
 from qkv_engine.bench.grading import (
     Purpose,
     final_answer,
+    grade,
     is_correct,
     mean_interval,
     sample_examples,
-    score,
     wilson_interval,
 )
 from qkv_engine.errors import ConfigError
@@ -59,8 +59,8 @@ def test_a_right_solution_is_graded_right(task: str) -> None:
     turns = [tasks.TASKS[task](rng, 6) for _ in range(20)]
     examples = [grading.Example(task, 6, turn[0], turn[2], "") for turn in turns]
     replies = [tasks.chat_text([turn])[1][0] for turn in turns]
-    assert score(replies, examples)[:2] == (20, 20)
-    assert score(["no"] * 20, examples).correct == 0
+    assert grade(replies, examples)[:2] == (20, 20)
+    assert grade(["no"] * 20, examples).correct == 0
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,6 @@ def test_the_demo_model_solves_small_tasks(task: str, size: int, demo_engine: En
     examples = sample_examples(task, size, 16)
     params = SamplingParams(temperature=0.0, max_tokens=400, skip_special_tokens=False)
     outputs = demo_engine.generate([example.chat for example in examples], params)
-    result = score([output.text for output in outputs], examples)
+    result = grade([output.text for output in outputs], examples)
     assert result.correct >= 15, [output.text for output in outputs]
     assert result.low < result.share <= result.high + 1e-12

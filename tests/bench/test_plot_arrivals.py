@@ -12,19 +12,19 @@ import pytest
 from qkv_engine.bench.arrivals import Measured
 from qkv_engine.bench.arrivals_row import ArrivalsRow
 from qkv_engine.bench.plots.arrivals import COLUMN_WIDTH, HEIGHT, plot_arrivals
-from qkv_engine.bench.series import Sample
+from qkv_engine.bench.series import StatsSample
 
 from .test_series import sample
 
 BITS = {"dense16": 16.0, "int8": 8.2, "int4": 4.3, "kitty-pro": 2.6}
 
 
-def series(*blocks: dict[str, int]) -> list[Sample]:
+def series(*blocks: dict[str, int]) -> list[StatsSample]:
     free = {"kv_bytes_free": 2**20}
     return [sample(i / 10, blocks=found, running=i, waiting=2, preemptions=i, **free) for i, found in enumerate(blocks)]
 
 
-def measured(kv: str, samples: list[Sample] | None = None, **values: Any) -> Measured:
+def measured(kv: str, samples: list[StatsSample] | None = None, **values: Any) -> Measured:
     known: dict[str, Any] = {"model": "demo", "rate": "8", "requests": 12, "input_len": 916.0, "output_len": 14.0}
     ran = {"output_tok_s": 1234.4, "demotions": 0, "preemptions": 0, "kv_bytes_total": 4 * 2**20, "status": "ok"}
     return Measured(ArrivalsRow(kv=kv, **known | ran | values), samples or [])

@@ -11,7 +11,7 @@ from qkv_engine.bench.grading import wilson_interval
 from qkv_engine.bench.quality import Answering, Quality, at_floor, rate, with_answers
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import sweep_table
-from qkv_engine.bench.sweep import Row, SweepPlan, sweep
+from qkv_engine.bench.sweep import SweepPlan, SweepRow, sweep
 from qkv_engine.bench.table import as_text
 from qkv_engine.cli import bench
 from qkv_engine.cli.main import main
@@ -32,7 +32,7 @@ def answering(log: list[str], kvs: tuple[str, ...], others: tuple[str, ...] = ()
     return Answering(plan, lambda kv: open_as(kv)(), {kv: open_as(f"{kv} floor") for kv in others})
 
 
-def sweep_rows(answers: Answering, **values: Any) -> list[Row]:
+def sweep_rows(answers: Answering, **values: Any) -> list[SweepRow]:
     plan = {"model": "demo", "batches": (1, 2), "input_len": 4, "output_len": 3, "repeats": 1, "warmup": 0} | values
     return list(sweep(SweepPlan(kvs=answers.plan.kvs, **plan), answers.open))
 

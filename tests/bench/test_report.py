@@ -11,7 +11,7 @@ import pytest
 from qkv_engine import KVConfig
 from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.bench.report import render, sweep_table, unfilled_notes, workload_table
-from qkv_engine.bench.sweep import Row
+from qkv_engine.bench.sweep import SweepRow
 from qkv_engine.errors import ConfigError
 from qkv_engine.presets import PRESETS
 
@@ -38,7 +38,7 @@ def test_json_and_json_lines_parse_back() -> None:
 
 def test_csv_parses_back() -> None:
     parsed = list(csv.DictReader(io.StringIO(text("csv"))))
-    assert list(parsed[0]) == [field.name for field in fields(Row)]
+    assert list(parsed[0]) == [field.name for field in fields(SweepRow)]
     for found, row in zip(parsed, ROWS, strict=True):
         assert found == {name: "" if value is None else str(value) for name, value in asdict(row).items()}
 
@@ -60,7 +60,7 @@ def test_not_a_number_is_refused() -> None:
 def test_columns_of_the_design_are_there() -> None:
     wanted = "model kv batch input_len output_len output_tok_s total_tok_s ttft_ms tpot_ms itl_ms kv_bytes_peak "
     wanted += "kv_bytes_codes kv_bytes_meta kv_bytes_dense effective_bits demotions preemptions status repeats"
-    assert set(wanted.split()) <= {field.name for field in fields(Row)}
+    assert set(wanted.split()) <= {field.name for field in fields(SweepRow)}
 
 
 def test_table_compares_with_the_first_preset_at_equal_batch() -> None:
@@ -105,7 +105,7 @@ def test_every_format_ends_with_a_newline(kind: str) -> None:
 
 def test_rows_say_where_they_come_from() -> None:
     wanted = "engine_version torch_version date device device_name threads dtype seed kv_bytes_total"
-    assert set(wanted.split()) <= {field.name for field in fields(Row)}
+    assert set(wanted.split()) <= {field.name for field in fields(SweepRow)}
 
 
 def test_a_task_is_in_the_title_and_lengths_are_averages() -> None:

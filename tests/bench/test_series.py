@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from qkv_engine.bench.series import Sample, Step, steps_of, thinned
+from qkv_engine.bench.series import StatsSample, TimedStep, steps_of, thinned
 
 
-def sample(seconds: float, steps: int = 0, **values: Any) -> Sample:
-    known = dict.fromkeys(Sample._fields, 0) | {"blocks": {}, "running": 1}
-    return Sample(**(known | {"seconds": seconds, "steps": steps} | values))
+def sample(seconds: float, steps: int = 0, **values: Any) -> StatsSample:
+    known = dict.fromkeys(StatsSample._fields, 0) | {"blocks": {}, "running": 1}
+    return StatsSample(**(known | {"seconds": seconds, "steps": steps} | values))
 
 
-def rounded(steps: list[Step]) -> list[Step]:
+def rounded(steps: list[TimedStep]) -> list[TimedStep]:
     return [step._replace(ms=round(step.ms, 6)) for step in steps]
 
 
@@ -24,14 +24,18 @@ def test_a_step_lies_between_two_samples() -> None:
         sample(1.040, 5, prompt_tokens=96, demotions=9),  # two at once
         sample(1.055, 6, prompt_tokens=96, demotions=9),
     ]
-    assert rounded(steps_of(samples, runs_ahead=False)) == [Step(10.0, 0, 0), Step(20.0, 32, 5), Step(15.0, 0, 0)]
+    assert rounded(steps_of(samples, runs_ahead=False)) == [
+        TimedStep(10.0, 0, 0),
+        TimedStep(20.0, 32, 5),
+        TimedStep(15.0, 0, 0),
+    ]
 
 
 def test_ahead_of_results_a_demotion_belongs_to_the_step_launched_before() -> None:
     samples = [sample(0.0, 1), sample(0.010, 2, demotions=3), sample(0.030, 3, demotions=3, prompt_tokens=8)]
     samples.append(sample(0.035, 4, demotions=4, prompt_tokens=8))
     # The third interval has the results of the second launch, with its demotions and prompt tokens.
-    assert rounded(steps_of(samples, runs_ahead=True)) == [Step(20.0, 8, 3), Step(5.0, 0, 0)]
+    assert rounded(steps_of(samples, runs_ahead=True)) == [TimedStep(20.0, 8, 3), TimedStep(5.0, 0, 0)]
 
 
 def test_a_series_is_thin_and_keeps_its_ends() -> None:

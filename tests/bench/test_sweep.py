@@ -9,7 +9,7 @@ from qkv_engine import __version__
 from qkv_engine.bench.batches import parse_batches
 from qkv_engine.bench.provenance import cpu_name
 from qkv_engine.bench.runs import ordinary_tokens, random_prompts
-from qkv_engine.bench.sweep import Row, SweepPlan, sweep
+from qkv_engine.bench.sweep import SweepPlan, SweepRow, sweep
 from qkv_engine.bench.watch import Work, work_of
 from qkv_engine.errors import CapacityError, ConfigError, EngineDeadError, ModelError
 from qkv_engine.request import SamplingParams
@@ -22,7 +22,7 @@ def plan(**values: object) -> SweepPlan:
     return SweepPlan(**defaults | {"repeats": 2, "warmup": 1} | values)
 
 
-def rows_of(plan: SweepPlan, engine: FakeEngine) -> list[Row]:
+def rows_of(plan: SweepPlan, engine: FakeEngine) -> list[SweepRow]:
     return list(sweep(plan, lambda kv: engine, clock=engine.clock))
 
 

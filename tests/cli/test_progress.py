@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from qkv_engine.bench.watch import Work
 from qkv_engine.cli import progress
-from qkv_engine.cli.progress import Bar, progress_bar
+from qkv_engine.cli.progress import ProgressBar, progress_bar
 from qkv_engine.errors import EngineDeadError
 
 
@@ -29,9 +29,9 @@ class Running:
         return SimpleNamespace(num_finished=0, num_failed=0, prompt_tokens=160, generation_tokens=10)
 
 
-def shown_bar(total: int) -> tuple[Progress, Bar]:
+def shown_bar(total: int) -> tuple[Progress, ProgressBar]:
     shown = Progress(console=Console(file=io.StringIO(), force_terminal=True))
-    return shown, Bar(shown, total)
+    return shown, ProgressBar(shown, total)
 
 
 def test_a_single_row_moves_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv_engine.device.backend import Limits
+from qkv_engine.device.backend import StepLimits
 from qkv_engine.device.gpu.captures import all_shapes
 from qkv_engine.device.gpu.mixed import MixedShape, padded_decodes
 from qkv_engine.device.gpu.shapes import LaunchShapes
@@ -39,7 +39,7 @@ def make_tables(kv: str) -> BlockTables:
 @cache
 def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
     planner: Any = SimpleNamespace(shapes=SHAPES, tile_tokens=16)
-    tables, limits = make_tables(kv), Limits(MAX_NUM_SEQS, max_model_len, 2048)
+    tables, limits = make_tables(kv), StepLimits(MAX_NUM_SEQS, max_model_len, 2048)
     return list(all_shapes(planner, tables.group, tables.arena.nbytes, limits))
 
 

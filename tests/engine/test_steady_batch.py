@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine.device.backend import Limits
+from qkv_engine.device.backend import StepLimits
 from qkv_engine.device.gpu.attention import GpuAttentionPlanner
 from qkv_engine.device.gpu.backend import GpuBackend
 from qkv_engine.device.gpu.mixed import MixedShape
@@ -213,7 +213,7 @@ def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: p
     forgo_captures(monkeypatch)
     started = start_steps(kv, "64MiB", True)
     runner = started.core.runner
-    captured = runner.backend.capture(Limits(16, 600, 256))
+    captured = runner.backend.capture(StepLimits(16, 600, 256))
     shapes = set(UncapturedGraphs.keys)
     assert captured.number == len(shapes) <= 60
     assert not started.core.runner.cache.tables.live_blocks()

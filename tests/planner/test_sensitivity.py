@@ -53,6 +53,15 @@ def test_pieces_change_nothing(heads: tuple[torch.Tensor, torch.Tensor], monkeyp
     torch.testing.assert_close(side_sensitivities(*heads, sides), whole)
 
 
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_the_widest_come_first_whatever_the_order_of_families(side: str, monkeypatch: pytest.MonkeyPatch):
+    sides = getattr(Candidates.of(2, 64, torch.float32), side)
+    sizes = [found.nbytes for found in sides.values()]
+    assert next(iter(sides)) == "dense16" and sizes == sorted(sizes, reverse=True)
+    monkeypatch.setattr(sensitivity, "FAMILIES", sensitivity.FAMILIES[::-1])
+    assert [found.nbytes for found in getattr(Candidates.of(2, 64, torch.float32), side).values()] == sizes
+
+
 def test_formats_that_do_not_fit_are_left_out():
     wide, odd = Candidates.of(1, 512, torch.float32), Candidates.of(1, 33, torch.float32)
     assert "kitty-25" not in wide.k and "int2-channel-128" in wide.k

@@ -53,8 +53,8 @@ def crowd(rng: random.Random) -> tuple[KVManager, RequestQueue]:
 def test_the_coldest_are_the_first_of_all_in_order(seed: int):
     rng = random.Random(seed)
     space, running = crowd(rng)
-    payers = {request: rng.choice((0, 1, 1)) for request in space.aged(running) if rng.random() < 0.9}
-    some, every = Coldest(space, running, payers), AllInOrder(space, running, payers)
+    ranks = {request: rng.choice((0, 1, 1)) for request in space.aged(running) if rng.random() < 0.9}
+    some, every = Coldest(space, running, ranks), AllInOrder(space, running, ranks)
     while True:
         number = rng.choice((1, 1, 2, 8))
         found, expected = some.take(number), every.take(number)
@@ -62,7 +62,7 @@ def test_the_coldest_are_the_first_of_all_in_order(seed: int):
         if not found:
             break
         assert space.demote([(candidate.block, candidate.rung + 1) for candidate in found]) == len(found)
-    assert all(block.is_shared for block, age in ((b, a) for r in payers for b, a in space.unsettled(r)) if age >= 0)
+    assert all(block.is_shared for block, age in ((b, a) for r in ranks for b, a in space.unsettled(r)) if age >= 0)
 
 
 def test_of_most_requests_only_the_coldest_block_is_looked_at(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""What steps down, when, and who pays: exact blocks on tiny arenas."""
+"""What steps down, when, and whose blocks: exact blocks on tiny arenas."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ QUICK = (  # tried by make test: bugs of every module, found soon
 RARE = {  # seeds that show bugs that need a coincidence, tried first
     "bad values stay on offer when their holder has ended": 1378,
     "holders of bad values go on": 1103,
-    "who is left of a batch is blamed": 1048,
+    "who is left of a batch fails": 1048,
 }
 
 

@@ -106,7 +106,5 @@ CORE = (
         "return not isinstance(pending, NotLaunched)",
         "return True",
     ),
-    Patch(
-        "who is left of a batch is blamed", "recovery", "Recovery.run_again", "len(batch.live()) < len(batch)", "False"
-    ),
+    Patch("who is left of a batch fails", "recovery", "Recovery.run_again", "len(batch.live()) < len(batch)", "False"),
 )

@@ -9,8 +9,8 @@ SCHEDULING = (
         "the hottest block steps down first",
         "coldest",
         "eligible",
-        "newness = NEVER if payer is None else -age",
-        "newness = NEVER if payer is None else min(1, age - 10 ** 9) if age >= 0 else 1",
+        "newness = NEVER if own_rank is None else -age",
+        "newness = NEVER if own_rank is None else min(1, age - 10 ** 9) if age >= 0 else 1",
     ),
     Patch(
         "blocks in the recent window step down",

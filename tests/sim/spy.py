@@ -378,10 +378,10 @@ class SpySpace:
                 holders = sum(block in list(self.tables[r.request_id]) for r in running)
                 usage[request.params.tenant] += block.slot.nbytes // holders
         over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.nbytes}
-        pays = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
+        ranked = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
         if tenant in over:
-            return {r: int(r.params.tenant != tenant) for r in pays}
-        return {r: int(r.params.tenant == tenant) for r in pays}
+            return {r: int(r.params.tenant != tenant) for r in ranked}
+        return {r: int(r.params.tenant == tenant) for r in ranked}
 
     def _eligible(self, ranks: dict[Any, int], *, even_recent: bool = False) -> list[Eligible]:
         """All blocks that may step down, each as its newest holder sees it; narrow ones ``even_recent`` if need be."""

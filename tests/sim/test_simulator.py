@@ -64,8 +64,8 @@ def test_the_same_seed_gives_the_same_events():
 
 @pytest.mark.parametrize("seed", [10_099, 10_377, 10_393, 10_550])
 def test_what_was_found_once(seed: int):
-    """Admission forgot the slab a block begins; a lone request's cached blocks left it no room; the rest of a batch was
-    blamed for the fault of a request that had ended; blocks that stepped down for a waiting request took its room.
+    """Admission forgot the slab a block begins; a lone request's cached blocks left it no room; the rest of a batch
+    failed for a request that had ended; blocks that stepped down for a waiting request took its room.
     """
     simulate(seed, CHAOS)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...kv.moves import MoveCommand
 from ...kv.table_rows import TableLayout
-from ..backend import Limits
+from ..backend import StepLimits
 from ..command import StepCommand
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed
@@ -34,7 +34,7 @@ class CpuBackend:
         """The tokens of a step."""
         return computed.wait()
 
-    def capture(self, limits: Limits) -> None:
+    def capture(self, limits: StepLimits) -> None:
         """Nothing: a CPU has no graphs."""
 
     def check(self) -> None:

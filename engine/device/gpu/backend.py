@@ -8,7 +8,7 @@ from torch import Tensor
 from ...errors import DeviceLostError
 from ...kv.moves import MoveCommand
 from ...kv.table_rows import TableLayout
-from ..backend import Captured, Limits
+from ..backend import Captured, StepLimits
 from ..command import StepCommand
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed
@@ -42,7 +42,7 @@ class GpuBackend:
         return computed.wait()
 
     @torch.inference_mode()
-    def capture(self, limits: Limits) -> Captured | None:
+    def capture(self, limits: StepLimits) -> Captured | None:
         """Captures every step that ``limits`` allow; ``None`` without graphs."""
         return None if self.steps.mixed is None else capture_all(self.steps, limits)
 

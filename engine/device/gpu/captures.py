@@ -11,7 +11,7 @@ from itertools import groupby
 from qkv_engine.kernels.paged_decode.split import SHORT_ITEM
 
 from ...kv.spec import GroupSpec
-from ..backend import Captured, Limits
+from ..backend import Captured, StepLimits
 from ..memory import free_memory
 from .attention import GpuAttentionPlanner
 from .graphs import MAX_GRAPHS
@@ -22,7 +22,7 @@ StepShape = DecodeShape | MixedShape
 GROWTH = 2**0.25  # between two numbers of blocks that are looked at, fewer than the octave between most shapes
 
 
-def capture_all(steps: GpuSteps, limits: Limits) -> Captured:
+def capture_all(steps: GpuSteps, limits: StepLimits) -> Captured:
     """Captures every shape of a step that ``limits`` allow, with a bar on stderr if that is a terminal.
 
     Steps over many blocks that requests share are captured when they are met, and so are those with many short chunks,
@@ -37,7 +37,9 @@ def capture_all(steps: GpuSteps, limits: Limits) -> Captured:
     return Captured(len(shapes), time.monotonic() - start, before - free_memory(steps.device))
 
 
-def all_shapes(planner: GpuAttentionPlanner, group: GroupSpec, kv_nbytes: int, limits: Limits) -> Iterator[StepShape]:
+def all_shapes(
+    planner: GpuAttentionPlanner, group: GroupSpec, kv_nbytes: int, limits: StepLimits
+) -> Iterator[StepShape]:
     """Shapes of steps over ``kv_nbytes`` of KV memory, each once: single tokens first, then with chunks of prompts."""
     shapes = planner.shapes
     for batch, numbers in groupby(range(1, limits.max_num_seqs + 1), padded_batch):

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import product
 
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
-from qkv_engine.layer_schedule import ALL, Extent, LayerSchedule
+from qkv_engine.layer_schedule import ALL, LayerCount, LayerSchedule
 
 from ..family import SideFormats
 
@@ -30,7 +30,7 @@ def _kivi() -> Iterator[KVConfig]:
 
 
 # XQuant's numbers of layers: K wide, V wide, V with codes of its own. The paper's tables never share K's codes.
-XQUANT: dict[str, tuple[Extent, Extent, Extent]] = {
+XQUANT: dict[str, tuple[LayerCount, LayerCount, LayerCount]] = {
     "xquant": (-2, 2, Fraction(1, 2)),  # 1.375 code bits
     "xquant-1.28": (ALL, 0, Fraction(1, 8)),
     "xquant-1.16": (Fraction(3, 4), 0, Fraction(1, 8)),
@@ -39,7 +39,9 @@ XQUANT: dict[str, tuple[Extent, Extent, Extent]] = {
 XQUANT_ETAS = {32: ("1/6", "0.045"), BLOCK_TOKENS: ("0.2", "0.045")}
 
 
-def xquant_rung(name: str, extents: tuple[Extent, Extent, Extent], group: int, etas: tuple[str, str]) -> RungConfig:
+def xquant_rung(
+    name: str, extents: tuple[LayerCount, LayerCount, LayerCount], group: int, etas: tuple[str, str]
+) -> RungConfig:
     """XQuant's formats (arXiv 2510.11236): 2 and 1 bits by layer, ``etas`` at 1 and at 2 bits, V's codes in pairs."""
     narrow, wide = (f"-{group}" + (f"-eta{eta}" if Fraction(eta) else "") for eta in etas)
     k_wide, v_wide, v_single = extents
