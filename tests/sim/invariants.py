@@ -101,9 +101,9 @@ def check_bank(table: Any, has_bank: bool) -> None:
 
 def check_room(space: SpySpace) -> None:
     """Checks the arena's room against the slabs, counted again; free slabs and slots add up."""
-    arena, live = space.tables.arena, space.live()
+    arena, live = space.tables.arena, space.memory.live()
     for size in space.tables.sizes.values():
-        require(arena.room(size) == space.room(size, live), f"room for {arena.room(size)} slots of {size}")
+        require(arena.room(size) == space.memory.room(size, live), f"room for {arena.room(size)} slots of {size}")
     for places, taken in ((arena._slab_places, arena._slabs), (arena._block_places, arena._blocks)):
         require(sorted([*places.free, *taken]) == list(range(places.extent)), "a place is lost, or free and in use")
         require(places.extent == 0 or places.extent - 1 in taken, "a free place is kept at the end")
@@ -179,7 +179,7 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
         require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
         if request.params.num_prefill_tokens is not None:
             check_scored(item, space)
-    space.check_work(len(batch))
+    space.check_work()
     return num_ahead
 
 

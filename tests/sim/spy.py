@@ -11,6 +11,7 @@ from qkv_engine.request import RequestStatus
 
 from .admission import Admission
 from .code import Code
+from .memory import Memory
 from .options import OPEN_END_BLOCKS, Options
 
 
@@ -42,6 +43,7 @@ class SpySpace:
     def __init__(self, space: Any, options: Options, code: Code):
         self._space, self.options, self._pressure = space, options, code.pressure
         self.tables, self.prefix = space.tables, space.prefix
+        self.memory = Memory(space.tables, options.sizes)
         self._admission = Admission(space.tables, options, OPEN_END_BLOCKS * options.block)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
@@ -58,47 +60,6 @@ class SpySpace:
         self.demoted = 0
         self.wanted: list[int] = []  # bytes of the slots that the last call asked for
         self.relieved: list[Any] = []  # waiting requests for which blocks stepped down
-
-    # ---- memory, reckoned again
-
-    def limit(self) -> int:
-        """Bytes that ordinary allocations may take; the others are for demotions.
-
-        Those take a slab, and of slabs of other rungs than the last what blocks may leave free: on as many rungs as
-        there are floors in use, where these differ the last one counts, too.
-        """
-        arena, narrower = self.tables.arena, self.options.sizes[1:]
-        if not narrower:
-            return int(arena.nbytes)
-        slab, floors = arena.slab_nbytes, {table.floor for table in self.tables._tables.values()} - {0}
-        rungs = narrower if len(floors) > 1 else narrower[:-1]
-        left = sorted(slab - slab // (slab // size) for size in rungs)
-        number = min(len(floors) or 1, len(narrower) - 1)
-        return int(arena.nbytes - slab - sum(left[len(left) - number :]))
-
-    def live(self) -> Counter[int]:
-        """Slots in use by size, counted place by place."""
-        counts: Counter[int] = Counter(slot.nbytes for slot in self.tables.arena._blocks.values())
-        for slab in self.tables.arena._slabs.values():
-            counts[slab.slot_nbytes] += len(slab.live)
-        return counts
-
-    def packed(self, extra: Iterable[int] = (), less: Iterable[int] = ()) -> int:
-        """Bytes in use when every size is packed, with ``extra`` slots and without those of ``less``."""
-        arena, counts = self.tables.arena, self.live()
-        counts.update(extra)
-        counts.subtract(less)
-        slab, block = arena.slab_nbytes, self.options.sizes[0]
-        return sum(n * size if size == block else -(-n // (slab // size)) * slab for size, n in counts.items() if size)
-
-    def room(self, size: int, live: Counter[int] | None = None) -> int:
-        """Slots of ``size`` that can still be had when every size is packed."""
-        arena, counts, block = self.tables.arena, self.live() if live is None else live, self.options.sizes[0]
-        slab = arena.slab_nbytes
-        others = sum(n * s if s == block else -(-n // (slab // s)) * slab for s, n in counts.items() if s != size)
-        left = self.limit() - others
-        most = left // size if size == block else left // slab * (slab // size)
-        return max(0, most - counts[size])
 
     # ---- calls
 
@@ -121,13 +82,13 @@ class SpySpace:
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
         self._ask(request, num_tokens, spare)
-        table, limit = self.tables[request.request_id], self.limit()
+        table, limit = self.tables[request.request_id], self.memory.limit()
 
         def fits(tokens: int) -> bool:
             blocks = max(0, self.tables.blocks_for(tokens) - len(table.blocks))
             slots = self._lacking_slots(table)
             sizes = [self.options.sizes[0]] * (blocks + spare * (blocks > 0)) + slots
-            return not tokens or not (blocks or slots) or self.packed(sizes) <= limit
+            return not tokens or not (blocks or slots) or self.memory.packed(sizes) <= limit
 
         require(fits(room), f"no room for {room} tokens and {spare} spare blocks")
         require(room == num_tokens or not fits(room + 1), f"room for more than {room} tokens")
@@ -140,8 +101,8 @@ class SpySpace:
         promised = self._space.room_for(request, num_tokens) >= num_tokens
         new = max(0, self.tables.blocks_for(num_tokens) - had)
         sizes = [self.options.sizes[0]] * new + self._lacking_slots(table)
-        limit = self.limit()
-        fits = not sizes or self.packed(sizes) <= limit
+        limit = self.memory.limit()
+        fits = not sizes or self.memory.packed(sizes) <= limit
         got = self._space.reserve(request, num_tokens)
         require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
         require(len(table.blocks) == had + new * got, "a reservation is not all or nothing")
@@ -149,7 +110,9 @@ class SpySpace:
         if got and new and num_tokens > request.num_computed_tokens + 1:
             others = [r for r in self.scheduler.running if r is not request and self._lacks_block(r)]
             spare = [self.options.sizes[0]] * len(others)
-            require(self.packed(spare) <= limit, "a chunk takes the blocks that others need for their next token")
+            require(
+                self.memory.packed(spare) <= limit, "a chunk takes the blocks that others need for their next token"
+            )
         self._ask(request, num_tokens, 0)
         self.short = not got
         return bool(got)
@@ -204,7 +167,7 @@ class SpySpace:
         idle = self._idle()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.needy is None:
-            needed = self.room(self.options.sizes[0]) < self._num_growing()
+            needed = self.memory.room(self.options.sizes[0]) < self._num_growing()
         require(needed, "cached blocks are given up without need")
         first = self._first_idle()
         done = self._space.evict()
@@ -261,7 +224,7 @@ class SpySpace:
         """Checks that the last block of a call found no slot on its rung if it is not there."""
         sizes, found = self.options.sizes, block.rung
         back, gone = ([], []) if found == old else ([sizes[old]], [sizes[found]])
-        fits = self.packed([sizes[wanted], *back], gone) <= self.tables.arena.nbytes
+        fits = self.memory.packed([sizes[wanted], *back], gone) <= self.tables.arena.nbytes
         require(found == wanted or not fits, "a block does not find a slot that there is")
 
     def _check_sealing(self, move: Any) -> None:
@@ -303,7 +266,7 @@ class SpySpace:
 
     def _finds_slot(self, found: Eligible) -> bool:
         sizes, nbytes = self.options.sizes, self.tables.arena.nbytes
-        return any(self.packed([sizes[rung]]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
+        return any(self.memory.packed([sizes[rung]]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
 
     # ---- who may step down
 
@@ -333,7 +296,7 @@ class SpySpace:
         else:
             require(self.short, "blocks step down although there is room")
             tenant = self.needy.params.tenant
-        require(self.packed(wanted) > self.limit(), "blocks step down for nobody")
+        require(self.memory.packed(wanted) > self.memory.limit(), "blocks step down for nobody")
         if len(steps) == 1 and self.needy is not None and self._is_last_resort(steps[0][0]):
             return
         expected = sorted(self._eligible(self._ranks(tenant)))[:most]
@@ -349,10 +312,10 @@ class SpySpace:
 
     def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
         """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
-        sizes, limit = self.options.sizes, self.limit()
+        sizes, limit = self.options.sizes, self.memory.limit()
         for number in range(1, len(expected) + 1):
             old, new = ([sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
-            if self.packed(wanted + new, old) <= limit:
+            if self.memory.packed(wanted + new, old) <= limit:
                 return number
         return len(expected)
 
@@ -403,7 +366,7 @@ class SpySpace:
                 found.append(Eligible(rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor))
         return found
 
-    def check_work(self, num_items: int) -> None:
+    def check_work(self) -> None:
         """Checks that the demotions in one schedule are bounded by the blocks asked for."""
         sizes = self.options.sizes
         if len(sizes) == 1:
