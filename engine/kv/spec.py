@@ -63,6 +63,14 @@ class GroupSpec:
         """Tokens of a request that come before its blocks and stay dense for life."""
         return sum(slot.num_tokens for slot in self.slots)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of a request of ``num_tokens`` tokens, full ones and the one begun."""
+        return -(-max(0, num_tokens - self.sink) // self.block_tokens)
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens of a request with ``num_blocks`` full blocks, after which its next block begins."""
+        return self.sink + num_blocks * self.block_tokens
+
 
 @dataclass(frozen=True)
 class KVSpec:

@@ -77,13 +77,10 @@ class BlockTables:
 
         Counted when its last block begins, which is when most are dense; neither number falls as a request grows.
         """
-        blocks = self.blocks_for(num_tokens)
+        blocks = self.group.blocks_for(num_tokens)
         older = self._newest(self.group.sink + (blocks - 1) * self.group.block_tokens)
         narrow = max(0, older // self.group.block_tokens) if rung else 0
         return blocks - narrow, narrow
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-max(0, num_tokens - self.group.sink) // self.group.block_tokens)
 
     def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
@@ -152,7 +149,7 @@ class BlockTables:
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Gives a request room for its first ``num_tokens`` tokens; ``False``, and no change, if memory lacks it."""
         table = self._tables[request_id]
-        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        missing = max(0, self.group.blocks_for(num_tokens) - len(table.blocks))
         slots = self.group.slots[len(table.slots) :]
         if not missing and not slots:
             return True
@@ -181,14 +178,14 @@ class BlockTables:
     def wanted(self, request_id: str, num_tokens: int, spare: int = 0) -> dict[int, int]:
         """Slots by size that the first ``num_tokens`` tokens of a request lack, and ``spare`` blocks beside its own."""
         table = self._tables[request_id]
-        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        missing = max(0, self.group.blocks_for(num_tokens) - len(table.blocks))
         return self._sizes_of(missing and missing + spare, self.group.slots[len(table.slots) :])
 
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
         """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
         slots = self.group.slots[len(table.slots) :]
-        held = self.group.sink + len(table.blocks) * self.group.block_tokens
+        held = self.group.tokens_in(len(table.blocks))
         if (not slots and num_tokens <= held) or self.arena.has_room(self.wanted(request_id, num_tokens, spare)):
             return num_tokens
         if slots and not self._has_room(0, slots):
@@ -272,12 +269,12 @@ class BlockTables:
         Rises as blocks are settled; falls only when a floor is lifted, which ``floor_epoch`` counts.
         """
         num_settled = self._tables[request_id].count_settled(self.floor_epoch)
-        return self.group.recent.least_computed(self.group.sink + (num_settled + 1) * self.group.block_tokens)
+        return self.group.recent.least_computed(self.group.tokens_in(num_settled + 1))
 
     def next_aging(self, num_computed: int) -> int:
         """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
         aged = max(0, self._newest(num_computed) // self.group.block_tokens)
-        return self.group.recent.least_computed(self.group.sink + (aged + 1) * self.group.block_tokens)
+        return self.group.recent.least_computed(self.group.tokens_in(aged + 1))
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, in one wave if there is room; returns how many did.

@@ -33,7 +33,7 @@ class TableLayout:
         """For up to ``num_rows`` requests of up to ``max_tokens`` tokens."""
         group = tables.group
         # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
-        most = max(tables.blocks_for(max_tokens), len(group.rungs) + 2)
+        most = max(group.blocks_for(max_tokens), len(group.rungs) + 2)
         return cls(tables.max_blocks, num_rows, bool(group.sink) + 1 + most + group.has_bank, group.has_bank)
 
     @property
