@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -109,6 +110,14 @@ def eligible(
             elif rank > twin.rank:
                 found[id(block)] = twin._replace(rank=rank)
     return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]
+
+
+def count_eligible(space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]) -> Counter[tuple[int, int]]:
+    """Numbers of eligible blocks by rung and floor."""
+    blocks = [block for request in ranks for block, age in space.unsettled(request) if age >= 0]
+    if any(block.is_shared for block in blocks):
+        blocks = [candidate.block for candidate in eligible(space, running, ranks)]
+    return Counter((block.rung, block.floor) for block in blocks)
 
 
 def _have_shared(space: KVSpace, requests: Iterable[Request]) -> bool:

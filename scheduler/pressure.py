@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from qkv_engine.request import Request, RequestStatus
 
-from .coldest import Candidate, Coldest, eligible
+from .coldest import Candidate, Coldest, count_eligible, eligible
 from .queue import RequestQueue
 from .space import KVSpace, ShortageLike
 
@@ -60,7 +60,8 @@ class Pressure:
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
         while not self._reserve(request, num_tokens):
-            if not self._relieve(request, num_tokens, 0) and not self._step_down_any(request.params.tenant):
+            found = self.space.evict() or self._relieve(request, num_tokens, 0)
+            if not found and not self._step_down_any(request.params.tenant):
                 return False
         return True
 
@@ -68,14 +69,18 @@ class Pressure:
         """Reserves as many of the first ``num_tokens`` tokens as there can be room for; returns their number.
 
         Leaves each other running request the block for its next token, which admission promised it. For a request that
-        waits nothing steps down unless it may start by that.
+        waits nothing steps down unless it may start even with all blocks on their floors: those that begin a slab there
+        may take the room that there was.
         """
         if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
             return num_tokens
         spare = self._num_lacking(request)
         room = self.space.room_for(request, num_tokens, spare)
-        while room < num_tokens and self._relieve(request, num_tokens, spare, room > request.num_computed_tokens):
+        while room < num_tokens and self.space.evict():
             room = self.space.room_for(request, num_tokens, spare)
+        if room < num_tokens and (request.status is RequestStatus.RUNNING or self._could_start(request, spare)):
+            while room < num_tokens and self._relieve(request, num_tokens, spare):
+                room = self.space.room_for(request, num_tokens, spare)
         return room if room and self._reserve(request, room) else 0
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
@@ -90,23 +95,20 @@ class Pressure:
             self._lacking = self.space.lacking(self.running)
         return len(self._lacking) - (request in self._lacking)
 
-    def _relieve(self, request: Request, num_tokens: int, spare: int, may_start: bool = True) -> bool:
-        """One bounded piece of relief; ``False`` when nothing is left to give, or nothing that helps."""
-        if self.space.evict():
-            return True
+    def _relieve(self, request: Request, num_tokens: int, spare: int) -> bool:
+        """Steps a few blocks down for the room that lacks; ``False`` if none may."""
         if self.space.num_rungs == 1:
             return False
-        tenant = request.params.tenant
-        if not may_start and request.status is RequestStatus.WAITING and not self._could_start(request, spare):
-            return False
-        return self._step_down(tenant, RELIEF_BLOCKS, self.space.shortage(request, num_tokens, spare)) > 0
+        shortage = self.space.shortage(request, num_tokens, spare)
+        return self._step_down(request.params.tenant, RELIEF_BLOCKS, shortage) > 0
 
     def _could_start(self, request: Request, spare: int) -> bool:
         """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
         shortage = self.space.shortage(request, request.num_computed_tokens + 1, spare)
-        ranks = self._ranks(request.params.tenant, self.space.aged(self.running))
-        found = eligible(self.space, self.running, ranks)
-        return any([shortage.eased(candidate.rung, candidate.block.floor) for candidate in found][-1:])
+        ranks, enough = self._ranks(request.params.tenant, self.space.aged(self.running)), False
+        for (rung, floor), number in count_eligible(self.space, self.running, ranks).items():
+            enough = shortage.eased(rung, floor, number)
+        return enough
 
     def _look_ahead(self) -> None:
         """Makes room for the blocks that begin within ``_ahead_steps`` steps, a few blocks a step.

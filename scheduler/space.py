@@ -21,8 +21,8 @@ class BlockLike(Protocol):
 class ShortageLike(Protocol):
     """Room that is wanted and is not there."""
 
-    def eased(self, old: int, new: int) -> bool:
-        """Counts in that a block steps down from rung ``old`` to ``new``; returns whether there is room then."""
+    def eased(self, old: int, new: int, number: int = 1) -> bool:
+        """Counts in that ``number`` blocks step down from rung ``old`` to ``new``; returns whether all fits then."""
         ...
 
 

@@ -32,7 +32,6 @@ LONG = {  # files that may be longer, and why
     "tests/engine/test_engine.py": "one class, on one engine",
     "tests/engine/test_faults.py": "one fault a test, on one engine",
     "tests/engine/test_sampler.py": "one function against one reference",
-    "tests/sim/simulator.py": "one class, whose steps share a state",
     "tests/sim/spy.py": "one record of every call",
 }
 # Studies that left the tree, which dated notes still name.

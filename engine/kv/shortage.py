@@ -14,8 +14,8 @@ class Shortage:
     def __init__(self, tables: BlockTables, wanted: Mapping[int, int]):
         self._tables, self._extra = tables, Counter(wanted)
 
-    def eased(self, old: int, new: int) -> bool:
-        """Counts in that a block steps down from rung ``old`` to ``new``; returns whether all fits then."""
-        self._extra[self._tables.sizes[old]] -= 1
-        self._extra[self._tables.sizes[new]] += 1
+    def eased(self, old: int, new: int, number: int = 1) -> bool:
+        """Counts in that ``number`` blocks step down from rung ``old`` to ``new``; returns whether all fits then."""
+        self._extra[self._tables.sizes[old]] -= number
+        self._extra[self._tables.sizes[new]] += number
         return self._tables.arena.has_room(self._extra)

@@ -86,7 +86,7 @@ def seal_triton(
 def seal_variant(old: Side, new: Side) -> tuple[dict[str, Any], int]:
     """Compile-time arguments of ``seal_kernel``, and warps: patterns are compared with elements held in registers."""
     assert old.dense_dtype is not None
-    shape, tile_d = old.shape, triton.next_power_of_2(old.shape.head_dim)
+    shape, tile_d = old.shape, max(16, triton.next_power_of_2(old.shape.head_dim))  # dots with patterns need 16
     extent = {"T": shape.num_tokens, "D": shape.head_dim, "TILE_D": tile_d}
     constexprs = {"SEAL": new.family.triton().seal_head, "SIDE": new.spec, "DTYPE": TL_DTYPE[old.dense_dtype], **extent}
     return constexprs, max(4, tile_d // 32) * (2 if new.bank_nbytes else 1)

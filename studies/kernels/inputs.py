@@ -132,7 +132,8 @@ def make_case(
             k = write_patterns(arena, first_bank + b * bank + page.k_bank, page.k, k, generator)
             v = write_patterns(arena, first_bank + b * bank + page.v_bank, page.v, v, generator)
         for i, (first, last, capacity) in enumerate(blocks):
-            full = capacity == T and last - first == T and (not dense_from or last <= dense_from[b])
+            is_sink = sink_tokens > 0 and i == 0
+            full = not is_sink and last - first == T and (not dense_from or last <= dense_from[b])
             rung = int(torch.randint(len(pages), (1,), generator=generator)) if full else 0
             rung = len(pages) - 1 if full and demote_all else rung
             address = base + slot * next(supply)

@@ -90,5 +90,5 @@ def check_empty(engine: Engine) -> None:
         pass
     tables.check_integrity()
     assert tables.arena.used_nbytes == 0 and not tables.live_blocks() and not len(tables)
-    assert len(tables.arena._pool) == tables.arena.num_slabs
+    assert tables.arena._gap == tables.arena.nbytes
     assert not core.live and not core.registry.owners and not core.registry.rows and not core.scheduler.requests

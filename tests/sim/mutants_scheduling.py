@@ -44,9 +44,9 @@ SCHEDULING = (
     Patch(
         "cached blocks are given up last",
         "pressure",
-        "Pressure._relieve",
-        "if self.space.evict():\n    return True\nif self.space.num_rungs == 1:\n    return False",
-        "if self.space.num_rungs == 1:\n    return self.space.evict()",
+        "Pressure.stretch",
+        "while room < num_tokens and self.space.evict():\n    room = self.space.room_for(request, num_tokens, spare)",
+        "",
     ),
     Patch(
         "there is no relief", "pressure", "Pressure._relieve", "self.space.num_rungs == 1", "self.space.num_rungs < 9"
@@ -107,14 +107,14 @@ SCHEDULING = (
         "what a block leaves is not counted in",
         "shortage",
         "Shortage.eased",
-        "self._extra[self._tables.sizes[old]] -= 1",
+        "self._extra[self._tables.sizes[old]] -= number",
         "",
     ),
     Patch(
         "what a block takes on its new rung is not counted in",
         "shortage",
         "Shortage.eased",
-        "self._extra[self._tables.sizes[new]] += 1",
+        "self._extra[self._tables.sizes[new]] += number",
         "",
     ),
     Patch(

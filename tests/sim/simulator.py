@@ -14,30 +14,26 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from qkv_engine.device.sampler import SampledToken
 from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
 
 from ..scheduler.common import FixedPace
 from .code import Code, load
-from .device import Device, Record, mix
+from .device import Device, mix
 from .invariants import check_batch, check_books, check_queues, check_room
+from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
 from .patch import Patch
 from .requests import Requests
 from .spy import Broken, SpySpace, require
 from .stand_ins import SimulatedRunner, spy_scheduler
-from .truth import Truth, token
+from .truth import Truth
 
 STOP_TOKEN = 0
 
 
 class OutOfEvents(BaseException):
     """A run was longer than ``limit`` events."""
-
-
-class Fault(Exception):
-    """The device cannot compute a step."""
 
 
 class BrokenOff(BaseException):
@@ -57,13 +53,10 @@ class Simulation:
         self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
         self.usage: dict[str, dict[str, int]] = {}  # their blocks by rung
         self.submissions: dict[str, Any] = {}
-        self.doomed: set[Request] = set()  # steps with one of these break off
-        self.tainted: set[Request] = set()  # requests that read bad values before anybody knew
-        self.unknown: set[Any] = set()  # blocks with bad values that nobody knows of
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
         self._requests = Requests(options, self.rng)
-        self.truths: dict[Request, Truth] = {}
+        self.model = Model(self)
         self.space: SpySpace = self._new_space()
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
             self.space,
@@ -124,7 +117,7 @@ class Simulation:
         require(self.space.tables.arena.used_nbytes == 0, "bytes are left when nobody is")
         require(not self.space.tables.arena._slabs, "slabs are left when nobody is")
         require(self.space.tables.arena._gap == self.space.tables.arena.nbytes, "places are left when nobody is")
-        require(not self.truths and not self.core.live, "a request never ended")
+        require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
             self._check_answer(name, submission.stream.get(0))
 
@@ -202,7 +195,7 @@ class Simulation:
             return
         require(request.max_num_tokens <= fits, "a request that cannot fit was taken")
         self.submissions[request.request_id] = submission
-        self.truths[request] = Truth(request, self.options.block, self.options.sink)
+        self.model.begin(request)
         self.event("add", request.request_id, request.num_prompt_tokens, request.max_tokens)
         try:
             self.scheduler.add(Request(request.request_id, [1], request.params, 1, floor=request.floor))
@@ -217,11 +210,10 @@ class Simulation:
     def recover(self) -> None:
         """Recovers as after an interrupt: new books, the old bytes and requests."""
         self.in_step = False
-        self.tainted.clear()
-        self.unknown.clear()
-        held = [r for r in self.truths if any(block.rung >= 0 for block in self.blocks_of(r))]
+        self.model.forget_bad()
+        held = [r for r in self.model.truths if any(block.rung >= 0 for block in self.blocks_of(r))]
         self.core.recover()
-        for request in [request for request in self.truths if request.is_finished]:
+        for request in [request for request in self.model.truths if request.is_finished]:
             self._note_end(request)
         for request in held:
             require(not request.is_finished or bool(self._kv(request)), "it is unknown where a request's blocks stood")
@@ -247,8 +239,8 @@ class Simulation:
                 self.in_step = False
             self._check_core()
             if not self.space.tables.waves:  # moves of an empty batch wait for the next one
-                self._check_spoilt()
-                self._check_cached()
+                self.model.check_spoilt()
+                self.model.check_cached()
 
     def _check_core(self) -> None:
         """Checks that the core knows the live requests, and no others."""
@@ -290,99 +282,8 @@ class Simulation:
             blocks = [b for b in self.space.tables[request.request_id].blocks if self.device.path(b)]
             if blocks:
                 bad.add(self.rng.choice(blocks))
-                self._spoil(bad)
+                self.model.spoil(bad)
         return bad
-
-    def _spoil(self, blocks: set[Any]) -> None:
-        for block in blocks:
-            self.device.spoil(block)
-        self.unknown |= blocks
-
-    def run_again(self) -> None:
-        """Notes that a step broke off: until this call of ``step`` ends, its tokens may be written again."""
-        self.device.runs_again = True
-
-    def told(self, bad: set[Any]) -> None:
-        """Notes that the core knows these blocks to be bad from here on."""
-        self.unknown -= bad
-
-    def compute(self, batch: Any) -> tuple[list[tuple[Any, SampledToken | None]], Fault | None]:
-        """Computes a step; now and then it breaks off: before or after it wrote, or when it is waited for."""
-        rng, faults = self.rng, self.options.faults
-        self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
-        broken = any(item.request in self.doomed for item in batch.items) and rng.choice(("soon", "late", "later"))
-        if broken in ("soon", "late"):
-            self.run_again()
-        if broken == "soon":
-            raise Fault("on purpose")
-        for item in batch.items:
-            if not self._follows_nothing(item):
-                self._write(item)
-        if broken == "late":
-            raise Fault("on purpose")
-        found = [(item, self._sample(item, rng.random() < faults / 2)) for item in batch.items]
-        return found, Fault("on purpose") if broken else None
-
-    def _follows_nothing(self, item: Any) -> bool:
-        """Whether the step before failed to give the token that this item starts with."""
-        missing = item.end > len(self.truths[item.request].tokens)
-        require(not missing or item.request in self.tainted, "a token is missing")
-        return missing
-
-    def _sample(self, item: Any, is_bad: bool) -> SampledToken | None:
-        """Reads the cache as the step sees it; returns the next token of a request that is at its end."""
-        request, truth = item.request, self.truths[item.request]
-        if self._follows_nothing(item):
-            return SampledToken(-1, error=RequestError("on purpose"))
-        fold, floor = 0, self.options.floor(request.params)
-        for block, nbytes, start, end in self._places(item):
-            record = self.device.read(block, nbytes, request.params.cache_salt)
-            require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
-            require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
-            fold = mix(fold, record.count, record.value)
-            self._check_bank(request, record, end)
-            if record.spoilt:
-                require(block in self.unknown or request in self.tainted, "values known to be bad are read")
-                self.tainted.add(request)
-        require(fold == truth.fold(item.end), f"{request.request_id} sees other KV than alone")
-        if not item.samples:
-            return None
-        if is_bad:
-            self.tainted.add(request)
-            self._spoil({block for block in self.space.tables[request.request_id] if block.refs == 1})
-        if request in self.tainted:
-            return SampledToken(-1, error=RequestError("on purpose"))
-        found = token(request.seed, item.end, fold)
-        if item.end == len(truth.tokens):
-            truth.tokens.append(found)
-        return SampledToken(found)
-
-    def _check_bank(self, request: Request, record: Record, end: int) -> None:
-        """Checks that a sealed block, up to token ``end``, is under its request's bank, made of its own tokens."""
-        if not self.options.has_bank or record.path[-1] <= 0:
-            return
-        bank, truth = self._record(self.space.tables[request.request_id].slots[-1]), self.truths[request]
-        require(record.mined == bank.mined, "a block was sealed under another bank")
-        ends = [self.options.sink + i * self.options.block + count - 1 for i, (count, _) in enumerate(bank.mined)]
-        require([value for _, value in bank.mined] == [truth.value(end) for end in ends], "a bank is of other tokens")
-        windows = tuple(truth.value(e - 1) for e in self.options.window_ends(request.num_prefill_tokens, end))
-        require(record.windows == windows, "a block was sealed under other windows' patterns")
-
-    def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
-        """Places of the tokens up to the item's end: block, bytes, and range of tokens in the block."""
-        table = self.space.tables[item.request.request_id]
-        sizes, blocks = self.space.tables.sizes, self.space.tables.entries(table)
-        return [
-            (block, sizes[block.rung], start, end)
-            for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)
-        ]
-
-    def _write(self, item: Any) -> None:
-        truth, salt = self.truths[item.request], item.request.params.cache_salt
-        for block, nbytes, start, end in self._places(item):
-            if end > item.start:
-                first = max(start, item.start)
-                self.device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
 
     def about_to_emit(self, request: Request) -> None:
         """Notes the next token of ``request``, all of whose tokens are computed; the core need not report it."""
@@ -390,7 +291,7 @@ class Simulation:
         self.may_break_off()
 
     def emitted(self, request: Request, token_id: int) -> None:
-        truth = self.truths[request]
+        truth = self.model.truths[request]
         truth.emitted = (*truth.emitted, token_id)
         self.event("token", request.request_id, token_id)
 
@@ -404,9 +305,9 @@ class Simulation:
         require(not self.blocks_of(request), "an ended request owns blocks")
         purpose = ("on purpose", "not finite")
         require(request.error is None or any(word in str(request.error) for word in purpose), repr(request.error))
-        require("Fault" not in str(request.error) or request in self.doomed, "a request fails for another one")
+        require("Fault" not in str(request.error) or request in self.model.doomed, "a request fails for another one")
         if request.error is not None:
-            self.unknown -= {block for block in blocks if not block.holders}
+            self.model.unknown -= {block for block in blocks if not block.holders}
         if request.error is not None and self.space.prefix is not None:
             offered = {id(entry.block) for entry in self.space.prefix._entries.values()}
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
@@ -418,7 +319,7 @@ class Simulation:
         self.event("end of", request.request_id, str(reason))
 
     def _note_end(self, request: Request) -> None:
-        truth = self.truths.pop(request)
+        truth = self.model.truths.pop(request)
         require(request.request_id not in self.outputs, "a request ended twice")
         alone = Truth(
             Request("", request.prompt_token_ids, request.params, 1, floor=request.floor, seed=request.seed),
@@ -433,26 +334,6 @@ class Simulation:
         if not request.params.ignore_eos:
             require(STOP_TOKEN not in request.output_token_ids[:-1], "a request went on after its stop")
         self.outputs[request.request_id] = (request.output_token_ids, str(request.finish_reason))
-
-    def _check_spoilt(self) -> None:
-        """Checks that only requests that are about to fail hold values known to be bad."""
-        for request in self.scheduler.running:
-            if request not in self.tainted:
-                for block in self.space.tables[request.request_id]:
-                    require(block in self.unknown or not self._record(block).spoilt, "bad values are kept")
-
-    def _check_cached(self) -> None:
-        """Checks that cached blocks are full, and that none holds values known to be bad."""
-        if self.space.prefix is None:
-            return
-        doubtful = self.unknown.union(*(self.blocks_of(request) for request in self.tainted))
-        for entry in self.space.prefix._entries.values():
-            record = self._record(entry.block)
-            require(record.count == len(entry.tokens), "a cached block is not full")
-            require(not record.spoilt or entry.block in doubtful, "bad values are offered")
-
-    def _record(self, block: Any) -> Any:
-        return self.device._at(block.slot.address, block.slot.nbytes)
 
 
 def simulate(seed: int, num_events: int, change: Callable[[Options], Options] | None = None) -> Simulation:

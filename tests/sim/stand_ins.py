@@ -76,7 +76,7 @@ class SimulatedCache:
 
     def launch_moves(self) -> Later:
         bad = self.simulation.apply_moves()
-        return Later(bad, told=lambda: self.simulation.told(bad))
+        return Later(bad, told=lambda: self.simulation.model.told(bad))
 
 
 class SimulatedRunner:
@@ -98,14 +98,14 @@ class SimulatedRunner:
         for item in batch.items:
             assert rows[item.request].token_ids is item.request.token_ids
         steady, self._steady = self._steady, None  # no step follows one that breaks off here
-        found, error = self.simulation.compute(batch)
+        found, error = self.simulation.model.compute(batch)
         self._steady = self._follow(steady, batch, rows)
         token_ids = [token and token.token_id for _, token in found]
         special = {i: token for i, (_, token) in enumerate(found) if token is not None and token.error is not None}
         return Later(
             StepResult(batch.items, token_ids, special, {}),
             error,
-            told=None if error is None else self.simulation.run_again,
+            told=None if error is None else self.simulation.model.run_again,
         )
 
     def _follow(self, steady: SteadyBatch | None, batch: Any, rows: Mapping[Any, Any]) -> SteadyBatch:

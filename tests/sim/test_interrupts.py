@@ -17,7 +17,6 @@ from .code import MODULES, source_path
 from .options import Options, draw
 from .simulator import Simulation
 from .spy import Broken
-from .truth import Truth
 
 FILES = {str(source_path(file)) for file in MODULES}
 
@@ -101,7 +100,7 @@ class Scenario(Simulation):
                 self.mend()
             finally:
                 sys.settrace(None)
-        assert not self.scheduler.has_work and not self.truths
+        assert not self.scheduler.has_work and not self.model.truths
         self.finish_all()
         return counter
 
@@ -123,8 +122,8 @@ class Scenario(Simulation):
             for request in [c.request for c in submission.completions]:
                 if request.request_id not in self.submissions:
                     self.submissions[request.request_id] = submission
-                    self.truths[request] = Truth(request, self.options.block, self.options.sink)
-        for request, truth in self.truths.items():
+                    self.model.begin(request)
+        for request, truth in self.model.truths.items():
             truth.emitted = tuple(request.output_token_ids)
 
 

@@ -1,0 +1,117 @@
+"""Cases of the simulator: how each changes drawn options, its seeds, and the kinds of events that have to come up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from .options import LADDERS, Options
+
+# Slot sizes of many rungs, widest first: even and uneven steps, sizes that divide no slab, near neighbours.
+LONG_LADDERS = (
+    (48, 44, 38, 31, 22, 12), (64, 33, 17, 9, 5, 3), (30, 29, 28, 27, 26, 25),
+    (96, 88, 80, 71, 64, 57, 49, 41, 32, 26, 19, 13), (40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18),
+)  # fmt: skip
+STEPPING = tuple(sizes for sizes in LADDERS if len(sizes) > 1)
+RATIOS = tuple(Fraction(text) for text in ("0.1", "0.2", "0.3", "0.5", "0.77", "0.99"))
+KINDS = ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of")
+
+
+def with_slots(options: Options) -> Options:
+    """The same options with one or two slots more, of any size up to a block's, and the slabs that they begin."""
+    rng = random.Random(options.seed)
+    slots = tuple(rng.choice((1, 3, *options.sizes)) for _ in range(rng.randint(1, 2)))
+    return replace(options, other_slots=slots, slabs=options.slabs + len(slots))
+
+
+def with_bank(options: Options) -> Options:
+    """The same options with patterns and rungs to seal on, sometimes many, and the slabs that slots begin."""
+    rng = random.Random(options.seed)
+    sizes = rng.choice([*STEPPING, *LONG_LADDERS[:2]])
+    slots = tuple(rng.choice((1, 3, *sizes)) for _ in range(rng.randint(1, 2)))
+    least = 2 + len(sizes) + (options.sink > 0)
+    num_windows = random.Random(f"windows {options.seed}").choice((0, 1, 3, 100))  # the other draws stay as they were
+    return replace(
+        options, sizes=sizes, slabs=max(options.slabs, least) + len(slots), other_slots=slots,
+        has_bank=True, num_windows=num_windows, admit_at=rng.choice((len(sizes) - 1, rng.randrange(len(sizes)))),
+        eager=rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def many_rungs(options: Options) -> Options:
+    """The same options with a ladder of 6 or 12 rungs, whose reserve is smaller than the number of narrower ones."""
+    rng = random.Random(options.seed)
+    sizes = rng.choice(LONG_LADDERS)
+    return replace(
+        options, sizes=sizes, slabs=max(options.slabs, 4 + (options.sink > 0)),
+        admit_at=_admit_at(rng, sizes), eager=rng.random() < 0.2,
+    )  # fmt: skip
+
+
+def with_ratio(options: Options) -> Options:
+    """The same options with a recent window that is a share of what is computed, and as many rungs that it matters.
+
+    Half of them have no fixed tokens.
+    """
+    rng = random.Random(options.seed)
+    sizes = rng.choice(STEPPING)
+    return replace(
+        options, sizes=sizes, slabs=max(options.slabs, 2 + len(sizes) + (options.sink > 0)),
+        admit_at=_admit_at(rng, sizes), eager=rng.random() < 0.5,
+        recent=rng.choice((0, options.recent)), recent_ratio=rng.choice(RATIOS),
+    )  # fmt: skip
+
+
+def with_scored(options: Options) -> Options:
+    """The same options with scored requests and two rungs or more, mostly eager, half with a window by ratio."""
+    rng = random.Random(options.seed)
+    changed = with_ratio(options)
+    ratio = rng.choice((options.recent_ratio, changed.recent_ratio))
+    return replace(changed, scored=0.5, eager=rng.random() < 0.7, recent_ratio=ratio)
+
+
+def with_pace(options: Options) -> Options:
+    """The same options with few chunk tokens, half of them with scored requests."""
+    rng = random.Random(options.seed)
+    changed = with_scored(options) if rng.random() < 0.5 else options
+    return replace(changed, chunk_tokens=rng.randint(1, max(1, min(options.budget, 3 * options.block))))
+
+
+def with_priorities(options: Options) -> Options:
+    """The same options with three priorities."""
+    return replace(options, priorities=3)
+
+
+def _admit_at(rng: random.Random, sizes: tuple[int, ...]) -> int:
+    """Mostly the last rung."""
+    return rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options changed by ``change``, run with the seeds ``few`` or ``many``.
+
+    Every kind of ``shows`` comes up in each of the two, and none of ``lacks``.
+    """
+
+    change: Callable[[Options], Options]
+    few: range
+    many: range
+    shows: tuple[str, ...] = KINDS
+    lacks: tuple[str, ...] = ()
+
+
+CASES = {
+    "slots": Case(with_slots, range(300, 330), range(400, 900)),
+    "banks": Case(
+        with_bank, range(610, 640), range(2000, 2500),
+        ("mined", *(kind for kind in KINDS if kind != "hit")), ("hit",),
+    ),
+    "many rungs": Case(many_rungs, range(100, 130), range(650, 1150)),
+    "ratios": Case(with_ratio, range(200, 230), range(1200, 1700)),
+    "scored": Case(with_scored, range(3040, 3070), range(4000, 4500)),
+    "paced": Case(with_pace, range(6100, 6120), range(7000, 7500)),
+    "priorities": Case(with_priorities, range(7100, 7120), range(7200, 7500)),
+}  # fmt: skip

@@ -1,0 +1,163 @@
+"""The model of a simulation: what a step writes, reads and samples on the fake device, and who holds bad values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qkv_engine.device.sampler import SampledToken
+from qkv_engine.errors import RequestError
+from qkv_engine.request import Request
+
+from .device import Device, Record, mix
+from .spy import SpySpace, require
+from .truth import Truth, token
+
+if TYPE_CHECKING:
+    from .simulator import Simulation
+
+
+class Fault(Exception):
+    """The device cannot compute a step."""
+
+
+class Model:
+    """Computes steps, and checks that each request reads the KV that it has when it runs alone.
+
+    ``truths`` are those of live requests. Steps with a ``doomed`` request break off. ``tainted`` requests read bad
+    values before anybody knew; ``unknown`` blocks hold such values, and nobody knows yet.
+    """
+
+    def __init__(self, simulation: Simulation):
+        self.simulation, self.options, self.rng = simulation, simulation.options, simulation.rng
+        self.truths: dict[Request, Truth] = {}
+        self.doomed: set[Request] = set()
+        self.tainted: set[Request] = set()
+        self.unknown: set[Any] = set()
+
+    @property
+    def _space(self) -> SpySpace:
+        return self.simulation.space
+
+    @property
+    def _device(self) -> Device:
+        return self.simulation.device
+
+    def begin(self, request: Request) -> None:
+        """Takes up a new request."""
+        self.truths[request] = Truth(request, self.options.block, self.options.sink)
+
+    def forget_bad(self) -> None:
+        """Notes that all KV is computed anew."""
+        self.tainted.clear()
+        self.unknown.clear()
+
+    def run_again(self) -> None:
+        """Notes that a step broke off: until this call of ``step`` ends, its tokens may be written again."""
+        self._device.runs_again = True
+
+    def told(self, bad: set[Any]) -> None:
+        """Notes that the core knows these blocks to be bad from here on."""
+        self.unknown -= bad
+
+    def spoil(self, blocks: set[Any]) -> None:
+        for block in blocks:
+            self._device.spoil(block)
+        self.unknown |= blocks
+
+    def compute(self, batch: Any) -> tuple[list[tuple[Any, SampledToken | None]], Fault | None]:
+        """Computes a step; now and then it breaks off: before or after it wrote, or when it is waited for."""
+        rng, faults = self.rng, self.options.faults
+        self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
+        broken = any(item.request in self.doomed for item in batch.items) and rng.choice(("soon", "late", "later"))
+        if broken in ("soon", "late"):
+            self.run_again()
+        if broken == "soon":
+            raise Fault("on purpose")
+        for item in batch.items:
+            if not self._follows_nothing(item):
+                self._write(item)
+        if broken == "late":
+            raise Fault("on purpose")
+        found = [(item, self._sample(item, rng.random() < faults / 2)) for item in batch.items]
+        return found, Fault("on purpose") if broken else None
+
+    def _follows_nothing(self, item: Any) -> bool:
+        """Whether the step before failed to give the token that this item starts with."""
+        missing = item.end > len(self.truths[item.request].tokens)
+        require(not missing or item.request in self.tainted, "a token is missing")
+        return missing
+
+    def _sample(self, item: Any, is_bad: bool) -> SampledToken | None:
+        """Reads the cache as the step sees it; returns the next token of a request that is at its end."""
+        request, truth = item.request, self.truths[item.request]
+        if self._follows_nothing(item):
+            return SampledToken(-1, error=RequestError("on purpose"))
+        fold, floor = 0, self.options.floor(request.params)
+        for block, nbytes, start, end in self._places(item):
+            record = self._device.read(block, nbytes, request.params.cache_salt)
+            require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
+            require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
+            fold = mix(fold, record.count, record.value)
+            self._check_bank(request, record, end)
+            if record.spoilt:
+                require(block in self.unknown or request in self.tainted, "values known to be bad are read")
+                self.tainted.add(request)
+        require(fold == truth.fold(item.end), f"{request.request_id} sees other KV than alone")
+        if not item.samples:
+            return None
+        if is_bad:
+            self.tainted.add(request)
+            self.spoil({block for block in self._space.tables[request.request_id] if block.refs == 1})
+        if request in self.tainted:
+            return SampledToken(-1, error=RequestError("on purpose"))
+        found = token(request.seed, item.end, fold)
+        if item.end == len(truth.tokens):
+            truth.tokens.append(found)
+        return SampledToken(found)
+
+    def _check_bank(self, request: Request, record: Record, end: int) -> None:
+        """Checks that a sealed block, up to token ``end``, is under its request's bank, made of its own tokens."""
+        if not self.options.has_bank or record.path[-1] <= 0:
+            return
+        bank, truth = self._record(self._space.tables[request.request_id].slots[-1]), self.truths[request]
+        require(record.mined == bank.mined, "a block was sealed under another bank")
+        ends = [self.options.sink + i * self.options.block + count - 1 for i, (count, _) in enumerate(bank.mined)]
+        require([value for _, value in bank.mined] == [truth.value(end) for end in ends], "a bank is of other tokens")
+        windows = tuple(truth.value(e - 1) for e in self.options.window_ends(request.num_prefill_tokens, end))
+        require(record.windows == windows, "a block was sealed under other windows' patterns")
+
+    def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
+        """Places of the tokens up to the item's end: block, bytes, and range of tokens in the block."""
+        table = self._space.tables[item.request.request_id]
+        sizes, blocks = self._space.tables.sizes, self._space.tables.entries(table)
+        return [
+            (block, sizes[block.rung], start, end)
+            for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)
+        ]
+
+    def _write(self, item: Any) -> None:
+        truth, salt = self.truths[item.request], item.request.params.cache_salt
+        for block, nbytes, start, end in self._places(item):
+            if end > item.start:
+                first = max(start, item.start)
+                self._device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
+
+    def check_spoilt(self) -> None:
+        """Checks that only requests that are about to fail hold values known to be bad."""
+        for request in self.simulation.scheduler.running:
+            if request not in self.tainted:
+                for block in self._space.tables[request.request_id]:
+                    require(block in self.unknown or not self._record(block).spoilt, "bad values are kept")
+
+    def check_cached(self) -> None:
+        """Checks that cached blocks are full, and that none holds values known to be bad."""
+        if self._space.prefix is None:
+            return
+        doubtful = self.unknown.union(*(self.simulation.blocks_of(request) for request in self.tainted))
+        for entry in self._space.prefix._entries.values():
+            record = self._record(entry.block)
+            require(record.count == len(entry.tokens), "a cached block is not full")
+            require(not record.spoilt or entry.block in doubtful, "bad values are offered")
+
+    def _record(self, block: Any) -> Any:
+        return self._device._at(block.slot.address, block.slot.nbytes)

@@ -1,0 +1,46 @@
+"""Random loads on changed configurations: every invariant, as elsewhere, and bugs that only they show."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from .cases import CASES
+from .mutants_cases import BUGS, Bug
+from .options import draw
+from .simulator import Simulation
+from .spy import Broken
+from .test_simulator import describe, swarm
+
+NUM_EVENTS = 400
+
+
+def check(name: str, seeds: range, num_events: int, report: list[str]) -> None:
+    """Runs a case, and sees that every kind of event came up that should."""
+    case, started = CASES[name], time.monotonic()
+    total, digest = swarm(seeds, num_events, case.change)
+    mined = f"{total['mined']:,} banks mined, " if total["mined"] else ""
+    report.append(f"{name}: {mined}{describe(seeds, total, digest, time.monotonic() - started)}")
+    for kind in case.shows:
+        assert total[kind], f"the loads show no {kind}"
+    for kind in case.lacks:
+        assert not total[kind], f"the loads show {kind}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_invariant_is_kept(name: str, report: list[str]):
+    check(name, CASES[name].few, NUM_EVENTS, report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_invariant_is_kept_for_long(name: str, report: list[str]):
+    check(name, CASES[name].many, 500, report)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.case}: {bug.name}")
+def test_a_seeded_bug_is_found(bug: Bug):
+    simulation = Simulation(CASES[bug.case].change(draw(bug.seed)), bug)
+    with pytest.raises(Broken):
+        simulation.run(NUM_EVENTS)
