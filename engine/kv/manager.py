@@ -183,5 +183,5 @@ class KVManager:
         rungs = Counter(block.rung for block in table.blocks[:num_blocks])
         bits = [self.group.rungs[rung].bits for rung in rungs]
         blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
-        holds_any = self.group.sink and table.slots
+        holds_any = table.slots[: self.group.num_token_slots]
         return KVUsage(blocks, min(bits, default=self.group.widest.bits if holds_any else None))
