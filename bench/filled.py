@@ -79,7 +79,7 @@ class FilledManager(KVManager):
         """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots."""
         apply_moves(self._core.runner)
         table = self.tables[request.request_id]
-        for block in table.blocks[self.tables.blocks_for(start) : self.tables.blocks_for(end)]:
+        for block in table.blocks[self.group.blocks_for(start) : self.group.blocks_for(end)]:
             self._write(block.slot)
         for block in () if start else table.slots:
             self._write(block.slot)
@@ -189,7 +189,7 @@ class FilledEngine(Closable):
         total = 0
         for request in self.core.scheduler.running:
             table = tables[request.request_id]
-            held = tables.group.sink + len(table.blocks) * BLOCK_TOKENS
+            held = tables.group.tokens_in(len(table.blocks))
             unwritten = (held - request.num_computed_tokens) * widest.block_nbytes // BLOCK_TOKENS
             total += sum(block.slot.nbytes for block in table) - unwritten
             total += sum(again[block.rung] for block in table.blocks)

@@ -28,7 +28,7 @@ def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     """The least bytes in which ``num_requests`` of ``num_tokens`` tokens each run together at 16 bits."""
     spec = make_ladder(PRESETS["bf16"], config, torch.bfloat16).spec
     block = spec.group.widest.nbytes
-    blocks = num_requests * make_tables(spec, block).blocks_for(num_tokens)
+    blocks = num_requests * spec.group.blocks_for(num_tokens)
     while make_tables(spec, blocks * block).max_requests(num_tokens, 0) < num_requests:
         blocks += 1
     return blocks * block

@@ -142,7 +142,7 @@ def churn(running: int) -> Iterator[float]:
 def blocked(running: int) -> Iterator[float]:
     """Seconds a step while memory is promised to the running requests and as many wait."""
     probe = Bench(running)
-    need = running * probe.scheduler.space.tables.blocks_for(PROMPT + 1024) * 2**18  # type: ignore[attr-defined]
+    need = running * probe.scheduler.space.tables.group.blocks_for(PROMPT + 1024) * 2**18  # type: ignore[attr-defined]
     bench = Bench(2 * running, nbytes=need)
     bench.add(2 * running, max_tokens=1024, length=1024)
     for _ in range(16):

@@ -25,7 +25,6 @@ RAY = {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"}
 MAX_LINES = 400
 LONG = {  # files that may be longer, and why
     "engine/kv/table.py": "one class, whose methods share its invariants",
-    "engine/serving/core.py": "one class: steps and what follows a failed one",
     "studies/train_demo.py": "one script, read from top to bottom",
     "tests/cli/test_chat_commands.py": "one table of commands",
     "tests/cli/test_plan.py": "one command",

@@ -118,7 +118,7 @@ class RunningDemand:
             self._tenants[tenant] = Demand(self._tables)
         self._tenants[tenant].add(share)
         blocks = share.dense + share.narrow
-        most = self._tables.group.sink + blocks * self._tables.group.block_tokens  # tokens that fit in them
+        most = self._tables.group.tokens_in(blocks)
         if request.params.max_tokens is None and most < request.max_num_tokens:
             due = self._due[request] = self._step + max(1, most + 1 - self.open_end_tokens - request.num_tokens)
             heappush(self._calendar, (due, next(self._serials), request))

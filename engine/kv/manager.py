@@ -179,9 +179,9 @@ class KVManager:
         if request.request_id not in self.tables:
             return KVUsage()
         table = self.tables[request.request_id]
-        num_blocks = self.tables.blocks_for(len(request.token_ids) - 1)
+        num_blocks = self.group.blocks_for(len(request.token_ids) - 1)
         rungs = Counter(block.rung for block in table.blocks[:num_blocks])
         bits = [self.group.rungs[rung].bits for rung in rungs]
         blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
-        holds_any = self.group.sink and table.slots
+        holds_any = table.slots[: self.group.num_token_slots]
         return KVUsage(blocks, min(bits, default=self.group.widest.bits if holds_any else None))

@@ -61,7 +61,7 @@ class PrefixCache:
         Blocks that are counted as dense for a request of ``tokens`` must still be dense.
         """
         self.num_queried_tokens += limit
-        num_narrow = bool(self._tables.group.sink) + self._tables.split(len(tokens), floor)[1]
+        num_narrow = self._tables.group.num_token_slots + self._tables.split(len(tokens), floor)[1]
         key, found = self._root(salt), []
         for index in range(self._num_pieces(limit)):
             piece = tokens[self._piece(index)]
@@ -165,18 +165,18 @@ class PrefixCache:
 
     def _root(self, salt: str) -> bytes:
         tables = self._tables
-        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.group.sink)).encode()).digest()
+        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.group.slots)).encode()).digest()
 
     def _num_pieces(self, num_tokens: int) -> int:
-        """Number of pieces within ``num_tokens``, the sink and full blocks."""
-        sink, block_tokens = self._tables.group.sink, self._tables.group.block_tokens
-        return bool(sink) + (num_tokens - sink) // block_tokens if num_tokens >= sink else 0
+        """Number of pieces within ``num_tokens``, the request's slot and full blocks."""
+        group, in_blocks = self._tables.group, self._tables.group.in_blocks(num_tokens)
+        return group.num_token_slots + in_blocks // group.block_tokens if in_blocks >= 0 else 0
 
     def _piece(self, index: int) -> slice:
-        """The range of tokens of piece ``index``, the sink or a block."""
-        sink, block_tokens = self._tables.group.sink, self._tables.group.block_tokens
-        stop = sink + (index + (not sink)) * block_tokens
-        return slice(0 if index == 0 else stop - block_tokens, stop)
+        """The range of tokens of piece ``index``, the request's slot or a block."""
+        group = self._tables.group
+        stop = group.tokens_in(index + 1 - group.num_token_slots)
+        return slice(0 if index == 0 else stop - group.block_tokens, stop)
 
 
 def _extend(key: bytes, tokens: list[int]) -> bytes:

@@ -63,6 +63,23 @@ class GroupSpec:
         """Tokens of a request that come before its blocks and stay dense for life."""
         return sum(slot.num_tokens for slot in self.slots)
 
+    @property
+    def num_token_slots(self) -> int:
+        """Slots of a request that hold tokens: 1 or 0."""
+        return int(self.sink > 0)
+
+    def in_blocks(self, num_tokens: int) -> int:
+        """Those of a request's first ``num_tokens`` tokens that lie in blocks; negative within its slot."""
+        return num_tokens - self.sink
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of a request of ``num_tokens`` tokens, full ones and the one begun."""
+        return -(-max(0, self.in_blocks(num_tokens)) // self.block_tokens)
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens of a request with ``num_blocks`` full blocks, after which its next block begins."""
+        return self.sink + num_blocks * self.block_tokens
+
 
 @dataclass(frozen=True)
 class KVSpec:

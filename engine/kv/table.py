@@ -77,13 +77,10 @@ class BlockTables:
 
         Counted when its last block begins, which is when most are dense; neither number falls as a request grows.
         """
-        blocks = self.blocks_for(num_tokens)
-        older = self._newest(self.group.sink + (blocks - 1) * self.group.block_tokens)
+        blocks = self.group.blocks_for(num_tokens)
+        older = self._newest(self.group.tokens_in(blocks - 1))
         narrow = max(0, older // self.group.block_tokens) if rung else 0
         return blocks - narrow, narrow
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-max(0, num_tokens - self.group.sink) // self.group.block_tokens)
 
     def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
@@ -152,7 +149,7 @@ class BlockTables:
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Gives a request room for its first ``num_tokens`` tokens; ``False``, and no change, if memory lacks it."""
         table = self._tables[request_id]
-        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        missing = max(0, self.group.blocks_for(num_tokens) - len(table.blocks))
         slots = self.group.slots[len(table.slots) :]
         if not missing and not slots:
             return True
@@ -161,7 +158,7 @@ class BlockTables:
         for index in range(len(table.slots), len(self.group.slots)):
             table.slots.append(self._new_block(slot_rung(index), table.floor))
         if self.group.has_bank and table.bank is None:
-            in_blocks = table.num_prompt_tokens - self.group.sink
+            in_blocks = self.group.in_blocks(table.num_prompt_tokens)
             table.bank = Bank(table.slots[-1], table.blocks, in_blocks, self.group.block_tokens, self.group.num_windows)
         for _ in range(missing):
             table.blocks.append(self._new_block(0, table.floor, table.bank))
@@ -172,23 +169,23 @@ class BlockTables:
     def held(self, request_id: str) -> int:
         """Tokens that a request's blocks have room for."""
         table = self._tables[request_id]
-        return self.group.sink * bool(table.slots) + len(table.blocks) * self.group.block_tokens
+        return self.group.tokens_in(len(table.blocks)) if table.slots or table.blocks else 0
 
     def entries(self, table: BlockTable) -> list[Block]:
-        """The blocks of a request that hold tokens, in token order: its sink's slot comes first."""
-        return [*table.slots[: bool(self.group.sink)], *table.blocks]
+        """The blocks of a request that hold tokens, in token order: its slot comes first."""
+        return [*table.slots[: self.group.num_token_slots], *table.blocks]
 
     def wanted(self, request_id: str, num_tokens: int, spare: int = 0) -> dict[int, int]:
         """Slots by size that the first ``num_tokens`` tokens of a request lack, and ``spare`` blocks beside its own."""
         table = self._tables[request_id]
-        missing = max(0, self.blocks_for(num_tokens) - len(table.blocks))
+        missing = max(0, self.group.blocks_for(num_tokens) - len(table.blocks))
         return self._sizes_of(missing and missing + spare, self.group.slots[len(table.slots) :])
 
     def room_for(self, request_id: str, num_tokens: int, spare: int = 0) -> int:
         """How many of the first ``num_tokens`` tokens could be reserved now with ``spare`` blocks left over."""
         table = self._tables[request_id]
         slots = self.group.slots[len(table.slots) :]
-        held = self.group.sink + len(table.blocks) * self.group.block_tokens
+        held = self.group.tokens_in(len(table.blocks))
         if (not slots and num_tokens <= held) or self.arena.has_room(self.wanted(request_id, num_tokens, spare)):
             return num_tokens
         if slots and not self._has_room(0, slots):
@@ -259,12 +256,12 @@ class BlockTables:
         """The table of a request, and ``_newest``; tells the request's bank how much can be mined."""
         table = self._tables[request_id]
         if table.bank is not None:
-            table.bank.num_computed_tokens = num_computed - self.group.sink
+            table.bank.num_computed_tokens = self.group.in_blocks(num_computed)
         return table, self._newest(num_computed)
 
     def _newest(self, num_computed: int) -> int:
-        """Tokens of blocks, the sink's not counted, that are older than the recent window."""
-        return self.group.recent.older(num_computed) - self.group.sink
+        """Tokens in blocks that are older than the recent window."""
+        return self.group.in_blocks(self.group.recent.older(num_computed))
 
     def next_demotable_at(self, request_id: str) -> int:
         """Count of computed tokens from which on ``unsettled`` gives a block that is old enough to step down.
@@ -272,12 +269,12 @@ class BlockTables:
         Rises as blocks are settled; falls only when a floor is lifted, which ``floor_epoch`` counts.
         """
         num_settled = self._tables[request_id].count_settled(self.floor_epoch)
-        return self.group.recent.least_computed(self.group.sink + (num_settled + 1) * self.group.block_tokens)
+        return self.group.recent.least_computed(self.group.tokens_in(num_settled + 1))
 
     def next_aging(self, num_computed: int) -> int:
         """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
         aged = max(0, self._newest(num_computed) // self.group.block_tokens)
-        return self.group.recent.least_computed(self.group.sink + (aged + 1) * self.group.block_tokens)
+        return self.group.recent.least_computed(self.group.tokens_in(aged + 1))
 
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, in one wave if there is room; returns how many did.

@@ -73,7 +73,10 @@ def test_every_state_has_a_listed_shape(kv: str, max_model_len: int, number: int
 
 def random_counts(tables: Any, number: int, max_model_len: int, rng: random.Random) -> list[int]:
     """Blocks by rung of ``number`` requests of some length in memory that they share, sinks counted as blocks."""
-    rungs, held = range(len(tables.group.rungs)), int(number * tables.blocks_for(max_model_len) * rng.random() ** 3)
+    rungs, held = (
+        range(len(tables.group.rungs)),
+        int(number * tables.group.blocks_for(max_model_len) * rng.random() ** 3),
+    )
     weights = [rng.random() ** 4 for _ in rungs]
     counts = [int(held * weight / sum(weights)) for weight in weights]
     nbytes = sum(count * tables.sizes[rung] for rung, count in enumerate(counts))

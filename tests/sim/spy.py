@@ -85,7 +85,7 @@ class SpySpace:
         table, limit = self.tables[request.request_id], self.memory.limit()
 
         def fits(tokens: int) -> bool:
-            blocks = max(0, self.tables.blocks_for(tokens) - len(table.blocks))
+            blocks = max(0, self.tables.group.blocks_for(tokens) - len(table.blocks))
             slots = self._lacking_slots(table)
             sizes = [self.options.sizes[0]] * (blocks + spare * (blocks > 0)) + slots
             return not tokens or not (blocks or slots) or self.memory.packed(sizes) <= limit
@@ -99,7 +99,7 @@ class SpySpace:
         table = self.tables[request.request_id]
         had = len(table.blocks)
         promised = self._space.room_for(request, num_tokens) >= num_tokens
-        new = max(0, self.tables.blocks_for(num_tokens) - had)
+        new = max(0, self.tables.group.blocks_for(num_tokens) - had)
         sizes = [self.options.sizes[0]] * new + self._lacking_slots(table)
         limit = self.memory.limit()
         fits = not sizes or self.memory.packed(sizes) <= limit
@@ -132,7 +132,7 @@ class SpySpace:
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
         self.needy, table = request, self.tables[request.request_id]
-        blocks = max(0, self.tables.blocks_for(num_tokens) - len(table.blocks))
+        blocks = max(0, self.tables.group.blocks_for(num_tokens) - len(table.blocks))
         self.wanted = [self.options.sizes[0]] * (blocks and blocks + spare) + self._lacking_slots(table)
         self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), blocks + spare + 1)
 

@@ -35,7 +35,7 @@ WITH_SINK = make_spec(RUNGS, sink=32, recent=100, sink_nbytes=4)
 
 def test_blocks_are_counted_behind_the_sink():
     tables = tables_of(12, WITH_SINK)
-    assert [tables.blocks_for(n) for n in (0, 1, 32, 33, 160, 161)] == [0, 0, 0, 1, 1, 2]
+    assert [tables.group.blocks_for(n) for n in (0, 1, 32, 33, 160, 161)] == [0, 0, 0, 1, 1, 2]
     assert tables.demand(32 + 5 * BLOCK, 2) == Counter({16: 2, 4: 4})  # two dense, three narrow and the sink
     assert tables.demand(32 + 5 * BLOCK, 0) == Counter({16: 5, 4: 1})
     assert tables.demand(20, 2) == Counter({4: 1, 16: 0})
@@ -263,7 +263,7 @@ class TablesMachine(RuleBasedStateMachine):
         assert set(self.tokens) == set(self.tables._tables)
         for name, num_computed in self.computed.items():
             table = self.tables[name]
-            assert len(table.blocks) >= self.tables.blocks_for(num_computed)
+            assert len(table.blocks) >= self.tables.group.blocks_for(num_computed)
             assert all(0 <= block.rung <= table.floor for block in table.blocks)
             assert [slot.rung for slot in table.slots] == [slot_rung(i) for i in range(len(table.slots))]
             assert all(slot.refs == 1 for slot in table.slots[1:])  # it holds no tokens, so it is not shared
