@@ -98,7 +98,7 @@ def experts_mlp_triton(x: Tensor, routing: Routing, experts: Experts, *, tuning:
     if not len(x):
         return torch.empty_like(x)
     if tuning is None:
-        tuning = choose_tuning(routing.experts.numel() / len(experts.down))
+        tuning = choose_tuning(len(x), routing.experts.shape[1], len(experts.down))
     if isinstance(tuning, SumTuning):
         return _few_tokens(x, routing, experts, tuning)
     return _many_tokens(x, routing, experts, tuning)
@@ -125,8 +125,9 @@ def most_tiles(num_rows: int, top_k: int, num_experts: int, block_m: int) -> int
     return min(touched + (pairs - touched) // block_m, num_experts * triton.cdiv(num_rows, block_m))
 
 
-def choose_tuning(tokens_an_expert: float) -> Tuning:
-    """The first of ``TUNINGS`` that serves so many."""
+def choose_tuning(num_rows: int, top_k: int, num_experts: int) -> Tuning:
+    """The first of ``TUNINGS`` that serves so many; one token reads each weight once, however few experts there are."""
+    tokens_an_expert = num_rows * top_k / num_experts if num_rows > 1 else 0.0
     return next(tuning for most, tuning in TUNINGS.items() if tokens_an_expert <= most)
 
 
@@ -219,7 +220,7 @@ def sort_variant(num_pairs: int, num_experts: int, block_m: int) -> tuple[dict[s
     """Compile-time arguments and warps of ``sort_kernel``: one of three sizes of a step."""
     block_a = next((size for size in (128, 512) if num_pairs <= size), 2048)
     block_x = triton.next_power_of_2(num_experts + 1)  # one more, for pairs beyond the last
-    return {"X": num_experts, "BLOCK_X": block_x, "BLOCK_A": block_a, "BLOCK_M": block_m}, 4
+    return {"X": num_experts, "BLOCK_X": block_x, "BLOCK_A": block_a, "BLOCK_M": block_m}, 8 if block_a > 512 else 4
 
 
 def gate_up_sum_variant(

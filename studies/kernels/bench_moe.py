@@ -204,7 +204,7 @@ def tile_calls(
 def measure(name: str, layers: list[Layer], device: tuple[float, float], tuning: moe.Tuning | None = None) -> Row:
     """A layer's time, with ``tuning`` or as the engine launches it."""
     tokens = len(layers[0].x)
-    tuning = tuning or moe.choose_tuning(tokens * TOP_K / EXPERTS)
+    tuning = tuning or moe.choose_tuning(tokens, TOP_K, EXPERTS)
     touched = sum(len(set(layer.routing.experts.flatten().tolist())) for layer in layers) / len(layers)
     limit = 1e6 * max(touched * EXPERT_NBYTES / device[0], tokens * TOP_K * EXPERT_NBYTES / device[1])
     us = time_us([partial(moe.experts_mlp_triton, *layer, tuning=tuning) for layer in layers], "layer") or float("nan")

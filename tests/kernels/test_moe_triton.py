@@ -32,7 +32,8 @@ def test_tiles_are_bounded() -> None:
 
 
 def test_tunings_serve_every_number() -> None:
-    assert isinstance(choose_tuning(8 / 128), SumTuning) and isinstance(choose_tuning(1e6), TileTuning)
+    assert isinstance(choose_tuning(1, 2, 8), SumTuning) and isinstance(choose_tuning(2, 2, 8), TileTuning)
+    assert choose_tuning(10**6, 8, 128) == TUNINGS[float("inf")]
     assert list(TUNINGS) == sorted(TUNINGS)
 
 
