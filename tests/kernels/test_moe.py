@@ -75,3 +75,17 @@ def test_gradients_flow() -> None:
     routing = route(torch.randn(3, 4), 2, SoftmaxOver.CHOSEN)
     experts_mlp(x, routing, Experts(torch.randn(4, 12, 8), torch.randn(4, 8, 6))).sum().backward()
     assert x.grad is not None and bool((x.grad != 0).any())
+
+
+def test_ranks_have_parts_of_the_sum() -> None:
+    """Inner features split over ranks, down's bias on one of them."""
+    whole = Experts(*(torch.randn(shape) for shape in ((5, 16, 12), (5, 12, 8), (5, 16), (5, 12))), GPT_OSS)
+    x, routing = torch.randn(7, 12), route(torch.randn(7, 5), 2, SoftmaxOver.CHOSEN)
+    total = torch.zeros_like(x)
+    for rank, features in enumerate(torch.arange(8).split(3)):
+        rows, bias = torch.cat((features, features + 8)), whole.gate_up_bias
+        assert bias is not None
+        down_bias = whole.down_bias if rank == 0 else None
+        part = Experts(whole.gate_up[:, rows], whole.down[:, :, features], bias[:, rows], down_bias, GPT_OSS)
+        total += experts_mlp(x, routing, part)
+    assert relative_error(total, experts_mlp(x, routing, whole)) < 1e-6
