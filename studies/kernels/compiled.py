@@ -45,6 +45,7 @@ POINTERS |= {
     "offsets_ptr": "*i64",
     "banks_ptr": "*i64",
 }
+NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
 BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
@@ -172,7 +173,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, {**constexprs, **no_banks, "OVERLAP": True}, tuning
         if group == 4 and page.k.dense_dtype is not None:
             constexprs, tuning = prefill_variant(page, group, 32)
-            place = {"IS_STAGED": False, "IS_LAST": True}
+            place = {"IS_STAGED": False, "IS_LAST": True, **NO_RULE}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:
             yield f"stage {name}", stage_kernel, {**stage_constexprs(page), **no_banks}, Tuning(4, 1)
