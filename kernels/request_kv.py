@@ -38,4 +38,4 @@ def token_positions(request: RequestPages, block_tokens: int) -> Tensor:
         pieces.append(torch.arange(request.length - request.open[1], request.length))
     for rung in (*([0] if request.full else []), *request.sealed):
         pieces += [torch.arange(first, first + block_tokens) for first in request.positions[rung]]
-    return torch.cat(pieces)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)

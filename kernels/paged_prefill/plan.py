@@ -64,7 +64,7 @@ class PrefillWork:
         """
         width = addresses.shape[1]
         if window is not None:
-            ends = block_positions(torch.arange(1, width + 1), sink_tokens, block_tokens)
+            ends = block_positions(torch.arange(1, width + 1, device=rungs.device), sink_tokens, block_tokens)
             rungs = rungs.masked_fill(ends <= starts[:, None] + 1 - window, ABSENT)
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
         positions = block_positions(order, sink_tokens, block_tokens)
