@@ -175,7 +175,7 @@ def sum_inners(layers: list[Layer], launch: moe.Sum) -> list[Tensor]:
 def time_parts(layers: list[Layer], tuning: moe.Tuning) -> dict[str, float]:
     """Each launch of a layer alone."""
     calls: dict[str, list[Callable[[], Any]]] = {}
-    if isinstance(tuning, moe.SumTuning):
+    if isinstance(tuning, moe.ExpertSums):
         calls["gate_up"] = [partial(moe.gate_up_sums, *layer, tuning.gate_up) for layer in layers]
         inners = sum_inners(layers, tuning.gate_up)
         calls["down"] = [
@@ -192,7 +192,7 @@ def time_parts(layers: list[Layer], tuning: moe.Tuning) -> dict[str, float]:
 
 
 def tile_calls(
-    layers: list[Layer], plans: list[moe.Plan], tuning: moe.TileTuning
+    layers: list[Layer], plans: list[moe.Plan], tuning: moe.ExpertTiles
 ) -> Iterator[tuple[str, moe.Tile, list[Callable[[], Any]]]]:
     """Both products: name, launch parameters and calls."""
     inner = torch.randn(layers[0].routing.experts.numel(), INNER, device="cuda", dtype=torch.bfloat16)
@@ -217,7 +217,7 @@ def measure(name: str, layers: list[Layer], device: tuple[float, float], tuning:
 def compile_all(block_ms: set[int]) -> None:
     """Kernels that are checked, timed and tried for ``block_ms``, several at a time."""
     options, bf16 = overlap_options(torch.device("cuda", torch.cuda.current_device())), torch.bfloat16
-    chosen = [tuning for tuning in moe.TUNINGS.values() if isinstance(tuning, moe.TileTuning)]
+    chosen = [tuning for tuning in moe.TUNINGS.values() if isinstance(tuning, moe.ExpertTiles)]
     tiles = {(block_m, moe.Tile(*shape), False) for block_m in block_ms for shape in TILES[block_m]}
     tiles |= {(t.block_m, tile, biased) for t in chosen for tile in t[1:] for biased in (False, True)}
     with ThreadPoolExecutor(14) as pool, triton.AsyncCompileMode(pool):
@@ -249,7 +249,7 @@ def tune(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe.Tuni
                 print("  out of time: the rest is left out")
                 break
             tile = moe.Tile(*shape)
-            for name, launch, calls in tile_calls(layers, plans, moe.TileTuning(block_m, tile, tile)):
+            for name, launch, calls in tile_calls(layers, plans, moe.ExpertTiles(block_m, tile, tile)):
                 us = time_us(calls, f"{name} {launch}")
                 if us is not None:
                     print(
@@ -258,7 +258,7 @@ def tune(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe.Tuni
                     best[name] = min(best.get(name, (us, launch)), (us, launch))
         if len(best) == 2:
             us = sum(part[0] for part in best.values())
-            yield us, moe.TileTuning(block_m, best["gate_up"][1], best["down"][1])
+            yield us, moe.ExpertTiles(block_m, best["gate_up"][1], best["down"][1])
 
 
 def tune_sums(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe.Tuning]]:
@@ -281,7 +281,7 @@ def tune_sums(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe
                 print(f"  {len(layers[0].x):5} tokens, sums  {name:8} {us:8.2f} us  {tuple(launch)}", flush=True)
                 best[name] = min(best.get(name, (us, launch)), (us, launch))
     if len(best) == 2:
-        yield sum(part[0] for part in best.values()), moe.SumTuning(best["gate_up"][1], best["down"][1])
+        yield sum(part[0] for part in best.values()), moe.ExpertSums(best["gate_up"][1], best["down"][1])
 
 
 def print_row(row: Row) -> None:
