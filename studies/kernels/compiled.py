@@ -156,7 +156,7 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
         ("combine", combine_kernel, moe.combine_variant(size, top_k)),
     ]
     for most, tuning in moe.TUNINGS.items():
-        if isinstance(tuning, moe.SumTuning):
+        if isinstance(tuning, moe.ExpertSums):
             gate_up = moe.gate_up_sum_variant(size, inner, top_k, SwiGLU(), tuning.gate_up)
             found.append((f"gate_up_sum {most}", gate_up_sum_kernel, gate_up))
             down = moe.down_sum_variant(size, inner, top_k, tuning.down)
