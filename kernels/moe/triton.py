@@ -67,8 +67,8 @@ TUNINGS: dict[float, Tuning] = {
     1.0: ExpertTiles(8, Tile(32, 256, 2, 5), Tile(32, 256, 2, 3)),
     4.0: ExpertTiles(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
     16.0: ExpertTiles(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
-    64.0: ExpertTiles(64, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
-    float("inf"): ExpertTiles(128, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
+    64.0: ExpertTiles(64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+    float("inf"): ExpertTiles(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
 }
 
 

@@ -2,8 +2,8 @@
 
 python -m studies.kernels.bench_moe [--tokens 1,16,64,256] [--tune 1,16,64,256] [--seconds 90] [--json FILE]
 
-The shape is that of Qwen3 30B-A3B. limit = max(bytes of the touched experts / bandwidth, operations / rate), both
-measured here; share = limit / time of ``experts_mlp``. Calls run in a graph over copies of the weights, with a routing
+The shape is that of Qwen3 30B-A3B. limit = max(bytes of the touched experts / bandwidth, operations / rate) of an
+H200; share = limit / time of ``experts_mlp``. Calls run in a graph over copies of the weights, with a routing
 of their own each. torch: its two grouped products and our SwiGLU between, tokens already sorted; "all" also sorts,
 gathers and sums. Tunings are tried for each product alone, and the fastest are printed as lines to paste.
 """
@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from qkv_engine.bench.roofline import BANDWIDTH, FLOPS
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.moe import Experts, Routing, SoftmaxOver, SwiGLU, experts_mlp, reference, route
 from qkv_engine.kernels.moe import triton as moe
@@ -126,14 +127,6 @@ def check(experts: Experts) -> dict[str, float]:
     return found
 
 
-def measure_device() -> tuple[float, float]:
-    """Bytes a second of a copy, read and written, and bf16 operations a second of a large product."""
-    source, target = torch.empty(2, 2 << 30, dtype=torch.uint8, device="cuda")
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    copy, multiply = time_calls([partial(target.copy_, source)]), time_calls([partial(torch.mm, a, b)])
-    return 2 * source.numel() / copy, 2 * 8192**3 / multiply
-
-
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Torch's grouped product of sorted tokens."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -201,12 +194,12 @@ def tile_calls(
     yield "down", tuning.down, [partial(moe.down_tiles, inner, *layer[1:], plan, tuning) for layer, plan in pairs]
 
 
-def measure(name: str, layers: list[Layer], device: tuple[float, float], tuning: moe.Tuning | None = None) -> Row:
+def measure(name: str, layers: list[Layer], tuning: moe.Tuning | None = None) -> Row:
     """A layer's time, with ``tuning`` or as the engine launches it."""
     tokens = len(layers[0].x)
     tuning = tuning or moe.choose_tuning(tokens, TOP_K, EXPERTS)
     touched = sum(len(set(layer.routing.experts.flatten().tolist())) for layer in layers) / len(layers)
-    limit = 1e6 * max(touched * EXPERT_NBYTES / device[0], tokens * TOP_K * EXPERT_NBYTES / device[1])
+    limit = 1e6 * max(touched * EXPERT_NBYTES / BANDWIDTH, tokens * TOP_K * EXPERT_NBYTES / FLOPS)
     us = time_us([partial(moe.experts_mlp_triton, *layer, tuning=tuning) for layer in layers], "layer") or float("nan")
     presorted = [(*sort_tokens(layer)[1:], layer.experts) for layer in layers]
     theirs = time_us([partial(torch_products, *operands) for operands in presorted], "torch")
