@@ -26,7 +26,7 @@ from qkv_engine.config import EngineConfig
 from qkv_engine.device import memory
 from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
 from qkv_engine.models import hub, loader
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import resolve_kv
 
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_not_downloaded(folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_bytes_of_weights_are_those_of_the_model(name: str):
-    config = ModelConfig.from_hf(SHAPES[name])
+    config = config_from_hf(SHAPES[name])
     parameters = {id(p): p.numel() for p in loader._build(config).parameters()}
     counted = loader.weights_nbytes(config, torch.bfloat16) / 2
     # A head norm is kept once for every head.
@@ -251,7 +251,7 @@ def test_shapes_obey_their_context_at_once(monkeypatch: pytest.MonkeyPatch):
 )
 def test_the_context_after_rope_scaling(rope: dict[str, Any] | None, tokens: int):
     hf = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": 1000, "rope_scaling": rope}
-    assert ModelConfig.from_hf(hf).max_context == tokens
+    assert config_from_hf(hf).max_context == tokens
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,14 @@ MODELS = [
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
     ("Qwen2", {"tie_word_embeddings": True}),
     ("Qwen3", {"vocab_size": 96}),
+    ("Cohere2", {"sliding_window": 5}),
+    ("Gemma3", {"sliding_window": 5}),
+    ("Glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
+    ("HunYuanDenseV1", {}),
+    ("Ministral3", {}),
+    ("Olmo2", {"num_key_value_heads": 4}),
+    ("Olmo2", {"num_key_value_heads": 2}),
+    ("Phi3", {"pad_token_id": 0}),
 ]
 
 
@@ -68,7 +76,7 @@ def on_ranks(size: int, work: Callable[[Ranks], Tensor]) -> list[Tensor]:
 
 
 def logits_of(loaded: LoadedModel, ranks: Ranks) -> Tensor:
-    batch = DenseBatch(ranks.part(loaded.config.num_kv_heads).size)
+    batch = DenseBatch(loaded.config.share(ranks.size).attention)
     with torch.inference_mode():
         return loaded.model.compute_logits(loaded.model(IDS, torch.arange(len(IDS)), batch))
 

@@ -82,7 +82,7 @@ def test_logits_equal_the_engines_forward(pair):
         for layer in model.model.layers:
             x = run_layer(layer, x, rotation).output
         plain = compute_logits(model, x)
-        batch = DenseBatch(model.config.num_kv_heads)
+        batch = DenseBatch(model.config.attention)
         ours = model.compute_logits(model(ids, torch.arange(len(ids)), batch))
     torch.testing.assert_close(plain, ours, rtol=1e-4, atol=1e-5)
 
