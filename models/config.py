@@ -132,6 +132,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """Layers with KV of their own."""
         return len(self.attention)
 
     @property
@@ -146,6 +147,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self.attention[0].head_dim
 
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Channels of a head, layer by layer."""
+        return tuple(spec.head_dim for spec in self.attention)
+
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The same model, its rotations those for requests of up to ``num_tokens``."""
         return replace(self, ropes=tuple(rope.for_context(num_tokens) for rope in self.ropes))
@@ -156,8 +162,9 @@ class ModelConfig:
         for name, number in (("attention heads", self.num_heads), ("inner features", self.intermediate_size)):
             if number % size:
                 problem = f"the model's {number} {name} cannot be split evenly"
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            problem = f"the model's {self.num_kv_heads} KV heads can be neither split nor repeated evenly"
+        for num_kv_heads in {spec.num_kv_heads for spec in self.attention}:
+            if num_kv_heads % size and size % num_kv_heads:
+                problem = f"the model's {num_kv_heads} KV heads can be neither split nor repeated evenly"
         if problem is not None:
             remedy = "Use a number of ranks that divides the model's heads, such as 2"
             raise ConfigError(problem, field="tensor_parallel", value=size, remedy=remedy)

@@ -142,9 +142,9 @@ class LlamaModel(Layer):
         super().__init__()
         multiplier = config.embedding_multiplier
         self.embed_tokens = Embedding("embed_tokens", config.vocab_size, config.hidden_size, multiplier)
-        self.layers = nn.ModuleList(layer_class(config, layer, ranks) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(layer_class(config, layer, ranks) for layer in range(len(config.ropes)))
         self.norm = make_norm(config, "norm")
-        self.rotary_emb = LayerRotations(config.ropes, [spec.head_dim for spec in config.attention])
+        self.rotary_emb = LayerRotations(config.ropes, config.head_dims)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         rotations = self.rotary_emb(positions)
@@ -160,15 +160,16 @@ class LlamaForCausalLM(Layer):
 
     Each of ``ranks`` computes all hidden states and all logits; it has a part of the output embedding where that is a
     matrix of its own with a number of rows that the ranks divide. A family with another layer names it in
-    ``layer_class``.
+    ``layer_class``, one with another order of them in ``model_class``.
     """
 
     layer_class: type[Layer] = DecoderLayer
+    model_class: type[LlamaModel] = LlamaModel
 
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
         self.config, self.ranks = config, ranks
-        self.model = LlamaModel(config, self.layer_class, ranks)
+        self.model = self.model_class(config, self.layer_class, ranks)
         vocab = Part.all(config.vocab_size)
         self.splits_vocab = ranks.size > 1 and not config.tie_word_embeddings and config.vocab_size % ranks.size == 0
         if self.splits_vocab:
@@ -195,3 +196,7 @@ class LlamaForCausalLM(Layer):
             logits = logits * self.config.logit_multiplier
         softcap = self.config.logit_softcap
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may have the tensor ``name``, which the model has no use for."""
+        return name.endswith(".rotary_emb.inv_freq")  # old releases of transformers wrote it; computed from the config

@@ -25,6 +25,7 @@ from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
 from .layers import CheckpointRows, Layer, Norm
+from .llama import LlamaForCausalLM
 from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
 from .shapes import SHAPES
@@ -32,8 +33,6 @@ from .shapes import SHAPES
 LOAD_FORMATS = ("auto", "random")
 _RANDOM_STD = 0.02  # of random weights, as transformers initialises them
 _RANDOM_PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
-# Tensors that old releases of transformers wrote; computed from the config here.
-_DERIVED_TENSOR = ".rotary_emb.inv_freq"
 _PROGRESS_FROM_BYTES = 2**30  # of weights, from which on a load shows a bar
 _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
 
@@ -291,7 +290,7 @@ def _load_checkpoint(
         if config.is_nested:
             checkpoint.take_text_part()
         net = build_model(config, ranks)
-        _check_tensors(checkpoint, expected_tensors(net, config), config)
+        _check_tensors(checkpoint, net, config)
         _materialize(net, dtype, device)
         _fill(checkpoint, expected_tensors(net, config), stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
@@ -302,13 +301,13 @@ def _load_checkpoint(
     return net
 
 
-def _check_tensors(checkpoint: Checkpoint, wanted: dict[str, list[CheckpointRows]], config: ModelConfig) -> None:
+def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelConfig) -> None:
     """Raises ``ModelError`` unless names, shapes and dtypes agree both ways; a tied output embedding may be stored."""
-    files = ", ".join(checkpoint.file_names[:3])
+    files, wanted = ", ".join(checkpoint.file_names[:3]), expected_tensors(net, config)
     missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:
         raise ModelError(f"{files} lack {_some(missing)}, which config.json calls for")
-    extra = {name for name in checkpoint.tensors.keys() - wanted.keys() if not name.endswith(_DERIVED_TENSOR)}
+    extra = {name for name in checkpoint.tensors.keys() - wanted.keys() if not net.ignores(name)}
     expected = {name: parts[0].shape for name, parts in wanted.items()}
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")

@@ -16,6 +16,7 @@ from .config import ModelConfig
 from .exaone import Exaone4ForCausalLM, read_exaone4
 from .fields import Fields
 from .gemma import GemmaForCausalLM, read_gemma2, read_gemma3
+from .gemma4 import Gemma4ForCausalLM, read_gemma4
 from .glm import Glm4ForCausalLM, read_glm
 from .granite import GraniteForCausalLM, read_granite
 from .hunyuan import HunyuanForCausalLM, read_hunyuan
@@ -41,6 +42,7 @@ FAMILIES = {
     "Exaone4ForCausalLM": Family("exaone4", read_exaone4, Exaone4ForCausalLM),
     "Gemma2ForCausalLM": Family("gemma2", read_gemma2, GemmaForCausalLM),
     "Gemma3ForCausalLM": Family("gemma3_text", read_gemma3, GemmaForCausalLM),
+    "Gemma4ForCausalLM": Family("gemma4_text", read_gemma4, Gemma4ForCausalLM),
     "Glm4ForCausalLM": Family("glm4", read_glm, Glm4ForCausalLM),
     "GlmForCausalLM": Family("glm", read_glm, LlamaForCausalLM),
     "GraniteForCausalLM": Family("granite", read_granite, GraniteForCausalLM),
@@ -68,6 +70,7 @@ class Wrapper(NamedTuple):
 
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text"),
+    "Gemma4ForConditionalGeneration": Wrapper("gemma4", "gemma4_text"),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral"),
 }
 # Fields of a wrapper that stand in where its ``text_config`` leaves them out.

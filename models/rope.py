@@ -1,7 +1,7 @@
 """Rotary position embedding: its configuration, its frequencies, and the rotation itself.
 
 The rope types are those whose frequencies do not depend on the sequence: default, linear, llama3, yarn and longrope,
-which has two sets of them, one for requests within the trained context and one for longer ones.
+which has two sets of them, one for requests within the trained context and one for longer ones, and proportional.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from .fields import Fields
 from .layers import Layer
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,8 @@ class RopeConfig:
     ``original_max_position_embeddings``: the trained context in tokens. ``attention_factor`` scales cos and sin.
     ``partial`` is the share of a head's channels that rotate, the first ones of the checkpoint's; ``is_interleaved``:
     they rotate in pairs of neighbours there. ``factors`` divide longrope's frequencies, in requests that may be longer
-    than the trained context ``long_factors`` do.
+    than the trained context ``long_factors`` do. Type proportional rotates the first channels of each half, at the
+    frequencies that they have where all rotate.
     """
 
     rope_type: str = "default"
@@ -55,7 +56,7 @@ class RopeConfig:
         rope = Fields(config.get(source) or {}, source)
         home = config if rope.get("partial_rotary_factor") is None else rope
         partial = home.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
-        if partial != 1.0 and not may_be_partial:
+        if partial != 1.0 and not may_be_partial and _rope_type(rope) != "proportional":
             raise home.error("partial_rotary_factor", "rotating only a part of each head is not supported here")
         for name, value in rope.values.items():
             if isinstance(value, dict):
@@ -69,6 +70,8 @@ class RopeConfig:
         rope_type = _rope_type(rope)
         if rope_type == "default":
             return cls(theta=theta)
+        if rope_type == "proportional":
+            return cls(rope_type=rope_type, theta=theta, factor=rope.number("factor", 1.0, 1e6, default=1.0))
         if rope_type == "linear":
             return cls(rope_type=rope_type, theta=theta, factor=rope.number("factor", 1.0, 1e6))
         max_positions = config.integer("max_position_embeddings", 1, 2**31)
@@ -151,12 +154,13 @@ class RopeConfig:
 
     def num_rotated(self, head_dim: int) -> int:
         """Channels of a head that rotate."""
-        return int(head_dim * self.partial)
+        rotated = int(head_dim * self.partial)
+        return rotated // 2 * 2 if self.rope_type == "proportional" else rotated
 
     def channel_order(self, head_dim: int) -> list[int] | None:
         """A checkpoint's channels in the order in which i rotates with i + D / 2; ``None`` if they are in it."""
         size = self.num_rotated(head_dim)
-        if size == 0 or (size == head_dim and not self.is_interleaved):
+        if size == 0 or self.rope_type == "proportional" or (size == head_dim and not self.is_interleaved):
             return None
         first, second = range(size // 2), range(size // 2, size)
         if self.is_interleaved:
@@ -168,7 +172,9 @@ class RopeConfig:
         """Radians per token of each pair of channels, ``[head_dim / 2]`` float32, on the CPU; 0 for those at rest."""
         rotated = self.num_rotated(head_dim)
         frequencies = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
-        frequencies[: rotated // 2] = self._frequencies(rotated)
+        is_proportional = self.rope_type == "proportional"
+        own = self._frequencies(head_dim if is_proportional else rotated)
+        frequencies[: rotated // 2] = own[: rotated // 2]
         return frequencies
 
     def _frequencies(self, head_dim: int) -> Tensor:
@@ -176,7 +182,7 @@ class RopeConfig:
         if self.rope_type == "longrope":
             return 1.0 / (torch.tensor(self.factors, device="cpu") * self.theta**exponent)
         frequencies = 1.0 / self.theta**exponent
-        if self.rope_type == "linear":
+        if self.rope_type in ("linear", "proportional"):
             return frequencies / self.factor
         if self.rope_type == "llama3":
             return self._llama3_frequencies(frequencies)

@@ -49,9 +49,11 @@ class DenseBatch:
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         rotate(qk if norm is None else norm(qk), *rotation, out=qk)
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        k = torch.cat((self.keys[layer], k)) if layer in self.keys else k.clone()
-        v = torch.cat((self.values[layer], v)) if layer in self.values else v.clone()
-        self.keys[layer], self.values[layer] = k, v
+        if layer in self.keys and torch.equal(self.keys[layer][-len(k) :], k):  # a reader of the layer's KV
+            k, v = self.keys[layer], self.values[layer]
+        elif layer in self.keys:
+            k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
+        self.keys[layer], self.values[layer] = k.clone(), v.clone()
         new, total = q.shape[0], k.shape[0]
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -92,10 +94,16 @@ def logits_of() -> Callable[..., Tensor]:
 
 def fill(reference: torch.nn.Module) -> None:
     """Random values in all parameters, so that none is a no-op."""
+    is_gemma4 = type(reference).__name__.startswith("Gemma4")
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             is_norm = "norm" in name
             parameter.normal_(1.0 if is_norm else 0.0, 0.3 if is_norm or "bias" in name else 0.15)
+            if is_gemma4 and "q_norm" in name:
+                parameter.mul_(0.2)  # in place of a scale of scores
+        for name, buffer in reference.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +112,7 @@ def make_reference() -> Callable[..., transformers.PreTrainedModel]:
 
     def make(family: str, **changes: object) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
-        name = {"Gemma3": "Gemma3Text"}.get(family, family)
+        name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family, family)
         config = getattr(transformers, f"{name}Config")(**{**TINY, **changes})
         reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         fill(reference)

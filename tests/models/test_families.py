@@ -55,6 +55,14 @@ YARN = {
     "llama_4_scaling_beta": 0.3,
 }
 BY_KIND = {FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, SLIDING: {"rope_theta": 1e4}}
+GEMMA4 = ODD | {
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "sliding_window": 37,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 10,
+    "global_head_dim": 40,
+}
 FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Cohere2", HIDDEN | {"sliding_window": 37, "logit_scale": 3.0}),
     ("Cohere2", HIDDEN | {"layer_types": MIXED, "sliding_window": 23, "attention_bias": True, "logit_scale": 2.0}),
@@ -63,6 +71,10 @@ FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Gemma2", ODD | {"sliding_window": 37, "query_pre_attn_scalar": 30, "attn_logit_softcapping": 5.0}),
     ("Gemma3", ODD | {"sliding_window": 37, "query_pre_attn_scalar": 30, "sliding_window_pattern": 3}),
     ("Gemma3", ODD | {"sliding_window": 23, "layer_types": MIXED, "rope_parameters": BY_KIND}),
+    ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}),
+    ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 1, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2, "global_head_dim": 20}),
     ("Glm", ODD | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     ("Glm4", ODD | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.6}}),
     (
