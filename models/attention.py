@@ -15,11 +15,19 @@ from .rope import Rotation
 class AttentionBatch(Protocol):
     """The KV cache's view of one step. The runner makes it; every layer calls it once."""
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: Tensor | None = None,
+    ) -> Tensor:
         """Normalises and rotates q and k, writes k and v of the step's tokens, attends to all that each token may see.
 
+        Scale, window and soft cap are those of the layer's ``AttentionSpec``.
         Shapes: qkv [N, HQ + 2 H, D], contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
-        result [N, HQ, D]. All in the model's dtype.
+        null_logits [HQ]; result [N, HQ, D]. All in the model's dtype.
         """
         ...
 
