@@ -56,11 +56,18 @@ class ScaledQueries:
     def __init__(self, batch: AttentionBatch, num_heads: int, factors: Tensor):
         self.batch, self.num_heads, self.factors = batch, num_heads, factors
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: Tensor | None = None,
+    ) -> Tensor:
         """See ``AttentionBatch.attend``; without a norm, which would undo the factor."""
         assert norm is None
         qkv[:, : self.num_heads].mul_(self.factors.to(qkv.dtype))
-        return self.batch.attend(layer, qkv, rotation, norm)
+        return self.batch.attend(layer, qkv, rotation, norm, null_logits)
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
