@@ -44,7 +44,14 @@ class DenseBatch:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: Tensor | None = None,
+    ) -> Tensor:
         num_heads, num_kv_heads, _, scale, window, softcap, _ = self.specs[layer]
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         rotate(qk if norm is None else norm(qk), *rotation, out=qk)
@@ -62,7 +69,10 @@ class DenseBatch:
             scores = softcap * torch.tanh(scores / softcap)
         age = torch.arange(total - new, total)[:, None] - torch.arange(total)
         hidden = (age < 0) | (age >= (window or total))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if null_logits is not None:
+            scores = torch.cat((scores, null_logits.float().view(-1, 1, 1).expand(-1, new, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :total]
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
 

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.errors import ModelError
+from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import expected_tensors, num_parameters
-from qkv_engine.models.registry import build_model, config_from_hf
+from qkv_engine.models.registry import FAMILIES, build_model, config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
 LLAMA = SHAPES["llama-3.1-8b"]
@@ -235,7 +236,20 @@ ODD = st.one_of(
     st.lists(st.one_of(st.integers(-2, 99), st.text(max_size=3)), max_size=3),
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
 )
+# A small configuration of each family: 4 layers, 4 heads of 16 channels.
+SMALL = LLAMA | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 16, "intermediate_size": 88, "vocab_size": 97, "max_position_embeddings": 512}
+SMALL |= {"rope_scaling": None, "eos_token_id": 2, "bos_token_id": 1, "vocab_size_per_layer_input": 97}
+FAMILY_BASES = [SMALL | {"architectures": [name], "model_type": family.model_type} for name, family in FAMILIES.items()]
 FIELDS = sorted({*LLAMA, *QWEN3, "layer_types", "auto_map", "dtype", "original_max_position_embeddings"})
+FAMILY_FIELDS = [
+    "attention_k_eq_v", "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "global_head_dim",
+    "hidden_activation", "hidden_size_per_layer_input", "layer_norm_eps", "layer_types", "logit_scale",
+    "logits_scaling", "no_rope_layer_interval", "no_rope_layers", "num_global_key_value_heads", "num_kv_shared_layers",
+    "partial_rotary_factor", "per_layer_config", "query_pre_attn_scalar", "residual_multiplier", "rope_local_base_freq",
+    "rope_parameters", "rope_theta", "sliding_window", "sliding_window_pattern", "use_sliding_window",
+    "head_dim", "num_hidden_layers", "num_key_value_heads",
+]  # fmt: skip
 ROPE_FIELDS = ["rope_type", "type", "factor", "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale"]
 ROPE_FIELDS += ["mscale_all_dim", "attention_factor", "low_freq_factor", "original_max_position_embeddings"]
 
@@ -256,8 +270,29 @@ def test_mutated_configs_are_refused_or_usable(base, changes, rope, dropped):
         config = config_from_hf(hf)
     except ModelError:
         return
-    frequencies = config.ropes[0].inverse_frequencies(config.head_dim)
-    assert frequencies.shape == (config.head_dim // 2,) and bool(frequencies.isfinite().all())
+    check_usable(config)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    base=st.sampled_from(FAMILY_BASES),
+    changes=st.dictionaries(st.sampled_from(FAMILY_FIELDS), ODD, max_size=4),
+    rope=st.none() | st.dictionaries(st.sampled_from(ROPE_FIELDS), ODD | st.floats(0.5, 99), max_size=6),
+)
+def test_mutated_families_are_refused_or_usable(base, changes, rope):
+    """The same for the fields of each family."""
+    hf = copy.deepcopy(base) | changes | ({} if rope is None else {"rope_scaling": rope})
+    try:
+        config = config_from_hf(hf)
+    except ModelError:
+        return
+    check_usable(config)
+
+
+def check_usable(config: ModelConfig) -> None:
+    for rope, head_dim in zip(config.ropes, config.head_dims, strict=True):
+        frequencies = rope.inverse_frequencies(head_dim)
+        assert frequencies.shape == (head_dim // 2,) and bool(frequencies.isfinite().all())
     assert num_parameters(config) > 0
 
 

@@ -187,6 +187,16 @@ def test_attention_options_change_the_logprobs(
     assert (ours - without).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(("family", "changes"), dict(FAMILY_CASES).items(), ids=case_id)
+def test_random_weights_and_low_precision_run(
+    family: str, changes: dict[str, Any], saved: Callable[..., Any], tmp_path: Path
+) -> None:
+    saved(family, changes)
+    with Engine(tmp_path, load_format="random", kv="int4", kv_memory="8MiB", device="cpu") as engine:
+        output = engine.generate([IDS.tolist()], PARAMS)[0]
+    assert output.error is None and output.kv.lowest_bits == 4
+
+
 def test_every_architecture_is_tested() -> None:
     from .test_parity import VARIANTS
 
