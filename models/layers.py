@@ -135,6 +135,8 @@ class RowParallelLinear(Linear):
 class Norm(Layer):
     """A norm over the last dimension with a weight, of which the checkpoint has what exceeds ``offset``."""
 
+    is_wide = False  # whether the weight has more precision than what is normed
+
     def __init__(self, name: str, size: int, eps: float, offset: float = 0.0):
         super().__init__()
         self.name, self.size, self.eps, self.offset = name, size, eps, offset
@@ -146,6 +148,7 @@ class Norm(Layer):
     def convert(self) -> None:
         """Adds the offset; in float32, which the sum then stays in."""
         if self.offset:
+            self.is_wide = self.weight.dtype is not torch.float32
             self.weight = nn.Parameter(self.weight.float() + self.offset, requires_grad=False)
 
 
@@ -167,7 +170,7 @@ class RMSNorm(Norm):
 
     def pack(self) -> None:
         """In float32 on the CPU, folds the square root of ``size`` into the weight."""
-        if self.weight.is_cpu and self.weight.dtype is torch.float32:
+        if self.weight.is_cpu and self.weight.dtype is torch.float32 and not self.is_wide:
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
 

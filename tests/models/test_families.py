@@ -130,11 +130,11 @@ def saved(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path:
     return save
 
 
-def load_for(folder: Path, context: int = 512) -> LoadedModel:
-    """The model in ``folder`` for requests of up to ``context`` tokens."""
+def load_for(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The model in ``folder`` for requests of up to 512 tokens."""
     source = find_model(str(folder))
-    source = replace(source, config=source.config.for_context(context))
-    return load_weights(source, dtype=torch.float32, device=torch.device("cpu"))
+    source = replace(source, config=source.config.for_context(512))
+    return load_weights(source, dtype=dtype, device=torch.device("cpu"))
 
 
 def plain_attention(config: ModelConfig) -> tuple[AttentionSpec, ...]:
@@ -185,6 +185,16 @@ def test_attention_options_change_the_logprobs(
     plain = replace(loaded, config=replace(loaded.config, attention=plain_attention(loaded.config)))
     ours, without = (logits_of(each, IDS).log_softmax(-1) for each in (loaded, plain))
     assert (ours - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("family", "changes"), dict(FAMILY_CASES).items(), ids=case_id)
+def test_half_precision_stays_near_float32(
+    family: str, changes: dict[str, Any], saved: Callable[..., Any], logits_of: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    saved(family, changes)
+    ours, half = (logits_of(load_for(tmp_path, dtype), IDS[:60]) for dtype in (torch.float32, torch.bfloat16))
+    assert half.dtype is torch.bfloat16
+    assert (half.float() - ours).norm() / ours.norm() < 0.1
 
 
 @pytest.mark.parametrize(("family", "changes"), dict(FAMILY_CASES).items(), ids=case_id)
