@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .attention import Attention, AttentionBatch
-from .config import SLIDING, ModelConfig, read_layer_types, read_multiplier
+from .config import SLIDING, ModelConfig, read_biases, read_layer_types, read_multiplier
 from .fields import Fields
 from .layers import Layer
 from .llama import MLP, LlamaForCausalLM, make_norm
@@ -19,15 +19,13 @@ def read_cohere2(fields: Fields) -> ModelConfig:
     pattern = fields.integer("sliding_window_pattern", 1, 2**20, default=4)
     kinds = read_layer_types(fields, lambda layer: (layer + 1) % pattern)
     rope, has_window = RopeConfig.from_hf(fields, is_interleaved=True), fields.get("sliding_window") is not None
-    bias = fields.boolean("attention_bias", default=False)
     return ModelConfig.read(
         fields,
         layer_types=kinds,
         ropes=[rope if kind == SLIDING and has_window else NO_ROTATION for kind in kinds],
         norm_eps=fields.number("layer_norm_eps", 0.0, 1.0),
         layer_norm=True,
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
         logit_multiplier=read_multiplier(fields, "logit_scale"),
     )
 

@@ -207,6 +207,12 @@ def read_head_dim(fields: Fields) -> int:
     return head_dim
 
 
+def read_biases(fields: Fields) -> dict[str, Any]:
+    """The option for a bias on q, k and v and on the output projection, off where it is left out."""
+    bias = fields.boolean("attention_bias", default=False)
+    return {"attention_bias": bias, "attention_output_bias": bias}
+
+
 def read_multiplier(fields: Fields, name: str) -> float:
     """A positive factor, 1 where it is left out."""
     return fields.number(name, 1e-6, 1e6, default=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import FULL, SLIDING, ModelConfig, read_layer_types, read_softcap
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_softcap
 from .decoder_layers import SandwichLayer
 from .fields import Fields
 from .llama import LlamaForCausalLM
@@ -52,13 +52,11 @@ def read_gemma3(fields: Fields) -> ModelConfig:
 def _read(fields: Fields, **differences: Any) -> ModelConfig:
     if fields.boolean("use_bidirectional_attention", default=False):
         raise fields.error("use_bidirectional_attention", "attention to later tokens is not supported")
-    bias = fields.boolean("attention_bias", default=False)
     return ModelConfig.read(
         fields,
         scale=fields.number("query_pre_attn_scalar", 1e-3, 1e6) ** -0.5,
         activation_field="hidden_activation",
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
         norm_offset=1.0,
         embedding_multiplier=fields.integer("hidden_size", 1, 2**20) ** 0.5,
         logit_softcap=read_softcap(fields, "final_logit_softcapping"),

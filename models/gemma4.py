@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .attention import AttentionBatch
 from .attention_spec import AttentionSpec
-from .config import FULL, SLIDING, ModelConfig, read_layer_types, read_softcap
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_softcap
 from .fields import Fields
 from .layers import CheckpointRows, Embedding, Layer, Linear, Norm, RMSNorm, RowParallelLinear
 from .llama import MLP, LlamaForCausalLM, LlamaModel, make_norm
@@ -63,7 +63,7 @@ def read_gemma4(fields: Fields) -> ModelConfig:
             raise fields.error(name, "is not supported")
     kinds = read_layer_types(fields, lambda layer: (layer + 1) % 6)
     kinds = (*kinds[:-1], FULL)
-    ropes, bias = read_ropes(fields, {FULL: 1_000_000.0, SLIDING: 10_000.0}), fields.boolean("attention_bias", False)
+    ropes = read_ropes(fields, {FULL: 1_000_000.0, SLIDING: 10_000.0})
     num_readers = fields.integer("num_kv_shared_layers", 0, len(kinds) - 1, default=0)
     owners = kinds[: len(kinds) - num_readers]
     if set(owners) != set(kinds):
@@ -76,8 +76,7 @@ def read_gemma4(fields: Fields) -> ModelConfig:
         ropes=[ropes[kind] for kind in kinds],
         scale=1.0,
         activation_field="hidden_activation",
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
         embedding_multiplier=fields.integer("hidden_size", 1, 2**20) ** 0.5,
         logit_softcap=read_softcap(fields, "final_logit_softcapping"),
         kv_layers=(*range(len(owners)), *(last[kind] for kind in kinds[len(owners) :])),

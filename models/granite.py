@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .attention import AttentionBatch
-from .config import ModelConfig, read_multiplier
+from .config import ModelConfig, read_biases, read_multiplier
 from .fields import Fields
 from .llama import DecoderLayer, LlamaForCausalLM
 from .ranks import ALONE, Ranks
@@ -23,12 +23,10 @@ class GraniteConfig(ModelConfig):
 
 def read_granite(fields: Fields) -> ModelConfig:
     """Granite 3, dense."""
-    bias = fields.boolean("attention_bias", default=False)
     return GraniteConfig.read(
         fields,
         scale=read_multiplier(fields, "attention_multiplier"),
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
         mlp_bias=fields.boolean("mlp_bias", default=False),
         embedding_multiplier=read_multiplier(fields, "embedding_multiplier"),
         residual_multiplier=read_multiplier(fields, "residual_multiplier"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
 
 from .attention import Attention, AttentionBatch
-from .config import ModelConfig, read_head_dim
+from .config import ModelConfig, read_biases, read_head_dim
 from .fields import Fields
 from .layers import HeadNorm
 from .llama import DecoderLayer, LlamaForCausalLM
@@ -19,9 +19,8 @@ from .rope import RopeConfig, Rotation
 
 def read_hunyuan(fields: Fields) -> ModelConfig:
     """Hunyuan, dense, whose attention may have biases."""
-    bias = fields.boolean("attention_bias", default=False)
     fields = fields.given(rms_norm_eps=1e-5)
-    return ModelConfig.read(fields, rope=_read_rope(fields), attention_bias=bias, attention_output_bias=bias)
+    return ModelConfig.read(fields, rope=_read_rope(fields), **read_biases(fields))
 
 
 def _read_rope(fields: Fields) -> RopeConfig:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkv_engine.kernels.linear import linear_swiglu
 
 from .attention import Attention, AttentionBatch
-from .config import FULL, SLIDING, ModelConfig, read_layer_types, read_num_layers
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
 from .fields import Fields
 from .layers import Embedding, Layer, LayerNorm, Linear, Norm, RMSNorm, RowParallelLinear
 from .ranks import ALONE, Part, Ranks
@@ -22,11 +22,9 @@ from .rope import LayerRotations, RopeConfig, Rotation
 
 def read_llama(fields: Fields) -> ModelConfig:
     """Llama, whose biases are options."""
-    bias = fields.boolean("attention_bias", default=False)
     return ModelConfig.read(
         fields,
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
         mlp_bias=fields.boolean("mlp_bias", default=False),
     )
 
@@ -44,8 +42,7 @@ def read_qwen2(fields: Fields) -> ModelConfig:
 
 def read_qwen3(fields: Fields) -> ModelConfig:
     """Qwen3: a norm over each head of q and k."""
-    bias = fields.boolean("attention_bias", default=False)
-    return _read_qwen(fields.given(head_dim=128), attention_bias=bias, attention_output_bias=bias, qk_norm=True)
+    return _read_qwen(fields.given(head_dim=128), **read_biases(fields), qk_norm=True)
 
 
 def _read_qwen(fields: Fields, **differences: Any) -> ModelConfig:
@@ -60,11 +57,14 @@ def _read_qwen(fields: Fields, **differences: Any) -> ModelConfig:
 
 def read_phi3(fields: Fields) -> ModelConfig:
     """Phi-3 and Phi-4: q, k and v are one checkpoint tensor, and so are gate and up; a part of each head may rotate."""
-    fields = fields.given(rms_norm_eps=1e-5, sliding_window=None)
+    fields = fields.given(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
+    scaling = fields.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") in ("su", "yarn"):  # early names of longrope in this family
+        fields = Fields({**fields.values, "rope_scaling": {**scaling, "type": "longrope"}})
     return ModelConfig.read(
         fields,
         layer_types=(SLIDING,) * read_num_layers(fields),
-        rope=RopeConfig.from_hf(fields.given(original_max_position_embeddings=4096), may_be_partial=True),
+        rope=RopeConfig.from_hf(fields, may_be_partial=True),
         fused_qkv=True,
         fused_gate_up=True,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, AttentionBatch
-from .config import FULL, SLIDING, ModelConfig, read_layer_types
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types
 from .decoder_layers import PostNormLayer
 from .fields import Fields
 from .layers import CheckpointRows, Norm
@@ -19,14 +19,12 @@ from .rope import Rotation, read_ropes
 
 def read_olmo2(fields: Fields) -> ModelConfig:
     """OLMo 2, whose attention may have biases."""
-    bias = fields.boolean("attention_bias", default=False)
     fields = fields.given(rms_norm_eps=1e-5)
-    return ModelConfig.read(fields, attention_bias=bias, attention_output_bias=bias)
+    return ModelConfig.read(fields, **read_biases(fields))
 
 
 def read_olmo3(fields: Fields) -> ModelConfig:
     """OLMo 3: three of four layers have a window, the others the scaled rotation."""
-    bias = fields.boolean("attention_bias", default=False)
     fields = fields.given(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500_000.0)
     kinds = read_layer_types(fields, lambda layer: (layer + 1) % 4)
     ropes = read_ropes(fields, dict.fromkeys((FULL, SLIDING), fields.get("rope_theta")))
@@ -34,8 +32,7 @@ def read_olmo3(fields: Fields) -> ModelConfig:
         fields,
         layer_types=kinds,
         ropes=[ropes[kind] for kind in kinds],
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
     )
 
 

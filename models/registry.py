@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,11 +83,11 @@ def config_from_hf(hf: object) -> ModelConfig:
     Raises ``ModelError`` naming the field that is missing, malformed, out of range or not supported.
     """
     fields = Fields(hf)
-    architecture = _architecture(fields)
+    architecture = _architecture(fields, {**FAMILIES, **WRAPPERS})
     wrapper = WRAPPERS.get(architecture)
     if wrapper is not None:
         fields = _text_fields(fields, wrapper)
-        architecture = _architecture(fields)
+        architecture = _architecture(fields, FAMILIES)
     for name in ("quantization_config", "compression_config"):
         if fields.get(name) is not None:
             remedy = "Use the original float32, bfloat16 or float16 checkpoint"
@@ -111,20 +111,18 @@ def _text_fields(fields: Fields, wrapper: Wrapper) -> Fields:
     return text.given(**outer).without("architectures")
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields, known: Mapping[str, Family | Wrapper]) -> str:
     names = fields.get("architectures")
-    model_types = {name: family.model_type for name, family in FAMILIES.items()}
-    model_types |= {name: wrapper.model_type for name, wrapper in WRAPPERS.items()}
     if names is None:
         model_type = fields.string("model_type", default="")
-        names = [name for name, known in model_types.items() if known == model_type] or [model_type]
+        names = [name for name, each in known.items() if each.model_type == model_type] or [model_type]
     if not isinstance(names, list) or len(names) != 1 or type(names[0]) is not str:
         raise fields.error("architectures", "must be a list of one class name")
     architecture: str = names[0]
-    supported = f"Supported: {', '.join(model_types)}"
-    if architecture not in model_types:
+    supported = f"Supported: {', '.join(known)}"
+    if architecture not in known:
         raise ModelError("not supported", field="architecture", value=architecture, remedy=supported)
-    expected = model_types[architecture]
+    expected = known[architecture].model_type
     if fields.string("model_type", default=expected) != expected:
         raise fields.error("model_type", f"contradicts the architecture {architecture}", supported)
     return architecture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import FULL, SLIDING, ModelConfig, read_layer_types, read_num_layers
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
 from .fields import Fields
 from .rope import NO_ROTATION, RopeConfig
 
@@ -15,13 +15,12 @@ def read_smollm3(fields: Fields) -> ModelConfig:
     kinds = read_layer_types(fields, lambda layer: has_window and not rotates[layer])
     if SLIDING in kinds and not has_window:
         raise fields.error("layer_types", "contradicts use_sliding_window", f"Supported without it: {FULL}")
-    rope, bias = RopeConfig.from_hf(fields), fields.boolean("attention_bias", default=False)
+    rope = RopeConfig.from_hf(fields)
     return ModelConfig.read(
         fields,
         layer_types=kinds,
         ropes=[rope if rotates[layer] else NO_ROTATION for layer in range(len(kinds))],
-        attention_bias=bias,
-        attention_output_bias=bias,
+        **read_biases(fields),
         mlp_bias=fields.boolean("mlp_bias", default=False),
     )
 

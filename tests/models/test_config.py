@@ -146,6 +146,7 @@ REFUSED = [
     (GEMMA, {"rope_parameters": {"full_attention": 3}}, "rope_parameters"),
     (SHAPES["gemma-3-12b"], {"text_config": None}, "text_config"),
     (SHAPES["gemma-3-12b"], {"text_config": {"model_type": "bert"}}, "bert.*Gemma3"),
+    (SHAPES["gemma-3-12b"], {"text_config": {"model_type": "gemma3"}}, "gemma3.*Gemma3ForCausalLM"),
     (SHAPES["gemma-3-12b"], {"quantization_config": {}}, "quantization_config"),
     (SHAPES["phi-4"], {"partial_rotary_factor": 0.7}, "partial_rotary_factor"),
     # wrong types and ranges
@@ -303,3 +304,11 @@ def test_the_largest_accepted_config_builds_quickly():
     start = time.thread_time()
     build_model(config)
     assert time.thread_time() - start < 2.0
+
+
+def test_early_names_of_longrope_in_phi3():
+    scaling = {"type": "su", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    changes = {"rope_scaling": scaling, "original_max_position_embeddings": 4096}
+    config = config_from_hf(SHAPES["phi-4"] | changes)
+    assert config.ropes[0].rope_type == "longrope" and config.max_context == 16384
+    assert config.for_context(4096) == config != config.for_context(4097)
