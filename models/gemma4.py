@@ -93,7 +93,8 @@ def _with_heads(fields: Fields, spec: AttentionSpec, kind: str, layer: int) -> A
     """``spec`` with the layer's own heads, of ``per_layer_config`` or of the fields for layers without a window."""
     found: dict[str, Any] = {}
     if fields.get("per_layer_config") is not None:
-        found = Fields(fields.get("per_layer_config"), "per_layer_config").get(str(layer)) or {}
+        layers = Fields(fields.get("per_layer_config"), "per_layer_config").values  # by numbers of equal width
+        found = next((own for name, own in layers.items() if (name.lstrip("0") or "0") == str(layer)), {})
     elif kind == FULL:
         found["head_dim"] = fields.given(global_head_dim=512).get("global_head_dim")
         if fields.get("attention_k_eq_v"):

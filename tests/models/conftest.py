@@ -102,6 +102,13 @@ def logits_of() -> Callable[..., Tensor]:
     return run
 
 
+def config_class(family: str) -> Callable[..., transformers.PreTrainedConfig]:
+    """transformers' configuration of a family."""
+    name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family, family)
+    found: Callable[..., transformers.PreTrainedConfig] = getattr(transformers, f"{name}Config")
+    return found
+
+
 def fill(reference: torch.nn.Module) -> None:
     """Random values in all parameters, so that none is a no-op."""
     is_gemma4 = type(reference).__name__.startswith("Gemma4")
@@ -122,8 +129,7 @@ def make_reference() -> Callable[..., transformers.PreTrainedModel]:
 
     def make(family: str, **changes: object) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
-        name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family, family)
-        config = getattr(transformers, f"{name}Config")(**{**TINY, **changes})
+        config = config_class(family)(**{**TINY, **changes})
         reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         fill(reference)
         return reference

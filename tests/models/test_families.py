@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qkv_engine import Engine, SamplingParams
+from qkv_engine import Engine, ModelError, SamplingParams
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import LoadedModel, find_model, load_weights
-from qkv_engine.models.registry import FAMILIES
+from qkv_engine.models.registry import FAMILIES, config_from_hf
 
-from .conftest import fill
+from .conftest import config_class, fill
 from .test_engine_parity import assert_greedy
 
 # Odd sizes: 3 query heads a KV head, a vocabulary and inner features that are prime.
@@ -207,6 +208,17 @@ def test_random_weights_and_low_precision_run(
     assert output.error is None and output.kv.lowest_bits == 4
 
 
+def test_projections_that_readers_of_kv_do_not_use_are_ignored(saved: Callable[..., Any], tmp_path: Path) -> None:
+    saved("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2})
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = {f"model.layers.4.self_attn.{name}.weight": torch.zeros(3) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file(tensors | unused, tmp_path / "model.safetensors")
+    load_for(tmp_path)
+    save_file(tensors | {"model.layers.2.self_attn.v_norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="layers.2.self_attn.v_norm"):
+        load_for(tmp_path)
+
+
 def test_every_architecture_is_tested() -> None:
     from .test_parity import VARIANTS
 
@@ -263,3 +275,21 @@ def test_text_parts_of_vision_checkpoints_load(
     with torch.inference_mode():
         theirs = reference(input_ids=IDS[None]).logits[0].log_softmax(-1)
     assert (logits_of(loaded, IDS).log_softmax(-1) - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in FAMILY_CASES}))
+def test_fields_left_out_mean_the_same_as_in_transformers(family: str) -> None:
+    """A configuration of sizes alone is read like the one that transformers completes."""
+    sizes = {
+        "vocab_size": 300_000,
+        "hidden_size": 3072,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 65536,
+    }
+    completed = json.loads(config_class(family)(**sizes).to_json_string(use_diff=False))
+    names = {"architectures": [f"{family}ForCausalLM"], "model_type": completed["model_type"]}
+    ours, theirs = (config_from_hf(hf | names) for hf in (sizes, completed))
+    tokens: dict[str, Any] = {"eos_token_ids": (), "bos_token_id": None}  # of no effect on the model
+    assert replace(ours, **tokens) == replace(theirs, **tokens)
