@@ -215,7 +215,7 @@ def test_projections_that_readers_of_kv_do_not_use_are_ignored(saved: Callable[.
     save_file(tensors | unused, tmp_path / "model.safetensors")
     load_for(tmp_path)
     save_file(tensors | {"model.layers.2.self_attn.v_norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="layers.2.self_attn.v_norm"):
+    with pytest.raises(ModelError, match=r"layers\.2\.self_attn\.v_norm"):
         load_for(tmp_path)
 
 
