@@ -18,7 +18,7 @@ from .fields import Fields
 from .layers import CheckpointRows, Embedding, Layer, Linear, Norm, RMSNorm, RowParallelLinear
 from .llama import MLP, LlamaForCausalLM, LlamaModel, make_norm
 from .ranks import ALONE, Ranks
-from .rope import Rotation, read_ropes
+from .rope import Rotation, read_ropes, with_default_rope
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_144,
@@ -28,10 +28,10 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "sliding_window": 512,
-    "rope_parameters": {
-        SLIDING: {"rope_theta": 10_000.0},
-        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    },
+}
+_ROPES = {
+    SLIDING: {"rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
 
@@ -57,7 +57,7 @@ class Gemma4Config(ModelConfig):
 
 def read_gemma4(fields: Fields) -> ModelConfig:
     """Gemma 4, text."""
-    fields = fields.given(**_DEFAULTS)
+    fields = with_default_rope(fields.given(**_DEFAULTS), _ROPES)
     for name in ("enable_moe_block", "use_bidirectional_attention"):
         if fields.get(name) not in (None, False, "vision"):  # vision tokens see later ones; there are none
             raise fields.error(name, "is not supported")

@@ -13,7 +13,7 @@ from .fields import Fields
 from .layers import HeadNorm
 from .llama import LlamaForCausalLM
 from .ranks import ALONE, Ranks
-from .rope import Rotation
+from .rope import Rotation, with_default_rope
 
 _ROPE = {
     "rope_type": "yarn",
@@ -41,7 +41,8 @@ def read_ministral(fields: Fields) -> ModelConfig:
 
 def read_ministral3(fields: Fields) -> ModelConfig:
     """Ministral 3."""
-    fields = fields.given(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_parameters=_ROPE)
+    fields = fields.given(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    fields = with_default_rope(fields, _ROPE)
     rope = Fields(fields.get("rope_scaling") or fields.get("rope_parameters"), "rope_parameters")
     return Ministral3Config.read(
         fields,

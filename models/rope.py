@@ -265,6 +265,12 @@ class LayerRotations(Layer):
         return [rotations[kind] for kind in self._kinds]
 
 
+def with_default_rope(config: Fields, parameters: dict[str, Any]) -> Fields:
+    """``config`` with ``parameters`` where ``rope_parameters`` are left out or null."""
+    stripped = config if config.get("rope_parameters") else config.without("rope_parameters")
+    return stripped.given(rope_parameters=parameters)
+
+
 def read_ropes(config: Fields, thetas: Mapping[str, Any]) -> dict[str, RopeConfig]:
     """The rotation of each kind of layer in ``thetas``, which has the base where ``rope_parameters`` has none.
 
