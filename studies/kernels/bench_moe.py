@@ -302,17 +302,16 @@ def main() -> None:
     compile_all({block_m for tokens in tuned for block_m in BLOCK_M.get(tokens, ())})
     print(f"compiled, {deadline - time.monotonic():.0f} s left", flush=True)
     weights = [make_weights() for _ in range(COPIES)]
-    device = measure_device()
-    print(f"{torch.cuda.get_device_name()}: {device[0] / 1e12:.2f} TB/s, {device[1] / 1e12:.0f} TFLOP/s", flush=True)
+    print(torch.cuda.get_device_name(), flush=True)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    result |= {"triton": triton.__version__, "bandwidth": device[0], "flops": device[1], "errors": check(weights[0])}
+    result |= {"triton": triton.__version__, "errors": check(weights[0])}
     wrong = {name: error for name, error in result["errors"].items() if not error <= BOUND}
     print(f"{len(result['errors'])} checks, largest error {max(result['errors'].values()):.2e}; wrong: {wrong or None}")
     if wrong:
         raise SystemExit("nothing is timed")
     rows = []
     for name, tokens in product(("random", "skewed"), map(int, args.tokens.split(","))):
-        rows.append(measure(name, make_layers(weights, tokens, skewed=name == "skewed"), device))
+        rows.append(measure(name, make_layers(weights, tokens, skewed=name == "skewed")))
         print_row(rows[-1])
     result["rows"] = [asdict(row) for row in rows]
     result["tunings"] = {}
@@ -323,7 +322,7 @@ def main() -> None:
         for us, tuning in found:
             print(f"{us:9.1f} us  {tokens * TOP_K / EXPERTS}: {tuning},", flush=True)
         if found:
-            print_row(measure("tuned", layers, device, found[0][1]))
+            print_row(measure("tuned", layers, found[0][1]))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -11,8 +11,7 @@ import transformers
 
 from qkv_engine import Engine, SamplingParams
 from qkv_engine.config import KVConfig, RungConfig
-from qkv_engine.models.attention_spec import AttentionSpec
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.loader import read_config
 
 PROMPT_LENGTHS, NEW_TOKENS = (1, 33, 129, 300), 40
 LAYERS = 3
@@ -39,17 +38,10 @@ def test_greedy_tokens_equal_transformers(
     kv: str | KVConfig,
     make_reference: Callable[..., transformers.PreTrainedModel],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ):
     reference = make_reference(family, **SIZES, **changes)
     reference.save_pretrained(tmp_path)
-    plain = ModelConfig.attention.fget
-
-    def attention(config: ModelConfig) -> tuple[AttentionSpec, ...]:
-        return tuple(spec._replace(window=w) for spec, w in zip(plain(config), windows, strict=True))
-
-    monkeypatch.setattr("qkv_engine.models.config._refuse_sliding_window", lambda *args: None, raising=False)
-    monkeypatch.setattr(ModelConfig, "attention", property(attention))
+    assert [spec.window for spec in read_config(tmp_path).attention] == windows
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 97, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
     with Engine(tmp_path, kv=kv, kv_memory="8MiB", max_num_batched_tokens=48, max_model_len=512) as engine:
