@@ -29,7 +29,7 @@ from .smollm import read_smollm3
 logger = logging.getLogger("qkv_engine")
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """How models of one architecture are read and built. ``read`` refuses what the model does not compute."""
 
     model_type: str
@@ -38,26 +38,26 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "Cohere2ForCausalLM": Family("cohere2", read_cohere2, Cohere2ForCausalLM),
-    "Exaone4ForCausalLM": Family("exaone4", read_exaone4, Exaone4ForCausalLM),
-    "Gemma2ForCausalLM": Family("gemma2", read_gemma2, GemmaForCausalLM),
-    "Gemma3ForCausalLM": Family("gemma3_text", read_gemma3, GemmaForCausalLM),
-    "Gemma4ForCausalLM": Family("gemma4_text", read_gemma4, Gemma4ForCausalLM),
-    "Glm4ForCausalLM": Family("glm4", read_glm, Glm4ForCausalLM),
-    "GlmForCausalLM": Family("glm", read_glm, LlamaForCausalLM),
-    "GraniteForCausalLM": Family("granite", read_granite, GraniteForCausalLM),
-    "HunYuanDenseV1ForCausalLM": Family("hunyuan_v1_dense", read_hunyuan, HunyuanForCausalLM),
-    "LlamaForCausalLM": Family("llama", read_llama, LlamaForCausalLM),
-    "Ministral3ForCausalLM": Family("ministral3", read_ministral3, Ministral3ForCausalLM),
-    "MinistralForCausalLM": Family("ministral", read_ministral, LlamaForCausalLM),
-    "MistralForCausalLM": Family("mistral", read_mistral, LlamaForCausalLM),
-    "Olmo2ForCausalLM": Family("olmo2", read_olmo2, OlmoForCausalLM),
-    "Olmo3ForCausalLM": Family("olmo3", read_olmo3, OlmoForCausalLM),
-    "Phi3ForCausalLM": Family("phi3", read_phi3, LlamaForCausalLM),
-    "Qwen2ForCausalLM": Family("qwen2", read_qwen2, LlamaForCausalLM),
-    "Qwen3ForCausalLM": Family("qwen3", read_qwen3, LlamaForCausalLM),
-    "SeedOssForCausalLM": Family("seed_oss", read_seed_oss, LlamaForCausalLM),
-    "SmolLM3ForCausalLM": Family("smollm3", read_smollm3, LlamaForCausalLM),
+    "Cohere2ForCausalLM": ModelFamily("cohere2", read_cohere2, Cohere2ForCausalLM),
+    "Exaone4ForCausalLM": ModelFamily("exaone4", read_exaone4, Exaone4ForCausalLM),
+    "Gemma2ForCausalLM": ModelFamily("gemma2", read_gemma2, GemmaForCausalLM),
+    "Gemma3ForCausalLM": ModelFamily("gemma3_text", read_gemma3, GemmaForCausalLM),
+    "Gemma4ForCausalLM": ModelFamily("gemma4_text", read_gemma4, Gemma4ForCausalLM),
+    "Glm4ForCausalLM": ModelFamily("glm4", read_glm, Glm4ForCausalLM),
+    "GlmForCausalLM": ModelFamily("glm", read_glm, LlamaForCausalLM),
+    "GraniteForCausalLM": ModelFamily("granite", read_granite, GraniteForCausalLM),
+    "HunYuanDenseV1ForCausalLM": ModelFamily("hunyuan_v1_dense", read_hunyuan, HunyuanForCausalLM),
+    "LlamaForCausalLM": ModelFamily("llama", read_llama, LlamaForCausalLM),
+    "Ministral3ForCausalLM": ModelFamily("ministral3", read_ministral3, Ministral3ForCausalLM),
+    "MinistralForCausalLM": ModelFamily("ministral", read_ministral, LlamaForCausalLM),
+    "MistralForCausalLM": ModelFamily("mistral", read_mistral, LlamaForCausalLM),
+    "Olmo2ForCausalLM": ModelFamily("olmo2", read_olmo2, OlmoForCausalLM),
+    "Olmo3ForCausalLM": ModelFamily("olmo3", read_olmo3, OlmoForCausalLM),
+    "Phi3ForCausalLM": ModelFamily("phi3", read_phi3, LlamaForCausalLM),
+    "Qwen2ForCausalLM": ModelFamily("qwen2", read_qwen2, LlamaForCausalLM),
+    "Qwen3ForCausalLM": ModelFamily("qwen3", read_qwen3, LlamaForCausalLM),
+    "SeedOssForCausalLM": ModelFamily("seed_oss", read_seed_oss, LlamaForCausalLM),
+    "SmolLM3ForCausalLM": ModelFamily("smollm3", read_smollm3, LlamaForCausalLM),
 }
 
 
@@ -111,7 +111,7 @@ def _text_fields(fields: Fields, wrapper: Wrapper) -> Fields:
     return text.given(**outer).without("architectures")
 
 
-def _architecture(fields: Fields, known: Mapping[str, Family | Wrapper]) -> str:
+def _architecture(fields: Fields, known: Mapping[str, ModelFamily | Wrapper]) -> str:
     names = fields.get("architectures")
     if names is None:
         model_type = fields.string("model_type", default="")

@@ -43,7 +43,7 @@ def test_kernels_fit_in_registers(case) -> None:
     name, kernel, constexprs, tuning = case
     built = compile_kernel(kernel, constexprs, tuning)
     found, ptx = describe(built), built.asm["ptx"]
-    assert found["spilled"] == 0 and found["registers"] <= 160
+    assert found["spilled"] == 0 and found["registers"] <= 176
     if "tile" in name:
         assert found["HGMMA"] or found["HMMA"]
         assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qkv_engine.models.llama import read_llama
-from qkv_engine.models.registry import FAMILIES, Family
+from qkv_engine.models.registry import FAMILIES, ModelFamily
 
 from .model import ParallelForCausalLM
 
@@ -15,7 +15,7 @@ NAME = "ParallelForCausalLM"
 
 @contextmanager
 def registered() -> Iterator[None]:
-    FAMILIES[NAME] = Family("parallel", read_llama, ParallelForCausalLM)
+    FAMILIES[NAME] = ModelFamily("parallel", read_llama, ParallelForCausalLM)
     try:
         yield
     finally:
