@@ -164,6 +164,8 @@ class RMSNorm(Norm):
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
+        if residual is not None and x.requires_grad:
+            x, residual = add(residual, x), None
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
@@ -174,12 +176,22 @@ class RMSNorm(Norm):
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
 
+def add(residual: Tensor, x: Tensor) -> Tensor:
+    """residual + x, which overwrites ``residual`` unless gradients pass through the sum."""
+    return residual + x if x.requires_grad else residual.add_(x)
+
+
+def kept(x: Tensor) -> Tensor:
+    """``x``, which may then be overwritten: a copy where gradients pass through it."""
+    return x.clone() if x.requires_grad else x
+
+
 class LayerNorm(Norm):
     """``(x - mean(x)) / std(x) * weight`` over the last dimension."""
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum, which overwrites the residual; all [N, E]."""
-        summed = x if residual is None else residual.add_(x)
+        summed = x if residual is None else add(residual, x)
         return F.layer_norm(summed, (self.size,), self.weight, None, self.eps), summed
 
 

@@ -195,7 +195,7 @@ class LlamaForCausalLM(Layer):
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         softcap = self.config.logit_softcap
-        return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+        return logits if softcap is None else (logits / softcap).tanh_() * softcap
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may have the tensor ``name``, which the model has no use for."""
