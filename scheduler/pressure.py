@@ -115,14 +115,13 @@ class Pressure:
 
         So no step has to wait for many, and nothing steps down for a request that does not grow.
         """
-        free = self.space.free_blocks()
-        if free >= len(self.running):
+        if self.space.has_blocks(len(self.running)):
             return
         wanted = self.space.num_growing(self.running, self._ahead_steps)
-        while free < wanted and self.space.evict():
-            free = self.space.free_blocks()
-        if free < wanted:
-            self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))
+        while not self.space.has_blocks(wanted):
+            if not self.space.evict():
+                self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))
+                return
 
     def _settle(self) -> None:
         """Steps an eager ladder's blocks outside the recent window down to their floors, after the prompt.

@@ -83,8 +83,12 @@ class KVSpace(Protocol):
         """Notes that the KV of the first ``num_tokens`` tokens is computed; needed from ``next_cacheable_at`` on."""
         ...
 
+    def has_blocks(self, number: int) -> bool:
+        """Whether ``number`` blocks on the widest rung could be allocated now."""
+        ...
+
     def free_blocks(self) -> int:
-        """Blocks on the widest rung that could be allocated now."""
+        """The most blocks that ``has_blocks``; for the log."""
         ...
 
     def evict(self) -> bool:

@@ -138,6 +138,9 @@ class KVManager:
         """The prefix cache; None under ``num_prefill_tokens``, since shared blocks step down when others allow it."""
         return self.prefix if request.params.num_prefill_tokens is None else None
 
+    def has_blocks(self, number: int) -> bool:
+        return not number or self.tables.arena.has_room({self.group.widest.nbytes: number})
+
     def free_blocks(self) -> int:
         return self.tables.arena.room(self.group.widest.nbytes)
 

@@ -12,7 +12,7 @@ from .block import Block, Move
 from .table import BlockTables
 
 
-class MoveGroup(NamedTuple):
+class MoveLaunch(NamedTuple):
     """Blocks of a wave that go from the rung ``old`` to ``new``, with their addresses.
 
     ``nbytes``: of a block on ``old``;  ``banks``: addresses of the blocks' banks, if they are sealed under some, and
@@ -33,7 +33,7 @@ class Wave(NamedTuple):
 
     mined: list[tuple[int, Mining]]
     centres: list[tuple[int, Centres]]
-    groups: list[MoveGroup]
+    launches: list[MoveLaunch]
 
 
 class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
@@ -50,16 +50,16 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     for moves in noted:
         mined = [(m.bank, m.mining) for m in moves if m.bank is not None and m.mining is not None]
         centres = [(m.bank, m.centres) for m in moves if m.bank is not None and m.centres is not None]
-        groups = []
+        launches = []
         for (old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
             part = list(same)
             banks = [move.bank for move in part if move.bank is not None]
             num_windows = [move.num_windows for move in part if move.bank is not None]
             src, dst = [move.src for move in part], [move.dst for move in part]
-            groups.append(MoveGroup(old, new, tables.sizes[old], src, dst, banks, num_windows))
+            launches.append(MoveLaunch(old, new, tables.sizes[old], src, dst, banks, num_windows))
             if old != new and tables.group.rungs[old].has_dense:
                 blocks += [move.block for move in part]
-        waves.append(Wave(mined, centres, groups))
+        waves.append(Wave(mined, centres, launches))
     return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in tables.take_fresh()]), blocks
 
 
