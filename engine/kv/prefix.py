@@ -47,7 +47,7 @@ class PrefixCache:
         self._leaves: list[tuple[int, bytes]] = []
         self._inner: list[tuple[int, bytes]] = []
         self._uses = count()
-        tables.on_lone = self._note_lone
+        tables.store.on_lone = self._note_lone
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -61,7 +61,7 @@ class PrefixCache:
         Blocks that are counted as dense for a request of ``tokens`` must still be dense.
         """
         self.num_queried_tokens += limit
-        num_narrow = bool(self._tables.group.sink) + self._tables.split(len(tokens), floor)[1]
+        num_narrow = bool(self._tables.spec.sink) + self._tables.spec.main.split(len(tokens), floor)[1]
         key, found = self._root(salt), []
         for index in range(self._num_pieces(limit)):
             piece = tokens[self._piece(index)]
@@ -82,7 +82,7 @@ class PrefixCache:
         num_pieces = self._num_pieces(num_computed)
         if filed >= num_pieces:
             return
-        blocks, key = self._tables.entries(self._tables[request_id]), key or self._root(salt)
+        blocks, key = self._tables.main.entries(self._tables.main[request_id]), key or self._root(salt)
         for index in range(filed, num_pieces):
             piece = tokens[self._piece(index)]
             parent, key = key, _extend(key, piece)
@@ -127,7 +127,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
         for entry in self._entries.values():
-            self._tables.drop(entry.block)
+            self._tables.store.drop(entry.block)
         for book in (self._entries, self._of_block, self._children, self._leaves, self._inner):
             book.clear()
         self._published.clear()
@@ -139,7 +139,7 @@ class PrefixCache:
             del self._children[entry.parent]
             if entry.parent in self._entries:
                 self._note_idle(self._entries[entry.parent])
-        self._tables.drop(entry.block)
+        self._tables.store.drop(entry.block)
 
     def _note_lone(self, block: Block) -> None:
         """Files ``block`` as idle if its one remaining owner is the cache."""
@@ -165,16 +165,16 @@ class PrefixCache:
 
     def _root(self, salt: str) -> bytes:
         tables = self._tables
-        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.group.sink)).encode()).digest()
+        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.spec.sink)).encode()).digest()
 
     def _num_pieces(self, num_tokens: int) -> int:
         """Number of pieces within ``num_tokens``, the sink and full blocks."""
-        sink, block_tokens = self._tables.group.sink, self._tables.group.block_tokens
+        sink, block_tokens = self._tables.spec.sink, self._tables.spec.block_tokens
         return bool(sink) + (num_tokens - sink) // block_tokens if num_tokens >= sink else 0
 
     def _piece(self, index: int) -> slice:
         """The range of tokens of piece ``index``, the sink or a block."""
-        sink, block_tokens = self._tables.group.sink, self._tables.group.block_tokens
+        sink, block_tokens = self._tables.spec.sink, self._tables.spec.block_tokens
         stop = sink + (index + (not sink)) * block_tokens
         return slice(0 if index == 0 else stop - block_tokens, stop)
 

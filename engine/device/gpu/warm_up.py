@@ -33,7 +33,7 @@ def warm_up(runner: Runner) -> None:
         # The same steps as in earnest: one rung down at a time, and straight to the last one for an eager ladder.
         target = last if ladder.eager else rung
         tables.coldest(REQUEST_ID, num_tokens - 3)  # as the scheduler asks first: it notes how much can be mined
-        full = tables[REQUEST_ID].blocks[: last + 1 - rung]
+        full = tables.main[REQUEST_ID].blocks[: last + 1 - rung]
         tables.demote([(block, target) for block in full if block.rung < target])
         _run(runner, request, rows, num_tokens - 3, 2)
         _run(runner, request, rows, num_tokens - 1, 1)
