@@ -47,7 +47,7 @@ class PrefixCache:
         self._leaves: list[tuple[int, bytes]] = []
         self._inner: list[tuple[int, bytes]] = []
         self._uses = count()
-        tables.on_lone = self._note_lone
+        tables.store.on_lone = self._note_lone
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -61,7 +61,7 @@ class PrefixCache:
         Blocks that are counted as dense for a request of ``tokens`` must still be dense.
         """
         self.num_queried_tokens += limit
-        num_narrow = self._tables.group.num_token_slots + self._tables.split(len(tokens), floor)[1]
+        num_narrow = self._tables.spec.main.num_token_slots + self._tables.spec.main.split(len(tokens), floor)[1]
         key, found = self._root(salt), []
         for index in range(self._num_pieces(limit)):
             piece = tokens[self._piece(index)]
@@ -82,7 +82,7 @@ class PrefixCache:
         num_pieces = self._num_pieces(num_computed)
         if filed >= num_pieces:
             return
-        blocks, key = self._tables.entries(self._tables[request_id]), key or self._root(salt)
+        blocks, key = self._tables.main.entries(self._tables.main[request_id]), key or self._root(salt)
         for index in range(filed, num_pieces):
             piece = tokens[self._piece(index)]
             parent, key = key, _extend(key, piece)
@@ -127,7 +127,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
         for entry in self._entries.values():
-            self._tables.drop(entry.block)
+            self._tables.store.drop(entry.block)
         for book in (self._entries, self._of_block, self._children, self._leaves, self._inner):
             book.clear()
         self._published.clear()
@@ -139,7 +139,7 @@ class PrefixCache:
             del self._children[entry.parent]
             if entry.parent in self._entries:
                 self._note_idle(self._entries[entry.parent])
-        self._tables.drop(entry.block)
+        self._tables.store.drop(entry.block)
 
     def _note_lone(self, block: Block) -> None:
         """Files ``block`` as idle if its one remaining owner is the cache."""
@@ -165,16 +165,16 @@ class PrefixCache:
 
     def _root(self, salt: str) -> bytes:
         tables = self._tables
-        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.group.slots)).encode()).digest()
+        return hashlib.sha256(repr((salt, self._model, tables.spec.name, tables.spec.main.slots)).encode()).digest()
 
     def _num_pieces(self, num_tokens: int) -> int:
         """Number of pieces within ``num_tokens``, the request's slot and full blocks."""
-        group, in_blocks = self._tables.group, self._tables.group.in_blocks(num_tokens)
+        group, in_blocks = self._tables.spec.main, self._tables.spec.main.in_blocks(num_tokens)
         return group.num_token_slots + in_blocks // group.block_tokens if in_blocks >= 0 else 0
 
     def _piece(self, index: int) -> slice:
         """The range of tokens of piece ``index``, the request's slot or a block."""
-        group = self._tables.group
+        group = self._tables.spec.main
         stop = group.tokens_in(index + 1 - group.num_token_slots)
         return slice(0 if index == 0 else stop - group.block_tokens, stop)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from .books import group_of
 from .broken import Broken
 from .options import Group
 
@@ -71,7 +70,7 @@ class Device:
         mined |= {address for move in wave if move.centres for address in move.centres.addresses}
         spans += [(address, address + self.groups[0].sizes[0]) for address in mined if address not in sources]
         for move in wave:
-            group = self.groups[group_of(move.block)]
+            group = self.groups[move.block.group]
             spans.append((move.src, move.src + group.size(move.old)))
             spans.append((move.dst, move.dst + group.size(move.new)))
         spans.sort()
@@ -87,7 +86,7 @@ class Device:
             self._launch(list(moves))
 
     def _launch(self, moves: list[Any]) -> None:
-        index = group_of(moves[0].block)
+        index = moves[0].block.group
         group = self.groups[index]
         found = [self._at(move.src, group.size(move.old)) for move in moves]
         for move, record in zip(moves, found, strict=True):
@@ -140,14 +139,14 @@ class Device:
         if record.count != start or (record.path and record.path != (block.rung,)):
             raise DeviceError(f"tokens {start}:{end} are written behind {record.count}, on rungs {record.path}")
         record.count, record.value, record.salt, record.path = end, value, salt, (block.rung,)
-        record.group = group_of(block)
+        record.group = block.group
 
     def read(self, block: Any, nbytes: int, salt: str) -> Record:
         """The record of a block, checked as a request with ``salt`` reads it."""
         record = self._at(block.slot.address, nbytes)
         if record.salt != salt:
             raise DeviceError(f"bytes written under salt {record.salt!r} are read under {salt!r}")
-        if record.group != group_of(block):
+        if record.group != block.group:
             raise DeviceError("bytes of another group are read")
         if not record.path or record.path[-1] != block.rung:
             raise DeviceError(f"a block on rungs {record.path} is read as if on {block.rung}")
@@ -182,4 +181,4 @@ class Device:
 
 def _rungs(move: Any) -> tuple[int, int, int]:
     """The group and the rungs that all moves of one launch share."""
-    return group_of(move.block), move.old, move.new
+    return move.block.group, move.old, move.new

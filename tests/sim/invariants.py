@@ -25,7 +25,6 @@ from typing import Any
 
 from qkv_engine.request import RequestStatus
 
-from .books import first_of, group_of, groups_of, num_slots_of, store_of
 from .broken import require
 from .spy import SpySpace
 
@@ -33,9 +32,9 @@ from .spy import SpySpace
 def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
     """Checks arena, tables and prefix cache; ``seen`` and the result: each block's rung at the last check and now."""
     tables, groups = space.tables, space.options.groups
-    arena, store = tables.arena, store_of(tables)
+    arena, store = tables.arena, tables.store
     owners: dict[Any, list[int]] = {}
-    for index, group in enumerate(groups_of(tables)):
+    for index, group in enumerate(tables.groups):
         for block, floors in owners_of(group, index, space).items():
             require(block not in owners, "a block is in two groups")
             owners[block] = floors
@@ -46,11 +45,11 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
             owners.setdefault(entry.block, [])
     spans, used, live, now = [], 0, {}, {}
     rungs, entries = ([Counter[int]() for _ in groups] for _ in range(2))
-    numbers = {(group_of(block), block.number) for block in owners}
+    numbers = {(block.group, block.number) for block in owners}
     require(len(numbers) == len(owners), "two blocks have one number")
     slab_nbytes = arena.slab_nbytes
     for block, floors in owners.items():
-        slot, rung, index = block.slot, block.rung, group_of(block)
+        slot, rung, index = block.slot, block.rung, block.group
         size = groups[index].size(rung)
         require(slot.alive and slot.nbytes == size, f"a block on rung {rung} has a slot of {slot.nbytes} bytes")
         require(block.refs == len(floors) + cached.get(block, 0), f"{block.refs} references, {len(floors)} tables")
@@ -82,10 +81,10 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     require(end <= arena.nbytes, "a slot lies outside the arena")
     require(used == arena.used_nbytes <= arena.peak_nbytes, f"{used} bytes are owned, {arena.used_nbytes} counted")
     require(live == +arena.live, f"{live} slots are owned, {+arena.live} counted")
-    for group, found, named in zip(groups_of(tables), rungs, entries, strict=True):
+    for group, found, named in zip(tables.groups, rungs, entries, strict=True):
         require(found == +group.num_blocks, f"{found} blocks by rung, {+group.num_blocks} counted")
         require(named == +group.num_entries, f"{named} table entries by rung, {+group.num_entries} counted")
-    require(all(n < groups_of(tables)[index].max_blocks for index, n in numbers), "a block's number is too high")
+    require(all(n < tables.groups[index].max_blocks for index, n in numbers), "a block's number is too high")
     require(not store._retiring, "slots wait to be released")
     require(+store.num_demotions == space.replayed, "demotions are miscounted")
     return now
@@ -96,20 +95,20 @@ def owners_of(group: Any, index: int, space: SpySpace) -> dict[Any, list[int]]:
     options, owners = space.options, dict[Any, list[int]]()
     has_bank, sizes = options.has_bank and not index, options.groups[index].slots
     for table in group._tables.values():
-        missing = num_slots_of(table) - len(table.slots)  # the sink's, given back
+        missing = table.num_slots - len(table.slots)  # the sink's, given back
         require(missing in ((0, 1) if options.groups[index].visible and options.sink else (0,)), "a slot is lost")
         for number, block in enumerate(table.slots, missing):
             require(block.rung == -1 - number, "a slot changed its rung")
             require((number == 0 and options.sink > 0) or block.refs == 1, "a slot without tokens is shared")
             owners.setdefault(block, []).append(table.floor)
-        require(num_slots_of(table) <= len(sizes), "a request has a slot too many")
+        require(table.num_slots <= len(sizes), "a request has a slot too many")
         check_bank(table, has_bank)
         for number, block in enumerate(table.blocks):
             require(block.rung >= 0, "a slot stands among the blocks")
             settled = number < table.num_settled and table.floor_epoch == group.floor_epoch
             require(not settled or block.rung >= block.floor, "a block is forgotten as settled")
             owners.setdefault(block, []).append(table.floor)
-    require(all(group_of(block) == index for block in owners), "a table names another group's block")
+    require(all(block.group == index for block in owners), "a table names another group's block")
     return owners
 
 
@@ -162,11 +161,11 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
     if space.prefix is not None:
         published = space.prefix._published
         require(all(name in space.tables for name in published), "the prefix cache remembers who is gone")
-    for group in groups_of(space.tables):
+    for group in space.tables.groups:
         require(len(group._tables) == len(running), "someone owns blocks who does not run")
     for request in running:
         require(request.status is RequestStatus.RUNNING, "a running request is in another state")
-        have = [request.request_id in group._tables for group in groups_of(space.tables)]
+        have = [request.request_id in group._tables for group in space.tables.groups]
         require(all(have), "a running request has no table")
         require(space.holdings.held(request) >= request.num_computed_tokens, "computed tokens have no block")
     for request in waiting:
@@ -197,8 +196,8 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
             require(not request.needs_tokens, "the host has to see a token first")
             num_ahead += 1
         for group, table in zip(options.groups, space.holdings.tables_of(request), strict=True):
-            require(num_slots_of(table) == len(group.slots), "a request lacks a slot")
-            blocks, found = group.blocks_for(item.end), first_of(table) + len(table.blocks)
+            require(table.num_slots == len(group.slots), "a request lacks a slot")
+            blocks, found = group.blocks_for(item.end), table.first + len(table.blocks)
             require(found == blocks, f"{found} blocks for {item.end} tokens")
         if request.params.num_prefill_tokens is not None:
             check_scored(item, space)
@@ -214,8 +213,8 @@ def check_passed(batch: Any, scheduler: Any, space: SpySpace) -> None:
         item = starts.get(request)
         start = request.num_computed_tokens if item is None else item.start
         for group, table in zip(space.options.groups, space.holdings.tables_of(request), strict=True):
-            require(first_of(table) == group.num_passed(start), "a block is kept that no token sees, or one is gone")
-            has_sink = num_slots_of(table) == len(table.slots)
+            require(table.first == group.num_passed(start), "a block is kept that no token sees, or one is gone")
+            has_sink = table.num_slots == len(table.slots)
             require(not group.sink or has_sink == group.sees_sink(start), "a sink is kept that no token sees")
             if group.visible is not None and item is not None and item.num_tokens == 1:
                 most = group.visible // group.block + 2
@@ -233,5 +232,5 @@ def check_scored(item: Any, space: SpySpace) -> None:
         if group.floors[options.floor(request.params)]:
             require(group.num_aged(item.end - 1) == num_aged, "a block could step down inside a chunk")
         if options.eager:
-            aged = table.blocks[: max(0, num_aged - first_of(table))]
+            aged = table.blocks[: max(0, num_aged - table.first)]
             require(all(block.rung >= block.floor for block in aged), "a token attends to a block above its floor")

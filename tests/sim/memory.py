@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .books import groups_of
 from .options import Options
 
 
@@ -27,7 +26,7 @@ class Memory:
         if all(len(group.sizes) == 1 for group in self._groups):
             return int(arena.nbytes)
         stuck, full, dense = [], [], set[int]()
-        for group, tables in zip(self._groups, groups_of(self._tables), strict=True):
+        for group, tables in zip(self._groups, self._tables.groups, strict=True):
             number = len({table.floor for table in tables._tables.values()} - {0}) or 1
             narrower = group.sizes[1:]
             rungs = narrower if number > 1 else narrower[:-1]

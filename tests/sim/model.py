@@ -9,7 +9,6 @@ from qkv_engine.device.sampler import SampledToken
 from qkv_engine.errors import RequestError
 from qkv_engine.request import Request
 
-from .books import first_of
 from .broken import require
 from .device import Device, Record, mix
 from .spy import SpySpace
@@ -140,7 +139,7 @@ class Model:
             zip(self.options.groups, self.simulation.tables_of(item.request), strict=True)
         ):
             first = group.first_seen(item.start)
-            blocks: dict[int, Any] = {group.end(first_of(table) + i): block for i, block in enumerate(table.blocks)}
+            blocks: dict[int, Any] = {group.end(table.first + i): block for i, block in enumerate(table.blocks)}
             if group.sink and table.slots and table.slots[0].rung == -1:
                 blocks[group.sink] = table.slots[0]
             for start, end in spans:

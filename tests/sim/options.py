@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import floor
+from types import ModuleType
+from typing import Any
 
-from qkv_engine.kv.spec import KVSpec, RequestSlot, RungSize
 from qkv_engine.request import SamplingParams
-
-from ..scheduler.common import make_spec
+from qkv_engine.window import RecentWindow
 
 OPEN_END_BLOCKS = 1  # blocks that admission expects of a request without max_tokens: few, so that requests exceed them
 # Slot sizes of the rungs, widest first: halves, odd ones that divide no slab, metadata that stays, near neighbours.
@@ -156,20 +156,27 @@ class Options:
     def _slab_sizes(self) -> set[int]:
         return {size for group in self.groups for size in (*group.sizes, *group.slots)} - {self.block_nbytes}
 
-    def spec(self) -> KVSpec:
-        return make_spec(
-            [RungSize(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)],
-            sink=self.sink,
-            sink_nbytes=self.sink_nbytes,
-            others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
-            recent=self.recent,
-            recent_ratio=self.recent_ratio,
-            eager=self.eager,
-            admit_at=self.admit_at,
-            has_bank=self.has_bank,
-            num_windows=self.num_windows,
-            block_tokens=self.block,
-        )
+    def spec(self, code: ModuleType) -> Any:
+        """The groups as classes of ``code``, the module of specs."""
+        groups = []
+        for index, group in enumerate(self.groups):
+            names, sinks = self.rung_names(index), group.slots[: self.sink > 0]
+            others = enumerate(group.slots[len(sinks) :])
+            groups.append(
+                code.GroupSpec(
+                    layers=(index,),
+                    block_tokens=self.block,
+                    rungs=tuple(code.RungSize(names[i], size, 16.0 / 2**i) for i, size in enumerate(group.sizes)),
+                    floors=group.floors,
+                    slots=tuple(code.RequestSlot("sink", self.sink, nbytes, 0) for nbytes in sinks)
+                    + tuple(code.RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in others),
+                    recent=RecentWindow.of(group.recent, group.recent_ratio),
+                    visible=group.visible,
+                    has_bank=self.has_bank and index == 0,
+                    num_windows=self.num_windows if index == 0 else 0,
+                )
+            )
+        return code.KVSpec("tiny", tuple(groups), self.eager, self.admit_at)
 
     def rung_names(self, index: int) -> list[str]:
         """Names of a group's rungs."""

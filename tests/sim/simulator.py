@@ -18,7 +18,6 @@ from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
 
 from ..scheduler.common import FixedPace
-from .books import first_of, least_reserve, store_of
 from .broken import Broken, require
 from .code import Code, load
 from .device import Device, mix
@@ -79,8 +78,9 @@ class Simulation:
     def _new_space(self) -> SpySpace:
         options, code = self.options, self.code
         block, slab = options.block_nbytes, options.slab_nbytes
-        arena = code.Arena(options.nbytes, slab, least_reserve(code, options), block_nbytes=block)
-        tables = code.BlockTables(arena, options.spec())
+        reserve = code.reserve.reserve_nbytes([group.sizes for group in options.groups], block, slab)
+        arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block)
+        tables = code.BlockTables(arena, options.spec(code.spec))
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
         self.device = Device(arena.nbytes, options.groups, options.has_bank)
         self.seen: dict[Any, Any] = {}
@@ -240,7 +240,7 @@ class Simulation:
             finally:
                 self.in_step = False
             self._check_core()
-            if not store_of(self.space.tables).waves:  # moves of an empty batch wait for the next one
+            if not self.space.tables.store.waves:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()
                 self.model.check_cached()
 
@@ -264,6 +264,7 @@ class Simulation:
         ahead = bool(self.core._in_flight)
         require(ahead <= self.options.ahead, "a step runs ahead that must not")
         self.counts["ahead"] += check_batch(batch, self.scheduler, self.space, ahead)
+        self.counts["trim"], self.space.num_trims = self.counts["trim"] + self.space.num_trims, 0
         first, rounds = self._first or (None, 0)
         require(first is None or first.num_preemptions == rounds, "the first was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
@@ -271,9 +272,9 @@ class Simulation:
     def apply_moves(self) -> set[Any]:
         """Applies moves like the cache before a step; returns blocks whose values turned out bad."""
         if self.rng.random() < self.options.evacuations:
-            while store_of(self.space.tables)._evacuate():
+            while self.space.tables.store._evacuate():
                 self.event("evacuate")
-        moves = self.device.apply(store_of(self.space.tables))
+        moves = self.device.apply(self.space.tables.store)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
@@ -322,7 +323,7 @@ class Simulation:
         if blocks:
             rungs: Counter[str] = Counter()
             for index, (group, table) in enumerate(zip(self.options.groups, tables, strict=True)):
-                held = max(0, group.blocks_for(len(request.token_ids) - 1) - first_of(table))
+                held = max(0, group.blocks_for(len(request.token_ids) - 1) - table.first)
                 names = self.options.rung_names(index)
                 rungs.update(names[block.rung] for block in table.blocks[:held])
             self.usage[request.request_id] = dict(rungs)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from qkv_engine.request import RequestStatus
 
 from .admission import Admission
-from .books import first_of, group_of, num_slots_of, store_of
 from .broken import require
 from .code import Code
 from .holdings import Holdings
@@ -43,6 +42,7 @@ class SpySpace:
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
         self.mined: set[Any] = set()  # banks that were mined
+        self.num_trims = 0
         self.begin_schedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -121,14 +121,15 @@ class SpySpace:
             for block in table
             if block.refs == 1 and self.holdings.end_of(group, table, block) <= group.first_seen(computed)
         ]
+        self.num_trims += 1
         used = self.tables.arena.used_nbytes - sum(block.slot.nbytes for block in gone)
         self._space.trim(request)
         require(self.tables.arena.used_nbytes == used, "a block out of sight is kept, or another is given back")
         due = []
         for group, table in zip(groups, tables, strict=True):
             if group.visible is not None:
-                has_sink = group.sink and num_slots_of(table) == len(table.slots)
-                due.append((group.sink if has_sink else group.end(first_of(table))) + group.visible - 1)
+                has_sink = group.sink and table.num_slots == len(table.slots)
+                due.append((group.sink if has_sink else group.end(table.first)) + group.visible - 1)
         require(request.next_passed_at == min(due), f"{request.next_passed_at} tokens until the next block passes")
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
@@ -150,7 +151,7 @@ class SpySpace:
             require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
             require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
             num_narrow = sum(block.rung > 0 for block in table.blocks)
-            leaves = num_narrow == 0 or self._leaves_window(group, request, first_of(table) + num_narrow)
+            leaves = num_narrow == 0 or self._leaves_window(group, request, table.first + num_narrow)
             require(leaves, "a hit in the recent window is narrow")
         if request.params.prompt_logprobs is not None:
             require(found == 0, "prompt log-probabilities need every token computed")
@@ -197,7 +198,7 @@ class SpySpace:
             not any(map(self.holdings.is_due, self.scheduler.running)), "blocks step down while others are out of sight"
         )
         used, had = self.tables.arena.used_nbytes, [block.rung for block, _ in steps]
-        waves = store_of(self.tables).waves
+        waves = self.tables.store.waves
         num_waves = len(waves)
         for block, rung in steps:
             require(block.rung < rung <= block.floor, f"rung {block.rung} -> {rung} with floor {block.floor}")
@@ -207,7 +208,7 @@ class SpySpace:
         for (block, rung), old in zip(steps, had, strict=True):
             require(block.rung == old or rung <= block.rung <= block.floor, "a block is not where it was sent")
             if block.rung > old:
-                group = group_of(block)
+                group = block.group
                 names = self.options.rung_names(group)
                 self.replayed[names[old], names[block.rung]] += 1
                 won += self._size(block, old) - block.slot.nbytes
@@ -235,7 +236,7 @@ class SpySpace:
 
     def _size(self, block: Any, rung: int) -> int:
         """Bytes of a block on that rung."""
-        return self.options.groups[group_of(block)].size(rung)
+        return self.options.groups[block.group].size(rung)
 
     def _check_sealing(self, move: Any) -> None:
         """Checks that a block is sealed under its request's bank, mined before the first seal from computed tokens."""
@@ -364,7 +365,7 @@ class SpySpace:
             computed, place = request.num_computed_tokens, 0
             for group, table in zip(self.options.groups, self.holdings.tables_of(request), strict=True):
                 oldest = computed - group.recent_tokens(computed)
-                for index, block in enumerate(table.blocks, first_of(table)):
+                for index, block in enumerate(table.blocks, table.first):
                     place += 1
                     if block.rung < block.floor:
                         age = oldest - group.end(index)
@@ -378,7 +379,7 @@ class SpySpace:
                 rank = max(ranks[request] for _, request, _ in ages)
                 found.append(
                     Eligible(
-                        rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor, group_of(block)
+                        rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor, block.group
                     )
                 )
         return found

@@ -11,10 +11,11 @@ SINK = make_spec(RUNGS, sink=32, sink_nbytes=4)
 
 def filed(space, name: str, tokens: list[int], salt: str = "", floor: int = 2):
     """A request that computed all its tokens; returns its table."""
+    floor = min(floor, space.num_rungs - 1)
     space.tables.open(name, floor, space.prefix.lookup(tokens, salt, floor, len(tokens) - 1))
     assert space.tables.reserve(name, len(tokens))
     space.prefix.publish(name, tokens, salt, len(tokens))
-    return space.tables[name]
+    return space.tables.main[name]
 
 
 def gone(space, name: str) -> None:
