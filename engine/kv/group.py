@@ -116,7 +116,7 @@ class GroupTables:
         table, spec = self._tables[request_id], self.spec
         if spec.visible is None:
             return sys.maxsize
-        number = 0 if self.sink_slot(table) else table.first + 1
+        number = 0 if spec.sink and table.num_slots == len(table.slots) else table.first + 1
         return spec.visible - 1 + spec.tokens_in(number)
 
     def release(self, request_id: str) -> None:
