@@ -94,6 +94,8 @@ class GroupSpec:
 
     def num_passed(self, num_computed: int) -> int:
         """Leading blocks that no token from ``num_computed`` on sees."""
+        if self.visible is None:
+            return 0
         return max(0, self.first_visible(num_computed) - self.sink) // self.block_tokens
 
     @property
@@ -114,7 +116,7 @@ class GroupSpec:
         """
         blocks = self.blocks_for(num_tokens)
         begins = self.sink + (blocks - 1) * self.block_tokens
-        passed = self.num_passed(begins)
+        passed = 0 if self.visible is None else self.num_passed(begins)
         narrow = max(0, self.newest(begins) // self.block_tokens - passed) if rung else 0
         return blocks - passed - narrow, narrow
 
