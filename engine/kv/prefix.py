@@ -133,8 +133,9 @@ class PrefixCache:
             blocks.append([])
             for piece in pieces:
                 entry = found[piece]
-                block = entry and entry.blocks[index]
-                assert entry is not None and block is not None
+                assert entry is not None
+                block = entry.blocks[index]
+                assert block is not None
                 entry.used[index] = serials[piece]
                 blocks[-1].append(block)
                 self._note_idle(entry, index)
