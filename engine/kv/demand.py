@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -14,10 +14,11 @@ OPEN_END_BLOCKS = 8  # output expected without max_tokens; more admits fewer req
 
 
 class Share(NamedTuple):
-    """Blocks of one request, by group: those that stay dense, and those that may step down to its ``floor``."""
+    """Blocks of one request of ``num_tokens``, by group: those that stay dense, and those that may be on its floor."""
 
     floor: int
-    blocks: tuple[tuple[int, int], ...]
+    num_tokens: int
+    blocks: Sequence[tuple[int, int]]
 
 
 class Demand:
@@ -43,8 +44,8 @@ class Demand:
 
     def plus(self, share: Share) -> Demand:
         """The sum of this demand and ``share``."""
-        total = Demand(self._tables)
-        total._requests, total._dense = self._requests[:], self._dense[:]
+        total = Demand.__new__(Demand)
+        total._tables, total._requests, total._dense = self._tables, self._requests[:], self._dense[:]
         total._narrow = [narrow[:] for narrow in self._narrow]
         total.add(share)
         return total
@@ -121,9 +122,11 @@ class RunningDemand:
         if tenant not in self._tenants:
             self._tenants[tenant] = Demand(self._tables)
         self._tenants[tenant].add(share)
+        if request.params.max_tokens is not None:
+            return
         group = self._tables.spec.main
-        most = group.tokens_in(group.blocks_for(self._expected_tokens(request)))
-        if request.params.max_tokens is None and most < request.max_num_tokens:
+        most = group.tokens_in(group.blocks_for(share.num_tokens))
+        if most < request.max_num_tokens:
             due = self._due[request] = self._step + max(1, most + 1 - self.open_end_tokens - request.num_tokens)
             heappush(self._calendar, (due, next(self._serials), request))
 
@@ -134,7 +137,8 @@ class RunningDemand:
     def share(self, request: Request) -> Share:
         """The blocks that a request demands now."""
         expected, floor = self._expected_tokens(request), request.floor
-        return Share(floor, tuple([group.split(expected, group.floors[floor]) for group in self._tables.spec.groups]))
+        groups = self._tables.spec.groups
+        return Share(floor, expected, [group.split(expected, group.floors[floor]) for group in groups])
 
     def _expected_tokens(self, request: Request) -> int:
         """Tokens that a request will hold: up to its ``max_tokens``, or ``open_end_tokens`` more if it named none."""

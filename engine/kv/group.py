@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .arena import ArenaError
 from .bank import Bank
 from .block import Block, BlockTable, Journal, slot_rung
-from .spec import GroupSpec
+from .spec import GroupSpec, RequestSlot
 from .store import BlockStore
 
 
@@ -56,7 +56,6 @@ class GroupTables:
         """
         spec = self.spec
         table = self._tables[request_id] = BlockTable(spec.floors[floor], num_prompt)
-        table.first = spec.num_passed(num_shared)
         if self.journal is not None:
             self.journal.opened = True
         for block in shared:
@@ -65,11 +64,14 @@ class GroupTables:
             self.num_entries[block.rung] += 1
             block.floor = block.holders[0]
             (table.slots if block.rung < 0 else table.blocks).append(block)
-        table.num_slots = 1 if spec.sink and not spec.sees_sink(num_shared) else len(table.slots)
+        table.num_slots = len(table.slots)
+        if spec.visible is not None:
+            table.first = spec.num_passed(num_shared)
+            table.num_slots += spec.sink > 0 and not spec.sees_sink(num_shared)
 
-    def missing_slots(self, request_id: str) -> int:
+    def missing_slots(self, request_id: str) -> tuple[RequestSlot, ...]:
         """Slots of a request that were not taken yet."""
-        return len(self.spec.slots) - self._tables[request_id].num_slots
+        return self.spec.slots[self._tables[request_id].num_slots :]
 
     def add_blocks(self, request_id: str, number: int) -> None:
         """Gives a request the slots that it lacks, and ``number`` blocks more. There must be room."""
@@ -94,6 +96,14 @@ class GroupTables:
     def entries(self, table: BlockTable) -> list[Block]:
         """The blocks of a request that hold tokens, in token order: its sink's slot comes first."""
         return [*self.sink_slot(table), *table.blocks]
+
+    def piece(self, request_id: str, index: int) -> Block | None:
+        """The slot of a request's sink, if there is one, or a block, numbered together; None if it was given back."""
+        table = self._tables[request_id]
+        if self.spec.sink and index == 0:
+            return next(iter(self.sink_slot(table)), None)
+        number = index - self.spec.num_token_slots - table.first
+        return table.blocks[number] if number >= 0 else None
 
     def sink_slot(self, table: BlockTable) -> Sequence[Block]:
         """The slot of a request's sink, if it has one."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from ..request import KVUsage, Request
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
-from .prefix import PrefixCache
+from .prefix import Hit, PrefixCache
 from .shortage import Shortage
 from .table import BlockTables
 
@@ -78,15 +78,23 @@ class KVManager:
         return self.tables.fits(together.slots(self.spec.admit_at), self.quota)
 
     def open(self, request: Request) -> int:
-        floor, shared, prefix = request.floor, list[Block](), self._prefix_of(request)
+        floor, hit, prefix = request.floor, Hit(), self._prefix_of(request)
         # At least one token is computed, for its logits; prompt log-probabilities need them all.
         if prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
-            shared = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+            hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.demand.add(request)
-        self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prefill_tokens)
+        self.tables.open(
+            request.request_id,
+            floor,
+            hit.blocks,
+            num_shared_tokens=hit.num_tokens,
+            num_prompt_tokens=request.num_prefill_tokens,
+        )
         request.num_reserved_tokens = self.tables.held(request.request_id)
-        request.next_cacheable_at, request.next_passed_at = 0, self.tables.next_passed_at(request.request_id)
+        request.next_cacheable_at = 0
+        if self.has_windows:
+            request.next_passed_at = self.tables.next_passed_at(request.request_id)
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:

@@ -107,6 +107,8 @@ class GroupSpec:
 
     def num_passed(self, num_computed: int) -> int:
         """Leading blocks that no token from ``num_computed`` on sees."""
+        if self.visible is None:
+            return 0
         return max(0, self.in_blocks(self.first_visible(num_computed))) // self.block_tokens
 
     @property
@@ -127,7 +129,7 @@ class GroupSpec:
         """
         blocks = self.blocks_for(num_tokens)
         begins = self.tokens_in(blocks - 1)
-        passed = self.num_passed(begins)
+        passed = 0 if self.visible is None else self.num_passed(begins)
         narrow = max(0, self.newest(begins) // self.block_tokens - passed) if rung else 0
         return blocks - passed - narrow, narrow
 

@@ -134,7 +134,7 @@ class BlockTables:
         shared = list(shared)
         self._floors[request_id] = floor
         for group in self.groups:
-            own = [block for block in shared if block.group == group.index]
+            own = [block for block in shared if block.group == group.index] if shared else shared
             group.open(request_id, floor, own, num_shared_tokens, num_prompt_tokens)
         self._count_tables(floor, 1)
 
@@ -163,8 +163,7 @@ class BlockTables:
         """Slots by size of ``number`` blocks in each group, and of the slots that a request lacks."""
         wanted = self.dense(number) if number else {}
         for group in self.groups:
-            missing = group.missing_slots(request_id)
-            for slot in group.spec.slots[-missing:] if missing else ():
+            for slot in group.missing_slots(request_id):
                 wanted[slot.nbytes] = wanted.get(slot.nbytes, 0) + 1  # beside blocks of the same size
         return wanted
 
@@ -209,8 +208,10 @@ class BlockTables:
                 group.release(request_id)
 
     def _count_tables(self, floor: int, number: int) -> None:
-        self._num_tables[floor] += number
-        self.arena.reserve_nbytes = self._reserve_for([each for each, tables in self._num_tables.items() if tables])
+        had = self._num_tables[floor]
+        self._num_tables[floor] = had + number
+        if not had or had + number == 0:
+            self.arena.reserve_nbytes = self._reserve_for(+self._num_tables)
 
     # ---- stepping down
 

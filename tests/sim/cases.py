@@ -106,7 +106,7 @@ def with_groups(options: Options) -> Options:
         recent=rng.choice((0, 0, block, rng.randint(0, 3 * block), second or 0)), visible=second,
     )  # fmt: skip
     changed = replace(
-        options, visible=first, more_groups=(more,), prefix=False,
+        options, visible=first, more_groups=(more,),
         recent_ratio=options.recent_ratio if first is None else Fraction(0),
         slab_blocks=min(options.slab_blocks, 4),
     )  # fmt: skip
@@ -161,7 +161,7 @@ CASES = {
     "paced": Case(with_pace, range(6100, 6120), range(7000, 7500)),
     "groups": Case(
         with_groups, range(8000, 8030), range(8100, 8600),
-        tuple(kind for kind in (*KINDS, "trim") if kind != "hit"), ("hit",),
+        (*KINDS, "trim"),
     ),
     "priorities": Case(with_priorities, range(7100, 7120), range(7200, 7500)),
 }  # fmt: skip

@@ -167,10 +167,11 @@ class Model:
         if self._space.prefix is None:
             return
         doubtful = self.unknown.union(*(self.simulation.blocks_of(request) for request in self.tainted))
-        for entry in self._space.prefix._entries.values():
-            record = self._record(entry.block)
-            require(record.count == len(entry.tokens), "a cached block is not full")
-            require(not record.spoilt or entry.block in doubtful, "bad values are offered")
+        entries = self._space.prefix._entries
+        for (key, _), block in self._space.cached.blocks().items():
+            record = self._record(block)
+            require(record.count == len(entries[key].tokens), "a cached block is not full")
+            require(not record.spoilt or block in doubtful, "bad values are offered")
 
     def _record(self, block: Any) -> Any:
         return self._device._at(block.slot.address, block.slot.nbytes)
