@@ -1,4 +1,7 @@
-"""Imports point one way: each room of the house may import the rooms before it, and no circle of modules is left."""
+"""Imports point one way: each room of the house may import the rooms before it, and no circle of modules is left.
+
+The name of a public class stands for one thing in all rooms.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ ROOMS: tuple[str, ...] = (
     "cli",
     "__main__",
 )
+WORKERS = {"sampling.grammar_worker", "text.template_worker"}  # the sandbox finds a program's ``Worker`` by that name
 RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names.split()}
 
 
@@ -103,3 +107,12 @@ def test_no_circle_of_modules():
 
     for module in modules():
         visit(module, ())
+
+
+def test_no_two_public_classes_have_one_name():
+    homes: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {"Worker": WORKERS}

@@ -31,7 +31,7 @@ class StepCommand(msgspec.Struct, frozen=True, gc=False, tag="step"):
 
     Fields
         changes: words of the tables that changed since the command before, index and value in turns.
-        num_blocks: table entries on each rung, all requests together; sinks count on the first.
+        num_blocks: table entries on each rung, all requests together; their slots count on the first.
         goes_on: the items are those of the command before in the same order, each a single token that was sampled
             there; ``rows``, ``starts``, ``lengths`` and ``ids`` are empty then.
         rows, starts, lengths: table row, first position and number of tokens of each item, single tokens first.

@@ -125,7 +125,7 @@ class RunningDemand:
         if request.params.max_tokens is not None:
             return
         group = self._tables.spec.main
-        most = group.sink + group.blocks_for(share.num_tokens) * group.block_tokens  # tokens that fit in all blocks
+        most = group.tokens_in(group.blocks_for(share.num_tokens))
         if most < request.max_num_tokens:
             due = self._due[request] = self._step + max(1, most + 1 - self.open_end_tokens - request.num_tokens)
             heappush(self._calendar, (due, next(self._serials), request))

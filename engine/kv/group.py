@@ -67,7 +67,7 @@ class GroupTables:
         table.num_slots = len(table.slots)
         if spec.visible is not None:
             table.first = spec.num_passed(num_shared)
-            table.num_slots += spec.sink > 0 and not spec.sees_sink(num_shared)
+            table.num_slots += spec.num_token_slots > 0 and not spec.sees_sink(num_shared)
 
     def missing_slots(self, request_id: str) -> tuple[RequestSlot, ...]:
         """Slots of a request that were not taken yet."""
@@ -80,7 +80,7 @@ class GroupTables:
             table.slots.append(self.store.new_block(self, slot_rung(index), table.floor))
             table.num_slots += 1
         if spec.has_bank and table.bank is None:
-            in_blocks = table.num_prompt_tokens - spec.sink
+            in_blocks = spec.in_blocks(table.num_prompt_tokens)
             table.bank = Bank(table.slots[-1], table.blocks, in_blocks, spec.block_tokens, spec.num_windows)
         for _ in range(number):
             table.blocks.append(self.store.new_block(self, 0, table.floor, table.bank))
@@ -90,7 +90,8 @@ class GroupTables:
     def held(self, request_id: str) -> int:
         """Tokens that a request's blocks have room for, those given back included."""
         table, spec = self._tables[request_id], self.spec
-        return spec.sink * bool(table.num_slots) + (table.first + len(table.blocks)) * spec.block_tokens
+        number = table.first + len(table.blocks)
+        return spec.tokens_in(number) if number or table.num_slots else 0
 
     def entries(self, table: BlockTable) -> list[Block]:
         """The blocks of a request that hold tokens, in token order: its sink's slot comes first."""
@@ -99,14 +100,15 @@ class GroupTables:
     def piece(self, request_id: str, index: int) -> Block | None:
         """The slot of a request's sink, if there is one, or a block, numbered together; None if it was given back."""
         table = self._tables[request_id]
-        if self.spec.sink and index == 0:
+        if index < self.spec.num_token_slots:
             return next(iter(self.sink_slot(table)), None)
-        number = index - bool(self.spec.sink) - table.first
+        number = index - self.spec.num_token_slots - table.first
         return table.blocks[number] if number >= 0 else None
 
     def sink_slot(self, table: BlockTable) -> Sequence[Block]:
         """The slot of a request's sink, if it has one."""
-        return table.slots[: bool(self.spec.sink and table.slots and table.slots[0].rung == slot_rung(0))]
+        has_sink = self.spec.num_token_slots and table.slots and table.slots[0].rung == slot_rung(0)
+        return table.slots[: int(bool(has_sink))]
 
     def trim(self, request_id: str, num_computed: int) -> None:
         """Gives back the blocks of a request that no token from ``num_computed`` on sees."""
@@ -125,8 +127,8 @@ class GroupTables:
         table, spec = self._tables[request_id], self.spec
         if spec.visible is None:
             return sys.maxsize
-        number = 0 if self.sink_slot(table) else table.first + 1
-        return spec.visible - 1 + spec.sink + number * spec.block_tokens
+        number = 0 if spec.num_token_slots and table.num_slots == len(table.slots) else table.first + 1
+        return spec.visible - 1 + spec.tokens_in(number)
 
     def release(self, request_id: str) -> None:
         """Takes all blocks of a request back."""
@@ -178,7 +180,7 @@ class GroupTables:
         """
         table, spec = self._tables[request_id], self.spec
         if table.bank is not None:
-            table.bank.num_computed_tokens = num_computed - spec.sink
+            table.bank.num_computed_tokens = spec.in_blocks(num_computed)
         return table, spec.newest(num_computed) - table.first * spec.block_tokens
 
     def next_demotable_at(self, request_id: str) -> int:
@@ -188,7 +190,7 @@ class GroupTables:
         """
         table, spec = self._tables[request_id], self.spec
         number = table.first + table.count_settled(self.floor_epoch) + 1
-        return spec.recent.least_computed(spec.sink + number * spec.block_tokens)
+        return spec.recent.least_computed(spec.tokens_in(number))
 
     # ---- counts, kept by the store
 

@@ -96,7 +96,7 @@ class PrefixCache:
         for index in self._full:
             group = self._tables.spec.groups[index]
             narrowest = group.floors[floor]
-            allowed.append((index, narrowest, bool(group.sink) + group.split(num_tokens, narrowest)[1]))
+            allowed.append((index, narrowest, group.num_token_slots + group.split(num_tokens, narrowest)[1]))
         return allowed
 
     def _served(self, index: int, found: Sequence[Entry | None], floor: int) -> list[bool]:
@@ -106,7 +106,7 @@ class PrefixCache:
         it is counted with.
         """
         group = self._tables.spec.groups[index]
-        sink, narrowest, missing, narrow, served = bool(group.sink), group.floors[floor], 0, 0, [True]
+        sink, narrowest, missing, narrow, served = group.num_token_slots, group.floors[floor], 0, 0, [True]
         for number, entry in enumerate(found, 1):
             block = None if entry is None else entry.blocks[index]
             if number > sink and (block is None or block.rung > narrowest):
@@ -123,7 +123,7 @@ class PrefixCache:
         """The hit of these pieces, whose blocks are used now."""
         if not found:
             return Hit()
-        num_tokens, sink = self._piece(len(found) - 1).stop, bool(self._tables.spec.sink)
+        num_tokens, sink = self._piece(len(found) - 1).stop, self._tables.spec.main.num_token_slots
         self.num_hit_tokens += num_tokens
         blocks: list[list[Block]] = []
         serials = [next(self._uses) for _ in found]
@@ -292,18 +292,18 @@ class PrefixCache:
 
     def _root(self, salt: str) -> bytes:
         spec = self._tables.spec
-        return hashlib.sha256(repr((salt, self._model, spec.name, spec.sink)).encode()).digest()
+        return hashlib.sha256(repr((salt, self._model, spec.name, spec.main.slots)).encode()).digest()
 
     def _num_pieces(self, num_tokens: int) -> int:
-        """Number of pieces within ``num_tokens``, the sink and full blocks."""
-        sink, block_tokens = self._tables.spec.sink, self._tables.spec.block_tokens
-        return bool(sink) + (num_tokens - sink) // block_tokens if num_tokens >= sink else 0
+        """Number of pieces within ``num_tokens``, the request's slot and full blocks."""
+        group, in_blocks = self._tables.spec.main, self._tables.spec.main.in_blocks(num_tokens)
+        return group.num_token_slots + in_blocks // group.block_tokens if in_blocks >= 0 else 0
 
     def _piece(self, index: int) -> slice:
-        """The range of tokens of piece ``index``, the sink or a block."""
-        sink, block_tokens = self._tables.spec.sink, self._tables.spec.block_tokens
-        stop = sink + (index + (not sink)) * block_tokens
-        return slice(0 if index == 0 else stop - block_tokens, stop)
+        """The range of tokens of piece ``index``, the request's slot or a block."""
+        group = self._tables.spec.main
+        stop = group.tokens_in(index + 1 - group.num_token_slots)
+        return slice(0 if index == 0 else stop - group.block_tokens, stop)
 
 
 def _serves(entry: Entry, index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:

@@ -75,18 +75,31 @@ class GroupSpec:
         """Tokens of a request that come before its blocks and stay dense for life."""
         return sum(slot.num_tokens for slot in self.slots)
 
+    @property
+    def num_token_slots(self) -> int:
+        """Slots of a request that hold tokens: 1 or 0."""
+        return int(self.sink > 0)
+
+    def in_blocks(self, num_tokens: int) -> int:
+        """Those of a request's first ``num_tokens`` tokens that lie in blocks; negative within its slot."""
+        return num_tokens - self.sink
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that the first ``num_tokens`` tokens of a request take, those out of sight included."""
-        return -(-max(0, num_tokens - self.sink) // self.block_tokens)
+        return -(-max(0, self.in_blocks(num_tokens)) // self.block_tokens)
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens of a request with ``num_blocks`` full blocks, after which its next block begins."""
+        return self.sink + num_blocks * self.block_tokens
 
     def newest(self, num_computed: int) -> int:
-        """Tokens of blocks, the sink's not counted, that are older than the recent window."""
-        return self.recent.older(num_computed) - self.sink
+        """Tokens in blocks that are older than the recent window."""
+        return self.in_blocks(self.recent.older(num_computed))
 
     def next_aging(self, num_computed: int) -> int:
         """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
         aged = max(0, self.newest(num_computed) // self.block_tokens)
-        return self.recent.least_computed(self.sink + (aged + 1) * self.block_tokens)
+        return self.recent.least_computed(self.tokens_in(aged + 1))
 
     def first_visible(self, num_computed: int) -> int:
         """The first position that the token at ``num_computed``, the next one, sees."""
@@ -96,7 +109,7 @@ class GroupSpec:
         """Leading blocks that no token from ``num_computed`` on sees."""
         if self.visible is None:
             return 0
-        return max(0, self.first_visible(num_computed) - self.sink) // self.block_tokens
+        return max(0, self.in_blocks(self.first_visible(num_computed))) // self.block_tokens
 
     @property
     def most_visible(self) -> int:
@@ -115,7 +128,7 @@ class GroupSpec:
         falls as a request grows.
         """
         blocks = self.blocks_for(num_tokens)
-        begins = self.sink + (blocks - 1) * self.block_tokens
+        begins = self.tokens_in(blocks - 1)
         passed = 0 if self.visible is None else self.num_passed(begins)
         narrow = max(0, self.newest(begins) // self.block_tokens - passed) if rung else 0
         return blocks - passed - narrow, narrow

@@ -183,7 +183,7 @@ class BlockTables:
             return 0
         number = _largest(missing, lambda number: self.arena.has_room(self._wanted(request_id, number + spare)))
         table, spec = self.main[request_id], self.spec.main
-        return min(num_tokens, spec.sink + (table.first + len(table.blocks) + number) * spec.block_tokens)
+        return min(num_tokens, spec.tokens_in(table.first + len(table.blocks) + number))
 
     def trim(self, request_id: str, num_computed: int) -> int:
         """Gives back the blocks of a request that no token from ``num_computed`` on sees.

@@ -34,7 +34,7 @@ class TableLayout:
         group = tables.spec
         # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
         most = max(group.blocks_for(max_tokens), len(group.rungs) + 2)
-        return cls(tables.max_blocks, num_rows, bool(group.sink) + 1 + most + group.has_bank, group.has_bank)
+        return cls(tables.max_blocks, num_rows, group.num_token_slots + 1 + most + group.has_bank, group.has_bank)
 
     @property
     def num_words(self) -> int:
@@ -102,11 +102,11 @@ class TableRows:
         return changes
 
     def num_entries(self) -> list[int]:
-        """Entries of all requests together on each rung; sinks count on the first."""
+        """Entries of all requests together on each rung; their slots count on the first."""
         assert self._tables is not None
         held = self._tables.num_entries
         counts = [held[rung] for rung in range(len(self.group.rungs))]
-        counts[0] += held[slot_rung(0)] if self.group.sink else 0
+        counts[0] += held[slot_rung(0)] if self.group.num_token_slots else 0
         return counts
 
     def forget(self) -> None:

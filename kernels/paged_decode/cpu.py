@@ -42,7 +42,7 @@ class RequestRow(NamedTuple):
     num_valid: int | None
 
 
-class Column(NamedTuple):
+class SlotColumn(NamedTuple):
     """A slot of each row of a group, cut to its first ``num_tokens`` tokens."""
 
     is_sink: bool
@@ -65,7 +65,7 @@ class DenseGroup:
     last column; ``opened`` has place and request of the rows whose last slot may be partly written.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[SlotColumn, ...]
     num_rows: int
     queries: Tensor | None
     opened: tuple[tuple[int, int], ...]
@@ -210,11 +210,11 @@ class _Builder:
             run = _even_run([row.slots[0] for row in in_order])
             rows = rows if run is None else in_order
         num_sink = max(row.num_sink for row in rows)
-        columns = list[Column]()
+        columns = list[SlotColumn]()
         for slots in zip(*(row.slots for row in rows), strict=True):
             is_sink = num_sink > 0 and not columns
             where = torch.tensor(slots) if run is None else slice(run.start, run.stop, run.step)
-            columns.append(Column(is_sink, where, num_sink if is_sink else self.block_tokens))
+            columns.append(SlotColumn(is_sink, where, num_sink if is_sink else self.block_tokens))
         opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
         queries = self._queries([row.request for row in rows])
         group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows))

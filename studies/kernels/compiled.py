@@ -23,6 +23,11 @@ from triton.compiler import ASTSource
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
+from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
+from qkv_engine.kernels.moe import triton as moe
+from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
+from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
+from qkv_engine.kernels.moe.tile_kernel import combine_kernel, expert_tile_kernel
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
@@ -45,10 +50,10 @@ POINTERS |= {
     "offsets_ptr": "*i64",
     "banks_ptr": "*i64",
 }
-BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
+BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source", "inner", "pairs")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
-FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited")
+FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited", "weights")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
 POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
@@ -57,8 +62,8 @@ POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}
 UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE))]
 
 
-def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> Any:
-    """Compiles for sm_90 as the engine does, pointers, strides, offsets and V known to be multiples of 16."""
+def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capability: int = 90) -> Any:
+    """Compiles for sm_90 or another device as the engine does; pointers, strides, offsets and V are multiples of 16."""
     names = [n for n in kernel.arg_names if n not in constexprs]
     types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
     if "rows" in types:
@@ -73,7 +78,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning) -> A
     )
     fusion = UNFUSED if kernel in UNFUSED_KERNELS else FUSED
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **fusion}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def describe(built: Any) -> dict[str, Any]:
@@ -141,6 +146,32 @@ def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
             yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
+def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Mixture of experts, for the shape of Qwen3 30B-A3B."""
+    size, inner, num, top_k = 2048, 768, 128, 8
+    found: list[tuple[str, Any, tuple[dict[str, Any], int]]] = [
+        ("route", route_kernel, moe.route_variant(num, top_k, SoftmaxOver.ALL)),
+        ("sort", sort_kernel, moe.sort_variant(8192, num, 16)),
+        ("combine", combine_kernel, moe.combine_variant(size, top_k)),
+    ]
+    for most, tuning in moe.TUNINGS.items():
+        if isinstance(tuning, moe.SumTuning):
+            gate_up = moe.gate_up_sum_variant(size, inner, top_k, SwiGLU(), tuning.gate_up)
+            found.append((f"gate_up_sum {most}", gate_up_sum_kernel, gate_up))
+            down = moe.down_sum_variant(size, inner, top_k, tuning.down)
+            found.append((f"down_sum {most}", down_sum_kernel, down))
+        else:
+            gate_up = moe.tile_variant(2 * inner, size, top_k, SwiGLU(), tuning.block_m, tuning.gate_up)
+            found.append((f"gate_up tile {most}", expert_tile_kernel, gate_up))
+            down = moe.tile_variant(size, inner, top_k, None, tuning.block_m, tuning.down)
+            found.append((f"down tile {most}", expert_tile_kernel, down))
+    for name, kernel, (constexprs, num_warps) in found:
+        constexprs = {**constexprs, "OVERLAP": overlap}
+        if "bias_ptr" in kernel.arg_names:
+            constexprs["bias_ptr"] = None
+        yield f"moe {name}", kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+
+
 def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Seals of pages with patterns."""
     for number, heads, _, d in PATTERN_SHAPES:
@@ -179,6 +210,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     yield from seal_kernels()
     yield from fused_kernels()
     yield from linear_kernels()
+    yield from moe_kernels()
     yield from sample_kernels()
 
 

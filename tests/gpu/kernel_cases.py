@@ -17,6 +17,8 @@ from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 from qkv_engine.kernels.linear.triton import MAX_ROWS
+from qkv_engine.kernels.moe import SoftmaxOver
+from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
 from qkv_engine.kernels.seal import seal, seal_reference
 from studies.kernels.inputs import dense_page, make_case, named_page, prefill_reference, reference, uniform_page
@@ -25,6 +27,7 @@ from ..kernels import (
     block_tables_cases,
     fused_cases,
     linear_cases,
+    moe_cases,
     sample_cases,
     triton_decode_cases,
     triton_prefill_cases,
@@ -140,6 +143,24 @@ def products(seed: int) -> Figure:
         return error + 100 * linear_cases.gated(num_rows, num_out), 1.5
 
 
+def experts(seed: int) -> Figure:
+    """Routers, plans, and products of any number of tokens: as the engine launches, as others are, or tiny ones."""
+    rng = random.Random(seed)
+    num, num_rows, dtype = rng.choice((4, 8, 60, 128)), rng.choice((1, 2, 3, 17, 64, 300)), rng.choice(DTYPES)
+    top_k, favourites = rng.randint(1, min(num, 8)), rng.choice((None, None, num // 2 + 8))
+    favourites = None if favourites is None else min(num, max(favourites, top_k))
+    size, inner = (8 * rng.randint(1, n) if rng.random() < 0.8 else rng.randint(1, 300) for n in (300, 120))
+    tuning = rng.choice((None, None, None, *moe.TUNINGS.values(), *moe_cases.TUNINGS.values()))
+    activation = rng.choice((moe_cases.PLAIN, moe_cases.GPT_OSS))
+    with torch.device(DEVICE):
+        logits = rng.choice((torch.randn(num_rows, num), moe_cases.odd_logits(9, num)))
+        error = moe_cases.routing_error(logits.to(dtype), top_k, rng.choice(list(SoftmaxOver)))
+        assert error < 1e-5 and not moe_cases.plan(num_rows, num, top_k, rng.choice((8, 16, 64)), favourites)
+        weights = moe_cases.make_experts(num, size, inner, dtype, bias=rng.random() < 0.5, activation=activation)
+        error = moe_cases.mlp_error(num_rows, weights, top_k, tuning, favourites=favourites)
+    return error, 1e-5 if dtype == FP32 else 4e-3
+
+
 def rope_kv_write(seed: int) -> Figure:
     """With and without norm; pages in the model's dtype or another."""
     rng = random.Random(seed)
@@ -184,6 +205,7 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     norms: 30,
     swiglu: 30,
     products: 24,
+    experts: 40,
     rope_kv_write: 24,
     sample: 50,
     edits: 30,

@@ -12,6 +12,7 @@ import qkv_engine.kernels
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.dequant import dequant_reference
 from qkv_engine.kernels.formats import BlockLayout, PageShape
+from qkv_engine.kernels.moe import SoftmaxOver
 from qkv_engine.kernels.sample import sample
 from qkv_engine.kernels.seal import seal
 from studies.kernels.inputs import dense_page, make_case, uniform_page
@@ -20,6 +21,7 @@ from ..kernels import (
     block_tables_cases,
     fused_cases,
     linear_cases,
+    moe_cases,
     sample_cases,
     triton_decode_cases,
     triton_prefill_cases,
@@ -72,6 +74,16 @@ def products() -> None:
             linear_cases.gated(num_rows, 19)
 
 
+def experts() -> None:
+    """Routers, plans, and both kinds of products, with a last program that is not full."""
+    with torch.device("cuda"):
+        for over in SoftmaxOver:
+            assert moe_cases.routing_error(moe_cases.odd_logits(5, 60), 3, over) < 1e-5
+        assert not moe_cases.plan(33, 16, 4, 8)
+        for tuning in moe_cases.TUNINGS.values():
+            moe_cases.mlp_error(9, moe_cases.make_experts(5, 80, 37, BF16, bias=True), 2, tuning)
+
+
 def sampling() -> None:
     """Greedy rows, draws, draws with limits; edits."""
     logits = torch.randn(3, 5000, device="cuda", dtype=BF16)
@@ -99,7 +111,7 @@ def all_kernels() -> dict[str, JITFunction]:
 
 def main() -> None:
     torch.manual_seed(0)
-    for cases in (attention, page_formats, fused, products, sampling, block_tables):
+    for cases in (attention, page_formats, fused, products, experts, sampling, block_tables):
         cases()
         torch.cuda.synchronize()
     ran = {name for name, kernel in all_kernels().items() if any(cache[0] for cache in kernel.device_caches.values())}

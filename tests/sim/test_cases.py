@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from .broken import Broken
 from .cases import CASES
 from .mutants_cases import BUGS, Bug
 from .options import draw
 from .simulator import Simulation
-from .spy import Broken
 from .test_simulator import describe, swarm
 
 NUM_EVENTS = 400

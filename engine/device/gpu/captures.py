@@ -63,15 +63,15 @@ def block_counts(group: GroupSpec, kv_nbytes: int, batch: int, max_model_len: in
     """
     sizes = [rung.nbytes for rung in group.rungs]
     num_others = len(sizes) - 1
-    blocks = -(-max(0, max_model_len - group.sink) // group.block_tokens)
-    most = batch * (blocks + 2)  # sinks, and blocks of requests that are not in the step
+    blocks = group.blocks_for(max_model_len)
+    most = batch * (blocks + 2)  # request slots, and blocks of requests that are not in the step
     total = batch
     while total <= most:
         found = {(total, *[0] * num_others)}
         for first in (batch, SHORT_ITEM * batch, SHORT_ITEM * batch + 1, total // 2):
             if num_others and 0 < first < total:
                 found |= {(first, *_last(total - first, num_others)), (first, *_evenly(total - first, num_others))}
-        # A sink or an open block takes less than a block.
+        # A request slot or an open block takes less than a block.
         yield from (counts for counts in found if _nbytes([counts[0] - batch, *counts[1:]], sizes) <= kv_nbytes)
         total = total + 1 if total == most else min(most, math.ceil(total * GROWTH))
 

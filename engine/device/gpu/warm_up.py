@@ -6,7 +6,6 @@ from itertools import product
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
-from ...config import BLOCK_TOKENS
 from ...request import Request, SamplingParams
 from ...sampling.sample_row import SampleRow
 from ..runner import Runner
@@ -21,7 +20,7 @@ def warm_up(runner: Runner) -> None:
     """
     tables, ladder = runner.cache.tables, runner.cache.ladder
     last = len(ladder.rungs) - 1
-    num_tokens = ladder.sink + (last + 1) * BLOCK_TOKENS + 3
+    num_tokens = tables.spec.main.tokens_in(last + 1) + 3
     if num_tokens > tables.max_tokens(0):
         return
     request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1, floor=last)
