@@ -101,7 +101,7 @@ def with_groups(options: Options) -> Options:
     first, second = (window if index in kept else None for index, window in enumerate(windows))
     sink = max(1, other[0] * options.sink // block)
     more = Group(
-        block, options.sink, other, tuple(min(rung, number - 1) for rung in range(len(sizes))),
+        block, options.sink, other, _floors(rng, len(sizes), number),
         (sink,) * (options.sink > 0) + rng.choice(((), (), (1,), (other[-1],))),
         recent=rng.choice((0, 0, block, rng.randint(0, 3 * block), second or 0)), visible=second,
     )  # fmt: skip
@@ -110,7 +110,14 @@ def with_groups(options: Options) -> Options:
         recent_ratio=options.recent_ratio if first is None else Fraction(0),
         slab_blocks=min(options.slab_blocks, 4),
     )  # fmt: skip
-    return replace(changed, slabs=max(options.slabs, _least_slabs(changed)))
+    return replace(changed, slabs=max(rng.choice((1, options.slabs)), _least_slabs(changed)))
+
+
+def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
+    """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
+    if rng.random() < 0.5:
+        return tuple(min(rung, number - 1) for rung in range(num_rungs))
+    return 0, *sorted(rng.randrange(number) for _ in range(num_rungs - 2)), *(number - 1,) * (num_rungs > 1)
 
 
 def _least_slabs(options: Options) -> int:
