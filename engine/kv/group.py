@@ -67,7 +67,7 @@ class GroupTables:
         table.num_slots = len(table.slots)
         if spec.visible is not None:
             table.first = spec.num_passed(num_shared)
-            table.num_slots += spec.sink > 0 and not spec.sees_sink(num_shared)
+            table.num_slots += spec.num_token_slots > 0 and not spec.sees_sink(num_shared)
 
     def missing_slots(self, request_id: str) -> tuple[RequestSlot, ...]:
         """Slots of a request that were not taken yet."""
@@ -100,14 +100,15 @@ class GroupTables:
     def piece(self, request_id: str, index: int) -> Block | None:
         """The slot of a request's sink, if there is one, or a block, numbered together; None if it was given back."""
         table = self._tables[request_id]
-        if self.spec.sink and index == 0:
+        if index < self.spec.num_token_slots:
             return next(iter(self.sink_slot(table)), None)
         number = index - self.spec.num_token_slots - table.first
         return table.blocks[number] if number >= 0 else None
 
     def sink_slot(self, table: BlockTable) -> Sequence[Block]:
         """The slot of a request's sink, if it has one."""
-        return table.slots[: bool(self.spec.sink and table.slots and table.slots[0].rung == slot_rung(0))]
+        has_sink = self.spec.num_token_slots and table.slots and table.slots[0].rung == slot_rung(0)
+        return table.slots[: int(bool(has_sink))]
 
     def trim(self, request_id: str, num_computed: int) -> None:
         """Gives back the blocks of a request that no token from ``num_computed`` on sees."""
@@ -126,7 +127,7 @@ class GroupTables:
         table, spec = self._tables[request_id], self.spec
         if spec.visible is None:
             return sys.maxsize
-        number = 0 if spec.sink and table.num_slots == len(table.slots) else table.first + 1
+        number = 0 if spec.num_token_slots and table.num_slots == len(table.slots) else table.first + 1
         return spec.visible - 1 + spec.tokens_in(number)
 
     def release(self, request_id: str) -> None:

@@ -207,5 +207,5 @@ class KVManager:
         blocks: Counter[str] = Counter()
         for (group, rung), number in sorted(rungs.items()):
             blocks[self.rung_name(group, rung)] += number
-        holds_any = self.spec.sink and any(table.slots for table in tables)
+        holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
         return KVUsage(dict(blocks), min(bits, default=self.spec.main.widest.bits if holds_any else None))
