@@ -19,9 +19,9 @@ BUGS = (
     Bug(
         "a slot without tokens is filed as a prefix",
         "group",
-        "GroupTables.entries",
-        "return [*self.sink_slot(table), *table.blocks]",
-        "return [*table]",
+        "GroupTables.piece",
+        "return next(iter(self.sink_slot(table)), None)",
+        "return table.slots[-1]",
         case="slots",
         seed=2,
     ),
