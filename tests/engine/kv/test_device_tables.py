@@ -34,9 +34,9 @@ def send(copy: Copy, tables: BlockTables, names: list[str], had: list[int] | Non
 def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[int]) -> None:
     words, numbers = copy.block_words.words, copy.block_words.words[copy.block_words.num_numbers :]
     assert len(set(rows)) == len(rows) and all(0 <= row < copy.spare_row for row in rows)
-    items = [0] * len(tables.group.rungs)
+    items = [0] * len(tables.spec.main.rungs)
     for name, row in zip(names, rows, strict=True):
-        blocks = tables.entries(tables[name])
+        blocks = tables.main.entries(tables.main[name])
         found = words[numbers.view(-1, copy.block_words.width)[row, : len(blocks)]]
         assert (found >> RUNG_BITS).tolist() == [block.slot.address for block in blocks]
         rungs = [max(0, block.rung) for block in blocks]
@@ -89,14 +89,14 @@ def test_more_updates_than_an_input_carries(monkeypatch: pytest.MonkeyPatch):
         tables.open(name, 2)
         assert tables.reserve(name, 17 * BLOCK)
     check(copy, tables, list("abc"), send(copy, tables, list("abc")))
-    assert tables.demote([(block, 1) for block in tables["b"].blocks]) == len(tables["b"].blocks)
+    assert tables.demote([(block, 1) for block in tables.main["b"].blocks]) == len(tables.main["b"].blocks)
     check(copy, tables, list("cb"), send(copy, tables, list("cb")))
 
 
 def test_only_what_changed_is_sent():
     tables = make_space(60).tables
     copy = Copy(tables, 2, 20 * BLOCK)
-    tables.open("a", 2)
+    tables.open("a", 0)
     assert tables.reserve("a", 9 * BLOCK)
     sizes = []
     for reserved in (9, 9, 10):
@@ -110,6 +110,6 @@ def test_other_books_are_taken_over_from_nothing():
     copies = [make_space(60).tables for _ in range(2)]
     copy = Copy(copies[0], 1, 20 * BLOCK)
     for tables, length in zip(copies, (3, 5), strict=True):
-        tables.open("a", 2)
+        tables.open("a", 0)
         assert tables.reserve("a", length * BLOCK)
         check(copy, tables, ["a"], send(copy, tables, ["a"]))
