@@ -241,14 +241,14 @@ BOOKS = (
         "a hit may be narrower than the floor",
         "prefix",
         "_serves",
-        "block.rung > (narrowest if index < num_narrow else 0)",
-        "block.rung > 99",
+        "(narrowest if index < num_narrow else 0)",
+        "(99 if index < num_narrow else 0)",
     ),
     Patch(
         "a hit in the recent window may be narrow",
         "prefix",
         "_serves",
-        "narrowest if index < num_narrow else 0",
+        "(narrowest if index < num_narrow else 0)",
         "narrowest",
     ),
     Patch(
@@ -256,7 +256,7 @@ BOOKS = (
         "prefix",
         "PrefixCache._is_idle",
         "(block := entry.blocks[group]) is not None and block.refs == 1",
-        "(block := entry.blocks[group]) is not None",
+        "entry.blocks[group] is not None",
     ),
     Patch(
         "idle blocks before one in use are kept",
