@@ -78,8 +78,8 @@ class FilledManager(KVManager):
     def _fill(self, request: Request, start: int, end: int) -> None:
         """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots."""
         apply_moves(self._core.runner)
-        table = self.tables[request.request_id]
-        for block in table.blocks[self.group.blocks_for(start) : self.group.blocks_for(end)]:
+        table = self.tables.main[request.request_id]
+        for block in table.blocks[self.spec.main.blocks_for(start) : self.spec.main.blocks_for(end)]:
             self._write(block.slot)
         for block in () if start else table.slots:
             self._write(block.slot)
@@ -188,8 +188,8 @@ class FilledEngine(Closable):
         again = [sum(s.dominant.codes_nbytes for s in r.layout.sides if s.dominant) for r in self.cache.ladder.rungs]
         total = 0
         for request in self.core.scheduler.running:
-            table = tables[request.request_id]
-            held = tables.group.tokens_in(len(table.blocks))
+            table = tables.main[request.request_id]
+            held = tables.spec.sink + len(table.blocks) * BLOCK_TOKENS
             unwritten = (held - request.num_computed_tokens) * widest.block_nbytes // BLOCK_TOKENS
             total += sum(block.slot.nbytes for block in table) - unwritten
             total += sum(again[block.rung] for block in table.blocks)
@@ -213,7 +213,7 @@ class FilledEngine(Closable):
         """Applies pressure until it has the room ahead that it wants, so the timed steps do not pay for the prompts."""
         for _ in range(MAX_SETTLING):
             self.core.scheduler.pressure.begin_step()
-            if not self.cache.tables.waves:
+            if not self.cache.tables.store.waves:
                 return
             apply_moves(self.core.runner)
 

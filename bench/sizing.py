@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     """The least bytes in which ``num_requests`` of ``num_tokens`` tokens each run together at 16 bits."""
     spec = make_ladder(PRESETS["bf16"], config, torch.bfloat16).spec
-    block = spec.group.widest.nbytes
-    blocks = num_requests * spec.group.blocks_for(num_tokens)
+    block = spec.main.widest.nbytes
+    blocks = num_requests * spec.main.blocks_for(num_tokens)
     while make_tables(spec, blocks * block).max_requests(num_tokens, 0) < num_requests:
         blocks += 1
     return blocks * block

@@ -6,6 +6,7 @@ Field names are vLLM's where both have a field. No torch here: the scheduler wor
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +223,7 @@ class KVUsage(msgspec.Struct, frozen=True):
 
     Fields
         blocks: number of blocks of 128 tokens by final rung, such as {"dense16": 1, "int4": 3}; the sink, which stays
-            at 16 bits, is not counted.
+            at 16 bits, is not counted. Layers with a sliding window have blocks of their own, those in sight.
         lowest_bits: fewest bits a code of any of its tokens; None if nothing was computed.
     """
 
@@ -336,6 +337,7 @@ class Request:
     num_tokens: int = field(init=False)  # known tokens and those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory for the scheduler
     next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory, too
+    next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
     status: RequestStatus = RequestStatus.WAITING

@@ -96,7 +96,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         max_num_batched_tokens=config.max_num_batched_tokens,
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
-    layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
+    layout = TableLayout.of(cache.tables.main, config.max_num_seqs, max_model_len)
     backend = make_backend(cast(CausalLM, loaded.model), cache.memory, layout, ladder, config.cuda_graphs)
     threads = choose_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
     if workers is not None:

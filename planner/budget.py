@@ -106,8 +106,7 @@ class Budget:
 
     def _split(self, ladder: Ladder) -> tuple[int, int]:
         """Numbers of a request's blocks at 16 bits and on the floor."""
-        any_tables = make_tables(ladder.spec, 64 * ladder.widest.block_nbytes)
-        return any_tables.split(self.context, 1)
+        return ladder.spec.main.split(self.context, 1)
 
     def _dense_nbytes(self, ladder: Ladder, num_blocks: int) -> int:
         return num_blocks * ladder.widest.block_nbytes + sum(slot.nbytes for slot in ladder.slots)

@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
     rung: int
     newness: int  # minus the age, so that the coldest come first
     arrival: int
-    place: int  # among its request's unsettled blocks
+    place: int  # among its request's unsettled blocks, which come group by group
     block: BlockLike
     request: Request
 
@@ -77,8 +77,8 @@ class Coldest:
         request = candidate.request
         if request not in self._followers:
             own = [
-                candidate._replace(rung=block.rung, newness=-age, block=block)
-                for block, age in self._space.unsettled(request)
+                candidate._replace(rung=block.rung, newness=-age, place=place, block=block)
+                for place, (block, age) in enumerate(self._space.unsettled(request))
                 if age >= 0 and not block.is_shared
             ]
             self._followers[request] = iter(sorted(own)[1:])
@@ -112,12 +112,14 @@ def eligible(
     return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]
 
 
-def count_eligible(space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]) -> Counter[tuple[int, int]]:
-    """Numbers of eligible blocks by rung and floor."""
+def count_eligible(
+    space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]
+) -> Counter[tuple[int, int, int]]:
+    """Numbers of eligible blocks by group, rung and floor."""
     blocks = [block for request in ranks for block, age in space.unsettled(request) if age >= 0]
     if any(block.is_shared for block in blocks):
         blocks = [candidate.block for candidate in eligible(space, running, ranks)]
-    return Counter((block.rung, block.floor) for block in blocks)
+    return Counter((block.group, block.rung, block.floor) for block in blocks)
 
 
 def _have_shared(space: KVSpace, requests: Iterable[Request]) -> bool:

@@ -106,8 +106,8 @@ class Pressure:
         """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
         shortage = self.space.shortage(request, request.num_computed_tokens + 1, spare)
         ranks, enough = self._ranks(request.params.tenant, self.space.aged(self.running)), False
-        for (rung, floor), number in count_eligible(self.space, self.running, ranks).items():
-            enough = shortage.eased(rung, floor, number)
+        for steps, number in count_eligible(self.space, self.running, ranks).items():
+            enough = shortage.eased(*steps, number)
         return enough
 
     def _look_ahead(self) -> None:
@@ -115,14 +115,13 @@ class Pressure:
 
         So no step has to wait for many, and nothing steps down for a request that does not grow.
         """
-        free = self.space.free_blocks()
-        if free >= len(self.running):
+        if self.space.has_blocks(len(self.running)):
             return
         wanted = self.space.num_growing(self.running, self._ahead_steps)
-        while free < wanted and self.space.evict():
-            free = self.space.free_blocks()
-        if free < wanted:
-            self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))
+        while not self.space.has_blocks(wanted):
+            if not self.space.evict():
+                self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))
+                return
 
     def _settle(self) -> None:
         """Steps an eager ladder's blocks outside the recent window down to their floors, after the prompt.
@@ -144,7 +143,7 @@ class Pressure:
         if self._coldest is None or self._tenant != tenant or self._has_quota:
             ranks = self._ranks(tenant, self.space.aged(self.running))
             self._coldest, self._tenant = Coldest(self.space, self.running, ranks), tenant
-        found = self._coldest.take(number, lambda candidate: shortage.eased(candidate.rung, candidate.rung + 1))
+        found = self._coldest.take(number, lambda c: shortage.eased(c.block.group, c.rung, c.rung + 1))
         return self._demote([(candidate, candidate.rung + 1) for candidate in found])
 
     def _step_down_any(self, tenant: str) -> bool:
@@ -152,10 +151,10 @@ class Pressure:
 
         Blocks that are on a narrower rung already, since they are shared, count even in a recent window.
         """
-        tried = set[tuple[int, int]]()
+        tried = set[tuple[int, int, int]]()
         found = eligible(self.space, self.running, self._ranks(tenant, self.running), even_recent=True)
         for candidate in sorted(found, key=lambda candidate: (candidate.newness > 0, candidate)):
-            steps = (candidate.rung, candidate.block.floor)
+            steps = (candidate.block.group, candidate.rung, candidate.block.floor)
             if steps not in tried and self._demote([(candidate, candidate.rung + 1)]):
                 return True
             tried.add(steps)
@@ -192,10 +191,12 @@ class Pressure:
         return done
 
     def _explain(self, chosen: list[Candidate], before: int) -> None:
-        counts = Counter((c.request.request_id, c.rung, c.block.rung) for c in chosen if c.block.rung > c.rung)
-        for (name, old, new), number in counts.items():
+        counts = Counter(
+            (c.request.request_id, c.block.group, c.rung, c.block.rung) for c in chosen if c.block.rung > c.rung
+        )
+        for (name, group, old, new), number in counts.items():
             logger.info(
                 "%s: %d block%s (%d tokens) stepped down %s -> %s; free 16-bit blocks %d -> %d",
                 name, number, "" if number == 1 else "s", number * self.space.block_tokens,
-                self.space.rung_name(old), self.space.rung_name(new), before, self.space.free_blocks(),
+                self.space.rung_name(group, old), self.space.rung_name(group, new), before, self.space.free_blocks(),
             )  # fmt: skip

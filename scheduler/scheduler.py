@@ -75,6 +75,8 @@ class Scheduler:
         items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted = self.num_preemptions
         self._num_steps += 1
+        if self.space.has_windows:
+            self._trim()
         self.pressure.begin_step()
         for request in self.running:  # a request preempted for one before it is the last, and leaves
             if budget == 0:
@@ -156,6 +158,15 @@ class Scheduler:
         for request in list(self.requests.values()):
             self.waiting.remove(request)
             del self.requests[request.request_id]
+
+    def _trim(self) -> None:
+        """Has blocks given back that no later token sees, before room is made.
+
+        A step under way may still read them: as for ``finish``, their next owner writes in a later step.
+        """
+        for request in self.running:
+            if request.num_computed_tokens >= request.next_passed_at:
+                self.space.trim(request)
 
     def _chunk_budget(self) -> int:
         """Tokens that the next step may compute of prompts: those of the pace, if a running request decodes."""

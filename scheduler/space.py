@@ -9,8 +9,9 @@ from qkv_engine.request import Request
 
 
 class BlockLike(Protocol):
-    """A KV block, as far as pressure looks at it."""
+    """A KV block of a group of layers, as far as pressure looks at it."""
 
+    group: int
     rung: int
     floor: int
 
@@ -21,8 +22,11 @@ class BlockLike(Protocol):
 class ShortageLike(Protocol):
     """Room that is wanted and is not there."""
 
-    def eased(self, old: int, new: int, number: int = 1) -> bool:
-        """Counts in that ``number`` blocks step down from rung ``old`` to ``new``; returns whether all fits then."""
+    def eased(self, group: int, old: int, new: int, number: int = 1) -> bool:
+        """Counts in that ``number`` blocks of a group step down from rung ``old`` to ``new``.
+
+        Returns whether all fits then.
+        """
         ...
 
 
@@ -58,7 +62,7 @@ class KVSpace(Protocol):
         ...
 
     def shortage_of(self, num_blocks: int) -> ShortageLike:
-        """The room that blocks on the widest rung lack."""
+        """The room that so many blocks on the widest rung lack in each group."""
         ...
 
     def lacking(self, running: Iterable[Request]) -> set[Request]:
@@ -73,6 +77,10 @@ class KVSpace(Protocol):
         """Reserves room for the first ``num_tokens`` tokens; ``False``, and no change, if there is none."""
         ...
 
+    def trim(self, request: Request) -> None:
+        """Gives back the blocks that no later token sees; due from ``next_passed_at`` computed tokens on."""
+        ...
+
     def release(self, request: Request) -> None: ...
 
     def discard(self, request: Request) -> None:
@@ -83,8 +91,12 @@ class KVSpace(Protocol):
         """Notes that the KV of the first ``num_tokens`` tokens is computed; needed from ``next_cacheable_at`` on."""
         ...
 
+    def has_blocks(self, number: int) -> bool:
+        """Whether ``number`` blocks on the widest rung could be allocated now in each group."""
+        ...
+
     def free_blocks(self) -> int:
-        """Blocks on the widest rung that could be allocated now."""
+        """The most blocks that ``has_blocks``; for the log."""
         ...
 
     def evict(self) -> bool:
@@ -122,7 +134,12 @@ class KVSpace(Protocol):
     @property
     def is_eager(self) -> bool: ...
 
-    def rung_name(self, rung: int) -> str: ...
+    @property
+    def has_windows(self) -> bool:
+        """Whether there is anything to ``trim``."""
+        ...
+
+    def rung_name(self, group: int, rung: int) -> str: ...
 
     def nbytes(self, request: Request) -> int:
         """Bytes of a request's blocks."""

@@ -69,14 +69,14 @@ def measure(nbytes: int, lengths: tuple[int, int], steps: int, kv: str, seed: in
                 Request(f"r{serial}", ids, SamplingParams(max_tokens=length), length, floor=space.num_rungs - 1)
             )
             serial += 1
-        before = tables.num_demotions.total()
+        before = tables.store.num_demotions.total()
         batch = scheduler.schedule()
-        tables.take_fresh()
-        tables.waves.clear()
+        tables.store.take_fresh()
+        tables.store.waves.clear()
         if step >= steps // 4:
-            most = max(most, tables.num_demotions.total() - before)
+            most = max(most, tables.store.num_demotions.total() - before)
             running.append(len(scheduler.running))
-            if any(count for rung, count in tables.num_blocks.items() if rung > 0):
+            if any(count for rung, count in tables.main.num_blocks.items() if rung > 0):
                 free.append(1 - arena.used_nbytes / nbytes)
         for item in batch.items:
             scheduler.computed(item)
@@ -87,7 +87,7 @@ def measure(nbytes: int, lengths: tuple[int, int], steps: int, kv: str, seed: in
     share = 100 * sum(free) / len(free) if free else None
     mean = sum(running) / len(running)
     return FreeRow(
-        format_size(nbytes), prompt, answer, kv, steps, mean, tables.num_demotions.total(), len(free), share,
+        format_size(nbytes), prompt, answer, kv, steps, mean, tables.store.num_demotions.total(), len(free), share,
         100 * arena.reserve_nbytes / nbytes, most,
     )  # fmt: skip
 

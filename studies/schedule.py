@@ -87,8 +87,8 @@ class Bench:
         return seconds
 
     def _answer(self, batch: ScheduledBatch) -> None:
-        self.scheduler.space.tables.take_fresh()  # type: ignore[attr-defined]
-        self.scheduler.space.tables.waves.clear()  # type: ignore[attr-defined]
+        self.scheduler.space.tables.store.take_fresh()  # type: ignore[attr-defined]
+        self.scheduler.space.tables.store.waves.clear()  # type: ignore[attr-defined]
         for item in batch.items:
             self.scheduler.computed(item)
             if item.samples:
@@ -142,7 +142,7 @@ def churn(running: int) -> Iterator[float]:
 def blocked(running: int) -> Iterator[float]:
     """Seconds a step while memory is promised to the running requests and as many wait."""
     probe = Bench(running)
-    need = running * probe.scheduler.space.tables.group.blocks_for(PROMPT + 1024) * 2**18  # type: ignore[attr-defined]
+    need = running * probe.scheduler.space.tables.spec.main.blocks_for(PROMPT + 1024) * 2**18  # type: ignore[attr-defined]
     bench = Bench(2 * running, nbytes=need)
     bench.add(2 * running, max_tokens=1024, length=1024)
     for _ in range(16):

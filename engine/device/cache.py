@@ -50,7 +50,7 @@ class KVCache:
     def bytes_in_use(self) -> Counter[str]:
         """Live blocks by kind of byte, "codes", "meta" (with all padding) and "dense", and their KV "elements"."""
         found: Counter[str] = Counter()
-        for number, count in self.tables.num_blocks.items():
+        for number, count in self.tables.main.num_blocks.items():
             if number < 0:
                 slot = self.ladder.slots[slot_rung(number)]
                 found["dense" if slot.num_tokens else "meta"] += count * slot.nbytes
@@ -73,7 +73,7 @@ class KVCache:
 
     def reset_counters(self) -> None:
         """Counts demotions anew; the peak becomes the memory in use."""
-        self.tables.num_demotions.clear()
+        self.tables.store.num_demotions.clear()
         self.peak.clear()
         self.fullest.clear()
         self.note_peak()

@@ -129,7 +129,7 @@ class Ladder:
     @property
     def sink(self) -> int:
         """Tokens of a request that come before its blocks and stay dense for life."""
-        return self.spec.group.sink
+        return self.spec.sink
 
     @cached_property
     def spec(self) -> KVSpec:
@@ -139,6 +139,7 @@ class Ladder:
             layers=tuple(range(len(self.widest.layers))),
             block_tokens=shape.num_tokens,
             rungs=tuple(rung.size for rung in self.rungs),
+            floors=tuple(range(len(self.rungs))),
             slots=self.slots,
             recent=self.window,
             has_bank=last.bank_nbytes > 0,

@@ -14,7 +14,7 @@ from qkv_engine.kernels.mine import add_centres, mine
 from qkv_engine.kernels.step_down import copy, transfer
 
 from ..kv.block import Block
-from ..kv.moves import MoveCommand, MoveGroup
+from ..kv.moves import MoveCommand, MoveLaunch
 from .layouts import Ladder
 from .pinned import HostCopies, PinnedRing, RowsCopy
 
@@ -61,29 +61,29 @@ class Mover:
         """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
         checks = []
         layouts = self.ladder.widest.layout, self.ladder.narrowest.layout
-        for mined, centres, groups in command.waves:
+        for mined, centres, launches in command.waves:
             for bank, mining in mined:
                 mine(self.memory, *mining, bank, *layouts)
             for bank, windows in centres:
                 add_centres(self.memory, *windows, bank, *layouts)
-            for group in groups:
-                if group.old == group.new:
-                    copy(self.memory, group.src, group.dst, group.nbytes)
+            for launch in launches:
+                if launch.old == launch.new:
+                    copy(self.memory, launch.src, launch.dst, launch.nbytes)
                 else:
-                    checks += self._step_down(group)
+                    checks += self._step_down(launch)
         if self.memory.is_cpu:
             # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
             for address, nbytes in command.fresh:
                 self.memory[address : address + nbytes].zero_()
         return checks
 
-    def _step_down(self, group: MoveGroup) -> list[RowsCopy]:
+    def _step_down(self, launch: MoveLaunch) -> list[RowsCopy]:
         """Rewrites blocks in another layout."""
-        source, target = (self.ladder.rungs[rung].layout for rung in (group.old, group.new))
+        source, target = (self.ladder.rungs[rung].layout for rung in (launch.old, launch.new))
         checks = []
-        for part in (slice(i, i + MOST) for i in range(0, len(group.src), MOST)):
-            src, dst, banks = group.src[part], group.dst[part], group.banks[part]
-            under = [banks, group.num_windows[part]] if banks else []
+        for part in (slice(i, i + MOST) for i in range(0, len(launch.src), MOST)):
+            src, dst, banks = launch.src[part], launch.dst[part], launch.banks[part]
+            under = [banks, launch.num_windows[part]] if banks else []
             self._launch([src, dst, [1] * len(src), *under], source, target)
             if source.has_dense:
                 checks.append(self._copies.begin(3, len(src)))

@@ -18,12 +18,13 @@ def slot_rung(index: int) -> int:
 class Block:
     """The KV of ``block_tokens`` tokens, or a request's slot beside them, on one rung, shared by ``refs`` owners.
 
-    Owners are requests and the prefix cache. ``floor`` is the narrowest rung that all of these requests allow;
-    ``holders`` has the floor of each, sorted. One object a block: all owners see it step down. ``number`` is unique
-    among live blocks.
+    Of the layers of one ``group``, whose rungs ``rung`` and floors are. Owners are requests and the prefix cache.
+    ``floor`` is the narrowest rung that all of these requests allow; ``holders`` has the floor of each, sorted. One
+    object a block: all owners see it step down. ``number`` is unique among live blocks of the group.
     """
 
     slot: Slot
+    group: int
     rung: int
     floor: int
     number: int
@@ -44,13 +45,19 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one request in token order, and the request's slots, in the order of the ladder's."""
+    """The blocks of one request and group in token order, and the request's slots, in the order of the group's.
+
+    ``first``: leading blocks that were given back, or never taken, since no token sees them any more; ``blocks`` are
+    those behind them.
+    """
 
     floor: int
     num_prompt_tokens: int
     slots: list[Block] = field(default_factory=list)
+    num_slots: int = 0  # slots that were taken, and the sink's where it is out of sight
+    first: int = 0
     blocks: list[Block] = field(default_factory=list)
-    num_settled: int = 0  # leading blocks on their floors, as of ``floor_epoch``
+    num_settled: int = 0  # leading ones of ``blocks`` on their floors, as of ``floor_epoch``
     floor_epoch: int = 0
     bank: Bank | None = None  # made with the slots, if the ladder has patterns
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -14,11 +14,11 @@ OPEN_END_BLOCKS = 8  # output expected without max_tokens; more admits fewer req
 
 
 class Share(NamedTuple):
-    """Blocks of one request: those that stay dense, and those that may step down to its ``floor``."""
+    """Blocks of one request of ``num_tokens``, by group: those that stay dense, and those that may be on its floor."""
 
     floor: int
-    dense: int
-    narrow: int
+    num_tokens: int
+    blocks: Sequence[tuple[int, int]]
 
 
 class Demand:
@@ -28,8 +28,9 @@ class Demand:
 
     def __init__(self, tables: BlockTables):
         self._tables = tables
-        self._dense = 0
-        self._narrow, self._requests = ([0] * len(tables.group.rungs) for _ in range(2))  # by floor
+        self._requests = [0] * tables.spec.num_rungs  # by floor
+        self._dense = [0] * len(tables.groups)
+        self._narrow = [self._requests[:] for _ in tables.groups]  # by group and floor
 
     def __len__(self) -> int:
         return sum(self._requests)
@@ -37,13 +38,15 @@ class Demand:
     def add(self, share: Share, times: int = 1) -> None:
         """Counts ``share`` in; with ``times=-1`` out again."""
         self._requests[share.floor] += times
-        self._narrow[share.floor] += times * share.narrow
-        self._dense += times * share.dense
+        for group, (dense, narrow) in enumerate(share.blocks):
+            self._dense[group] += times * dense
+            self._narrow[group][share.floor] += times * narrow
 
     def plus(self, share: Share) -> Demand:
         """The sum of this demand and ``share``."""
-        total = Demand(self._tables)
-        total._dense, total._narrow, total._requests = self._dense, self._narrow[:], self._requests[:]
+        total = Demand.__new__(Demand)
+        total._tables, total._requests, total._dense = self._tables, self._requests[:], self._dense[:]
+        total._narrow = [narrow[:] for narrow in self._narrow]
         total.add(share)
         return total
 
@@ -53,14 +56,16 @@ class Demand:
 
     def slots(self, rung: int) -> dict[int, int]:
         """Slots by size when all blocks stand on their floors, or on ``rung`` where that is wider."""
-        sizes = self._tables.sizes
-        slots = {sizes[0]: self._dense}
-        for floor, number in enumerate(self._narrow):
-            if number:
-                size = sizes[min(floor, rung)]
-                slots[size] = slots.get(size, 0) + number
-        for slot in self._tables.group.slots:
-            slots[slot.nbytes] = slots.get(slot.nbytes, 0) + len(self)
+        slots: dict[int, int] = {}
+        for group, dense, narrow in zip(self._tables.groups, self._dense, self._narrow, strict=True):
+            sizes, floors = group.sizes, group.spec.floors
+            slots[sizes[0]] = slots.get(sizes[0], 0) + dense
+            for floor, number in enumerate(narrow):
+                if number:
+                    size = sizes[floors[min(floor, rung)]]
+                    slots[size] = slots.get(size, 0) + number
+            for slot in group.spec.slots:
+                slots[slot.nbytes] = slots.get(slot.nbytes, 0) + len(self)
         return slots
 
 
@@ -73,7 +78,7 @@ class RunningDemand:
 
     def __init__(self, tables: BlockTables, open_end_blocks: int = OPEN_END_BLOCKS):
         self._tables = tables
-        self.open_end_tokens = open_end_blocks * tables.group.block_tokens
+        self.open_end_tokens = open_end_blocks * tables.spec.block_tokens
         self.total = Demand(tables)
         self._tenants: dict[str, Demand] = {}
         self._shares: dict[Request, Share] = {}
@@ -117,9 +122,11 @@ class RunningDemand:
         if tenant not in self._tenants:
             self._tenants[tenant] = Demand(self._tables)
         self._tenants[tenant].add(share)
-        blocks = share.dense + share.narrow
-        most = self._tables.group.tokens_in(blocks)
-        if request.params.max_tokens is None and most < request.max_num_tokens:
+        if request.params.max_tokens is not None:
+            return
+        group = self._tables.spec.main
+        most = group.tokens_in(group.blocks_for(share.num_tokens))
+        if most < request.max_num_tokens:
             due = self._due[request] = self._step + max(1, most + 1 - self.open_end_tokens - request.num_tokens)
             heappush(self._calendar, (due, next(self._serials), request))
 
@@ -129,7 +136,9 @@ class RunningDemand:
 
     def share(self, request: Request) -> Share:
         """The blocks that a request demands now."""
-        return Share(request.floor, *self._tables.split(self._expected_tokens(request), request.floor))
+        expected, floor = self._expected_tokens(request), request.floor
+        groups = self._tables.spec.groups
+        return Share(floor, expected, [group.split(expected, group.floors[floor]) for group in groups])
 
     def _expected_tokens(self, request: Request) -> int:
         """Tokens that a request will hold: up to its ``max_tokens``, or ``open_end_tokens`` more if it named none."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from ..request import KVUsage, Request
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
-from .prefix import PrefixCache
+from .prefix import Hit, PrefixCache
 from .shortage import Shortage
 from .table import BlockTables
 
@@ -26,9 +26,9 @@ class KVManager:
         open_end_blocks: int = OPEN_END_BLOCKS,
     ):
         self.tables, self.quota = tables, quota
-        self.spec, self.group = tables.spec, tables.group
+        self.spec = tables.spec
         # Codes under patterns mean nothing without their request's bank, so nothing is shared.
-        self.prefix = None if self.group.has_bank else prefix
+        self.prefix = None if any(group.has_bank for group in self.spec.groups) else prefix
         self.demand = RunningDemand(tables, open_end_blocks)
         self.capacities = tuple(tables.max_tokens(rung, quota or 1.0) for rung in range(self.num_rungs))  # by floor
         self._demotable_at: dict[Request, int] = {}  # computed tokens at which a block can first step down, if known
@@ -36,18 +36,22 @@ class KVManager:
 
     @property
     def num_rungs(self) -> int:
-        return len(self.group.rungs)
+        return self.spec.num_rungs
 
     @property
     def block_tokens(self) -> int:
-        return self.group.block_tokens
+        return self.spec.block_tokens
 
     @property
     def is_eager(self) -> bool:
         return self.spec.eager
 
-    def rung_name(self, rung: int) -> str:
-        return self.group.rungs[rung].name
+    @property
+    def has_windows(self) -> bool:
+        return self.spec.has_windows
+
+    def rung_name(self, group: int, rung: int) -> str:
+        return self.spec.groups[group].rungs[rung].name
 
     def capacity(self, request: Request) -> int:
         return self.capacities[request.floor]
@@ -74,15 +78,23 @@ class KVManager:
         return self.tables.fits(together.slots(self.spec.admit_at), self.quota)
 
     def open(self, request: Request) -> int:
-        floor, shared, prefix = request.floor, list[Block](), self._prefix_of(request)
+        floor, hit, prefix = request.floor, Hit(), self._prefix_of(request)
         # At least one token is computed, for its logits; prompt log-probabilities need them all.
         if prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
-            shared = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+            hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
         self.demand.add(request)
-        self.tables.open(request.request_id, floor, shared, num_prompt_tokens=request.num_prefill_tokens)
+        self.tables.open(
+            request.request_id,
+            floor,
+            hit.blocks,
+            num_shared_tokens=hit.num_tokens,
+            num_prompt_tokens=request.num_prefill_tokens,
+        )
         request.num_reserved_tokens = self.tables.held(request.request_id)
         request.next_cacheable_at = 0
+        if self.has_windows:
+            request.next_passed_at = self.tables.next_passed_at(request.request_id)
         return request.num_reserved_tokens
 
     def room_for(self, request: Request, num_tokens: int, spare: int = 0) -> int:
@@ -92,7 +104,7 @@ class KVManager:
         return Shortage(self.tables, self.tables.wanted(request.request_id, num_tokens, spare))
 
     def shortage_of(self, num_blocks: int) -> Shortage:
-        return Shortage(self.tables, {self.group.widest.nbytes: num_blocks})
+        return Shortage(self.tables, self.tables.dense(num_blocks))
 
     def lacking(self, running: Iterable[Request]) -> set[Request]:
         return {r for r in running if r.num_computed_tokens >= r.num_reserved_tokens}
@@ -110,6 +122,9 @@ class KVManager:
         request.num_reserved_tokens = self.tables.held(request.request_id)
         return done
 
+    def trim(self, request: Request) -> None:
+        request.next_passed_at = self.tables.trim(request.request_id, request.num_computed_tokens)
+
     def release(self, request: Request) -> None:
         self.demand.remove(request)
         self._demotable_at.pop(request, None)
@@ -120,7 +135,7 @@ class KVManager:
     def discard(self, request: Request) -> None:
         """Releases a failed request and takes its blocks out of the prefix cache."""
         if request.request_id in self.tables:
-            self.distrust(self.tables[request.request_id])
+            self.distrust(self.tables.blocks(request.request_id))
         self.release(request)
 
     def distrust(self, blocks: Iterable[Block]) -> None:
@@ -138,8 +153,11 @@ class KVManager:
         """The prefix cache; None under ``num_prefill_tokens``, since shared blocks step down when others allow it."""
         return self.prefix if request.params.num_prefill_tokens is None else None
 
+    def has_blocks(self, number: int) -> bool:
+        return self.tables.has_blocks(number)
+
     def free_blocks(self) -> int:
-        return self.tables.arena.room(self.group.widest.nbytes)
+        return self.tables.free_blocks()
 
     def evict(self) -> bool:
         return self.prefix is not None and self.prefix.evict()
@@ -151,9 +169,10 @@ class KVManager:
         return self.tables.coldest(request.request_id, request.num_computed_tokens)
 
     def aged(self, running: Iterable[Request]) -> list[Request]:
-        if self._floor_epoch != self.tables.floor_epoch:
+        epoch = self.tables.floor_epoch
+        if self._floor_epoch != epoch:
             self._demotable_at.clear()
-            self._floor_epoch = self.tables.floor_epoch
+            self._floor_epoch = epoch
         return [r for r in running if r.num_computed_tokens >= self._demotable_at.get(r, 0) and self._has_aged(r)]
 
     def _has_aged(self, request: Request) -> bool:
@@ -161,14 +180,15 @@ class KVManager:
         return request.num_computed_tokens >= demotable_at
 
     def next_aging(self, request: Request) -> int:
-        return self.tables.next_aging(request.num_computed_tokens) if request.floor else sys.maxsize
+        groups = (group for group in self.spec.groups if group.floors[request.floor])
+        return min((group.next_aging(request.num_computed_tokens) for group in groups), default=sys.maxsize)
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
         return self.tables.demote(steps)
 
     def nbytes(self, request: Request) -> int:
         """Bytes of a request's blocks, shared ones divided among the requests that hold them."""
-        return sum(block.slot.nbytes // len(block.holders) for block in self.tables[request.request_id])
+        return sum(block.slot.nbytes // len(block.holders) for block in self.tables.blocks(request.request_id))
 
     def over_quota(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are more than one tenant's share."""
@@ -178,10 +198,14 @@ class KVManager:
         """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends."""
         if request.request_id not in self.tables:
             return KVUsage()
-        table = self.tables[request.request_id]
-        num_blocks = self.group.blocks_for(len(request.token_ids) - 1)
-        rungs = Counter(block.rung for block in table.blocks[:num_blocks])
-        bits = [self.group.rungs[rung].bits for rung in rungs]
-        blocks = {self.rung_name(rung): number for rung, number in sorted(rungs.items())}
-        holds_any = table.slots[: self.group.num_token_slots]
-        return KVUsage(blocks, min(bits, default=self.group.widest.bits if holds_any else None))
+        num_blocks = self.spec.main.blocks_for(len(request.token_ids) - 1)
+        tables = self.tables.of(request.request_id)
+        rungs = Counter(
+            (block.group, block.rung) for table in tables for block in table.blocks[: max(0, num_blocks - table.first)]
+        )
+        bits = [self.spec.groups[group].rungs[rung].bits for group, rung in rungs]
+        blocks: Counter[str] = Counter()
+        for (group, rung), number in sorted(rungs.items()):
+            blocks[self.rung_name(group, rung)] += number
+        holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
+        return KVUsage(dict(blocks), min(bits, default=self.spec.main.widest.bits if holds_any else None))

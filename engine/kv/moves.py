@@ -12,13 +12,14 @@ from .block import Block, Move
 from .table import BlockTables
 
 
-class MoveGroup(NamedTuple):
-    """Blocks of a wave that go from the rung ``old`` to ``new``, with their addresses.
+class MoveLaunch(NamedTuple):
+    """Blocks of a wave and a ``group`` of layers that go from its rung ``old`` to ``new``, with their addresses.
 
     ``nbytes``: of a block on ``old``;  ``banks``: addresses of the blocks' banks, if they are sealed under some, and
     ``num_windows`` of ``Move`` for each.
     """
 
+    group: int
     old: int
     new: int
     nbytes: int
@@ -33,7 +34,7 @@ class Wave(NamedTuple):
 
     mined: list[tuple[int, Mining]]
     centres: list[tuple[int, Centres]]
-    groups: list[MoveGroup]
+    launches: list[MoveLaunch]
 
 
 class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
@@ -45,23 +46,25 @@ class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
 
 def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     """Moves noted in the books since the last call, and the blocks that lose dense values, in the command's order."""
-    noted, tables.waves = tables.waves, []
+    store = tables.store
+    noted, store.waves = store.waves, []
     waves, blocks = [], list[Block]()
     for moves in noted:
         mined = [(m.bank, m.mining) for m in moves if m.bank is not None and m.mining is not None]
         centres = [(m.bank, m.centres) for m in moves if m.bank is not None and m.centres is not None]
-        groups = []
-        for (old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
+        launches = []
+        for (index, old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
+            group = tables.groups[index]
             part = list(same)
             banks = [move.bank for move in part if move.bank is not None]
             num_windows = [move.num_windows for move in part if move.bank is not None]
             src, dst = [move.src for move in part], [move.dst for move in part]
-            groups.append(MoveGroup(old, new, tables.sizes[old], src, dst, banks, num_windows))
-            if old != new and tables.group.rungs[old].has_dense:
+            launches.append(MoveLaunch(index, old, new, group.sizes[old], src, dst, banks, num_windows))
+            if old != new and group.spec.rungs[old].has_dense:
                 blocks += [move.block for move in part]
-        waves.append(Wave(mined, centres, groups))
-    return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in tables.take_fresh()]), blocks
+        waves.append(Wave(mined, centres, launches))
+    return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in store.take_fresh()]), blocks
 
 
-def _rungs(move: Move) -> tuple[int, int]:
-    return move.old, move.new
+def _rungs(move: Move) -> tuple[int, int, int]:
+    return move.block.group, move.old, move.new

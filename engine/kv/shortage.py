@@ -14,8 +14,12 @@ class Shortage:
     def __init__(self, tables: BlockTables, wanted: Mapping[int, int]):
         self._tables, self._extra = tables, Counter(wanted)
 
-    def eased(self, old: int, new: int, number: int = 1) -> bool:
-        """Counts in that ``number`` blocks step down from rung ``old`` to ``new``; returns whether all fits then."""
-        self._extra[self._tables.sizes[old]] -= number
-        self._extra[self._tables.sizes[new]] += number
+    def eased(self, group: int, old: int, new: int, number: int = 1) -> bool:
+        """Counts in that ``number`` blocks of a group step down from rung ``old`` to ``new``.
+
+        Returns whether all fits then.
+        """
+        sizes = self._tables.groups[group].sizes
+        self._extra[sizes[old]] -= number
+        self._extra[sizes[new]] += number
         return self._tables.arena.has_room(self._extra)

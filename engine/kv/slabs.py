@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from ..errors import CapacityError
 from ..sizes import format_least, format_size
 from .arena import Arena
+from .reserve import reserve_nbytes
 from .spec import GroupSpec, KVSpec
-from .table import BlockTables, reserve_nbytes
+from .table import BlockTables
 
 MAX_SLAB_BLOCKS = 16  # widest blocks of a slab: larger ones save little, and cost copies where one is emptied
 
@@ -16,7 +19,7 @@ def make_tables(spec: KVSpec, nbytes: int) -> BlockTables:
     least = least_nbytes(spec)
     if nbytes < least:
         raise CapacityError(
-            f"no room for one block of {spec.group.block_tokens} tokens, the slots of its request and the reserve",
+            f"no room for one block of {spec.block_tokens} tokens, the slots of its request and the reserve",
             field="kv_memory",
             value=format_size(nbytes),
             remedy=f"Give at least {format_least(least)}",
@@ -34,60 +37,73 @@ def make_arena(spec: KVSpec, nbytes: int) -> Arena:
 
     ``nbytes``: at least ``least_nbytes``.
     """
-    group = spec.group
-    block = group.widest.nbytes
-    if not _slab_sizes(group):
+    block = spec.main.widest.nbytes
+    if not _slab_sizes(spec):
         return Arena(nbytes // block * block, block, block_nbytes=block)
-    nbytes -= nbytes % group.align
-    fitting = [slab for slab in _slabs(group) if _least_with(group, slab) <= nbytes]
-    slab = min(fitting, key=lambda slab: (_expected_loss(group, slab, nbytes), slab))
-    return Arena(nbytes, slab, _reserve(group, slab), block_nbytes=block)
+    nbytes -= nbytes % _align(spec)
+    fitting = [slab for slab in _slabs(spec) if _least_with(spec, slab) <= nbytes]
+    slab = min(fitting, key=lambda slab: (_expected_loss(spec, slab, nbytes), slab))
+    return Arena(nbytes, slab, _reserve(spec, slab), block_nbytes=block)
 
 
 def least_nbytes(spec: KVSpec) -> int:
-    """The least memory in which a request alone has a block on each rung beside an open one."""
-    group = spec.group
-    if not _slab_sizes(group):
-        return group.widest.nbytes * (1 + len(group.slots))
-    return min(_least_with(group, slab) for slab in _slabs(group))
+    """The least memory in which a request alone has a block on each rung beside an open one, or a window of them."""
+    if not _slab_sizes(spec):
+        return _least_with(spec, spec.main.widest.nbytes)
+    return min(_least_with(spec, slab) for slab in _slabs(spec))
 
 
-def _slab_sizes(group: GroupSpec) -> set[int]:
-    """Bytes of the slots that lie in slabs: all but those of blocks on the widest rung."""
-    sizes = {rung.nbytes for rung in group.rungs} | {slot.nbytes for slot in group.slots}
-    return sizes - {group.widest.nbytes}
+def _align(spec: KVSpec) -> int:
+    return lcm(*(group.align for group in spec.groups))
 
 
-def _slabs(group: GroupSpec) -> list[int]:
+def _slab_sizes(spec: KVSpec) -> set[int]:
+    """Bytes of the slots that lie in slabs: all but those of the main group's blocks on the widest rung."""
+    rungs = {rung.nbytes for group in spec.groups for rung in group.rungs}
+    slots = {slot.nbytes for group in spec.groups for slot in group.slots}
+    return (rungs | slots) - {spec.main.widest.nbytes}
+
+
+def _slabs(spec: KVSpec) -> list[int]:
     """Sizes of a slab that may waste least: a few slots of some size, of at most ``MAX_SLAB_BLOCKS`` blocks.
 
     A slab is no larger than the blocks that fill it when they step down, so that steps down never take more bytes.
     """
-    block, narrow = group.widest.nbytes, _slab_sizes(group)
-    most, rungs = MAX_SLAB_BLOCKS * block, [rung.nbytes for rung in group.rungs[1:]]
+    block, align, in_slabs = spec.main.widest.nbytes, _align(spec), _slab_sizes(spec)
+    most = MAX_SLAB_BLOCKS * max(group.widest.nbytes for group in spec.groups)
+    first = [group.rungs[1].nbytes for group in spec.groups if len(group.rungs) > 1 and group.widest.nbytes == block]
     sizes = (
-        -(-number * size // group.align) * group.align
-        for size in narrow | {block}
-        for number in range(-(-max(narrow) // size), most // size + 1)
+        -(-number * size // align) * align
+        for size in in_slabs | {block}
+        for number in range(-(-max(in_slabs) // size), most // size + 1)
     )
-    return [slab for slab in sizes if not rungs or slab // rungs[0] * block >= slab]
+    return [slab for slab in sizes if all(slab // size * block >= slab for size in first)]
 
 
-def _reserve(group: GroupSpec, slab: int) -> int:
-    return reserve_nbytes([rung.nbytes for rung in group.rungs], slab)
+def _reserve(spec: KVSpec, slab: int) -> int:
+    rungs = [[rung.nbytes for rung in group.rungs] for group in spec.groups]
+    return reserve_nbytes(rungs, spec.main.widest.nbytes, slab)
 
 
-def _least_with(group: GroupSpec, slab: int) -> int:
-    block = group.widest.nbytes
+def _least_with(spec: KVSpec, slab: int) -> int:
+    return sum(_least_of(group, spec.main.widest.nbytes, slab) for group in spec.groups) + _reserve(spec, slab)
+
+
+def _least_of(group: GroupSpec, block: int, slab: int) -> int:
+    """Bytes of a lone request in a group: its open block or window, its slots, a slab for blocks that stepped down."""
+    number, dense = 1 if group.visible is None else group.most_visible, group.widest.nbytes
+    open_nbytes = number * block if dense == block else -(-number // (slab // dense)) * slab
     slots = sum(block if slot.nbytes == block else slab for slot in group.slots)
-    return block + slots + slab * (len(group.rungs) > 1) + _reserve(group, slab)
+    return open_nbytes + slots + slab * (len(group.rungs) > 1)
 
 
-def _expected_loss(group: GroupSpec, slab: int, nbytes: int) -> float:
+def _expected_loss(spec: KVSpec, slab: int, nbytes: int) -> float:
     """Bytes that hold no KV: the reserve, half of what a slab of each size may leave free, and the mean of rests.
 
     Small slabs leave rests, large ones a large reserve.
     """
-    halves = sum(slab - slab // (slab // size) for size in _slab_sizes(group)) / 2
-    rests = [1 - slab // rung.nbytes * rung.nbytes / slab for rung in group.rungs[1:]]
-    return _reserve(group, slab) + halves + nbytes * sum(rests) / max(1, len(rests))
+    halves = sum(slab - slab // (slab // size) for size in _slab_sizes(spec)) / 2
+    sizes = [rung.nbytes for group in spec.groups for rung in group.rungs[1:]]
+    sizes += [group.widest.nbytes for group in spec.groups if group.widest.nbytes != spec.main.widest.nbytes]
+    rests = [1 - slab // size * size / slab for size in sizes]
+    return _reserve(spec, slab) + halves + nbytes * sum(rests) / max(1, len(rests))

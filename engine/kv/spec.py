@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from ..window import RecentWindow
 
+MAX_GROUPS = 2  # each more multiplies the steps that are captured
+
 
 class RungSize(NamedTuple):
     """A block's size on one rung: ``nbytes`` of a slot, and the fewest code ``bits`` of any side.
@@ -24,8 +26,9 @@ class RungSize(NamedTuple):
 class RequestSlot(NamedTuple):
     """A slot that each request has beside its blocks, from the first one on and for life.
 
-    ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none. ``nbytes``: at most a
-    dense block's, a multiple of 16. ``num_elements``: KV elements, 0 for metadata.
+    ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none; a group with a window
+    gives it back when they are out of sight. ``nbytes``: at most a dense block's, a multiple of 16.
+    ``num_elements``: KV elements, 0 for metadata.
     """
 
     name: str
@@ -38,20 +41,29 @@ class RequestSlot(NamedTuple):
 class GroupSpec:
     """Layers whose KV lives in the same blocks: the rungs of a block, widest first, and the slots of a request.
 
-    At most one of the ``slots`` holds tokens, and it comes first; a bank comes last. Blocks in the ``recent`` window of
-    a request stay on the first rung. ``visible``: tokens that attention looks back; None for all. ``num_windows``:
-    windows of a request after its prompt that add a pattern to its bank. ``align``: bytes that slabs are a multiple of.
+    ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots`` holds tokens, and it comes
+    first; a bank comes last. Blocks in the ``recent`` window of a request stay on the first rung. ``visible``: tokens
+    that a token sees, itself included; None for all before it. ``num_windows``: windows of a request after its prompt
+    that add a pattern to its bank. ``align``: bytes that slabs are a multiple of. Raises ``ValueError`` for parts that
+    do not go together.
     """
 
     layers: tuple[int, ...]
     block_tokens: int
     rungs: tuple[RungSize, ...]
+    floors: tuple[int, ...]
     slots: tuple[RequestSlot, ...]
     recent: RecentWindow
     visible: int | None = None
     has_bank: bool = False
     num_windows: int = 0
     align: int = 1
+
+    def __post_init__(self) -> None:
+        if self.floors[0] != 0 or self.floors[-1] != len(self.rungs) - 1 or list(self.floors) != sorted(self.floors):
+            raise ValueError(f"floors {self.floors} of {len(self.rungs)} rungs")
+        if self.visible is not None and (self.visible < 1 or self.has_bank or self.recent.part):
+            raise ValueError("a group with a window has a bank, or a recent window by ratio")
 
     @property
     def widest(self) -> RungSize:
@@ -73,20 +85,62 @@ class GroupSpec:
         return num_tokens - self.sink
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of a request of ``num_tokens`` tokens, full ones and the one begun."""
+        """Blocks that the first ``num_tokens`` tokens of a request take, those out of sight included."""
         return -(-max(0, self.in_blocks(num_tokens)) // self.block_tokens)
 
     def tokens_in(self, num_blocks: int) -> int:
         """Tokens of a request with ``num_blocks`` full blocks, after which its next block begins."""
         return self.sink + num_blocks * self.block_tokens
 
+    def newest(self, num_computed: int) -> int:
+        """Tokens in blocks that are older than the recent window."""
+        return self.in_blocks(self.recent.older(num_computed))
+
+    def next_aging(self, num_computed: int) -> int:
+        """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""
+        aged = max(0, self.newest(num_computed) // self.block_tokens)
+        return self.recent.least_computed(self.tokens_in(aged + 1))
+
+    def first_visible(self, num_computed: int) -> int:
+        """The first position that the token at ``num_computed``, the next one, sees."""
+        return 0 if self.visible is None else max(0, num_computed - self.visible + 1)
+
+    def num_passed(self, num_computed: int) -> int:
+        """Leading blocks that no token from ``num_computed`` on sees."""
+        if self.visible is None:
+            return 0
+        return max(0, self.in_blocks(self.first_visible(num_computed))) // self.block_tokens
+
+    @property
+    def most_visible(self) -> int:
+        """The most blocks of a request that its next token sees, its own included. Only with a window."""
+        assert self.visible is not None
+        return -(-(self.visible - 1) // self.block_tokens) + 1
+
+    def sees_sink(self, num_computed: int) -> bool:
+        """Whether there is a sink, and the token at ``num_computed`` sees some of it."""
+        return self.first_visible(num_computed) < self.sink
+
+    def split(self, num_tokens: int, rung: int) -> tuple[int, int]:
+        """Blocks of a request of ``num_tokens`` that stay dense, and those that may stand on the group's ``rung``.
+
+        Counted when its last block begins, which is when most are dense, without blocks out of sight; neither number
+        falls as a request grows.
+        """
+        blocks = self.blocks_for(num_tokens)
+        begins = self.tokens_in(blocks - 1)
+        passed = 0 if self.visible is None else self.num_passed(begins)
+        narrow = max(0, self.newest(begins) // self.block_tokens - passed) if rung else 0
+        return blocks - passed - narrow, narrow
+
 
 @dataclass(frozen=True)
 class KVSpec:
     """Groups of layers, and when their blocks step down.
 
-    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
-    the rung that admission counts with.
+    Blocks of all groups begin at the same tokens. ``eager``: blocks step to the last rung as soon as they may;
+    otherwise only when memory runs short. ``admit_at``: the rung of the ladder that admission counts with. Raises
+    ``ValueError`` for groups that do not go together.
     """
 
     name: str
@@ -94,8 +148,32 @@ class KVSpec:
     eager: bool
     admit_at: int
 
+    def __post_init__(self) -> None:
+        shapes = {(group.block_tokens, group.sink, len(group.floors)) for group in self.groups}
+        if len(shapes) != 1 or not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise ValueError(f"{len(self.groups)} groups of {len(shapes)} shapes")
+
+    @cached_property
+    def main(self) -> GroupSpec:
+        """The group whose dense blocks lie side by side: the first without a window, or else the first."""
+        return next((group for group in self.groups if group.visible is None), self.groups[0])
+
     @property
-    def group(self) -> GroupSpec:
-        """The only group: all layers of a model live in the same blocks."""
-        (group,) = self.groups
-        return group
+    def num_rungs(self) -> int:
+        """Rungs of the ladder."""
+        return len(self.main.floors)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.main.block_tokens
+
+    @property
+    def sink(self) -> int:
+        """Tokens of a request before its blocks."""
+        return self.main.sink
+
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether blocks of some group pass out of sight."""
+        return any(group.visible is not None for group in self.groups)

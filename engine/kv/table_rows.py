@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ..table_words import RUNG_BITS
 from .block import Block, BlockTable, Journal, slot_rung
+from .group import GroupTables
 from .spec import GroupSpec
-from .table import BlockTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class TableLayout:
     has_bank: bool
 
     @classmethod
-    def of(cls, tables: BlockTables, num_rows: int, max_tokens: int) -> TableLayout:
+    def of(cls, tables: GroupTables, num_rows: int, max_tokens: int) -> TableLayout:
         """For up to ``num_rows`` requests of up to ``max_tokens`` tokens."""
-        group = tables.group
+        group = tables.spec
         # One entry to spare, and at least what the warm-up request holds: two blocks more than there are rungs.
         most = max(group.blocks_for(max_tokens), len(group.rungs) + 2)
         return cls(tables.max_blocks, num_rows, group.num_token_slots + 1 + most + group.has_bank, group.has_bank)
@@ -63,15 +63,15 @@ class TableRows:
 
     def __init__(self, layout: TableLayout, group: GroupSpec):
         self.layout, self.group = layout, group
-        self._tables: BlockTables | None = None
+        self._tables: GroupTables | None = None
         self._rows: dict[str, Row] = {}
         self._free: list[int] = []
         self._changes: list[int] = []
 
-    def follow(self, tables: BlockTables, request_ids: Iterable[str]) -> list[int]:
+    def follow(self, tables: GroupTables, request_ids: Iterable[str]) -> list[int]:
         """Takes over the changes of ``tables`` and returns the rows of ``request_ids``, which have tables there.
 
-        Costs as much as has changed. Another ``BlockTables`` than last time is taken over whole.
+        Costs as much as has changed. Another ``GroupTables`` than last time is taken over whole.
         """
         self.keep_up(tables)
         rows = []
@@ -82,7 +82,7 @@ class TableRows:
             rows.append(row.index)
         return rows
 
-    def keep_up(self, tables: BlockTables) -> bool:
+    def keep_up(self, tables: GroupTables) -> bool:
         """``follow`` for requests that were followed before; ``False`` if they may have other rows now."""
         if tables is not self._tables:
             self._begin(tables)
@@ -113,7 +113,7 @@ class TableRows:
         """Has the next changes bring everything; to be called when changes may not have reached the backend."""
         self._tables = None
 
-    def _begin(self, tables: BlockTables) -> None:
+    def _begin(self, tables: GroupTables) -> None:
         self._tables, self._rows, self._changes = tables, {}, []
         self._free = list(range(self.layout.num_rows))
         tables.journal = Journal(tables.live_blocks(), opened=True)

@@ -84,7 +84,7 @@ class Recovery:
         registry.space.distrust(bad)
         error = RequestError("the KV cache holds values that are not finite", remedy="Try another dtype")
         for request in list(self._scheduler.running):
-            if not (request.is_finished or bad.isdisjoint(registry.space.tables[request.request_id])):
+            if not (request.is_finished or bad.isdisjoint(registry.space.tables.blocks(request.request_id))):
                 registry.end(registry.owners[request][0], error)
 
     def run_again(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:

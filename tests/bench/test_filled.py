@@ -24,7 +24,7 @@ def filled(kv: str, nbytes: int = 2**25, **options: object) -> Iterator[FilledEn
 
 
 def rungs(core: FilledEngine, index: int = 0) -> list[int]:
-    return [block.rung for block in core.cache.tables[f"bench-{index}"].blocks]
+    return [block.rung for block in core.cache.tables.main[f"bench-{index}"].blocks]
 
 
 def test_requests_decode_from_where_they_were_filled_to() -> None:
@@ -46,7 +46,7 @@ def test_requests_decode_from_where_they_were_filled_to() -> None:
 def test_what_was_filled_is_finite_and_not_zero() -> None:
     with filled("bf16") as core:
         core.begin([300], 400)
-        for block in core.cache.tables["bench-0"].blocks[:2]:
+        for block in core.cache.tables.main["bench-0"].blocks[:2]:
             values = core.cache.memory[block.slot.address :][: block.slot.nbytes].view(torch.bfloat16).float()
             assert values.isfinite().all() and values.std() == pytest.approx(1, abs=0.02)
 
@@ -55,7 +55,7 @@ def test_eager_ladders_settle_at_once() -> None:
     with filled("int4") as core:
         core.begin([32 + 5 * 128 + 107, 40], 1000)
         assert rungs(core) == [1] * 5 + [0]
-        assert [slot.rung for slot in core.cache.tables["bench-0"].slots] == [slot_rung(0)]
+        assert [slot.rung for slot in core.cache.tables.main["bench-0"].slots] == [slot_rung(0)]
         assert rungs(core, 1) == [0]
         core.seconds_per_step(25)  # over a block's end: the engine seals by itself
         assert rungs(core) == [1] * 6 + [0]

@@ -40,7 +40,7 @@ def make_tables(kv: str) -> BlockTables:
 def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
     planner: Any = SimpleNamespace(shapes=SHAPES, tile_tokens=16)
     tables, limits = make_tables(kv), StepLimits(MAX_NUM_SEQS, max_model_len, 2048)
-    return list(all_shapes(planner, tables.group, tables.arena.nbytes, limits))
+    return list(all_shapes(planner, tables.spec.main, tables.arena.nbytes, limits))
 
 
 @pytest.mark.parametrize("max_model_len", LENGTHS)
@@ -75,12 +75,12 @@ def test_every_state_has_a_listed_shape(kv: str, max_model_len: int, number: int
 def random_counts(tables: Any, number: int, max_model_len: int, rng: random.Random) -> list[int]:
     """Blocks by rung of ``number`` requests of some length in memory that they share, sinks counted as blocks."""
     rungs, held = (
-        range(len(tables.group.rungs)),
-        int(number * tables.group.blocks_for(max_model_len) * rng.random() ** 3),
+        range(len(tables.spec.main.rungs)),
+        int(number * tables.spec.main.blocks_for(max_model_len) * rng.random() ** 3),
     )
     weights = [rng.random() ** 4 for _ in rungs]
     counts = [int(held * weight / sum(weights)) for weight in weights]
-    nbytes = sum(count * tables.sizes[rung] for rung, count in enumerate(counts))
+    nbytes = sum(count * tables.main.sizes[rung] for rung, count in enumerate(counts))
     counts = [int(count * min(1.0, tables.arena.nbytes / max(1, nbytes))) for count in counts]
     counts[0] += number * rng.randint(0 if counts[0] >= number else 1, 2) if rng.random() < 0.8 else number
     return counts

@@ -30,7 +30,7 @@ class Twin:
         self.num_groups = self.num_gone_on = 0
 
     def move(self, command: MoveCommand) -> list[RowsCopy]:
-        self.num_groups += sum(len(wave.groups) for wave in command.waves)
+        self.num_groups += sum(len(wave.launches) for wave in command.waves)
         self.other.move(msgspec.msgpack.decode(as_bytes(command), type=MoveCommand))
         return self.own.move(command)
 

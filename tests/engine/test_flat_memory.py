@@ -44,4 +44,4 @@ def test_load_under_pressure_leaves_memory_as_it_was(rounds: int):
         assert (memory.data_ptr(), memory.nbytes) == (address, nbytes) and stats.kv_bytes_total == nbytes
         core = engine._started.core
         assert not core.live and not core.registry.owners and not core.registry.rows and not core.scheduler.requests
-        assert sys.getsizeof(core.space.tables.waves) < 1000
+        assert sys.getsizeof(core.space.tables.store.waves) < 1000

@@ -97,7 +97,7 @@ def test_graphs_do_not_change_tokens(kv: str, memory: str):
     assert len(core.runner.backend.steps._graphs) >= 3 and core.runner.backend.steps._graphs._works
     assert core.scheduler.num_preemptions
     if memory == "9MiB":
-        assert kv == "bf16" or core.runner.cache.tables.num_demotions
+        assert kv == "bf16" or core.runner.cache.tables.store.num_demotions
     plain, _ = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda", cuda_graphs=False)
     assert captured == plain
     core.runner.cache.tables.check_integrity()
@@ -120,7 +120,7 @@ def test_patterns_give_the_same_tokens_alone_and_in_a_batch():
     kv = KVConfig(name="patterns", rungs=(dense, pattern_rung(2)), recent=128, eager=True)
     options = {"kv_memory": "512MiB", "device": "cuda", "dtype": "float32", "preempts": False}
     together, core = serve(GREEDY, kv=kv, **options)
-    assert core.runner.cache.tables.num_demotions["dense32", "int2-patterns"] >= 5
+    assert core.runner.cache.tables.store.num_demotions["dense32", "int2-patterns"] >= 5
     assert core.runner.cache.arena.used_nbytes == 0
     alone, _ = serve(GREEDY, kv=kv, seqs=1, **options)
     assert alone == together

@@ -76,6 +76,6 @@ def answer(runner: Runner, prompt: list[int], path: tuple[int, ...]) -> list[Sam
         request.num_tokens += 1
         start, number = start + number, 1
         for rung in path if len(found) == 1 else ():
-            full = [block for block in cache.tables["a"].blocks if block.rung < rung][: (len(prompt) - 32) // 128]
+            full = [block for block in cache.tables.main["a"].blocks if block.rung < rung][: (len(prompt) - 32) // 128]
             assert cache.tables.demote([(block, rung) for block in full]) == 2 and not cache.apply_moves(runner.backend)
     return found

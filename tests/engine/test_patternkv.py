@@ -98,7 +98,7 @@ def test_recovery_and_abort_leave_no_bank_behind() -> None:
             while core.has_work:
                 core.step()
                 if core.counters.num_steps % 12 == 0 and len(banks) < 2:
-                    banks.append(core.space.tables["r0"].bank)
+                    banks.append(core.space.tables.main["r0"].bank)
                     assert banks[-1] is not None and banks[-1].is_mined
                     core.recover()
                 if len(banks) == 2:

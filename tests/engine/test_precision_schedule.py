@@ -48,7 +48,7 @@ class Recorder:
 
         def recorded(batch: ScheduledBatch, rows: object) -> object:
             for item in batch.items:
-                blocks = cache.tables[item.request.request_id].blocks
+                blocks = cache.tables.main[item.request.request_id].blocks
                 step = Step(item.start, item.num_tokens, [block.rung for block in blocks])
                 self.schedules.setdefault(tuple(item.request.prompt_token_ids), []).append(step)
             return launch(batch, rows)
@@ -68,7 +68,7 @@ def replay(runner: Runner, prompt: list[int], params: SamplingParams, schedule: 
     found = []
     for start, num_tokens, rungs in schedule:
         assert tables.reserve(name, start + num_tokens)
-        blocks = tables[name].blocks
+        blocks = tables.main[name].blocks
         tables.coldest(name, start)  # patterns are mined from what is computed
         tables.demote([(block, rung) for block, rung in zip(blocks, rungs, strict=True) if block.rung < rung])
         assert [block.rung for block in blocks] == rungs and not cache.apply_moves(runner.backend)

@@ -216,7 +216,7 @@ def test_a_full_warm_up_captures_the_shapes_that_are_met(kv: str, monkeypatch: p
     captured = runner.backend.capture(StepLimits(16, 600, 256))
     shapes = set(UncapturedGraphs.keys)
     assert captured.number == len(shapes) <= 60
-    assert not started.core.runner.cache.tables.live_blocks()
+    assert not started.core.runner.cache.tables.store.live_blocks()
     UncapturedGraphs.keys.clear()
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
     play(started.core, make_load(started, 1, 30), {})

@@ -55,7 +55,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         core = self.engine._started.core
-        tables, step, recover, evacuate = core.space.tables, core.step, core.recover, core.space.tables._evacuate
+        tables, step, recover, evacuate = core.space.tables, core.step, core.recover, core.space.tables.store._evacuate
 
         def watched_step() -> None:
             step()
@@ -72,7 +72,7 @@ class Watch:
             self.num_evacuations += 1
             return evacuate()
 
-        core.step, core.recover, tables._evacuate = watched_step, watched_recover, watched_evacuate
+        core.step, core.recover, tables.store._evacuate = watched_step, watched_recover, watched_evacuate
 
     def look(self) -> Memory:
         runner = self.engine._started.core.runner

@@ -89,6 +89,6 @@ def check_empty(engine: Engine) -> None:
     while core.space.evict():
         pass
     tables.check_integrity()
-    assert tables.arena.used_nbytes == 0 and not tables.live_blocks() and not len(tables)
+    assert tables.arena.used_nbytes == 0 and not tables.store.live_blocks() and not len(tables)
     assert tables.arena._gap == tables.arena.nbytes
     assert not core.live and not core.registry.owners and not core.registry.rows and not core.scheduler.requests

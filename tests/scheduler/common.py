@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from qkv_engine.kv.arena import Arena
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
+from qkv_engine.kv.reserve import reserve_nbytes
 from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
-from qkv_engine.kv.table import BlockTables, reserve_nbytes
+from qkv_engine.kv.table import BlockTables
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import Pace, ScheduledBatch, Scheduler
 from qkv_engine.window import RecentWindow
@@ -17,32 +19,47 @@ from qkv_engine.window import RecentWindow
 BLOCK = 128
 
 
-def make_spec(
+def make_group_spec(
     rungs: Sequence[RungSize],
     *,
+    floors: Sequence[int] | None = None,
+    layers: tuple[int, ...] = (0,),
     sink: int = 0,
     sink_nbytes: int = 0,
     others: tuple[RequestSlot, ...] = (),
     recent: int = 0,
     recent_ratio: Fraction = Fraction(0),
-    eager: bool = False,
-    admit_at: int | None = None,
+    visible: int | None = None,
     has_bank: bool = False,
     num_windows: int = 0,
     block_tokens: int = BLOCK,
-) -> KVSpec:
-    """A ladder with bytes chosen by the test. ``others``: slots that hold no tokens, the last one a bank if any is."""
+) -> GroupSpec:
+    """A group with bytes chosen by the test. ``others``: slots that hold no tokens, the last one a bank if any is."""
     sinks = (RequestSlot("sink", sink, sink_nbytes, 0),) if sink else ()
-    group = GroupSpec(
-        layers=(0,),
+    return GroupSpec(
+        layers=layers,
         block_tokens=block_tokens,
         rungs=tuple(rungs),
+        floors=tuple(range(len(rungs)) if floors is None else floors),
         slots=sinks + others,
         recent=RecentWindow.of(recent, recent_ratio),
+        visible=visible,
         has_bank=has_bank,
         num_windows=num_windows,
     )
-    return KVSpec("tiny", (group,), eager, len(rungs) - 1 if admit_at is None else admit_at)
+
+
+def make_spec(
+    rungs: Sequence[RungSize],
+    *,
+    eager: bool = False,
+    admit_at: int | None = None,
+    more_groups: tuple[GroupSpec, ...] = (),
+    **options: Any,
+) -> KVSpec:
+    """A ladder whose first group ``make_group_spec`` makes of ``rungs`` and ``options``."""
+    groups = make_group_spec(rungs, **options), *more_groups
+    return KVSpec("tiny", groups, eager, len(groups[0].floors) - 1 if admit_at is None else admit_at)
 
 
 DENSE = make_spec([RungSize("dense16", 16, 16.0)])
@@ -60,9 +77,9 @@ def make_space(
     quota: float | None = None,
 ) -> KVManager:
     """KV memory of ``num_blocks`` widest blocks, with slabs of ``slab_blocks``."""
-    block = spec.group.widest.nbytes
+    block = spec.main.widest.nbytes
     slab = round(slab_blocks * block)
-    reserve = reserve_nbytes([rung.nbytes for rung in spec.group.rungs], slab)
+    reserve = reserve_nbytes([[rung.nbytes for rung in group.rungs] for group in spec.groups], block, slab)
     tables = BlockTables(Arena(round(num_blocks * block), slab, reserve, block_nbytes=block), spec)
     return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
 
@@ -94,8 +111,8 @@ def make_request(name: str, prompt: int | list[int], max_tokens: int = 8, *, flo
 
 def run(scheduler: Scheduler, batch: ScheduledBatch) -> None:
     """What a step does: blocks moved, KV computed, one token sampled where the known ones end, length respected."""
-    scheduler.space.tables.waves.clear()
-    scheduler.space.tables.take_fresh()
+    scheduler.space.tables.store.waves.clear()
+    scheduler.space.tables.store.take_fresh()
     for item in batch.items:
         scheduler.computed(item)
         if item.samples:

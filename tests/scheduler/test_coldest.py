@@ -37,13 +37,13 @@ def crowd(rng: random.Random) -> tuple[KVManager, RequestQueue]:
     for arrival in range(rng.choice((3, 12, 40))):
         request = make_request(f"r{arrival}", 1, floor=rng.choice((2, 2, 1, 0)))
         request.arrival, request.num_computed_tokens = arrival, rng.randint(1, 6 * BLOCK)
-        shared = list(space.tables[rng.choice(list(running)).request_id]) if running and rng.random() < 0.3 else []
+        shared = list(space.tables.main[rng.choice(list(running)).request_id]) if running and rng.random() < 0.3 else []
         floor = request.floor
         own = shared[: rng.randint(0, request.num_computed_tokens // BLOCK)]
         space.tables.open(request.request_id, floor, own if all(block.rung <= floor for block in own) else ())
         assert space.reserve(request, request.num_computed_tokens)
         running.add(request)
-        for block in space.tables[request.request_id]:
+        for block in space.tables.main[request.request_id]:
             if block.rung < block.floor and rng.random() < 0.5:
                 assert space.demote([(block, rng.randint(block.rung + 1, block.floor))])
     return space, running

@@ -99,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         assert scheduler.requests == self.live
         assert {*scheduler.running, *scheduler.waiting} == set(self.live.values())
-        assert set(scheduler.space.tables._tables) == {r.request_id for r in scheduler.running}
+        assert set(scheduler.space.tables.main._tables) == {r.request_id for r in scheduler.running}
         assert all(r.status is RequestStatus.WAITING and not r.num_computed_tokens for r in scheduler.waiting)
         assert scheduler.num_preemptions == 0  # all name their max_tokens, so admission saw what they need
         assert all(r.num_output_tokens <= r.max_tokens for r in self.ended)

@@ -51,7 +51,9 @@ def test_all_aged_blocks_stand_on_their_floor_before_the_first_token_behind_the_
     while scheduler.requests["served"].num_computed_tokens < prompt:
         run(scheduler, scheduler.schedule())
     scheduler.schedule()
-    rungs = {name: [block.rung for block in scheduler.space.tables[name].blocks[:19]] for name in ("scored", "served")}
+    rungs = {
+        name: [block.rung for block in scheduler.space.tables.main[name].blocks[:19]] for name in ("scored", "served")
+    }
     assert rungs["scored"] == [2] * 19
     assert rungs["served"].count(2) == 8  # in turns, eight blocks a step
 

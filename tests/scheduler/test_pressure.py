@@ -26,7 +26,7 @@ def step_down(scheduler: Scheduler, number: int, tenant: str | None = "") -> int
 
 
 def rungs(scheduler: Scheduler, *names: str) -> list[list[int]]:
-    return [[block.rung for block in scheduler.space.tables[name].blocks] for name in names]
+    return [[block.rung for block in scheduler.space.tables.main[name].blocks] for name in names]
 
 
 def started(scheduler: Scheduler, *requests: Request) -> Scheduler:
@@ -71,7 +71,7 @@ def test_no_block_steps_down_for_requests_that_end_before_they_need_another():
     step(scheduler, 63)
     assert rungs(scheduler, "a", "b") == [[0, 0, 0], [0, 0]] and len(scheduler.running) == 2
     step(scheduler)
-    assert not scheduler.has_work and not scheduler.space.tables.num_demotions
+    assert not scheduler.has_work and not scheduler.space.tables.store.num_demotions
 
 
 def test_as_many_blocks_step_down_as_are_needed_and_no_more():
@@ -90,7 +90,7 @@ def test_no_block_steps_down_for_a_waiting_request_that_could_not_start_by_it(mo
     scheduler = started(make_scheduler(10, LADDER, budget=2000), make_request("a", ids(1, 0.9)), wide)
     assert scheduler.space.free_blocks() == 0
     step(scheduler, 5)
-    (full, *_), waiting = scheduler.space.tables["wide"].blocks, make_request("late", ids(3, 0.5))
+    (full, *_), waiting = scheduler.space.tables.main["wide"].blocks, make_request("late", ids(3, 0.5))
     full.floor = 1  # the only one that may step down, which leaves no room: it begins a slab of its own
     scheduler.add(waiting)
     step(scheduler)
@@ -100,7 +100,7 @@ def test_no_block_steps_down_for_a_waiting_request_that_could_not_start_by_it(mo
 def test_the_widest_go_first_and_among_them_the_coldest():
     scheduler = make_scheduler(40, LADDER)
     started(scheduler, make_request("a", ids(1, 3.5)), make_request("b", ids(2, 2.5)))
-    scheduler.space.demote([(scheduler.space.tables["a"].blocks[0], 1)])
+    scheduler.space.demote([(scheduler.space.tables.main["a"].blocks[0], 1)])
     scheduler.pressure.forget()
     step_down(scheduler, 3)
     assert rungs(scheduler, "a", "b") == [[1, 1, 1, 0], [1, 0, 0]]
@@ -120,7 +120,7 @@ def test_a_block_that_others_share_goes_last_and_as_the_newest_holder_sees_it():
     scheduler = make_scheduler(40, make_spec(RUNGS, recent=64), prefix=True)
     started(scheduler, make_request("a", ids(1, 2.9) + ids(2, 1)))
     started(scheduler, make_request("b", ids(1, 2.2)))
-    a, b = (scheduler.space.tables[name].blocks for name in "ab")
+    a, b = (scheduler.space.tables.main[name].blocks for name in "ab")
     assert a[:2] == b[:2] and a[0].is_shared and not a[2].is_shared
     scheduler.pressure.forget()
     assert step_down(scheduler, 1) == 1
@@ -202,7 +202,7 @@ def test_an_eager_block_that_two_requests_share_steps_down_once():
     run(scheduler, batch)
     step(scheduler, 2)
     assert rungs(scheduler, "a", "b") == [[2, 0], [2, 0]]
-    assert scheduler.space.tables.num_demotions.total() == 1
+    assert scheduler.space.tables.store.num_demotions.total() == 1
 
 
 def test_a_tenants_own_blocks_go_first():
@@ -243,7 +243,7 @@ def test_an_attacker_at_full_rate_changes_nothing_for_a_victim_within_its_quota(
             break
         assert not any(rungs(scheduler, "victim")[0])
     assert victim.is_finished and victim.num_preemptions == 0
-    assert scheduler.space.tables.num_demotions.total() > 0  # the attacker's own
+    assert scheduler.space.tables.store.num_demotions.total() > 0  # the attacker's own
 
 
 def test_a_chunk_leaves_the_others_their_next_block(monkeypatch: pytest.MonkeyPatch):
@@ -256,7 +256,7 @@ def test_a_chunk_leaves_the_others_their_next_block(monkeypatch: pytest.MonkeyPa
     step(scheduler)
     scheduler.add(old)
     assert ("young", BLOCK, 1) in shape(scheduler.schedule())
-    assert len(scheduler.space.tables["old"].blocks) == 2
+    assert len(scheduler.space.tables.main["old"].blocks) == 2
 
 
 def test_requests_that_fit_on_their_floors_run_together_without_preemption():

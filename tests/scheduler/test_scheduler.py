@@ -161,7 +161,7 @@ def test_random_loads_end_with_every_block_free(seed: int):
         for request in scheduler.waiting:
             assert request.request_id not in scheduler.space.tables
         for item in batch.items:
-            assert len(scheduler.space.tables[item.request.request_id].blocks) * BLOCK >= item.end
+            assert len(scheduler.space.tables.main[item.request.request_id].blocks) * BLOCK >= item.end
         scheduler.space.tables.check_integrity()
         run(scheduler, batch)
     assert not scheduler.has_work and not to_come

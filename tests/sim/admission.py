@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from .options import Options
+from .options import Group, Options
 
 
 class Admission:
@@ -22,8 +23,13 @@ class Admission:
             most = request.max_num_tokens
             if request.params.max_tokens is None:
                 most = min(most, max(request.num_tokens, request.num_prompt_tokens) + self.open_end_tokens)
-            demand += self.tables.demand(most, min(floor, rung))
-        return demand
+            for group in self.options.groups:
+                at = group.floors[min(floor, rung)]
+                dense, narrow = most_blocks(group, group.blocks_for(most), at > 0)
+                demand[group.sizes[0]] += dense
+                demand[group.sizes[at]] += narrow
+                demand.update(group.slots)
+        return +demand
 
     def admits(self, requests: Sequence[Any], floors: Sequence[int]) -> bool:
         """Whether the running requests, all of ``requests`` but the last, leave room for the last."""
@@ -41,3 +47,15 @@ class Admission:
         if quota is None or len(same) == 1:
             return True
         return bool(self.tables.fits(self.demand(*zip(*same, strict=True), self.options.admit_at), quota))
+
+
+@cache
+def most_blocks(group: Group, number: int, steps_down: bool) -> tuple[int, int]:
+    """The most blocks that a request of ``number`` blocks has dense at once, and stepped down, each when one begins."""
+    dense = narrow = 0
+    for count in range(1, number + 1):
+        begins = group.end(count - 2)
+        passed = group.num_passed(begins)
+        older = max(0, group.num_aged(begins) - passed) if steps_down else 0
+        dense, narrow = max(dense, count - passed - older), max(narrow, older)
+    return dense, narrow

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from .options import LADDERS, Options
+from .options import LADDERS, Group, Options
 
 # Slot sizes of many rungs, widest first: even and uneven steps, sizes that divide no slab, near neighbours.
 LONG_LADDERS = (
@@ -84,6 +84,52 @@ def with_priorities(options: Options) -> Options:
     return replace(options, priorities=3)
 
 
+def with_groups(options: Options) -> Options:
+    """The same options with a second group, of fewer rungs and other bytes, and windows in one of the groups or both.
+
+    Half of them have slots, a window by ratio, priorities or scored requests, too.
+    """
+    rng = random.Random(f"groups {options.seed}")
+    if rng.random() < 0.5:
+        options = rng.choice((with_slots, with_ratio, with_priorities, with_scored))(options)
+    block, sizes, ladder = options.block, options.sizes, rng.choice(LADDERS)
+    number = rng.randint(1, min(len(ladder), len(sizes)))
+    factor = rng.choice((1, 1, 2, 3))
+    other = sizes[:number] if rng.random() < 0.25 else tuple(factor * size for size in ladder[:number])
+    windows = [rng.choice((1, 2, block - 1, block, block + 1, 3 * block, rng.randint(1, 4 * block))) for _ in range(2)]
+    kept = rng.choice(((), (0,), (1,), (1,), (0, 1)))  # groups with a window
+    first, second = (window if index in kept else None for index, window in enumerate(windows))
+    sink = max(1, other[0] * options.sink // block)
+    more = Group(
+        block, options.sink, other, _floors(rng, len(sizes), number),
+        (sink,) * (options.sink > 0) + rng.choice(((), (), (1,), (other[-1],))),
+        recent=rng.choice((0, 0, block, rng.randint(0, 3 * block), second or 0)), visible=second,
+    )  # fmt: skip
+    changed = replace(
+        options, visible=first, more_groups=(more,),
+        recent_ratio=options.recent_ratio if first is None else Fraction(0),
+        slab_blocks=min(options.slab_blocks, 4),
+    )  # fmt: skip
+    return replace(changed, slabs=max(rng.choice((1, options.slabs)), _least_slabs(changed)))
+
+
+def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
+    """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
+    if rng.random() < 0.5:
+        return tuple(min(rung, number - 1) for rung in range(num_rungs))
+    return 0, *sorted(rng.randrange(number) for _ in range(num_rungs - 2)), *(number - 1,) * (num_rungs > 1)
+
+
+def _least_slabs(options: Options) -> int:
+    """The largest slabs that a lone request takes: its open block or its window, and some for each size beside."""
+    slab, least = options.most_slab_nbytes, 2
+    for group in options.groups:
+        number = 1 if group.visible is None else group.visible // group.block + 2
+        per_slab = slab // group.sizes[0]
+        least += -(-number // per_slab) + 2 * len(group.sizes) - 1 + len(group.slots)
+    return least
+
+
 def _admit_at(rng: random.Random, sizes: tuple[int, ...]) -> int:
     """Mostly the last rung."""
     return rng.choice((len(sizes) - 1,) * 4 + (rng.randrange(len(sizes)),))
@@ -113,5 +159,9 @@ CASES = {
     "ratios": Case(with_ratio, range(200, 230), range(1200, 1700)),
     "scored": Case(with_scored, range(3040, 3070), range(4000, 4500)),
     "paced": Case(with_pace, range(6100, 6120), range(7000, 7500)),
+    "groups": Case(
+        with_groups, range(8000, 8030), range(8100, 8600),
+        (*KINDS, "trim"),
+    ),
     "priorities": Case(with_priorities, range(7100, 7120), range(7200, 7500)),
 }  # fmt: skip

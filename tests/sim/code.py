@@ -18,7 +18,11 @@ from .patch import Patch, apply
 MODULES = {  # in order of their imports
     "arena": "qkv_engine.kv.arena",
     "bank": "qkv_engine.kv.bank",
+    "spec": "qkv_engine.kv.spec",
     "block": "qkv_engine.kv.block",
+    "store": "qkv_engine.kv.store",
+    "group": "qkv_engine.kv.group",
+    "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
     "prefix": "qkv_engine.kv.prefix",
     "shortage": "qkv_engine.kv.shortage",
@@ -48,7 +52,8 @@ class Code:
     EngineCore: Any
     Submission: Any
     pressure: ModuleType
-    table: ModuleType
+    reserve: ModuleType
+    spec: ModuleType
 
 
 def source_path(file: str) -> Path:
@@ -79,7 +84,8 @@ def load(patch: Patch | None = None) -> Code:
         modules["core"].EngineCore,
         modules["submission"].Submission,
         modules["pressure"],
-        modules["table"],
+        modules["reserve"],
+        modules["spec"],
     )
 
 

@@ -2,9 +2,9 @@
 
 A token's KV is a number that stands for all tokens up to it, as the KV of a real model depends on all that came before.
 A record is the content of one slot: how many tokens were written, the number of the last one, the rungs it went
-through, its salt, and whether it is spoilt. A bank's record has the tokens that it was mined from; so has that of a
-block sealed under a bank. A request's next token is a hash of the records its table names, so any lost, stale or
-exchanged block changes the output.
+through, its group, its salt, and whether it is spoilt. A bank's record has the tokens that it was mined from; so has
+that of a block sealed under a bank. A request's next token is a hash of the records its table names, so any lost, stale
+or exchanged block changes the output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from .spy import Broken
+from .broken import Broken
+from .options import Group
 
 MASK = (1 << 61) - 1
 
@@ -30,6 +31,7 @@ class Record:
 
     nbytes: int
     path: tuple[int, ...]  # the rungs it stood on
+    group: int = 0
     count: int = 0  # tokens written, from the first
     value: int = 0  # number of the last token
     salt: str = ""
@@ -45,82 +47,87 @@ class DeviceError(Broken):
 class Device:
     """The bytes of an arena."""
 
-    def __init__(self, nbytes: int):
-        self.nbytes = nbytes
+    def __init__(self, nbytes: int, groups: tuple[Group, ...], has_bank: bool):
+        self.nbytes, self.groups, self.has_bank = nbytes, groups, has_bank
         self.runs_again = False  # a step broke off: its tokens, and those of a step after it, are written again
         self._starts: list[int] = []
         self._records: dict[int, Record] = {}
 
-    def apply(self, tables: Any) -> list[Any]:
+    def apply(self, store: Any) -> list[Any]:
         """Carries out waves and clears fresh slots in the order the cache does; returns the moves."""
-        waves, tables.waves = tables.waves, []
+        waves, store.waves = store.waves, []
         for wave in waves:
-            self._move(wave, tables)
-        for slot in tables.take_fresh():
+            self._move(wave)
+        for slot in store.take_fresh():
             self._put(slot.address, Record(slot.nbytes, ()))
         return [move for wave in waves for move in wave]
 
-    def _move(self, wave: list[Any], tables: Any) -> None:
-        spans, sources, bank = list[tuple[int, int]](), {move.src for move in wave}, tables.group.slots[-1:]
+    def _move(self, wave: list[Any]) -> None:
+        spans, sources = list[tuple[int, int]](), {move.src for move in wave}
         banks = {move.bank for move in wave if move.bank is not None}
-        spans += [(address, address + bank[0].nbytes) for address in banks]
+        spans += [(address, address + self.groups[0].slots[-1]) for address in banks]
         mined = {address for move in wave if move.mining for address in move.mining.addresses}
         mined |= {address for move in wave if move.centres for address in move.centres.addresses}
-        spans += [(address, address + tables.sizes[0]) for address in mined if address not in sources]
+        spans += [(address, address + self.groups[0].sizes[0]) for address in mined if address not in sources]
         for move in wave:
-            spans.append((move.src, move.src + tables.sizes[move.old]))
-            spans.append((move.dst, move.dst + tables.sizes[move.new]))
+            group = self.groups[move.block.group]
+            spans.append((move.src, move.src + group.size(move.old)))
+            spans.append((move.dst, move.dst + group.size(move.new)))
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise DeviceError("a wave both reads and writes a byte, or does one of them twice")
         for move in wave:
             if move.mining is not None:
-                self._mine(move, tables)
+                self._mine(move)
             if move.centres is not None:
-                self._add_centres(move, tables)
+                self._add_centres(move)
         for _, moves in groupby(sorted(wave, key=_rungs), key=_rungs):
-            self._launch(list(moves), tables)
+            self._launch(list(moves))
 
-    def _launch(self, moves: list[Any], tables: Any) -> None:
-        found = [self._at(move.src, tables.sizes[move.old]) for move in moves]
+    def _launch(self, moves: list[Any]) -> None:
+        index = moves[0].block.group
+        group = self.groups[index]
+        found = [self._at(move.src, group.size(move.old)) for move in moves]
         for move, record in zip(moves, found, strict=True):
             if move.bank is not None:
-                bank = self._bank(move.bank, tables)
+                bank = self._bank(move.bank)
                 if not bank.path:
                     raise DeviceError("a block is sealed before its bank is mined")
                 if len(bank.windows) < move.num_windows:
                     raise DeviceError("a block may choose from patterns that are not there")
                 record = replace(record, mined=bank.mined, windows=bank.windows[: move.num_windows])
-            elif tables.group.has_bank and move.old == 0 < move.new:
+            elif self.has_bank and move.old == 0 < move.new:
                 raise DeviceError("a block is sealed under no bank")
+            if record.path and record.group != index:
+                raise DeviceError("a block is moved as if it were another group's")
             if record.path and record.path[-1] != move.old:
                 raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
             path = record.path if move.old == move.new else (*record.path, move.new)
-            self._put(move.dst, replace(record, nbytes=tables.sizes[move.new], path=path))
+            self._put(move.dst, replace(record, nbytes=group.size(move.new), path=path))
 
-    def _mine(self, move: Any, tables: Any) -> None:
-        bank, (addresses, num_tokens) = self._bank(move.bank, tables), move.mining
-        records = [self._at(address, tables.sizes[0]) for address in addresses]
+    def _mine(self, move: Any) -> None:
+        bank, (addresses, num_tokens) = self._bank(move.bank), move.mining
+        records = [self._at(address, self.groups[0].sizes[0]) for address in addresses]
         if bank.path:
             raise DeviceError("a bank is mined again")
         if any(record.path != (0,) for record in records):
             raise DeviceError("a bank is mined from other than dense blocks")
         if sum(record.count for record in records) < num_tokens:
             raise DeviceError("a bank is mined from tokens that are not computed")
-        bank.path, bank.mined = (-len(tables.group.slots),), tuple((record.count, record.value) for record in records)
+        bank.path, bank.mined = (-len(self.groups[0].slots),), tuple((record.count, record.value) for record in records)
 
-    def _add_centres(self, move: Any, tables: Any) -> None:
-        bank, (first, addresses) = self._bank(move.bank, tables), move.centres
-        records = [self._at(address, tables.sizes[0]) for address in addresses]
+    def _add_centres(self, move: Any) -> None:
+        bank, (first, addresses) = self._bank(move.bank), move.centres
+        records = [self._at(address, self.groups[0].sizes[0]) for address in addresses]
         if first != len(bank.windows) or not bank.path:
             raise DeviceError("windows add their patterns out of turn")
         if any(record.path != (0,) for record in records):
             raise DeviceError("a window that adds a pattern is not dense")
         bank.windows += tuple(record.value for record in records)
 
-    def _bank(self, address: int, tables: Any) -> Record:
-        return self._at(address, tables.group.slots[-1].nbytes)
+    def _bank(self, address: int) -> Record:
+        return self._at(address, self.groups[0].slots[-1])
 
     def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
         """Writes tokens ``start:end`` of a block, the last of which is ``value``."""
@@ -132,12 +139,15 @@ class Device:
         if record.count != start or (record.path and record.path != (block.rung,)):
             raise DeviceError(f"tokens {start}:{end} are written behind {record.count}, on rungs {record.path}")
         record.count, record.value, record.salt, record.path = end, value, salt, (block.rung,)
+        record.group = block.group
 
     def read(self, block: Any, nbytes: int, salt: str) -> Record:
         """The record of a block, checked as a request with ``salt`` reads it."""
         record = self._at(block.slot.address, nbytes)
         if record.salt != salt:
             raise DeviceError(f"bytes written under salt {record.salt!r} are read under {salt!r}")
+        if record.group != block.group:
+            raise DeviceError("bytes of another group are read")
         if not record.path or record.path[-1] != block.rung:
             raise DeviceError(f"a block on rungs {record.path} is read as if on {block.rung}")
         return record
@@ -169,6 +179,6 @@ class Device:
         self._records[address] = record
 
 
-def _rungs(move: Any) -> tuple[int, int]:
-    """The rungs that all moves of one launch share."""
-    return move.old, move.new
+def _rungs(move: Any) -> tuple[int, int, int]:
+    """The group and the rungs that all moves of one launch share."""
+    return move.block.group, move.old, move.new

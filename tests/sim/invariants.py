@@ -7,6 +7,11 @@ I12 and I13 live on the device: reads return the bytes written, fresh slots are 
 bytes. I9 concerns metadata, which is tested with the formats; I11 concerns epochs, which are not needed: a block is one
 object, so all its holders see it change.
 
+Groups of layers: G1 what no later token sees is given back before the next batch is made, G2 a request that decodes
+holds a window and two blocks at most, G5 groups hold the same tokens. The model has G3, all that a token sees is read,
+and no more; the spy G4 bytes come back at once, G8 room is for all groups or none, G9 nothing steps down before; the
+device G12 moves are of one group. G11 is S9, with the demand of all groups.
+
 Scheduler: S1 waiting or running, S2 waiting requests own nothing, S3 budget and room, S4 legal states, S8 order.
 The simulator and ``check_batch`` have S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission
 sees all that requests may need nobody is preempted at all; elsewhere only the last one. S17, and S16 once more, need
@@ -20,47 +25,41 @@ from typing import Any
 
 from qkv_engine.request import RequestStatus
 
-from .spy import SpySpace, require
+from .broken import require
+from .spy import SpySpace
 
 
 def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
     """Checks arena, tables and prefix cache; ``seen`` and the result: each block's rung at the last check and now."""
-    tables, options = space.tables, space.options
-    arena, sizes = tables.arena, tables.sizes
+    tables, groups = space.tables, space.options.groups
+    arena, store = tables.arena, tables.store
     owners: dict[Any, list[int]] = {}
-    for table in tables._tables.values():
-        for index, (block, slot) in enumerate(zip(table.slots, tables.group.slots, strict=False)):
-            require(block.rung == -1 - index, "a slot changed its rung")
-            require(slot.num_tokens or block.refs == 1, "a slot without tokens is shared")
-            owners.setdefault(block, []).append(table.floor)
-        check_bank(table, options.has_bank)
-        for index, block in enumerate(table.blocks):
-            require(block.rung >= 0, "a slot stands among the blocks")
-            settled = index < table.num_settled and table.floor_epoch == tables.floor_epoch
-            require(not settled or block.rung >= block.floor, "a block is forgotten as settled")
-            owners.setdefault(block, []).append(table.floor)
+    for index, group in enumerate(tables.groups):
+        for block, floors in owners_of(group, index, space).items():
+            require(block not in owners, "a block is in two groups")
+            owners[block] = floors
     cached: dict[Any, int] = {}
-    if space.prefix is not None:
-        for entry in space.prefix._entries.values():
-            cached[entry.block] = cached.get(entry.block, 0) + 1
-            owners.setdefault(entry.block, [])
-    spans, used, live, rungs, now = [], 0, {}, {}, {}
-    entries: dict[int, int] = {}
-    require(len({block.number for block in owners}) == len(owners), "two blocks have one number")
-    require(all(block.number < tables.max_blocks for block in owners), "a block's number is too high")
-    slab_nbytes, last = arena.slab_nbytes, len(options.sizes) - 1
+    for (_, index), block in space.cached.blocks().items():
+        require(block.group == index, "a block is filed as another group's")
+        cached[block] = cached.get(block, 0) + 1
+        owners.setdefault(block, [])
+    spans, used, live, now = [], 0, {}, {}
+    rungs, entries = ([Counter[int]() for _ in groups] for _ in range(2))
+    numbers = {(block.group, block.number) for block in owners}
+    require(len(numbers) == len(owners), "two blocks have one number")
+    slab_nbytes = arena.slab_nbytes
     for block, floors in owners.items():
-        slot, rung = block.slot, block.rung
-        size = sizes[rung]
+        slot, rung, index = block.slot, block.rung, block.group
+        size = groups[index].size(rung)
         require(slot.alive and slot.nbytes == size, f"a block on rung {rung} has a slot of {slot.nbytes} bytes")
         require(block.refs == len(floors) + cached.get(block, 0), f"{block.refs} references, {len(floors)} tables")
         if len(floors) > 1 or block.holders != floors:
             require(sorted(block.holders) == sorted(floors), "holders are not the tables that name the block")
-        floor = min(floors) if floors else last
+        floor = min(floors) if floors else len(groups[index].sizes) - 1
         require(block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
         require(rung <= floor, f"rung {rung} below the floor {floor}")
         before = seen.get(block)
-        require(before is not None or slot in tables._fresh, "a new slot will not be cleared")
+        require(before is not None or slot in store._fresh, "a new slot will not be cleared")
         require(before is None or before <= rung, "a block widened")
         now[block] = rung
         if size == arena.block_nbytes:
@@ -71,9 +70,9 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         spans.append((slot.address, size))
         used += size
         live[size] = live.get(size, 0) + 1
-        rungs[rung] = rungs.get(rung, 0) + 1
+        rungs[index][rung] += 1
         if floors:
-            entries[rung] = entries.get(rung, 0) + len(floors)
+            entries[index][rung] += len(floors)
     spans.sort()
     end = 0
     for address, size in spans:
@@ -82,11 +81,35 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     require(end <= arena.nbytes, "a slot lies outside the arena")
     require(used == arena.used_nbytes <= arena.peak_nbytes, f"{used} bytes are owned, {arena.used_nbytes} counted")
     require(live == +arena.live, f"{live} slots are owned, {+arena.live} counted")
-    require(rungs == +tables.num_blocks, f"{rungs} blocks by rung, {+tables.num_blocks} counted")
-    require(entries == +tables.num_entries, f"{entries} table entries by rung, {+tables.num_entries} counted")
-    require(not tables._retiring, "slots wait to be released")
-    require(+tables.num_demotions == space.replayed, "demotions are miscounted")
+    for group, found, named in zip(tables.groups, rungs, entries, strict=True):
+        require(found == +group.num_blocks, f"{found} blocks by rung, {+group.num_blocks} counted")
+        require(named == +group.num_entries, f"{named} table entries by rung, {+group.num_entries} counted")
+    require(all(n < tables.groups[index].max_blocks for index, n in numbers), "a block's number is too high")
+    require(not store._retiring, "slots wait to be released")
+    require(+store.num_demotions == space.replayed, "demotions are miscounted")
     return now
+
+
+def owners_of(group: Any, index: int, space: SpySpace) -> dict[Any, list[int]]:
+    """The blocks in the tables of a group, each with the floors of the tables that name it."""
+    options, owners = space.options, dict[Any, list[int]]()
+    has_bank, sizes = options.has_bank and not index, options.groups[index].slots
+    for table in group._tables.values():
+        missing = table.num_slots - len(table.slots)  # the sink's, given back
+        require(missing in ((0, 1) if options.groups[index].visible and options.sink else (0,)), "a slot is lost")
+        for number, block in enumerate(table.slots, missing):
+            require(block.rung == -1 - number, "a slot changed its rung")
+            require((number == 0 and options.sink > 0) or block.refs == 1, "a slot without tokens is shared")
+            owners.setdefault(block, []).append(table.floor)
+        require(table.num_slots <= len(sizes), "a request has a slot too many")
+        check_bank(table, has_bank)
+        for number, block in enumerate(table.blocks):
+            require(block.rung >= 0, "a slot stands among the blocks")
+            settled = number < table.num_settled and table.floor_epoch == group.floor_epoch
+            require(not settled or block.rung >= block.floor, "a block is forgotten as settled")
+            owners.setdefault(block, []).append(table.floor)
+    require(all(block.group == index for block in owners), "a table names another group's block")
+    return owners
 
 
 def check_bank(table: Any, has_bank: bool) -> None:
@@ -102,7 +125,7 @@ def check_bank(table: Any, has_bank: bool) -> None:
 def check_room(space: SpySpace) -> None:
     """Checks the arena's room against the slabs, counted again; free slabs and slots add up."""
     arena, live = space.tables.arena, space.memory.live()
-    for size in space.tables.sizes.values():
+    for size in {size for group in space.options.groups for size in (*group.sizes, *group.slots)}:
         require(arena.room(size) == space.memory.room(size, live), f"room for {arena.room(size)} slots of {size}")
     for places, taken in ((arena._slab_places, arena._slabs), (arena._block_places, arena._blocks)):
         require(sorted([*places.free, *taken]) == list(range(places.extent)), "a place is lost, or free and in use")
@@ -115,7 +138,7 @@ def check_room(space: SpySpace) -> None:
     if space.prefix is not None:
         children = Counter(entry.parent for entry in space.prefix._entries.values())
         require(children == space.prefix._children, "the prefix cache miscounts what follows its blocks")
-        idle = sum(e.block.slot.nbytes for e in space.prefix._entries.values() if e.block.refs == 1)
+        idle = sum(block.slot.nbytes for block in space.cached.blocks().values() if block.refs == 1)
         require(space.prefix.idle_nbytes == idle, "idle bytes are miscounted")
 
 
@@ -138,14 +161,13 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
     if space.prefix is not None:
         published = space.prefix._published
         require(all(name in space.tables for name in published), "the prefix cache remembers who is gone")
-    options, names = space.options, space.tables._tables
-    require(len(names) == len(running), "someone owns blocks who does not run")
+    for group in space.tables.groups:
+        require(len(group._tables) == len(running), "someone owns blocks who does not run")
     for request in running:
         require(request.status is RequestStatus.RUNNING, "a running request is in another state")
-        table = names.get(request.request_id)
-        require(table is not None, "a running request has no table")
-        held = options.sink * bool(table.slots) + len(table.blocks) * options.block
-        require(held >= request.num_computed_tokens, "computed tokens have no block")
+        have = [request.request_id in group._tables for group in space.tables.groups]
+        require(all(have), "a running request has no table")
+        require(space.holdings.held(request) >= request.num_computed_tokens, "computed tokens have no block")
     for request in waiting:
         require(request.status is RequestStatus.WAITING, "a waiting request is in another state")
         require(request.num_computed_tokens == 0, "a waiting request has computed tokens")
@@ -173,14 +195,30 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
             require(item.num_tokens == 1 == item.samples, "a token in flight is not the last")
             require(not request.needs_tokens, "the host has to see a token first")
             num_ahead += 1
-        table = space.tables[request.request_id]
-        require(len(table.slots) == len(space.tables.group.slots), "a request lacks a slot")
-        blocks = -(-max(0, item.end - options.sink) // options.block)
-        require(len(table.blocks) == blocks, f"{len(table.blocks)} blocks for {item.end} tokens")
+        for group, table in zip(options.groups, space.holdings.tables_of(request), strict=True):
+            require(table.num_slots == len(group.slots), "a request lacks a slot")
+            blocks, found = group.blocks_for(item.end), table.first + len(table.blocks)
+            require(found == blocks, f"{found} blocks for {item.end} tokens")
         if request.params.num_prefill_tokens is not None:
             check_scored(item, space)
+    check_passed(batch, scheduler, space)
     space.check_work()
     return num_ahead
+
+
+def check_passed(batch: Any, scheduler: Any, space: SpySpace) -> None:
+    """Checks G1 and G2: no blocks out of sight are held, and who decodes holds no more than a window."""
+    starts = {item.request: item for item in batch.items}
+    for request in scheduler.running:
+        item = starts.get(request)
+        start = request.num_computed_tokens if item is None else item.start
+        for group, table in zip(space.options.groups, space.holdings.tables_of(request), strict=True):
+            require(table.first == group.num_passed(start), "a block is kept that no token sees, or one is gone")
+            has_sink = table.num_slots == len(table.slots)
+            require(not group.sink or has_sink == group.sees_sink(start), "a sink is kept that no token sees")
+            if group.visible is not None and item is not None and item.num_tokens == 1:
+                most = group.visible // group.block + 2
+                require(len(table.blocks) <= most, f"{len(table.blocks)} blocks of a window of {group.visible} tokens")
 
 
 def check_scored(item: Any, space: SpySpace) -> None:
@@ -189,12 +227,10 @@ def check_scored(item: Any, space: SpySpace) -> None:
     if item.start < request.num_prefill_tokens:
         require(item.end <= request.num_prefill_tokens, "a chunk goes on behind the prefill")
         return
-
-    def num_aged(num_computed: int) -> int:
-        return max(0, num_computed - options.window(num_computed) - options.sink) // options.block
-
-    aged = space.tables[request.request_id].blocks[: num_aged(item.start)]
-    if options.floor(request.params):
-        require(num_aged(item.end - 1) == len(aged), "a block could step down inside a chunk")
-    if options.eager:
-        require(all(block.rung >= block.floor for block in aged), "a token attends to a block above its floor")
+    for group, table in zip(options.groups, space.holdings.tables_of(request), strict=True):
+        num_aged = group.num_aged(item.start)
+        if group.floors[options.floor(request.params)]:
+            require(group.num_aged(item.end - 1) == num_aged, "a block could step down inside a chunk")
+        if options.eager:
+            aged = table.blocks[: max(0, num_aged - table.first)]
+            require(all(block.rung >= block.floor for block in aged), "a token attends to a block above its floor")

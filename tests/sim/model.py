@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine.device.sampler import SampledToken
 from qkv_engine.errors import RequestError
 from qkv_engine.request import Request
 
+from .broken import require
 from .device import Device, Record, mix
-from .spy import SpySpace, require
+from .spy import SpySpace
 from .truth import Truth, token
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Model:
 
     def begin(self, request: Request) -> None:
         """Takes up a new request."""
-        self.truths[request] = Truth(request, self.options.block, self.options.sink)
+        self.truths[request] = Truth(request, self.options.groups)
 
     def forget_bad(self) -> None:
         """Notes that all KV is computed anew."""
@@ -92,22 +94,26 @@ class Model:
         request, truth = item.request, self.truths[item.request]
         if self._follows_nothing(item):
             return SampledToken(-1, error=RequestError("on purpose"))
-        fold, floor = 0, self.options.floor(request.params)
-        for block, nbytes, start, end in self._places(item):
-            record = self._device.read(block, nbytes, request.params.cache_salt)
+        folds, floor = [0] * len(self.options.groups), self.options.floor(request.params)
+        for index, block, start, end in self._places(item):
+            group = self.options.groups[index]
+            record = self._device.read(block, group.size(block.rung), request.params.cache_salt)
             require(record.count == end - start, f"{record.count} tokens lie where {end - start} should")
-            require(max(record.path) <= max(0, floor), f"rungs {record.path} go below floor {floor}")
-            fold = mix(fold, record.count, record.value)
+            require(max(record.path) <= max(0, group.floors[floor]), f"rungs {record.path} go below floor {floor}")
+            require(record.value == truth.value_in(index, end - 1), f"{request.request_id} sees other KV than alone")
+            if end > group.first_seen(item.end - 1):
+                folds[index] = mix(folds[index], record.count, record.value)
             self._check_bank(request, record, end)
             if record.spoilt:
                 require(block in self.unknown or request in self.tainted, "values known to be bad are read")
                 self.tainted.add(request)
+        fold = folds[0] if len(folds) == 1 else mix(*folds)
         require(fold == truth.fold(item.end), f"{request.request_id} sees other KV than alone")
         if not item.samples:
             return None
         if is_bad:
             self.tainted.add(request)
-            self.spoil({block for block in self._space.tables[request.request_id] if block.refs == 1})
+            self.spoil({block for block in self.simulation.blocks_of(request) if block.refs == 1})
         if request in self.tainted:
             return SampledToken(-1, error=RequestError("on purpose"))
         found = token(request.seed, item.end, fold)
@@ -119,34 +125,41 @@ class Model:
         """Checks that a sealed block, up to token ``end``, is under its request's bank, made of its own tokens."""
         if not self.options.has_bank or record.path[-1] <= 0:
             return
-        bank, truth = self._record(self._space.tables[request.request_id].slots[-1]), self.truths[request]
+        bank, truth = self._record(self.simulation.tables_of(request)[0].slots[-1]), self.truths[request]
         require(record.mined == bank.mined, "a block was sealed under another bank")
         ends = [self.options.sink + i * self.options.block + count - 1 for i, (count, _) in enumerate(bank.mined)]
         require([value for _, value in bank.mined] == [truth.value(end) for end in ends], "a bank is of other tokens")
         windows = tuple(truth.value(e - 1) for e in self.options.window_ends(request.num_prefill_tokens, end))
         require(record.windows == windows, "a block was sealed under other windows' patterns")
 
-    def _places(self, item: Any) -> list[tuple[Any, int, int, int]]:
-        """Places of the tokens up to the item's end: block, bytes, and range of tokens in the block."""
-        table = self._space.tables[item.request.request_id]
-        sizes, blocks = self._space.tables.sizes, self._space.tables.entries(table)
-        return [
-            (block, sizes[block.rung], start, end)
-            for block, (start, end) in zip(blocks, self.truths[item.request].spans(item.end), strict=False)
-        ]
+    def _places(self, item: Any) -> Iterator[tuple[int, Any, int, int]]:
+        """Places of tokens up to the item's end that its tokens see: group, block, and range of tokens in the block."""
+        spans = self.truths[item.request].spans(item.end)
+        for index, (group, table) in enumerate(
+            zip(self.options.groups, self.simulation.tables_of(item.request), strict=True)
+        ):
+            first = group.first_seen(item.start)
+            blocks: dict[int, Any] = {group.end(table.first + i): block for i, block in enumerate(table.blocks)}
+            if group.sink and table.slots and table.slots[0].rung == -1:
+                blocks[group.sink] = table.slots[0]
+            for start, end in spans:
+                if end > first:
+                    full = group.end(group.blocks_for(end) - 1)
+                    require(full in blocks, "a token sees a block that is gone")
+                    yield index, blocks[full], start, end
 
     def _write(self, item: Any) -> None:
         truth, salt = self.truths[item.request], item.request.params.cache_salt
-        for block, nbytes, start, end in self._places(item):
+        for index, block, start, end in self._places(item):
             if end > item.start:
-                first = max(start, item.start)
-                self._device.write(block, nbytes, first - start, end - start, truth.value(end - 1), salt)
+                nbytes, first = self.options.groups[index].size(block.rung), max(start, item.start)
+                self._device.write(block, nbytes, first - start, end - start, truth.value_in(index, end - 1), salt)
 
     def check_spoilt(self) -> None:
         """Checks that only requests that are about to fail hold values known to be bad."""
         for request in self.simulation.scheduler.running:
             if request not in self.tainted:
-                for block in self._space.tables[request.request_id]:
+                for block in self.simulation.blocks_of(request):
                     require(block in self.unknown or not self._record(block).spoilt, "bad values are kept")
 
     def check_cached(self) -> None:
@@ -154,10 +167,11 @@ class Model:
         if self._space.prefix is None:
             return
         doubtful = self.unknown.union(*(self.simulation.blocks_of(request) for request in self.tainted))
-        for entry in self._space.prefix._entries.values():
-            record = self._record(entry.block)
-            require(record.count == len(entry.tokens), "a cached block is not full")
-            require(not record.spoilt or entry.block in doubtful, "bad values are offered")
+        entries = self._space.prefix._entries
+        for (key, _), block in self._space.cached.blocks().items():
+            record = self._record(block)
+            require(record.count == len(entries[key].tokens), "a cached block is not full")
+            require(not record.spoilt or block in doubtful, "bad values are offered")
 
     def _record(self, block: Any) -> Any:
         return self._device._at(block.slot.address, block.slot.nbytes)

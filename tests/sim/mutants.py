@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from itertools import chain, count
 
+from .broken import Broken
 from .mutants_books import BOOKS
 from .mutants_core import CORE
 from .mutants_scheduling import SCHEDULING
 from .options import draw
 from .patch import Patch
 from .simulator import OutOfEvents, Simulation
-from .spy import Broken
 
 MUTANTS = {patch.name: patch for patch in (*BOOKS, *SCHEDULING, *CORE)}
 

@@ -57,7 +57,7 @@ CORE = (
         "holders of bad values go on",
         "recovery",
         "Recovery.fail_holders",
-        "not (request.is_finished or bad.isdisjoint(registry.space.tables[request.request_id]))",
+        "not (request.is_finished or bad.isdisjoint(registry.space.tables.blocks(request.request_id)))",
         "False",
     ),
     Patch(

@@ -36,8 +36,8 @@ SCHEDULING = (
     ),
     Patch(
         "a block that others share goes as if it were one's own",
-        "table",
-        "BlockTables.coldest",
+        "group",
+        "GroupTables.coldest",
         "block.rung < (block.floor if found is None else found[0].rung) and len(block.holders) == 1",
         "block.rung < (block.floor if found is None else found[0].rung)",
     ),
@@ -84,10 +84,8 @@ SCHEDULING = (
         "it looks ahead although there is room",
         "pressure",
         "Pressure._look_ahead",
-        "if free < wanted:\n"
-        "    self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))",
-        "if True:\n"
-        "    self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))",
+        "self.space.has_blocks(wanted)",
+        "False",
     ),
     Patch(
         "as many as may step down at once always do",
@@ -107,14 +105,14 @@ SCHEDULING = (
         "what a block leaves is not counted in",
         "shortage",
         "Shortage.eased",
-        "self._extra[self._tables.sizes[old]] -= number",
+        "self._extra[sizes[old]] -= number",
         "",
     ),
     Patch(
         "what a block takes on its new rung is not counted in",
         "shortage",
         "Shortage.eased",
-        "self._extra[self._tables.sizes[new]] += number",
+        "self._extra[sizes[new]] += number",
         "",
     ),
     Patch(

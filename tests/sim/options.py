@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import floor
+from types import ModuleType
+from typing import Any
 
-from qkv_engine.kv.spec import KVSpec, RequestSlot, RungSize
 from qkv_engine.request import SamplingParams
-
-from ..scheduler.common import make_spec
+from qkv_engine.window import RecentWindow
 
 OPEN_END_BLOCKS = 1  # blocks that admission expects of a request without max_tokens: few, so that requests exceed them
 # Slot sizes of the rungs, widest first: halves, odd ones that divide no slab, metadata that stays, near neighbours.
@@ -20,8 +21,57 @@ LADDERS = (
 
 
 @dataclass(frozen=True)
+class Group:
+    """Layers whose KV has blocks of its own: bytes of a block by rung, and of a request's slots, the sink's first.
+
+    ``floors``: for each rung of the ladder the group's own. ``visible``: tokens that a token sees, itself included.
+    """
+
+    block: int
+    sink: int
+    sizes: tuple[int, ...]
+    floors: tuple[int, ...]
+    slots: tuple[int, ...]
+    recent: int
+    recent_ratio: Fraction = Fraction(0)
+    visible: int | None = None
+
+    def size(self, rung: int) -> int:
+        """Bytes of a block, or of a request's slot, which has a negative rung."""
+        return self.sizes[rung] if rung >= 0 else self.slots[-1 - rung]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that the first tokens of a request have taken since it began."""
+        return -(-max(0, num_tokens - self.sink) // self.block)
+
+    def end(self, index: int) -> int:
+        """The token behind block ``index``; behind the sink for -1."""
+        return self.sink + (index + 1) * self.block
+
+    def recent_tokens(self, num_computed: int) -> int:
+        """The newest tokens of a request that stay on the first rung."""
+        return max(self.recent, floor(self.recent_ratio * num_computed))
+
+    def num_aged(self, num_computed: int) -> int:
+        """Leading blocks of a request that are older than those."""
+        return max(0, num_computed - self.recent_tokens(num_computed) - self.sink) // self.block
+
+    def first_seen(self, position: int) -> int:
+        """The first of the tokens that the one at ``position`` sees."""
+        return 0 if self.visible is None else max(0, position + 1 - self.visible)
+
+    def num_passed(self, num_computed: int) -> int:
+        """Leading blocks that neither the next token nor a later one sees."""
+        return max(0, self.first_seen(num_computed) - self.sink) // self.block
+
+    def sees_sink(self, num_computed: int) -> bool:
+        """Whether the next token sees a token of the sink."""
+        return self.first_seen(num_computed) < self.sink
+
+
+@dataclass(frozen=True)
 class Options:
-    """All inputs of a simulated run but the seed of its dice."""
+    """All inputs of a simulated run but the seed of its dice. The first group of layers, and those beside it."""
 
     seed: int
     block: int
@@ -59,6 +109,23 @@ class Options:
     scored: float = 0.0  # share of requests with ``num_prefill_tokens``
     chunk_tokens: int | None = None  # of a step with decoding requests; None: no limit
     priorities: int = 1  # to choose from
+    visible: int | None = None  # tokens that a token sees in the first group
+    more_groups: tuple[Group, ...] = ()
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups; the rungs of the first one are those of the ladder."""
+        slots = (self.sink_nbytes,) * bool(self.sink) + self.other_slots
+        floors = tuple(range(len(self.sizes)))
+        first = Group(
+            self.block, self.sink, self.sizes, floors, slots, self.recent, self.recent_ratio, visible=self.visible
+        )
+        return first, *self.more_groups
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of the dense blocks that lie side by side: of the first group without a window, or of the first."""
+        return next((group for group in self.groups if group.visible is None), self.groups[0]).sizes[0]
 
     @property
     def sink_nbytes(self) -> int:
@@ -68,42 +135,58 @@ class Options:
     @property
     def nbytes(self) -> int:
         """Memory: not a whole number of slabs."""
-        largest = self.slab_blocks * self.sizes[0]
+        largest = self.most_slab_nbytes
         return self.slabs * largest + random.Random(-self.seed).randrange(largest)
+
+    @property
+    def most_slab_nbytes(self) -> int:
+        """Bytes of the largest slab there may be: whole blocks."""
+        block = self.block_nbytes
+        return max(self.slab_blocks, -(-max(self._slab_sizes(), default=block) // block)) * block
 
     @property
     def slab_nbytes(self) -> int:
         """Half of the time whole blocks, else any size that blocks fill with no more bytes than they left."""
-        rng, block = random.Random(self.seed), self.sizes[0]
-        narrow = {*self.sizes, self.sink_nbytes, *self.other_slots} - {block, 0}
-        first, most = (*self.sizes, block)[1], self.slab_blocks * block
-        fitting = [size for size in range(max(narrow, default=block), most + 1) if size // first * block >= size]
+        rng, block, most = random.Random(self.seed), self.block_nbytes, self.most_slab_nbytes
+        firsts = [(*group.sizes, block)[1] for group in self.groups if group.sizes[0] == block]
+        sizes = range(max(self._slab_sizes(), default=block), most + 1)
+        fitting = [size for size in sizes if all(size // first * block >= size for first in firsts)]
         return most if rng.random() < 0.5 else rng.choice(fitting)
 
-    def spec(self) -> KVSpec:
-        return make_spec(
-            [RungSize(f"rung{i}", size, 16.0 / 2**i) for i, size in enumerate(self.sizes)],
-            sink=self.sink,
-            sink_nbytes=self.sink_nbytes,
-            others=tuple(RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in enumerate(self.other_slots)),
-            recent=self.recent,
-            recent_ratio=self.recent_ratio,
-            eager=self.eager,
-            admit_at=self.admit_at,
-            has_bank=self.has_bank,
-            num_windows=self.num_windows,
-            block_tokens=self.block,
-        )
+    def _slab_sizes(self) -> set[int]:
+        return {size for group in self.groups for size in (*group.sizes, *group.slots)} - {self.block_nbytes}
+
+    def spec(self, code: ModuleType) -> Any:
+        """The groups as classes of ``code``, the module of specs."""
+        groups = []
+        for index, group in enumerate(self.groups):
+            names, sinks = self.rung_names(index), group.slots[: self.sink > 0]
+            others = enumerate(group.slots[len(sinks) :])
+            groups.append(
+                code.GroupSpec(
+                    layers=(index,),
+                    block_tokens=self.block,
+                    rungs=tuple(code.RungSize(names[i], size, 16.0 / 2**i) for i, size in enumerate(group.sizes)),
+                    floors=group.floors,
+                    slots=tuple(code.RequestSlot("sink", self.sink, nbytes, 0) for nbytes in sinks)
+                    + tuple(code.RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in others),
+                    recent=RecentWindow.of(group.recent, group.recent_ratio),
+                    visible=group.visible,
+                    has_bank=self.has_bank and index == 0,
+                    num_windows=self.num_windows if index == 0 else 0,
+                )
+            )
+        return code.KVSpec("tiny", tuple(groups), self.eager, self.admit_at)
+
+    def rung_names(self, index: int) -> list[str]:
+        """Names of a group's rungs."""
+        return [f"{f'group{index}' if index else ''}rung{rung}" for rung in range(len(self.groups[index].sizes))]
 
     def floor(self, params: SamplingParams) -> int:
         """The narrowest rung that a request with ``params`` allows."""
         if params.kv_pinned:
             return 0
         return len(self.sizes) - 1 if params.kv_floor is None else int(params.kv_floor.removeprefix("rung"))
-
-    def window(self, num_computed: int) -> int:
-        """The newest tokens of a request that stay on the first rung."""
-        return max(self.recent, floor(self.recent_ratio * num_computed))
 
     def window_ends(self, num_prompt_tokens: int, end: int) -> list[int]:
         """Ends of the windows behind a prompt that add a pattern, up to the block that ends before token ``end``."""

@@ -18,6 +18,7 @@ from qkv_engine.errors import CapacityError, RequestError
 from qkv_engine.request import FinishReason, Request, SamplingParams
 
 from ..scheduler.common import FixedPace
+from .broken import Broken, require
 from .code import Code, load
 from .device import Device, mix
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -25,7 +26,7 @@ from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
 from .patch import Patch
 from .requests import Requests
-from .spy import Broken, SpySpace, require
+from .spy import SpySpace
 from .stand_ins import SimulatedRunner, spy_scheduler
 from .truth import Truth
 
@@ -76,11 +77,12 @@ class Simulation:
 
     def _new_space(self) -> SpySpace:
         options, code = self.options, self.code
-        block, slab = options.sizes[0], options.slab_nbytes
-        arena = code.Arena(options.nbytes, slab, code.table.reserve_nbytes(options.sizes, slab), block_nbytes=block)
-        tables = code.BlockTables(arena, options.spec())
+        block, slab = options.block_nbytes, options.slab_nbytes
+        reserve = code.reserve.reserve_nbytes([group.sizes for group in options.groups], block, slab)
+        arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block)
+        tables = code.BlockTables(arena, options.spec(code.spec))
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
-        self.device = Device(arena.nbytes)
+        self.device = Device(arena.nbytes, options.groups, options.has_bank)
         self.seen: dict[Any, Any] = {}
         space = code.KVManager(tables, prefix, options.quota, open_end_blocks=OPEN_END_BLOCKS)
         return SpySpace(space, options, code)
@@ -238,7 +240,7 @@ class Simulation:
             finally:
                 self.in_step = False
             self._check_core()
-            if not self.space.tables.waves:  # moves of an empty batch wait for the next one
+            if not self.space.tables.store.waves:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()
                 self.model.check_cached()
 
@@ -262,6 +264,7 @@ class Simulation:
         ahead = bool(self.core._in_flight)
         require(ahead <= self.options.ahead, "a step runs ahead that must not")
         self.counts["ahead"] += check_batch(batch, self.scheduler, self.space, ahead)
+        self.counts["trim"], self.space.num_trims = self.counts["trim"] + self.space.num_trims, 0
         first, rounds = self._first or (None, 0)
         require(first is None or first.num_preemptions == rounds, "the first was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
@@ -269,9 +272,9 @@ class Simulation:
     def apply_moves(self) -> set[Any]:
         """Applies moves like the cache before a step; returns blocks whose values turned out bad."""
         if self.rng.random() < self.options.evacuations:
-            while self.space.tables._evacuate():
+            while self.space.tables.store._evacuate():
                 self.event("evacuate")
-        moves = self.device.apply(self.space.tables)
+        moves = self.device.apply(self.space.tables.store)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
@@ -279,7 +282,7 @@ class Simulation:
         bad = set()
         if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
             request = self.rng.choice(list(self.scheduler.running))
-            blocks = [b for b in self.space.tables[request.request_id].blocks if self.device.path(b)]
+            blocks = [b for table in self.tables_of(request) for b in table.blocks if self.device.path(b)]
             if blocks:
                 bad.add(self.rng.choice(blocks))
                 self.model.spoil(bad)
@@ -297,10 +300,16 @@ class Simulation:
 
     # ---- ends
 
-    def blocks_of(self, request: Request) -> list[Any]:
-        return list(self.space.tables[request.request_id]) if request.request_id in self.space.tables else []
+    def tables_of(self, request: Request) -> list[Any]:
+        """The tables of a request by group; none if it does not run."""
+        return self.space.holdings.tables_of(request) if request.request_id in self.space.tables else []
 
-    def ended(self, request: Request, reason: FinishReason, blocks: list[Any]) -> None:
+    def blocks_of(self, request: Request) -> list[Any]:
+        return [block for table in self.tables_of(request) for block in table]
+
+    def ended(self, request: Request, reason: FinishReason, tables: list[Any]) -> None:
+        """Checks the end of a request that had these tables."""
+        blocks = [block for table in tables for block in table]
         require(request.is_finished and request.finish_reason is reason, "a request did not end as told")
         require(not self.blocks_of(request), "an ended request owns blocks")
         purpose = ("on purpose", "not finite")
@@ -309,11 +318,14 @@ class Simulation:
         if request.error is not None:
             self.model.unknown -= {block for block in blocks if not block.holders}
         if request.error is not None and self.space.prefix is not None:
-            offered = {id(entry.block) for entry in self.space.prefix._entries.values()}
+            offered = {id(block) for block in self.space.cached.blocks().values()}
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
         if blocks:
-            held = -(-max(0, len(request.token_ids) - 1 - self.options.sink) // self.options.block)
-            rungs = Counter(f"rung{block.rung}" for block in [b for b in blocks if b.rung >= 0][:held])
+            rungs: Counter[str] = Counter()
+            for index, (group, table) in enumerate(zip(self.options.groups, tables, strict=True)):
+                held = max(0, group.blocks_for(len(request.token_ids) - 1) - table.first)
+                names = self.options.rung_names(index)
+                rungs.update(names[block.rung] for block in table.blocks[:held])
             self.usage[request.request_id] = dict(rungs)
         self._note_end(request)
         self.event("end of", request.request_id, str(reason))
@@ -323,8 +335,7 @@ class Simulation:
         require(request.request_id not in self.outputs, "a request ended twice")
         alone = Truth(
             Request("", request.prompt_token_ids, request.params, 1, floor=request.floor, seed=request.seed),
-            truth.block,
-            truth.sink,
+            truth.groups,
         )
         for found in request.output_token_ids:
             require(found == alone.next_token(len(alone.tokens)), "an answer differs from the one given alone")

@@ -10,18 +10,12 @@ from typing import Any, NamedTuple
 from qkv_engine.request import RequestStatus
 
 from .admission import Admission
+from .broken import require
+from .cached import Cached
 from .code import Code
+from .holdings import Holdings
 from .memory import Memory
 from .options import OPEN_END_BLOCKS, Options
-
-
-class Broken(BaseException):
-    """A broken invariant. No ``Exception``: the core takes those for the failure of one request."""
-
-
-def require(truth: bool, message: str) -> None:
-    if not truth:
-        raise Broken(message)
 
 
 class Eligible(NamedTuple):
@@ -35,6 +29,7 @@ class Eligible(NamedTuple):
     index: int
     key: int
     floor: int
+    group: int
 
 
 class SpySpace:
@@ -43,11 +38,13 @@ class SpySpace:
     def __init__(self, space: Any, options: Options, code: Code):
         self._space, self.options, self._pressure = space, options, code.pressure
         self.tables, self.prefix = space.tables, space.prefix
-        self.memory = Memory(space.tables, options.sizes)
+        self.memory, self.holdings = Memory(space.tables, options), Holdings(space.tables, options)
         self._admission = Admission(space.tables, options, OPEN_END_BLOCKS * options.block)
+        self.cached = Cached(space.prefix, options)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
         self.mined: set[Any] = set()  # banks that were mined
+        self.num_trims = 0
         self.begin_schedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -77,18 +74,18 @@ class SpySpace:
         return found
 
     def room_for(self, request: Any, num_tokens: int, spare: int = 0) -> int:
-        others = [r for r in self.scheduler.running if r is not request and r.num_computed_tokens >= self._held(r)]
+        others = [
+            r for r in self.scheduler.running if r is not request and r.num_computed_tokens >= self.holdings.held(r)
+        ]
         require(spare == len(others), f"{spare} blocks are spared, {len(others)} requests lack one")
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
         self._ask(request, num_tokens, spare)
-        table, limit = self.tables[request.request_id], self.memory.limit()
+        limit = self.memory.limit()
 
         def fits(tokens: int) -> bool:
-            blocks = max(0, self.tables.group.blocks_for(tokens) - len(table.blocks))
-            slots = self._lacking_slots(table)
-            sizes = [self.options.sizes[0]] * (blocks + spare * (blocks > 0)) + slots
-            return not tokens or not (blocks or slots) or self.memory.packed(sizes) <= limit
+            sizes = self.holdings.lacking(request, tokens, spare)
+            return not tokens or not sizes or self.memory.packed(sizes) <= limit
 
         require(fits(room), f"no room for {room} tokens and {spare} spare blocks")
         require(room == num_tokens or not fits(room + 1), f"room for more than {room} tokens")
@@ -96,20 +93,20 @@ class SpySpace:
         return int(room)
 
     def reserve(self, request: Any, num_tokens: int) -> bool:
-        table = self.tables[request.request_id]
-        had = len(table.blocks)
+        tables = self.holdings.tables_of(request)
+        had = [len(table.blocks) for table in tables]
         promised = self._space.room_for(request, num_tokens) >= num_tokens
-        new = max(0, self.tables.group.blocks_for(num_tokens) - had)
-        sizes = [self.options.sizes[0]] * new + self._lacking_slots(table)
+        sizes, new = self.holdings.lacking(request, num_tokens, 0), self.holdings.num_missing(request, num_tokens)
         limit = self.memory.limit()
         fits = not sizes or self.memory.packed(sizes) <= limit
         got = self._space.reserve(request, num_tokens)
         require(got == promised == fits, f"reserved {got}, promised {promised}, packed it fits {fits}")
-        require(len(table.blocks) == had + new * got, "a reservation is not all or nothing")
-        require(not got or not self._lacking_slots(table), "a request has blocks and lacks a slot")
+        found = [len(table.blocks) for table in tables]
+        require(found == [number + new * got for number in had], "a reservation is not all or nothing")
+        require(not got or not self.holdings.lacking(request, 1, 0), "a request has blocks and lacks a slot")
         if got and new and num_tokens > request.num_computed_tokens + 1:
-            others = [r for r in self.scheduler.running if r is not request and self._lacks_block(r)]
-            spare = [self.options.sizes[0]] * len(others)
+            others = [r for r in self.scheduler.running if r is not request and self.holdings.lacks_block(r)]
+            spare = self.holdings.dense(len(others))
             require(
                 self.memory.packed(spare) <= limit, "a chunk takes the blocks that others need for their next token"
             )
@@ -117,74 +114,65 @@ class SpySpace:
         self.short = not got
         return bool(got)
 
-    def _lacks_block(self, request: Any) -> bool:
-        held = self.options.sink + len(self.tables[request.request_id].blocks) * self.options.block
-        return bool(request.num_computed_tokens + 1 > held)
-
-    def _held(self, request: Any) -> int:
-        """Tokens that the blocks of a request have room for."""
-        table = self.tables[request.request_id]
-        return self.options.sink * bool(table.slots) + len(table.blocks) * self.options.block
-
-    def _lacking_slots(self, table: Any) -> list[int]:
-        """Bytes of the slots that a request does not have yet."""
-        return [slot.nbytes for slot in self.tables.group.slots[len(table.slots) :]]
+    def trim(self, request: Any) -> None:
+        tables, groups, computed = self.holdings.tables_of(request), self.options.groups, request.num_computed_tokens
+        require(self.holdings.is_due(request), "a request has nothing to give back")
+        gone = [
+            block
+            for group, table in zip(groups, tables, strict=True)
+            for block in table
+            if block.refs == 1 and self.holdings.end_of(group, table, block) <= group.first_seen(computed)
+        ]
+        self.num_trims += 1
+        used = self.tables.arena.used_nbytes - sum(block.slot.nbytes for block in gone)
+        self._space.trim(request)
+        require(self.tables.arena.used_nbytes == used, "a block out of sight is kept, or another is given back")
+        due = []
+        for group, table in zip(groups, tables, strict=True):
+            if group.visible is not None:
+                has_sink = group.sink and table.num_slots == len(table.slots)
+                due.append((group.sink if has_sink else group.end(table.first)) + group.visible - 1)
+        require(request.next_passed_at == min(due), f"{request.next_passed_at} tokens until the next block passes")
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
-        self.needy, table = request, self.tables[request.request_id]
-        blocks = max(0, self.tables.group.blocks_for(num_tokens) - len(table.blocks))
-        self.wanted = [self.options.sizes[0]] * (blocks and blocks + spare) + self._lacking_slots(table)
-        self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), blocks + spare + 1)
+        self.needy, missing = request, self.holdings.num_missing(request, num_tokens)
+        self.wanted = self.holdings.lacking(request, num_tokens, spare)
+        self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), missing + spare + 1)
 
     def capacity_of(self, params: Any) -> int:
         """Tokens that fit alone for a request with ``params``."""
         return int(self._space.capacities[self.options.floor(params)])
 
     def open(self, request: Any) -> int:
+        expected = self.cached.longest(request)
         found = self._space.open(request)
         require(found < request.num_tokens, "nothing is left to compute")
-        table = self.tables[request.request_id]
-        held = self._held(request)
+        held = self.holdings.held(request)
         require(found == held, f"{found} tokens found, blocks hold {held}")
-        floor = self.options.floor(request.params)
-        require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
-        require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
-        num_narrow = sum(block.rung > 0 for block in table.blocks)
-        require(num_narrow == 0 or self._leaves_window(request, num_narrow), "a hit in the recent window is narrow")
+        for group, table, blocks in zip(self.options.groups, self.holdings.tables_of(request), expected, strict=True):
+            floor = group.floors[self.options.floor(request.params)]
+            require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
+            require(list(table) == blocks, f"{len(blocks)} blocks could be shared, or not those that are")
         if request.params.prompt_logprobs is not None:
             require(found == 0, "prompt log-probabilities need every token computed")
         if request.params.num_prefill_tokens is not None:
             require(found == 0, "a scored request attends to others' blocks")
         return int(found)
 
-    def _leaves_window(self, request: Any, num_blocks: int) -> bool:
-        """Whether the first blocks of a request are older than its window when the last one of its tokens begins."""
-        options, block = self.options, self.options.block
-        begins = options.sink + (request.num_tokens - options.sink - 1) // block * block
-        return bool(options.sink + num_blocks * block <= begins - options.window(begins))
-
     def evict(self) -> bool:
-        idle = self._idle()
+        idle, had = self.cached.idle(), self.cached.blocks()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.needy is None:
-            needed = self.memory.room(self.options.sizes[0]) < self._num_growing()
+            growing = self._num_growing()
+            needed = growing > 0 and self.memory.packed(self.holdings.dense(growing)) > self.memory.limit()
         require(needed, "cached blocks are given up without need")
-        first = self._first_idle()
+        expected = self.cached.of(min(idle)) if idle else set()
         done = self._space.evict()
-        require(not done or first not in self.prefix._entries, "another cached block is given up than the oldest")
-        require(done == bool(idle), f"{idle} cached blocks are idle, one was given up: {done}")
+        gone = had.keys() - self.cached.blocks().keys()
+        require(gone == expected, "other cached blocks are given up than the oldest")
+        require(done == bool(idle), f"{len(idle)} cached blocks are idle, one was given up: {done}")
         require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")
         return bool(done)
-
-    def _first_idle(self) -> bytes | None:
-        """The key of the cached block that is given up first: the least recently used, rather one without followers."""
-        entries = {} if self.prefix is None else self.prefix._entries
-        inner = {entry.parent for entry in entries.values()}
-        idle = [(entry.key in inner, entry.used, entry.key) for entry in entries.values() if entry.block.refs == 1]
-        return min(idle)[2] if idle else None
-
-    def _idle(self) -> int:
-        return 0 if self.prefix is None else sum(e.block.refs == 1 for e in self.prefix._entries.values())
 
     def demote(self, steps: Iterable[tuple[Any, int]]) -> int:
         steps = list(steps)
@@ -192,9 +180,12 @@ class SpySpace:
             pass
         else:
             self._check_relief(steps)
-        sizes = self.options.sizes
+        require(
+            not any(map(self.holdings.is_due, self.scheduler.running)), "blocks step down while others are out of sight"
+        )
         used, had = self.tables.arena.used_nbytes, [block.rung for block, _ in steps]
-        num_waves = len(self.tables.waves)
+        waves = self.tables.store.waves
+        num_waves = len(waves)
         for block, rung in steps:
             require(block.rung < rung <= block.floor, f"rung {block.rung} -> {rung} with floor {block.floor}")
         require(len({id(block) for block, _ in steps}) == len(steps), "a block is named twice")
@@ -203,8 +194,10 @@ class SpySpace:
         for (block, rung), old in zip(steps, had, strict=True):
             require(block.rung == old or rung <= block.rung <= block.floor, "a block is not where it was sent")
             if block.rung > old:
-                self.replayed[f"rung{old}", f"rung{block.rung}"] += 1
-                won += sizes[old] - sizes[block.rung]
+                group = block.group
+                names = self.options.rung_names(group)
+                self.replayed[names[old], names[block.rung]] += 1
+                won += self._size(block, old) - block.slot.nbytes
                 moved += 1
         if any(
             block.rung != rung for block, rung in steps
@@ -213,7 +206,7 @@ class SpySpace:
         for (block, rung), old in list(zip(steps, had, strict=True))[-1:]:
             self._check_last(block, rung, old)
         require(done == moved, f"{moved} blocks stepped down, {done} are counted")
-        for wave in self.tables.waves[num_waves:]:
+        for wave in waves[num_waves:]:
             for move in wave:
                 self._check_sealing(move)
         require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
@@ -222,10 +215,14 @@ class SpySpace:
 
     def _check_last(self, block: Any, wanted: int, old: int) -> None:
         """Checks that the last block of a call found no slot on its rung if it is not there."""
-        sizes, found = self.options.sizes, block.rung
-        back, gone = ([], []) if found == old else ([sizes[old]], [sizes[found]])
-        fits = self.memory.packed([sizes[wanted], *back], gone) <= self.tables.arena.nbytes
+        found = block.rung
+        back, gone = ([], []) if found == old else ([self._size(block, old)], [self._size(block, found)])
+        fits = self.memory.packed([self._size(block, wanted), *back], gone) <= self.tables.arena.nbytes
         require(found == wanted or not fits, "a block does not find a slot that there is")
+
+    def _size(self, block: Any, rung: int) -> int:
+        """Bytes of a block on that rung."""
+        return self.options.groups[block.group].size(rung)
 
     def _check_sealing(self, move: Any) -> None:
         """Checks that a block is sealed under its request's bank, mined before the first seal from computed tokens."""
@@ -233,11 +230,12 @@ class SpySpace:
         if not options.has_bank or move.old or not move.new:
             require(move.bank is None and move.mining is None, "a block that is not sealed needs no bank")
             return
-        owners = [r for r in self.scheduler.running if move.block in self.tables[r.request_id].blocks]
+        owners = [r for r in self.scheduler.running if move.block in self.holdings.tables_of(r)[0].blocks]
         require(len(owners) == 1 and move.bank is not None, "a block under no bank, or under several")
-        request, bank = owners[0], self.tables[owners[0].request_id].slots[-1]
+        request, table = owners[0], self.holdings.tables_of(owners[0])[0]
+        bank = table.slots[-1]
         require((move.mining is not None) == (bank not in self.mined), "a bank is not mined with the first seal")
-        end = options.sink + (self.tables[request.request_id].blocks.index(move.block) + 1) * options.block
+        end = options.groups[0].end(table.blocks.index(move.block))
         require(end <= request.num_computed_tokens, "a block is sealed before it is full")
         ends = options.window_ends(request.num_prefill_tokens, end)
         require(move.num_windows == len(ends), "a block may choose from other patterns")
@@ -250,7 +248,7 @@ class SpySpace:
 
     def check_preemption(self) -> None:
         """Checks that nobody gives way while cached blocks are idle or a block that may step down finds a slot."""
-        require(self._idle() == 0, "a request gives way while cached blocks are idle")
+        require(not self.cached.idle(), "a request gives way while cached blocks are idle")
         found = self._eligible(self._ranks(self.needy.params.tenant), even_recent=True)
         require(not any(map(self._finds_slot, found)), "a request gives way while a block could step down")
 
@@ -265,7 +263,7 @@ class SpySpace:
         return not any(map(self._finds_slot, found[:place]))
 
     def _finds_slot(self, found: Eligible) -> bool:
-        sizes, nbytes = self.options.sizes, self.tables.arena.nbytes
+        sizes, nbytes = self.options.groups[found.group].sizes, self.tables.arena.nbytes
         return any(self.memory.packed([sizes[rung]]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
 
     # ---- who may step down
@@ -283,15 +281,15 @@ class SpySpace:
     def _num_urgent(self) -> int:
         """Blocks that need not wait for their turn."""
         scored = [r for r in self.scheduler.running if r.params.num_prefill_tokens is not None]
-        return sum(len(self.tables[r.request_id].blocks) for r in scored)
+        return sum(len(table.blocks) for r in scored for table in self.holdings.tables_of(r))
 
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
         """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
         running, tenant, most = self.scheduler.running, None, 8
-        require(self._idle() == 0, "blocks step down while cached ones are idle")
+        require(not self.cached.idle(), "blocks step down while cached ones are idle")
         wanted = self.wanted
         if self.needy is None:
-            wanted = [self.options.sizes[0]] * self._num_growing()
+            wanted = self.holdings.dense(self._num_growing())
             most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 2)
         else:
             require(self.short, "blocks step down although there is room")
@@ -312,9 +310,9 @@ class SpySpace:
 
     def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
         """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
-        sizes, limit = self.options.sizes, self.memory.limit()
+        groups, limit = self.options.groups, self.memory.limit()
         for number in range(1, len(expected) + 1):
-            old, new = ([sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
+            old, new = ([groups[e.group].sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
             if self.memory.packed(wanted + new, old) <= limit:
                 return number
         return len(expected)
@@ -322,7 +320,7 @@ class SpySpace:
     def _num_growing(self) -> int:
         """Running requests whose next tokens, one for each step looked ahead, begin a block."""
         return sum(
-            self._held(r) < min(r.num_computed_tokens + max(1, self.options.block // 32), r.max_num_tokens)
+            self.holdings.held(r) < min(r.num_computed_tokens + max(1, self.options.block // 32), r.max_num_tokens)
             and r.num_tokens <= r.num_computed_tokens + 1
             for r in self.scheduler.running
         )
@@ -337,8 +335,8 @@ class SpySpace:
             return {r: int(r.params.tenant != tenant) for r in running}
         usage: Counter[str] = Counter()
         for request in running:
-            for block in self.tables[request.request_id]:
-                holders = sum(block in list(self.tables[r.request_id]) for r in running)
+            for block in self.holdings.blocks_of(request):
+                holders = sum(block in self.holdings.blocks_of(r) for r in running)
                 usage[request.params.tenant] += block.slot.nbytes // holders
         over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.nbytes}
         ranked = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
@@ -348,14 +346,16 @@ class SpySpace:
 
     def _eligible(self, ranks: dict[Any, int], *, even_recent: bool = False) -> list[Eligible]:
         """All blocks that may step down, each as its newest holder sees it; narrow ones ``even_recent`` if need be."""
-        options, holders = self.options, {}
+        holders: dict[int, Any] = {}
         for request in self.scheduler.running:
-            for index, block in enumerate(self.tables[request.request_id].blocks):
-                if block.rung < block.floor:
-                    end = options.sink + (index + 1) * options.block
-                    computed = request.num_computed_tokens
-                    age = computed - options.window(computed) - end
-                    holders.setdefault(id(block), (block, []))[1].append((age, request, index))
+            computed, place = request.num_computed_tokens, 0
+            for group, table in zip(self.options.groups, self.holdings.tables_of(request), strict=True):
+                oldest = computed - group.recent_tokens(computed)
+                for index, block in enumerate(table.blocks, table.first):
+                    place += 1
+                    if block.rung < block.floor:
+                        age = oldest - group.end(index)
+                        holders.setdefault(id(block), (block, []))[1].append((age, request, place))
         found = []
         for key, (block, ages) in holders.items():
             if all(request in ranks for _, request, _ in ages) and (
@@ -363,19 +363,23 @@ class SpySpace:
             ):
                 age, request, index = min(ages, key=lambda entry: entry[0])
                 rank = max(ranks[request] for _, request, _ in ages)
-                found.append(Eligible(rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor))
+                found.append(
+                    Eligible(
+                        rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor, block.group
+                    )
+                )
         return found
 
     def check_work(self) -> None:
         """Checks that the demotions in one schedule are bounded by the blocks asked for."""
-        sizes = self.options.sizes
-        if len(sizes) == 1:
+        groups = self.options.groups
+        if all(len(group.sizes) == 1 for group in groups):
             return
-        least = min(a - b for a, b in pairwise(sizes))
-        slab = self.tables.arena.slab_nbytes
-        running = len(self.scheduler.running)
+        least = min(a - b for group in groups for a, b in pairwise(group.sizes))
+        slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1))
+        running, num_rungs = len(self.scheduler.running), sum(len(group.sizes) for group in groups)
         bound = self._pressure.AHEAD_PER_STEP * -(-running // 2) + self._pressure.EAGER_PER_STEP * -(-running // 32)
         bound += self._num_urgent()
         for blocks in self.asked.values():
-            bound += (blocks * sizes[0] + (len(sizes) + 2) * slab) // least + 8 * (len(sizes) - 1)
+            bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

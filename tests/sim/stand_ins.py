@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.device.runner import StepResult
 from qkv_engine.device.steady_batch import SteadyBatch
 
-from .spy import require
+from .broken import require
 
 if TYPE_CHECKING:
     from .simulator import Simulation
@@ -42,9 +42,9 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
             simulation.emitted(request, token_id)
 
         def finish(self, request: Any, reason: Any, *, error: Any = None) -> None:
-            blocks = simulation.blocks_of(request)
+            tables = simulation.tables_of(request)
             super().finish(request, reason, error=error)
-            simulation.ended(request, reason, blocks)
+            simulation.ended(request, reason, tables)
 
     return SpyScheduler
 

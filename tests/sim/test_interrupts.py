@@ -13,10 +13,10 @@ import pytest
 
 from qkv_engine.request import FinishReason, SamplingParams
 
+from .broken import Broken
 from .code import MODULES, source_path
 from .options import Options, draw
 from .simulator import Simulation
-from .spy import Broken
 
 FILES = {str(source_path(file)) for file in MODULES}
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from .broken import Broken
 from .options import Options, draw
 from .patch import Patch
 from .simulator import Simulation, simulate
-from .spy import Broken
 
 ROOT = Path(__file__).parents[2]
 CHAOS = 900  # events of a run before everybody may finish

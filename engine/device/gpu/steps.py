@@ -55,7 +55,7 @@ class GpuSteps:
 
     def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
         self.model, self.device = model, memory.device
-        self.tables = DeviceTables(layout, ladder.spec.group, self.device)
+        self.tables = DeviceTables(layout, ladder.spec.main, self.device)
         num_heads = model.ranks.part(model.config.num_heads).size
         self.planner = GpuAttentionPlanner(memory, self.tables, ladder, model.config.attention, num_heads)
         self._graphs = Graphs(self.device) if cuda_graphs else None

@@ -20,7 +20,7 @@ def warm_up(runner: Runner) -> None:
     """
     tables, ladder = runner.cache.tables, runner.cache.ladder
     last = len(ladder.rungs) - 1
-    num_tokens = tables.group.tokens_in(last + 1) + 3
+    num_tokens = tables.spec.main.tokens_in(last + 1) + 3
     if num_tokens > tables.max_tokens(0):
         return
     request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1, floor=last)
@@ -32,7 +32,7 @@ def warm_up(runner: Runner) -> None:
         # The same steps as in earnest: one rung down at a time, and straight to the last one for an eager ladder.
         target = last if ladder.eager else rung
         tables.coldest(REQUEST_ID, num_tokens - 3)  # as the scheduler asks first: it notes how much can be mined
-        full = tables[REQUEST_ID].blocks[: last + 1 - rung]
+        full = tables.main[REQUEST_ID].blocks[: last + 1 - rung]
         tables.demote([(block, target) for block in full if block.rung < target])
         _run(runner, request, rows, num_tokens - 3, 2)
         _run(runner, request, rows, num_tokens - 1, 1)

@@ -75,7 +75,7 @@ def compare(
         for item in items:
             item.request.num_computed_tokens = item.end
         if rungs and requests["a"].num_computed_tokens == 300:
-            blocks = cache.tables["a"].blocks
+            blocks = cache.tables.main["a"].blocks
             cache.tables.coldest("a", 300)
             cache.tables.demote([(blocks[0], 1), (blocks[1], len(rungs))])
     return worst

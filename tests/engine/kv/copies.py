@@ -15,17 +15,17 @@ class Copy(DeviceTables):
     """A copy on the CPU that takes over the changes itself; ``rows`` follow the books."""
 
     def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int):
-        layout = TableLayout.of(tables, num_rows, max_tokens)
-        super().__init__(layout, tables.group, torch.device("cpu"))
-        self.rows = TableRows(layout, tables.group)
+        layout = TableLayout.of(tables.main, num_rows, max_tokens)
+        super().__init__(layout, tables.spec.main, torch.device("cpu"))
+        self.rows = TableRows(layout, tables.spec.main)
 
     def follow(self, tables: BlockTables, names: Iterable[str]) -> list[int]:
-        found = self.rows.follow(tables, names)
+        found = self.rows.follow(tables.main, names)
         self._take()
         return found
 
     def keep_up(self, tables: BlockTables) -> bool:
-        is_known = self.rows.keep_up(tables)
+        is_known = self.rows.keep_up(tables.main)
         self._take()
         return is_known
 

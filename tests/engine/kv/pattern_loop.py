@@ -82,7 +82,7 @@ class PatternLoop:
 
     def element(self, request: Request, position: int) -> Tensor:
         """K and V [layers, 2, H, D] of a token in a dense block or the sink."""
-        table, sink = self.cache.tables[request.request_id], self.cache.ladder.sink
+        table, sink = self.cache.tables.main[request.request_id], self.cache.ladder.sink
         index, offset = divmod(position - sink, BLOCK_TOKENS) if position >= sink else (0, position)
         block = table.blocks[index] if position >= sink else table.slots[0]
         assert block.rung <= 0
@@ -91,7 +91,7 @@ class PatternLoop:
         return elements.view(LAYERS, 2, KV_HEADS, tokens, HEAD_DIM)[:, :, :, offset]
 
     def snapshot(self, request: Request) -> Snapshot:
-        table = self.cache.tables[request.request_id]
+        table = self.cache.tables.main[request.request_id]
         blocks = [(block.rung, self.sides(block)) for block in table.blocks if block.rung]
         bank = None
         if table.bank is not None and blocks:

@@ -27,7 +27,7 @@ each_ladder = pytest.mark.parametrize("ladder", (ALONE, BESIDE), ids=("alone", "
 def opened(ladder: KVSpec, num_prompt_tokens: int, num_blocks: int, num_computed: int | None = None) -> BlockTables:
     """Tables of a request "a" of some blocks, all computed unless told otherwise."""
     tables = make_space(40, ladder).tables
-    num_tokens = ladder.group.sink + num_blocks * BLOCK
+    num_tokens = ladder.main.sink + num_blocks * BLOCK
     tables.open("a", 2, num_prompt_tokens=num_prompt_tokens)
     assert tables.reserve("a", num_tokens)
     tables.coldest("a", num_tokens if num_computed is None else num_computed)
@@ -35,14 +35,14 @@ def opened(ladder: KVSpec, num_prompt_tokens: int, num_blocks: int, num_computed
 
 
 def moves(tables: BlockTables) -> list[Move]:
-    return [move for wave in tables.waves for move in wave]
+    return [move for wave in tables.store.waves for move in wave]
 
 
 @each_ladder
 @pytest.mark.parametrize("prompt", [0, 1, 127, 128, 129, 300, 1280, 5000])  # tokens behind a sink
 def test_the_prompt_is_mined_with_the_first_seal(ladder: KVSpec, prompt: int):
-    tables = opened(ladder, ladder.group.sink + prompt, 10)
-    blocks, bank = tables["a"].blocks, tables["a"].slots[-1].slot.address
+    tables = opened(ladder, ladder.main.sink + prompt, 10)
+    blocks, bank = tables.main["a"].blocks, tables.main["a"].slots[-1].slot.address
     addresses = [block.slot.address for block in blocks]
     for first, last in ((2, 5), (0, 2), (5, 10)):  # in any order
         assert tables.demote([(block, 1) for block in blocks[first:last]]) == last - first
@@ -55,7 +55,7 @@ def test_the_prompt_is_mined_with_the_first_seal(ladder: KVSpec, prompt: int):
 
 def test_a_prompt_in_the_sink_alone_is_mined_from_the_first_block():
     tables = opened(BESIDE, 20, 2)
-    first = tables["a"].blocks[0]
+    first = tables.main["a"].blocks[0]
     address = first.slot.address
     assert tables.demote([(first, 2)]) == 1
     assert [move.mining for move in moves(tables)] == [Mining([address], BLOCK)]
@@ -63,20 +63,20 @@ def test_a_prompt_in_the_sink_alone_is_mined_from_the_first_block():
 
 @each_ladder
 def test_under_pressure_the_prompt_is_mined_as_far_as_it_is_computed(ladder: KVSpec):
-    tables = opened(ladder, ladder.group.sink + 9 * BLOCK, 9, num_computed=ladder.group.sink + 2 * BLOCK + 50)
-    blocks = tables["a"].blocks
+    tables = opened(ladder, ladder.main.sink + 9 * BLOCK, 9, num_computed=ladder.main.sink + 2 * BLOCK + 50)
+    blocks = tables.main["a"].blocks
     addresses = [block.slot.address for block in blocks]
     tables.demote([(blocks[0], 1), (blocks[1], 1)])
-    tables.coldest("a", ladder.group.sink + 9 * BLOCK)
+    tables.coldest("a", ladder.main.sink + 9 * BLOCK)
     tables.demote([(block, 1) for block in blocks[2:]])
     assert [move.mining for move in moves(tables)] == [Mining(addresses[:3], 2 * BLOCK + 50)] + [None] * 8
 
 
 def test_a_step_down_of_codes_needs_no_bank():
     tables = opened(ALONE, 300, 3)
-    blocks = tables["a"].blocks
+    blocks = tables.main["a"].blocks
     tables.demote([(block, 1) for block in blocks])
-    tables.waves.clear()
+    tables.store.waves.clear()
     assert tables.demote([(blocks[2], 2), (blocks[0], 2)]) == 2
     assert all(move.bank is None and move.mining is None for move in moves(tables))
 
@@ -86,8 +86,8 @@ def test_windows_after_the_prompt_add_their_centres_in_any_order(prompt: int, fi
     """A block may choose from the patterns of its own window and those before, and no window adds a pattern twice."""
     ladder = make_spec(RUNGS, sink=32, sink_nbytes=4, others=(BANK,), has_bank=True, num_windows=4)
     for order in ((range(10),), ([9], [3], [2, 5, 0], [8, 7, 6, 4, 1])):
-        tables = opened(ladder, ladder.group.sink + prompt, 10)
-        blocks = tables["a"].blocks
+        tables = opened(ladder, ladder.main.sink + prompt, 10)
+        blocks = tables.main["a"].blocks
         addresses = [block.slot.address for block in blocks]
         for some in order:
             assert tables.demote([(blocks[index], 1) for index in some]) == len(some)
@@ -107,12 +107,12 @@ def test_a_bank_is_read_where_it_lies_when_the_wave_runs():
         tables.open(name, 2, num_prompt_tokens=BLOCK)
         assert tables.reserve(name, 3 * BLOCK)
         tables.coldest(name, 3 * BLOCK)
-    tables.take_fresh()
-    blocks, bank = tables["f"].blocks, tables["f"].slots[-1]
+    tables.store.take_fresh()
+    blocks, bank = tables.main["f"].blocks, tables.main["f"].slots[-1]
     tables.demote([(blocks[0], 1)])
     tables.release("a")
     before = bank.slot.address
-    while tables._evacuate():
+    while tables.store._evacuate():
         pass
     assert bank.slot.address != before
     tables.demote([(blocks[1], 1)])
@@ -128,21 +128,21 @@ def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: KVSpec):
     names = "abcdef"
     for name in names:
         tables.open(name, 2, num_prompt_tokens=1)
-        assert tables.reserve(name, ladder.group.sink + BLOCK)
+        assert tables.reserve(name, ladder.main.sink + BLOCK)
     rows = copy.follow(tables, names)
-    assert copy.banks(rows).tolist() == [tables[name].slots[-1].slot.address for name in names]
+    assert copy.banks(rows).tolist() == [tables.main[name].slots[-1].slot.address for name in names]
     tables.release("a")
-    while tables._evacuate():
+    while tables.store._evacuate():
         pass
-    assert tables.reserve("f", ladder.group.sink + 6 * BLOCK)
+    assert tables.reserve("f", ladder.main.sink + 6 * BLOCK)
     rows = copy.follow(tables, names[1:])
-    assert copy.banks(rows).tolist() == [tables[name].slots[-1].slot.address for name in names[1:]]
+    assert copy.banks(rows).tolist() == [tables.main[name].slots[-1].slot.address for name in names[1:]]
     words = copy.block_words
     assert words.has_bank and copy.entries(rows[-1:], 6)[0].tolist() == [
-        [block.slot.address for block in tables.entries(tables["f"])[:6]]
+        [block.slot.address for block in tables.main.entries(tables.main["f"])[:6]]
     ]
     last = copy.words[copy.layout.first(rows[-1]) + words.width - 1]
-    assert copy.words[last] == tables["f"].slots[-1].slot.address << RUNG_BITS
+    assert copy.words[last] == tables.main["f"].slots[-1].slot.address << RUNG_BITS
     plain = Copy(make_space(8).tables, 2, BLOCK)
     assert not plain.block_words.has_bank and plain.banks([0]) is None
 
@@ -151,10 +151,10 @@ def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: KVSpec):
 def test_nothing_is_shared(ladder: KVSpec):
     space = make_space(40, ladder, prefix=True)
     for name in "ab":
-        request = make_request(name, [1] * (ladder.group.sink + 2 * BLOCK + 1))
+        request = make_request(name, [1] * (ladder.main.sink + 2 * BLOCK + 1))
         assert space.open(request) == 0 and space.reserve(request, request.num_tokens)
         space.computed(request, request.num_tokens)
-    assert not set(space.tables["a"]) & set(space.tables["b"])
+    assert not set(space.tables.main["a"]) & set(space.tables.main["b"])
     for name in "ab":
         space.tables.release(name)
     assert space.tables.arena.used_nbytes == 0
@@ -171,15 +171,15 @@ def build(*rungs: RungConfig, sink: int = 0, dtype: torch.dtype = torch.bfloat16
 @pytest.mark.parametrize("sink", [0, 32])
 def test_a_ladder_with_patterns_has_a_slot_for_them(sink: int):
     ladder = build(pattern_rung(4), pattern_rung(2), sink=sink)
-    assert ladder.spec.group.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
+    assert ladder.spec.main.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
     bank = ladder.slots[-1]
     assert bank.num_tokens == bank.num_elements == 0
     assert (
         bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4
     )  # layers, sides, patterns, heads, channels, fp16
-    assert not build(uniform_rung(4), sink=sink).spec.group.has_bank
+    assert not build(uniform_rung(4), sink=sink).spec.main.has_bank
     later = build(pattern_rung(4, 32, 20), pattern_rung(2, 32, 20), sink=sink)
-    assert (ladder.spec.group.num_windows, later.spec.group.num_windows) == (0, 20) and later.slots[
+    assert (ladder.spec.main.num_windows, later.spec.main.num_windows) == (0, 20) and later.slots[
         -1
     ].nbytes == 2 * bank.nbytes
 

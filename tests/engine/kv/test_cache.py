@@ -148,7 +148,7 @@ class Bench:
             item.request.num_computed_tokens = item.end
 
     def demote(self, name: str, index: int, rung: int) -> None:
-        block = self.cache.tables[name].blocks[index]
+        block = self.cache.tables.main[name].blocks[index]
         self.cache.tables.demote([(block, rung)])
 
     def close(self, name: str) -> None:
@@ -158,7 +158,7 @@ class Bench:
 
     def _check(self, item: ScheduledRequest, layer: int, q: Tensor, out: Tensor, nulls: Tensor | None) -> None:
         name, spec = item.request.request_id, self.specs[layer]
-        rungs = [self.cache.ladder.rungs[block.rung] for block in self.cache.tables[name].blocks]
+        rungs = [self.cache.ladder.rungs[block.rung] for block in self.cache.tables.main[name].blocks]
         k, v = (x.repeat_interleave(GROUP, dim=1) for x in self.oracle.read(name, layer, rungs))
         scores = torch.einsum("nhd,thd->hnt", q, k) * spec.scale
         weights = softmax_weights(scores, window=spec.window, softcap=spec.softcap, null_logits=nulls)
@@ -202,7 +202,7 @@ def test_random_histories(seed: int):
         if bench.requests and rng.random() < 0.15:
             bench.close(rng.choice(list(bench.requests)))
         for name, request in bench.requests.items():
-            for index, block in enumerate(tables[name].blocks):
+            for index, block in enumerate(tables.main[name].blocks):
                 is_full = bench.oracle.sink + (index + 1) * BLOCK_TOKENS <= request.num_computed_tokens
                 if is_full and block.rung < last and rng.random() < 0.3:
                     bench.demote(name, index, rng.randint(block.rung + 1, last) if block.rung else last)
@@ -221,7 +221,7 @@ def test_a_block_that_is_not_finite_is_reported_and_stored_finite():
     bench = Bench(LADDERS["8-4-2-1"])
     bench.open("a")
     bench.step({"a": 300})
-    first, second = bench.cache.tables["a"].blocks[:2]
+    first, second = bench.cache.tables.main["a"].blocks[:2]
     nbytes = first.slot.nbytes
     bench.cache.memory[first.slot.address : first.slot.address + nbytes].view(torch.float32)[77] = float("inf")
     bench.cache.tables.demote([(first, 1), (second, 1)])
@@ -249,7 +249,7 @@ def test_a_slot_without_tokens_lies_beside_what_attention_reads():
         bench.open(other)
         bench.step({name: 300, other: 20})
     bench.demote("a", 0, 1)
-    banks = {name: bench.cache.tables[name].slots[1] for name in "abcd"}
+    banks = {name: bench.cache.tables.main[name].slots[1] for name in "abcd"}
     for number, bank in enumerate(banks.values(), 1):
         bench.cache.memory[bank.slot.address : bank.slot.address + bank.slot.nbytes] = number
     bench.step({"a": 1, "c": 40, "d": 1})

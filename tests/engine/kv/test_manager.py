@@ -88,7 +88,7 @@ def test_usage_names_rungs_and_the_fewest_bits():
     space.open(request)
     assert space.reserve(request, 10) and space.usage(request) == KVUsage({}, 16.0)  # a sink alone
     assert space.reserve(request, 32 + 3 * BLOCK)
-    blocks = space.tables["a"].blocks
+    blocks = space.tables.main["a"].blocks
     space.demote([(blocks[0], 2), (blocks[1], 1)])
     assert space.usage(request) == KVUsage({"dense16": 1, "int8": 1, "int4": 1}, 4.0)
     assert space.nbytes(request) == 4 + 4 + 8 + 16
@@ -129,7 +129,7 @@ def test_aged_are_those_with_a_block_past_the_window_at_every_token(seed: int):
     space.open(running[0])
     assert space.reserve(running[0], BLOCK)
     for request in running[1:]:
-        space.tables.open(request.request_id, request.floor, space.tables["a"])
+        space.tables.open(request.request_id, request.floor, space.tables.main["a"])
     found = 0
     for step in range(3 * BLOCK):
         for request in running:

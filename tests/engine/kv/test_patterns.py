@@ -112,7 +112,7 @@ def test_a_request_has_the_same_bytes_alone_and_in_any_batch(sink: int):
             loop.add(str(length), prompt(length), 300)
         found = loop.run()
         assert {int(name): snapshot for name, snapshot in found.items()} == expected
-    assert loop.cache.tables.num_demotions["dense32", "int2-patterns"] >= 10
+    assert loop.cache.tables.store.num_demotions["dense32", "int2-patterns"] >= 10
 
 
 def test_a_request_computed_again_has_the_same_bytes():
@@ -122,7 +122,7 @@ def test_a_request_computed_again_has_the_same_bytes():
     requests = [loop.add(str(length), prompt(length), 400) for length in (300, 129)]
     for _ in range(200):
         loop.step()
-    banks = [loop.cache.tables[request.request_id].bank for request in requests]
+    banks = [loop.cache.tables.main[request.request_id].bank for request in requests]
     for request in reversed(requests):
         loop.scheduler._preempt(request)
     assert loop.cache.arena.used_nbytes == 0
@@ -138,12 +138,12 @@ def test_recovery_mines_banks_anew():
         loop.add(str(seed), prompt(length, seed), 300)
     for _ in range(160):
         loop.step()
-    old = [loop.cache.tables[name].bank for name in "01"]
+    old = [loop.cache.tables.main[name].bank for name in "01"]
     loop.cache.reset()
     loop.cache.memory.fill_(0xFF)
     loop.scheduler.recover(loop.space())
     loop.step()
-    assert [loop.cache.tables[name].bank is bank for name, bank in zip("01", old, strict=True)] == [False, False]
+    assert [loop.cache.tables.main[name].bank is bank for name, bank in zip("01", old, strict=True)] == [False, False]
     found = loop.run()
     assert [found["0"], found["1"]] == expected
 
@@ -153,7 +153,7 @@ def test_pressure_takes_blocks_down_both_steps():
     loop = PatternLoop(PRESSURE, 13, budget=128)
     for seed in range(6):
         loop.add(str(seed), prompt(400, seed), 150)
-    found, demotions = loop.run(), loop.cache.tables.num_demotions
+    found, demotions = loop.run(), loop.cache.tables.store.num_demotions
     assert demotions["dense32", "int4-patterns"] > 10 < demotions["int4-patterns", "int2-patterns"]
     checked = 0
     for seed in range(6):
@@ -174,7 +174,7 @@ def test_a_prompt_sealed_before_it_is_computed_is_mined_as_far_as_it_is():
     bank = None
     while bank is None or not bank.is_mined:
         loop.step()
-        bank = loop.cache.tables["long"].bank if "long" in loop.cache.tables else None
+        bank = loop.cache.tables.main["long"].bank if "long" in loop.cache.tables else None
     number = bank.num_computed_tokens
     assert BLOCK_TOKENS <= number < 1400
     part = PatternLoop(EAGER)
@@ -213,7 +213,7 @@ def test_values_that_are_not_finite_fail_their_request_alone():
     loop.element(bad, 3).fill_(float("inf"))
     loop.scheduler.schedule()
     found = loop.cache.apply_moves(loop.mover)
-    assert found == {loop.cache.tables["bad"].blocks[0]}
+    assert found == {loop.cache.tables.main["bad"].blocks[0]}
     bank = loop.snapshot(good).bank
     assert bank == alone(EAGER, 300, 5, 1).bank
     assert patterns_of(loop.snapshot(bad)).isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qkv_engine.kv import prefix as prefix_module
+from qkv_engine.kv.prefix import Hit
 
 from ...scheduler.common import BLOCK, DENSE, LADDER, RUNGS, make_space, make_spec
 
@@ -11,10 +12,11 @@ SINK = make_spec(RUNGS, sink=32, sink_nbytes=4)
 
 def filed(space, name: str, tokens: list[int], salt: str = "", floor: int = 2):
     """A request that computed all its tokens; returns its table."""
-    space.tables.open(name, floor, space.prefix.lookup(tokens, salt, floor, len(tokens) - 1))
+    floor = min(floor, space.num_rungs - 1)
+    space.tables.open(name, floor, space.prefix.lookup(tokens, salt, floor, len(tokens) - 1).blocks)
     assert space.tables.reserve(name, len(tokens))
     space.prefix.publish(name, tokens, salt, len(tokens))
-    return space.tables[name]
+    return space.tables.main[name]
 
 
 def gone(space, name: str) -> None:
@@ -27,34 +29,34 @@ def test_full_blocks_are_filed_and_found_by_their_tokens():
     table = filed(space, "a", [1] * (2 * BLOCK + 5))
     assert len(space.prefix) == 2 and [block.refs for block in table.blocks] == [2, 2, 1]
     find = space.prefix.lookup
-    assert find([1] * (2 * BLOCK + 1), "", 0, 2 * BLOCK) == table.blocks[:2]
-    assert find([1] * (2 * BLOCK + 1), "", 0, 2 * BLOCK - 1) == table.blocks[:1]  # one token is left to compute
-    assert find([1] * BLOCK + [2] * BLOCK, "", 0, 2 * BLOCK) == table.blocks[:1]
-    assert find([2] + [1] * 2 * BLOCK, "", 0, 2 * BLOCK) == []
+    assert find([1] * (2 * BLOCK + 1), "", 0, 2 * BLOCK) == Hit(2 * BLOCK, table.blocks[:2])
+    assert find([1] * (2 * BLOCK + 1), "", 0, 2 * BLOCK - 1) == Hit(BLOCK, table.blocks[:1])  # one token is left
+    assert find([1] * BLOCK + [2] * BLOCK, "", 0, 2 * BLOCK) == Hit(BLOCK, table.blocks[:1])
+    assert find([2] + [1] * 2 * BLOCK, "", 0, 2 * BLOCK) == Hit()
     assert (space.prefix.num_queried_tokens, space.prefix.num_hit_tokens) == (2 * BLOCK + 4 + 8 * BLOCK - 1, 4 * BLOCK)
 
 
 def test_salts_do_not_share():
     space = make_space(8, DENSE, prefix=True)
     table = filed(space, "a", [1] * 2 * BLOCK, salt="alice")
-    assert space.prefix.lookup([1] * 2 * BLOCK, "bob", 0, 2 * BLOCK) == []
-    assert space.prefix.lookup([1] * 2 * BLOCK, "alice", 0, 2 * BLOCK) == table.blocks
+    assert space.prefix.lookup([1] * 2 * BLOCK, "bob", 0, 2 * BLOCK) == Hit()
+    assert space.prefix.lookup([1] * 2 * BLOCK, "alice", 0, 2 * BLOCK) == Hit(2 * BLOCK, table.blocks)
 
 
 def test_the_sink_is_the_first_piece():
     space = make_space(12, SINK, prefix=True)
     table = filed(space, "a", [1] * (32 + BLOCK + 3))
-    found = space.prefix.lookup([1] * 400, "", 2, 399)
+    found = space.prefix.lookup([1] * 400, "", 2, 399).blocks
     assert found == [*table.slots, table.blocks[0]]
-    assert space.prefix.lookup([1] * 31, "", 2, 31) == []
-    assert space.prefix.lookup([1] * 33, "", 2, 32) == table.slots
+    assert space.prefix.lookup([1] * 31, "", 2, 31) == Hit()
+    assert space.prefix.lookup([1] * 33, "", 2, 32) == Hit(32, table.slots)
 
 
 def test_tokens_are_compared_so_that_a_collision_mixes_nobody(monkeypatch):
     monkeypatch.setattr(prefix_module, "_extend", lambda key, tokens: bytes(32))
     space = make_space(8, DENSE, prefix=True)
     filed(space, "a", [1] * BLOCK)
-    assert space.prefix.lookup([2] * BLOCK, "", 0, BLOCK) == []
+    assert space.prefix.lookup([2] * BLOCK, "", 0, BLOCK) == Hit()
 
 
 def test_a_hit_is_never_narrower_than_the_floor():
@@ -62,7 +64,7 @@ def test_a_hit_is_never_narrower_than_the_floor():
     table = filed(space, "a", [1] * 3 * BLOCK)
     space.tables.demote([(table.blocks[0], 1), (table.blocks[1], 2)])
     lookup = space.prefix.lookup
-    assert [len(lookup([1] * 400, "", floor, 399)) for floor in (0, 1, 2)] == [0, 1, 3]
+    assert [len(lookup([1] * 400, "", floor, 399).blocks) for floor in (0, 1, 2)] == [0, 1, 3]
 
 
 def test_the_least_recently_used_leaf_is_given_up_first():
@@ -72,7 +74,7 @@ def test_the_least_recently_used_leaf_is_given_up_first():
         gone(space, name)
     assert space.prefix.idle_nbytes == 4 * 16
     space.prefix.lookup([1] * 300, "", 0, 299)
-    assert space.prefix.evict() and len(space.prefix.lookup([2] * 300, "", 0, 299)) == 1  # its second block went
+    assert space.prefix.evict() and len(space.prefix.lookup([2] * 300, "", 0, 299).blocks) == 1  # its second block went
     assert space.prefix.evict() and space.prefix.evict() and space.prefix.evict()
     assert not space.prefix.evict() and space.tables.arena.used_nbytes == 0
 
@@ -97,7 +99,7 @@ def test_a_block_before_one_in_use_is_given_up_when_nothing_else_is_idle():
     gone(space, "a")
     assert space.prefix.idle_nbytes == 16
     assert space.prefix.evict() and not space.prefix.evict()
-    assert space.prefix.lookup([*tokens, 1], "", 0, 2 * BLOCK) == []
+    assert space.prefix.lookup([*tokens, 1], "", 0, 2 * BLOCK) == Hit()
     gone(space, "b")
     assert space.prefix.evict() and space.tables.arena.used_nbytes == 0
 
@@ -106,7 +108,7 @@ def test_what_is_not_to_be_trusted_is_taken_out():
     space = make_space(8, DENSE, prefix=True)
     table = filed(space, "a", [1] * 3 * BLOCK)
     space.prefix.purge(table.blocks[1:2])
-    assert space.prefix.lookup([1] * 400, "", 0, 399) == table.blocks[:1]
+    assert space.prefix.lookup([1] * 400, "", 0, 399) == Hit(BLOCK, table.blocks[:1])
     assert [block.refs for block in table.blocks] == [2, 1, 2]
     space.prefix.clear()
     assert [block.refs for block in table.blocks] == [1, 1, 1]
@@ -119,7 +121,7 @@ def test_a_recomputed_request_files_its_new_blocks():
     gone(space, "a")
     space.prefix.clear()
     table = filed(space, "a", [1] * 2 * BLOCK)
-    assert space.prefix.lookup([1] * 300, "", 0, 299) == table.blocks
+    assert space.prefix.lookup([1] * 300, "", 0, 299) == Hit(2 * BLOCK, table.blocks)
 
 
 def test_the_next_block_is_full_at_its_end_and_not_before():
@@ -137,7 +139,7 @@ def test_a_hit_that_would_lie_in_the_recent_window_has_to_be_dense():
     space.demote([(block, 1) for block in table.blocks[:4]])
 
     def hits(num_tokens: int, floor: int = 2) -> int:
-        return len(space.prefix.lookup([1] * num_tokens, "", floor, num_tokens - 1))
+        return len(space.prefix.lookup([1] * num_tokens, "", floor, num_tokens - 1).blocks)
 
     assert hits(5 * BLOCK) == 3  # its last block begins at 512, when 384 tokens are older than the window
     assert hits(5 * BLOCK + 1) == 5  # the fifth lies in the window, and is dense

@@ -22,57 +22,57 @@ each_ladder = pytest.mark.parametrize("ladder", (ALONE, BESIDE), ids=("alone", "
 def test_it_is_taken_with_the_first_block_and_given_back_with_the_last(ladder: KVSpec):
     tables = make_space(12, ladder).tables
     tables.open("a", 2)
-    assert tables.held("a") == 0 and not tables["a"].slots
+    assert tables.held("a") == 0 and not tables.main["a"].slots
     for num_tokens in (1, 20, 2 * BLOCK, 2 * BLOCK + 40):
         assert tables.reserve("a", num_tokens)
-        assert [slot.rung for slot in tables["a"].slots] == [slot_rung(i) for i in range(len(ladder.group.slots))]
+        assert [slot.rung for slot in tables.main["a"].slots] == [slot_rung(i) for i in range(len(ladder.main.slots))]
         assert tables.arena.live[BANK.nbytes] == 1
-    assert tables.held("a") == ladder.group.sink + len(tables["a"].blocks) * BLOCK
-    assert list(tables["a"]) == [*tables["a"].slots, *tables["a"].blocks]
+    assert tables.held("a") == ladder.main.sink + len(tables.main["a"].blocks) * BLOCK
+    assert list(tables.main["a"]) == [*tables.main["a"].slots, *tables.main["a"].blocks]
     assert all(block.rung >= 0 for block, _ in tables.unsettled("a", 10 * BLOCK))
     tables.release("a")
-    assert tables.arena.used_nbytes == 0 and not +tables.num_blocks
+    assert tables.arena.used_nbytes == 0 and not +tables.main.num_blocks
     tables.check_integrity()
 
 
 @each_ladder
 def test_every_request_is_counted_with_its_own(ladder: KVSpec):
     space = make_space(12, ladder)
-    sizes = Counter(slot.nbytes for slot in ladder.group.slots)
-    assert space.tables.demand(ladder.group.sink + 2 * BLOCK, 0) == sizes + Counter({16: 2})
-    requests = [make_request(name, ladder.group.sink + BLOCK, max_tokens=1) for name in "abc"]
+    sizes = Counter(slot.nbytes for slot in ladder.main.slots)
+    assert space.tables.demand(ladder.main.sink + 2 * BLOCK, 0) == sizes + Counter({16: 2})
+    requests = [make_request(name, ladder.main.sink + BLOCK, max_tokens=1) for name in "abc"]
     for number, request in enumerate(requests, 1):
         space.open(request)
         assert space.demand.total.slots(2)[BANK.nbytes] == number
     tables = make_space(4 + 2, ladder).tables
-    most = tables.max_requests(ladder.group.sink + 1, 0)
-    assert most == (3 if not ladder.group.sink else 2)  # a slab each for 5 banks, perhaps 4 sinks, and the dense blocks
+    most = tables.max_requests(ladder.main.sink + 1, 0)
+    assert most == (3 if not ladder.main.sink else 2)  # a slab each for 5 banks, perhaps 4 sinks, and the dense blocks
     for name in range(most):
         tables.open(str(name), 2)
-        assert tables.reserve(str(name), ladder.group.sink + 1)
+        assert tables.reserve(str(name), ladder.main.sink + 1)
     tables.open("more", 2)
-    assert tables.room_for("more", ladder.group.sink + 1) == ladder.group.sink and not tables.reserve(
-        "more", ladder.group.sink + 1
+    assert tables.room_for("more", ladder.main.sink + 1) == ladder.main.sink and not tables.reserve(
+        "more", ladder.main.sink + 1
     )
 
 
 @each_ladder
 def test_who_shares_a_prefix_has_a_slot_of_its_own(ladder: KVSpec):
-    space, tokens = make_space(16, ladder, prefix=True), [1] * (ladder.group.sink + 2 * BLOCK + 1)
+    space, tokens = make_space(16, ladder, prefix=True), [1] * (ladder.main.sink + 2 * BLOCK + 1)
     for name in "ab":
         request = make_request(name, tokens)
         found = space.open(request)
-        assert found == (ladder.group.sink + 2 * BLOCK if name == "b" else 0)
-        assert not any(slot.rung == slot_rung(len(ladder.group.slots) - 1) for slot in space.tables[name].slots)
+        assert found == (ladder.main.sink + 2 * BLOCK if name == "b" else 0)
+        assert not any(slot.rung == slot_rung(len(ladder.main.slots) - 1) for slot in space.tables.main[name].slots)
         assert space.reserve(request, len(tokens))
         space.computed(request, len(tokens))
-    a, b = space.tables["a"], space.tables["b"]
+    a, b = space.tables.main["a"], space.tables.main["b"]
     assert a.slots[-1] is not b.slots[-1] and a.slots[:-1] == b.slots[:-1] and a.blocks[:2] == b.blocks[:2]
     assert [a.slots[-1].refs, b.slots[-1].refs] == [1, 1]
     for name in "ab":
         space.tables.release(name)
     assert space.prefix is not None and space.tables.arena.live[BANK.nbytes] == 0
-    assert len(space.prefix) == 2 + bool(ladder.group.sink)
+    assert len(space.prefix) == 2 + bool(ladder.main.sink)
     space.tables.check_integrity()
 
 
@@ -99,14 +99,14 @@ def test_it_moves_when_its_slab_is_emptied(ladder: KVSpec):
     tables = make_space(12, ladder).tables
     for name in "abcdef":  # five banks a slab of 16 bytes
         tables.open(name, 2)
-        assert tables.reserve(name, ladder.group.sink)
-    tables.take_fresh()
-    bank = tables["f"].slots[-1]
+        assert tables.reserve(name, ladder.main.sink)
+    tables.store.take_fresh()
+    bank = tables.main["f"].slots[-1]
     old = bank.slot.address
     tables.release("a")
-    while tables._evacuate():
+    while tables.store._evacuate():
         pass
-    moves = [move for wave in tables.waves for move in wave if move.block is bank]
+    moves = [move for wave in tables.store.waves for move in wave if move.block is bank]
     assert [(move.src, move.dst) for move in moves] == [(old, bank.slot.address)] and bank.slot.address < old
     assert {(move.old, move.new) for move in moves} == {(bank.rung, bank.rung)}
     tables.check_integrity()
@@ -118,9 +118,9 @@ def test_the_device_has_entries_for_what_holds_tokens():
         copy = Copy(tables, 2, 4 * BLOCK)
         tables.open("a", 2)
         for blocks in (1, 3):
-            assert tables.reserve("a", ladder.group.sink + blocks * BLOCK)
+            assert tables.reserve("a", ladder.main.sink + blocks * BLOCK)
             (row,) = copy.follow(tables, ["a"])
-            entries = [*tables["a"].slots[:-1], *tables["a"].blocks]
+            entries = [*tables.main["a"].slots[:-1], *tables.main["a"].blocks]
             assert copy.num_blocks[0] == len(entries) == copy.rows._rows["a"].num_entries
             assert copy.entries([row], len(entries))[0].tolist() == [[block.slot.address for block in entries]]
 

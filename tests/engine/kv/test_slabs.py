@@ -15,12 +15,13 @@ from qkv_engine.device.layouts import build_ladder
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kv.arena import Arena
+from qkv_engine.kv.reserve import reserve_nbytes
 from qkv_engine.kv.slabs import MAX_SLAB_BLOCKS, least_nbytes, make_arena, make_tables
 from qkv_engine.kv.spec import KVSpec, RungSize
-from qkv_engine.kv.table import BlockTables, reserve_nbytes
+from qkv_engine.kv.table import BlockTables
 from qkv_engine.presets import PRESETS
 
-from ...scheduler.common import make_spec
+from ...scheduler.common import make_group_spec, make_spec
 
 THREE = KVConfig(name="three", rungs=(DENSE16, *(uniform_rung(bits) for bits in (8, 4, 2))), sink=16, recent=300)
 SHARE = replace(THREE, name="share", recent_ratio=0.35)
@@ -32,11 +33,11 @@ def ladder_of(config: KVConfig) -> KVSpec:
 
 def expected_loss(ladder: KVSpec, nbytes: int, slab: int) -> float:
     """Bytes that hold no KV: reserve, half of what a slab of each size may leave free, mean rest of the rungs."""
-    rungs = [rung.nbytes for rung in ladder.group.rungs]
-    sizes = {*rungs, *(slot.nbytes for slot in ladder.group.slots)} - {rungs[0]}
+    rungs = [rung.nbytes for rung in ladder.main.rungs]
+    sizes = {*rungs, *(slot.nbytes for slot in ladder.main.slots)} - {rungs[0]}
     rests = [slab % size / slab for size in rungs[1:]]
     halves = sum((slab - slab // (slab // size)) / 2 for size in sizes)
-    return reserve_nbytes(rungs, slab) + halves + nbytes * sum(rests) / len(rests)
+    return reserve_nbytes([rungs], rungs[0], slab) + halves + nbytes * sum(rests) / len(rests)
 
 
 @pytest.mark.parametrize(
@@ -45,20 +46,20 @@ def expected_loss(ladder: KVSpec, nbytes: int, slab: int) -> float:
 def test_of_all_slabs_the_chosen_one_wastes_least(config: KVConfig):
     """Tried with every multiple of the alignment. A slab no larger than the blocks that fill it when they step down."""
     ladder = ladder_of(config)
-    block, first = (rung.nbytes for rung in ladder.group.rungs[:2])
-    widest = max({first, *(slot.nbytes for slot in ladder.group.slots)} - {block})
+    block, first = (rung.nbytes for rung in ladder.main.rungs[:2])
+    widest = max({first, *(slot.nbytes for slot in ladder.main.slots)} - {block})
     for blocks in (9, 17, 100, 100_000):
         nbytes = blocks * block + block // 3
         arena = make_arena(ladder, nbytes)
-        sizes = range(ladder.group.align, MAX_SLAB_BLOCKS * block + 1, ladder.group.align)
+        sizes = range(ladder.main.align, MAX_SLAB_BLOCKS * block + 1, ladder.main.align)
         fitting = [size for size in sizes if size >= widest and size // first * block >= size]
         best = min(fitting, key=lambda size: (expected_loss(ladder, nbytes, size), size))
-        assert (arena.slab_nbytes, arena.nbytes) == (best, nbytes // ladder.group.align * ladder.group.align)
+        assert (arena.slab_nbytes, arena.nbytes) == (best, nbytes // ladder.main.align * ladder.main.align)
 
 
 def test_blocks_of_one_rung_fill_memory_without_slabs():
     ladder = ladder_of(PRESETS["bf16"])
-    block = ladder.group.widest.nbytes
+    block = ladder.main.widest.nbytes
     arena = make_arena(ladder, 5 * block + block // 3)
     assert (arena.nbytes, arena.reserve_nbytes, arena.room(block)) == (5 * block, 0, 5)
 
@@ -76,7 +77,7 @@ def test_small_memory_has_small_slabs():
 
 def losses(arena: Arena, ladder: KVSpec, nbytes: int) -> list[float]:
     """Share of ``nbytes`` that holds no KV when all blocks stand on one rung: reserve and rests; for each rung."""
-    return [1 - arena.room(rung.nbytes) * rung.nbytes / nbytes for rung in ladder.group.rungs]
+    return [1 - arena.room(rung.nbytes) * rung.nbytes / nbytes for rung in ladder.main.rungs]
 
 
 @given(st.sets(st.integers(16_000, 147_000), min_size=1, max_size=15), st.integers(60 << 30, 100 << 30))
@@ -93,7 +94,7 @@ def test_a_large_arena_loses_little_however_many_rungs_there_are(sizes: set[int]
     rng, tables = random.Random(nbytes), BlockTables(arena, ladder)
     tables.open("a", len(sizes))
     assert tables.reserve("a", 200 * BLOCK_TOKENS)
-    for block in tables["a"].blocks:
+    for block in tables.main["a"].blocks:
         tables.demote([(block, rng.randint(1, len(sizes)))])
     tables.check_integrity()
 
@@ -122,15 +123,15 @@ def test_the_least_memory_is_exact(config: KVConfig):
     with pytest.raises(CapacityError, match="Give at least"):
         make_tables(ladder, least - 1)
     tables = make_tables(ladder, least)
-    for rung in range(1, len(ladder.group.rungs)):
-        assert tables.max_tokens(rung) >= ladder.group.sink + 2 * BLOCK_TOKENS
+    for rung in range(1, len(ladder.main.rungs)):
+        assert tables.max_tokens(rung) >= ladder.main.sink + 2 * BLOCK_TOKENS
 
 
 def test_the_least_memory_is_an_open_block_and_slabs_for_the_sink_a_narrow_block_and_the_reserve():
-    assert least_nbytes(ladder_of(PRESETS["bf16"])) == ladder_of(PRESETS["bf16"]).group.widest.nbytes
+    assert least_nbytes(ladder_of(PRESETS["bf16"])) == ladder_of(PRESETS["bf16"]).main.widest.nbytes
     ladder = ladder_of(PRESETS["auto"])
-    slab = ladder.group.rungs[1].nbytes
-    assert least_nbytes(ladder) == ladder.group.widest.nbytes + 3 * slab
+    slab = ladder.main.rungs[1].nbytes
+    assert least_nbytes(ladder) == ladder.main.widest.nbytes + 3 * slab
 
 
 def test_books_of_any_size_begin_with_no_slab_made():
@@ -142,3 +143,38 @@ def test_books_of_any_size_begin_with_no_slab_made():
     assert tables.reserve("a", 5 * BLOCK_TOKENS)
     assert len(arena._slabs) == 1 and len(arena._blocks) == 5  # a slab for the sink
     assert tables.max_requests(10 * BLOCK_TOKENS, 2) > 10**8
+
+
+def gemma(visible: int | None = 512) -> KVSpec:
+    """Layers of Gemma 3 1B in blocks of 128 tokens: 4 that see all, and 22 with a window."""
+    rungs = [
+        [RungSize(name, n * layers * 1024, 16.0) for name, n in (("dense16", 128), ("int8", 66))] for layers in (4, 22)
+    ]
+    window = make_group_spec(rungs[1][:1], floors=(0, 0), visible=visible)
+    return make_spec(rungs[0], more_groups=(window,))
+
+
+def test_slabs_hold_dense_blocks_of_other_groups():
+    spec = gemma()
+    block, window = (group.widest.nbytes for group in spec.groups)
+    arena = make_arena(spec, 2**30)
+    assert arena.block_nbytes == block and arena.slab_nbytes >= window
+    assert arena.slab_nbytes // spec.main.rungs[1].nbytes * block >= arena.slab_nbytes
+    assert arena.slab_nbytes % window * 20 < arena.slab_nbytes  # hardly any rest
+    assert arena.reserve_nbytes < 3 * arena.slab_nbytes
+
+
+def test_the_least_memory_holds_a_window():
+    spec = gemma()
+    window, least = spec.groups[1].widest.nbytes, least_nbytes(spec)
+    with pytest.raises(CapacityError, match="no room for one block"):
+        make_tables(spec, least - 1)
+    tables = make_tables(spec, least)
+    assert tables.max_tokens(1) >= 2 * BLOCK_TOKENS and least > 5 * window
+    alone = KVSpec("window", spec.groups[1:], False, 0)
+    assert least_nbytes(alone) == 5 * window and make_tables(alone, 5 * window).max_tokens(0, most=10**6) == 10**6
+
+
+def test_capacity_grows_with_what_windows_do_not_keep():
+    full, window = (make_tables(gemma(visible), 2**30).max_tokens(0, most=10**6) for visible in (None, 512))
+    assert 6 * full < window < 7 * full  # 26 layers for each token, or 4

@@ -24,10 +24,10 @@ def tables_of(num_blocks: int, ladder: KVSpec = LADDER, slab_blocks: int = 1) ->
 
 def grow(tables: BlockTables, name: str, num_tokens: int, floor: int = 2) -> list:
     if name not in tables:
-        tables.open(name, floor)
+        tables.open(name, min(floor, tables.spec.num_rungs - 1))
     assert tables.reserve(name, num_tokens)
-    tables.take_fresh()
-    return tables[name].blocks
+    tables.store.take_fresh()
+    return tables.main[name].blocks
 
 
 WITH_SINK = make_spec(RUNGS, sink=32, recent=100, sink_nbytes=4)
@@ -35,7 +35,7 @@ WITH_SINK = make_spec(RUNGS, sink=32, recent=100, sink_nbytes=4)
 
 def test_blocks_are_counted_behind_the_sink():
     tables = tables_of(12, WITH_SINK)
-    assert [tables.group.blocks_for(n) for n in (0, 1, 32, 33, 160, 161)] == [0, 0, 0, 1, 1, 2]
+    assert [tables.spec.main.blocks_for(n) for n in (0, 1, 32, 33, 160, 161)] == [0, 0, 0, 1, 1, 2]
     assert tables.demand(32 + 5 * BLOCK, 2) == Counter({16: 2, 4: 4})  # two dense, three narrow and the sink
     assert tables.demand(32 + 5 * BLOCK, 0) == Counter({16: 5, 4: 1})
     assert tables.demand(20, 2) == Counter({4: 1, 16: 0})
@@ -79,15 +79,15 @@ def test_the_peak_outlives_the_memory_that_was_given_back():
 def test_a_reservation_is_all_or_nothing():
     tables = tables_of(3, DENSE)
     tables.open("a", 0)
-    assert not tables.reserve("a", 3 * BLOCK + 1) and not tables["a"].blocks
+    assert not tables.reserve("a", 3 * BLOCK + 1) and not tables.main["a"].blocks
     assert tables.room_for("a", 9 * BLOCK) == 3 * BLOCK
     assert tables.room_for("a", 9 * BLOCK, spare=2) == BLOCK
-    assert tables.reserve("a", 2 * BLOCK + 1) and len(tables["a"].blocks) == 3
+    assert tables.reserve("a", 2 * BLOCK + 1) and len(tables.main["a"].blocks) == 3
     assert tables.reserve("a", 3 * BLOCK) and not tables.reserve("a", 3 * BLOCK + 1)
 
 
 def test_a_sink_as_large_as_a_block_is_counted_with_the_blocks():
-    ladder = make_spec(DENSE.group.rungs, sink=BLOCK, sink_nbytes=16)
+    ladder = make_spec(DENSE.main.rungs, sink=BLOCK, sink_nbytes=16)
     tables = tables_of(2, ladder)
     tables.open("a", 0)
     assert tables.room_for("a", 9 * BLOCK) == 2 * BLOCK
@@ -98,12 +98,12 @@ def test_a_demotion_is_one_wave_that_overwrites_nothing_it_reads():
     tables = tables_of(6)
     blocks = grow(tables, "a", 3 * BLOCK)
     assert tables.demote([(blocks[0], 1), (blocks[1], 2)]) == 2
-    ((first, second),) = tables.waves
+    ((first, second),) = tables.store.waves
     assert (first.src, first.dst, first.old, first.new) == (80, 0, 0, 1)
     assert (second.src, second.dst, second.old, second.new) == (64, 16, 0, 2)
     assert [block.rung for block in blocks] == [1, 2, 0]
     assert tables.arena.used_nbytes == 8 + 4 + 16
-    assert tables.num_demotions == {("dense16", "int8"): 1, ("dense16", "int4"): 1}
+    assert tables.store.num_demotions == {("dense16", "int8"): 1, ("dense16", "int4"): 1}
     tables.check_integrity()
 
 
@@ -114,7 +114,7 @@ def test_a_demotion_without_room_for_a_slab_begins_a_new_wave():
     assert tables.demote([(block, 1) for block in blocks]) == 3
     # The second block follows the last one's move to the place that the first left.
     steps, copies = (
-        [[(m.src, m.dst) for m in w if (m.old != m.new) == k] for w in tables.waves] for k in (True, False)
+        [[(m.src, m.dst) for m in w if (m.old != m.new) == k] for w in tables.store.waves] for k in (True, False)
     )
     assert steps == [[(48, 0)], [], [(32, 16)], [(48, 32)]] and copies == [[], [(16, 48)], [], []]
     tables.check_integrity()
@@ -122,19 +122,19 @@ def test_a_demotion_without_room_for_a_slab_begins_a_new_wave():
 
 def test_free_bytes_are_gathered_for_a_block():
     tables = tables_of(3, DENSE)
-    assert not tables._evacuate()
+    assert not tables.store._evacuate()
     tables = make_space(16, LADDER, slab_blocks=2).tables  # a slab of 32 and what one may leave free in reserve
     blocks = grow(tables, "a", 8 * BLOCK)
     assert tables.demote([(block, 1) for block in blocks]) == 8
-    tables.waves.clear()
+    tables.store.waves.clear()
     held = [block.slot.address for block in blocks]
-    assert held == [0, 8, 16, 24, 32, 40, 48, 56] and not tables.waves
+    assert held == [0, 8, 16, 24, 32, 40, 48, 56] and not tables.store.waves
     tables.open("b", 2, blocks[4:6])
     tables.release("a")
-    assert [block.slot.address for block in tables["b"].blocks] == [32, 40]
-    assert tables._evacuate()  # to the free place at the beginning
-    assert [block.slot.address for block in tables["b"].blocks] == [0, 8]
-    assert [[(move.src, move.dst) for move in wave] for wave in tables.waves] == [[(32, 0), (40, 8)]]
+    assert [block.slot.address for block in tables.main["b"].blocks] == [32, 40]
+    assert tables.store._evacuate()  # to the free place at the beginning
+    assert [block.slot.address for block in tables.main["b"].blocks] == [0, 8]
+    assert [[(move.src, move.dst) for move in wave] for wave in tables.store.waves] == [[(32, 0), (40, 8)]]
     tables.check_integrity()
 
 
@@ -142,14 +142,16 @@ def test_a_fresh_slot_that_moves_is_cleared_at_its_new_place():
     tables = make_space(16, DENSE).tables
     for name in "ab":
         grow(tables, name, 2 * BLOCK)
-    tables.take_fresh()
+    tables.store.take_fresh()
     tables.open("e", 0)
     assert tables.reserve("e", BLOCK)  # the fifth place from the end
     tables.release("a")
-    assert tables._evacuate()
-    [block] = tables["e"].blocks
-    assert block.slot.address == 15 * 16 and not tables.waves  # nothing is written there yet, so nothing is copied
-    assert tables.take_fresh() == [block.slot]
+    assert tables.store._evacuate()
+    [block] = tables.main["e"].blocks
+    assert (
+        block.slot.address == 15 * 16 and not tables.store.waves
+    )  # nothing is written there yet, so nothing is copied
+    assert tables.store.take_fresh() == [block.slot]
 
 
 def test_ages_count_from_the_recent_window_and_settled_blocks_are_left_out():
@@ -162,10 +164,10 @@ def test_ages_count_from_the_recent_window_and_settled_blocks_are_left_out():
     assert tables.next_demotable_at("a") == 32 + BLOCK + 100
     tables.demote([(blocks[0], 2)])
     assert [block for block, _ in tables.unsettled("a", num_computed)] == blocks[1:]
-    assert tables["a"].num_settled == 1
+    assert tables.main["a"].num_settled == 1
     assert tables.next_demotable_at("a") == 32 + 2 * BLOCK + 100 <= num_computed
     tables.demote([(blocks[1], 2)])
-    assert tables.next_demotable_at("a") > num_computed and tables["a"].num_settled == 2
+    assert tables.next_demotable_at("a") > num_computed and tables.main["a"].num_settled == 2
 
 
 def test_the_floor_of_a_shared_block_is_that_of_those_who_hold_it():
@@ -185,7 +187,7 @@ def test_a_block_dropped_once_too_often_is_refused():
     (block,) = grow(tables, "a", BLOCK)
     tables.release("a")
     with pytest.raises(ArenaError, match="more often"):
-        tables.drop(block)
+        tables.store.drop(block)
     tables.release("a")  # releasing twice is harmless
 
 
@@ -209,7 +211,7 @@ class TablesMachine(RuleBasedStateMachine):
         name = f"r{self.serial}"
         self.serial += 1
         tokens = [family] * (32 + 6 * BLOCK)
-        shared = self.prefix.lookup(tokens, "salt", floor, len(tokens) - 1)
+        shared = self.prefix.lookup(tokens, "salt", floor, len(tokens) - 1).blocks
         assert all(block.rung <= floor for block in shared)
         self.tables.open(name, floor, shared)
         self.tokens[name] = tokens
@@ -223,7 +225,7 @@ class TablesMachine(RuleBasedStateMachine):
         room = self.tables.room_for(name, target)
         assert self.tables.reserve(name, target) == (room >= target)
         if room >= target:
-            assert len(self.tables[name].slots) == 2
+            assert len(self.tables.main[name].slots) == 2
             self.computed[name] = target
             self.prefix.publish(name, self.tokens[name], "salt", target)
 
@@ -254,16 +256,16 @@ class TablesMachine(RuleBasedStateMachine):
     @rule()
     def evacuate(self) -> None:
         used = self.tables.arena.used_nbytes
-        self.tables._evacuate()
+        self.tables.store._evacuate()
         assert self.tables.arena.used_nbytes == used
 
     @invariant()
     def books_agree(self) -> None:
         self.tables.check_integrity()
-        assert set(self.tokens) == set(self.tables._tables)
+        assert set(self.tokens) == set(self.tables.main._tables)
         for name, num_computed in self.computed.items():
-            table = self.tables[name]
-            assert len(table.blocks) >= self.tables.group.blocks_for(num_computed)
+            table = self.tables.main[name]
+            assert len(table.blocks) >= self.tables.spec.main.blocks_for(num_computed)
             assert all(0 <= block.rung <= table.floor for block in table.blocks)
             assert [slot.rung for slot in table.slots] == [slot_rung(i) for i in range(len(table.slots))]
             assert all(slot.refs == 1 for slot in table.slots[1:])  # it holds no tokens, so it is not shared

@@ -70,7 +70,7 @@ def test_blocks_step_down_at_the_count_reckoned_by_hand(sink: int, recent: int, 
         if request.request_id not in scheduler.space.tables:
             break
         # A step's moves are decided from the tokens computed before it.
-        down = sum(block.rung for block in scheduler.space.tables["a"].blocks)
+        down = sum(block.rung for block in scheduler.space.tables.main["a"].blocks)
         seen += [request.num_computed_tokens - 1] * (down - len(seen))
     assert seen[:5] == expected
 
@@ -81,7 +81,7 @@ def test_a_prompt_leaves_a_fifth_dense():
     found = {}
     while not request.is_finished and request.num_computed_tokens < 1605:
         run(scheduler, scheduler.schedule())
-        blocks = scheduler.space.tables["a"].blocks
+        blocks = scheduler.space.tables.main["a"].blocks
         found[request.num_computed_tokens - 1] = [block.rung for block in blocks]
     assert found[1000] == [1] * 6 + [0, 0]  # 800 tokens are older: six blocks end at 768
     assert found[1118] == [1] * 6 + [0] * 3 and found[1119] == [1] * 7 + [0] * 2  # 896 are older
@@ -99,9 +99,9 @@ def test_what_is_counted_dense_is_the_most_that_ever_are(window: RecentWindow, s
         older = computed - max(window.num_tokens, floor(window.ratio * computed)) - sink
         blocks = max(0, -(-(num_tokens - sink) // BLOCK))
         most = max(most, blocks - max(0, older // BLOCK))
-        shares.append(tables.split(num_tokens, 1))
+        shares.append(tables.spec.main.split(num_tokens, 1))
         assert sum(shares[-1]) == blocks and shares[-1][0] == most
-        assert tables.split(num_tokens, 0) == (blocks, 0)
+        assert tables.spec.main.split(num_tokens, 0) == (blocks, 0)
     assert all(a <= c and b <= d for (a, b), (c, d) in pairwise(shares))
 
 
@@ -132,6 +132,6 @@ def test_an_open_end_demands_more_dense_blocks_as_it_grows():
         space.begin_admission(step)
         share = space.demand.share(request)
         slots = space.demand.total.slots(1)
-        assert (slots[16], slots[8]) == (share.dense, share.narrow)
-        dense.append(share.dense)
+        assert (slots[16], slots[8]) == share.blocks[0]
+        dense.append(share.blocks[0][0])
     assert dense == sorted(dense) and (dense[0], dense[-1]) == (3, 5)
