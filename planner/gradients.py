@@ -174,7 +174,10 @@ class ProfilingBatch(SequenceBatch):
 
 
 class Watched(torch.autograd.Function):
-    """The heads as they are; the backward pass calls ``see`` with them and their gradients."""
+    """The heads as they are; the backward pass calls ``see`` with them and their gradients.
+
+    They are saved as any operator saves its inputs, so of a checkpointed layer they exist in its own backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, see: Callable[[Heads, Heads], None], *heads: Tensor) -> tuple[Tensor, ...]:
