@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv_engine.kernels.linear import linear
 from qkv_engine.kernels.moe import Experts, SoftmaxOver, SwiGLU, experts_mlp, route
@@ -81,6 +81,11 @@ class MoE(Layer):
         self.router_bias = empty_weight(number) if has_bias else None
         self.gate_up_bias = empty_weight(number, 2 * inner) if has_bias else None
         self.down_bias = empty_weight(number, self.hidden) if has_bias else None
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the experts, all but the router's."""
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return [part for part in parts if part is not None]
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""

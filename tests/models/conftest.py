@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def make_reference() -> Callable[..., transformers.PreTrainedModel]:
         return reference
 
     return make
+
+
+@pytest.fixture
+def saved(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path) -> Callable[..., Any]:
+    """Writes a random transformers model into ``tmp_path``, and returns it."""
+
+    def save(family: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
+        reference = make_reference(family, **changes)
+        reference.save_pretrained(tmp_path)
+        return reference
+
+    return save
 
 
 @pytest.fixture

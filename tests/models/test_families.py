@@ -155,16 +155,6 @@ def case_id(value: object) -> str:
     return str(own)[:80]
 
 
-@pytest.fixture
-def saved(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path) -> Callable[..., Any]:
-    def save(family: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
-        reference = make_reference(family, **changes)
-        reference.save_pretrained(tmp_path)
-        return reference
-
-    return save
-
-
 def load_for(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """The model in ``folder`` for requests of up to 512 tokens."""
     source = find_model(str(folder))
