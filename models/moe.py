@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from qkv_engine.kernels.linear import linear
 from qkv_engine.kernels.moe import Experts, SoftmaxOver, SwiGLU, experts_mlp, route
 
-from .config import ModelConfig
+from .config import ModelConfig, read_num_layers
 from .fields import Fields
 from .layers import CheckpointRows, Layer, empty_weight
 from .ranks import ALONE, Ranks
 
 PLAIN_SWIGLU = SwiGLU()
-_MAX_EXPERTS = 1024
+_MAX_EXPERTS = 2**15  # in all layers: the tensors of an index are that many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def read_moe(fields: Fields, size_field: str = "intermediate_size") -> dict[str,
     ``num_local_experts`` stands before ``num_experts``, under which a family gives its default.
     """
     name = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
-    num_experts = fields.integer(name, 1, _MAX_EXPERTS)
+    num_experts = fields.integer(name, 1, _MAX_EXPERTS // read_num_layers(fields))
     fields.choice("hidden_act", {"silu": None}, "silu", "experts do not support this activation")
     return {
         "num_experts": num_experts,
