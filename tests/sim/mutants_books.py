@@ -146,14 +146,14 @@ BOOKS = (
         "the recent window is ignored",
         "spec",
         "GroupSpec.newest",
-        "return self.in_blocks(self.recent.older(num_computed))",
-        "return self.in_blocks(num_computed)",
+        "return self.recent.older(num_computed) - self.sink",
+        "return num_computed - self.sink",
     ),
     Patch(
         "the sink is forgotten when ages are counted",
         "spec",
         "GroupSpec.newest",
-        "return self.in_blocks(self.recent.older(num_computed))",
+        "return self.recent.older(num_computed) - self.sink",
         "return self.recent.older(num_computed)",
     ),
     Patch(
