@@ -105,7 +105,7 @@ def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
     kv = qkv[:, :, HEADS:].unflatten(2, (2, KV_HEADS)).movedim(1, 0)
     tokens = iter(kv)  # [layers, K and V, heads, D] each
     for item in batch.items:
-        table = cache.tables[item.request.request_id]
+        table = cache.tables.main[item.request.request_id]
         for position in range(item.start, item.end):
             place = _place(cache, table, position)
             assert torch.equal(place, next(tokens))
@@ -126,7 +126,7 @@ def _place(cache: KVCache, table: BlockTable, position: int) -> Tensor:
 
 
 def _rows(cache: KVCache, batch: ScheduledBatch) -> Tensor:
-    tables = [[block.slot.address for block in cache.tables[item.request.request_id]] for item in batch.items]
+    tables = [[block.slot.address for block in cache.tables.main[item.request.request_id]] for item in batch.items]
     width = max(map(len, tables))
     return token_rows(
         torch.tensor([table + [0] * (width - len(table)) for table in tables]),
