@@ -157,7 +157,7 @@ class ProfilingBatch(SequenceBatch):
         """See ``SequenceBatch.attend_heads``."""
         see = partial(self._read if layer in self._readers else self._finish, layer)
         self._readers.setdefault(layer, [])
-        watched: Callable[..., tuple[Tensor, ...]] = Watched.apply
+        watched: Callable[..., tuple[Tensor, ...]] = WatchedHeads.apply
         return super().attend_heads(layer, Heads(*watched(see, *heads)), null_logits)
 
     def _read(self, layer: int, _: Heads, gradient: Heads) -> None:
@@ -173,7 +173,7 @@ class ProfilingBatch(SequenceBatch):
         self.numbers[layer] = torch.cat((ratio[None], k, v))
 
 
-class Watched(torch.autograd.Function):
+class WatchedHeads(torch.autograd.Function):
     """The heads as they are; the backward pass calls ``see`` with them and their gradients.
 
     They are saved as any operator saves its inputs, so of a checkpointed layer they exist in its own backward pass.

@@ -90,7 +90,7 @@ def test_tokens_are_where_attention_reads_them(sink: int) -> None:
         for item in items:
             item.request.num_computed_tokens = item.end
         if requests["a"].num_computed_tokens == 300:
-            cache.tables.demote([(block, 1) for block in cache.tables["a"].blocks[:2]])
+            cache.tables.demote([(block, 1) for block in cache.tables.main["a"].blocks[:2]])
 
 
 def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
