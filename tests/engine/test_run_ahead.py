@@ -234,11 +234,12 @@ def test_only_requests_whose_tokens_the_host_must_see_wait_for_them():
 
 def test_a_request_that_stops_is_computed_one_step_too_far_and_no_more():
     started = begin("fp32", "64MiB", max_num_batched_tokens=600)
-    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 1, "max_tokens": 50, "ignore_eos": True}
+    params = SamplingParams(**drawn)
     free = play(make_core(started, False), [Submission("a", None, [5, 6, 7], params, 50, 0, [], False, floor=0)], {})[0]
     ids = free.outputs[0].token_ids
     place = next(i for i in range(10, 50) if ids[i] not in ids[:i])
-    stopping = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, stop_token_ids=[ids[place]])
+    stopping = SamplingParams(**drawn, stop_token_ids=[ids[place]])
     core = make_core(started, True)
     output = play(core, [Submission("b", None, [5, 6, 7], stopping, 50, 0, [], False, floor=0)], {})[0]
     assert output.outputs[0].token_ids == ids[: place + 1]
