@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qkv_engine.models.registry import MODELS
+from qkv_engine.models.registry import build_model
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -29,8 +29,7 @@ class Weights(NamedTuple):
 
 def count_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
     """The weights of ``config`` in ``dtype``, without making any."""
-    with torch.device("meta"):
-        model = MODELS[config.architecture](config)
+    model = build_model(config)
     total = sum(parameter.numel() for parameter in model.parameters())
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)

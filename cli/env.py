@@ -92,7 +92,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     from qkv_engine.bench.sizing import make_ladder
     from qkv_engine.device.cpu.threads import choose_threads
     from qkv_engine.loading import check_context, resolve_device
-    from qkv_engine.models.loader import weights_nbytes
+    from qkv_engine.models.loader import num_parameters, weights_nbytes
 
     device, config = resolve_device(args.device or "auto"), read_model(args, args.model).config
     num_ranks = args.tensor_parallel or 1
@@ -110,7 +110,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     model = {
         "name": args.model or "demo",
         "architecture": config.architecture,
-        "parameters": config.num_parameters,
+        "parameters": num_parameters(config),
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": weights,
         "context_tokens": context,

@@ -39,12 +39,12 @@ def read_model(args: argparse.Namespace, shape: str | None = None) -> ModelFiles
     """A shape, a folder or a Hub model, of which only the small files are fetched."""
     load_torch()
     from qkv_engine.loading import demo_folder
-    from qkv_engine.models.config import ModelConfig
     from qkv_engine.models.loader import find_folder, read_config
+    from qkv_engine.models.registry import config_from_hf
     from qkv_engine.models.shapes import SHAPES
 
     if shape in SHAPES:
-        return ModelFiles(ModelConfig.from_hf(SHAPES[shape]), None)
+        return ModelFiles(config_from_hf(SHAPES[shape]), None)
     if args.model is None:
         folder = demo_folder()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from .device.cpu.backend import CpuBackend
 from .device.layouts import Ladder, build_ladder
 from .device.logits import CausalLM
 from .device.memory import free_memory, memory_or_error
-from .errors import CapacityError, ConfigError
+from .errors import CapacityError, ConfigError, ModelError
 from .kv.table_rows import TableLayout
 from .own_thread import in_own_thread
 from .sizes import format_size
@@ -70,6 +71,8 @@ def load(
     loaded.
     """
     source = find_source(config, device, ranks.size)
+    context = config.max_model_len or source.config.max_position_embeddings
+    source = replace(source, config=source.config.for_context(context))
     if config.max_model_len is not None and config.max_model_len > source.config.max_context:
         logger.warning(
             "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
@@ -103,6 +106,7 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
             config.kv.model.check_shape(model, config.kv.name)
         check_context(model, config.max_model_len, config.extend_context)
         model.check_ranks(num_ranks)
+        check_heads(model)
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
 
     return find_model(
@@ -112,6 +116,13 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
         token=config.token,
         check=check,
     )
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Raises ``ModelError`` for a model whose layers have unlike heads: all layers' KV is in slots of one size."""
+    if len({spec[:3] for spec in model.attention}) > 1:
+        message = "layers with unlike numbers or sizes of heads are not supported yet"
+        raise ModelError(message, field="architecture", value=model.architecture)
 
 
 def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:

@@ -28,6 +28,9 @@ class LayerPages:
 class RequestPages:
     """The first ``length`` tokens of one request: (slot, valid tokens) of its sink and open block, the slots of its
     full dense blocks, the byte addresses of its sealed blocks by rung, and that of its bank of patterns.
+
+    For a window, blocks that no query sees are left out, and ``positions`` has the first token of each full block by
+    rung: of ``full`` under 0, of ``sealed`` under the others.
     """
 
     length: int
@@ -36,3 +39,4 @@ class RequestPages:
     open: tuple[int, int] | None = None
     sealed: dict[int, list[int]] = field(default_factory=dict)
     bank: int | None = None
+    positions: dict[int, list[int]] = field(default_factory=dict)

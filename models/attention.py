@@ -15,11 +15,19 @@ from .rope import Rotation
 class AttentionBatch(Protocol):
     """The KV cache's view of one step. The runner makes it; every layer calls it once."""
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: Tensor | None = None,
+    ) -> Tensor:
         """Normalises and rotates q and k, writes k and v of the step's tokens, attends to all that each token may see.
 
+        Scale, window and soft cap are those of the layer's ``AttentionSpec``.
         Shapes: qkv [N, HQ + 2 H, D], contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
-        result [N, HQ, D]. All in the model's dtype.
+        null_logits [HQ]; result [N, HQ, D]. All in the model's dtype.
         """
         ...
 
@@ -32,21 +40,37 @@ class Attention(Layer):
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
-        heads, kv_heads, head_dim = ranks.part(config.num_heads), ranks.part(config.num_kv_heads), config.head_dim
+        spec = config.attention[layer]
+        heads, kv_heads, head_dim = ranks.part(spec.num_heads), ranks.part(spec.num_kv_heads), spec.head_dim
         self.layer, self.head_dim, self.kv_heads = layer, head_dim, kv_heads
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
         queries, keys = heads.times(head_dim), kv_heads.times(head_dim)
         shards = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = Linear(config.hidden_size, shards, bias=config.attention_bias)
+        fused_name = "qkv_proj" if config.fused_qkv else None
+        self.qkv_proj = Linear(config.hidden_size, shards, bias=config.attention_bias, fused_name=fused_name)
         out = {"o_proj": config.hidden_size}
         self.o_proj = RowParallelLinear(queries, out, ranks, bias=config.attention_output_bias)
         norm_shards = {"q_norm": heads.size, "k_norm": kv_heads.size}
-        self.qk_norm = HeadNorm(head_dim, config.rms_norm_eps, norm_shards) if config.qk_norm else None
+        self.qk_norm = HeadNorm(head_dim, config.norm_eps, norm_shards, config.norm_offset) if config.qk_norm else None
+        self._channel_order = config.ropes[layer].channel_order(head_dim)
 
     def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """x and result [N, E]."""
         num_tokens = x.shape[0]
         qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        attended = batch.attend(self.layer, qkv, rotation, self.qk_norm)
+        attended = self.attend(qkv, rotation, batch)
         out: Tensor = self.o_proj(attended.reshape(num_tokens, self.num_heads * self.head_dim))
         return out
+
+    def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+        """qkv [N, HQ + 2 H, D] -> [N, HQ, D]."""
+        return batch.attend(self.layer, qkv, rotation, self.qk_norm)
+
+    def convert(self) -> None:
+        """Puts the channels of q and k in the order in which ``Rotation`` pairs them."""
+        if self._channel_order is None:
+            return
+        for rows in (self.qkv_proj.weight, self.qkv_proj.bias):
+            if rows is not None:
+                heads = rows.view(-1, self.head_dim, *rows.shape[1:])[: self.num_heads + self.num_kv_heads]
+                heads.copy_(heads[:, self._channel_order])

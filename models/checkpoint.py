@@ -8,6 +8,7 @@ https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import re
@@ -31,6 +32,9 @@ from qkv_engine.model_files import (
     read_into,
     read_json,
 )
+from qkv_engine.sizes import format_size
+
+logger = logging.getLogger("qkv_engine")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,6 +50,9 @@ _ITEM_BITS = {  # of an element, by safetensors' name of its dtype
 _MAX_HEADER_BYTES = 16 * 2**20  # of one file; a longer header is refused before it is read
 _MAX_TENSORS = 100_000  # of one file, and of an index; more are refused
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+# Names in a checkpoint with a text part: those of other parts, and what comes before those of the text part.
+_OTHER_PART = re.compile(r"(model\.)?(vision|audio|multi_modal|embed_vision|embed_audio)")
+_TEXT_PART = re.compile(r"^(?:(model\.)language_model\.|language_model\.)")
 _PIECE_BYTES = 32 * 2**20  # read at a time, whole rows; the peak is the weights and one piece
 _DIGEST_ELEMENTS = 64  # of each projection, in the digest that tells checkpoints apart
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -89,6 +96,13 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def take_text_part(self) -> None:
+        """Keeps the tensors of the text part alone, by the names that they have in a checkpoint of nothing else."""
+        others = [name for name in self.tensors if _OTHER_PART.match(name)]
+        nbytes = sum(self.tensors.pop(name).nbytes for name in others)
+        logger.info("%d tensors (%s) of vision and other parts are skipped", len(others), format_size(nbytes))
+        self.tensors = {_TEXT_PART.sub(r"\1", name): stored for name, stored in self.tensors.items()}
 
     @property
     def file_names(self) -> list[str]:

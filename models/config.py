@@ -1,12 +1,13 @@
-"""Model configuration from ``config.json``: the one place that knows Hugging Face's attribute names.
+"""Model configuration: what all families read alike from ``config.json``; each family's file reads its differences.
 
 Checks everything it reads; it opens no file and builds no tensor.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,16 +17,6 @@ from .attention_spec import AttentionSpec
 from .fields import Fields
 from .rope import RopeConfig
 
-logger = logging.getLogger("qkv_engine")
-
-# architecture -> model_type
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -34,6 +25,9 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+# Kinds of layers, by their names in ``layer_types``.
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # Limits far above every released dense model: a hostile config cannot ask for absurd shapes.
 _MAX_LAYERS = 512
@@ -41,92 +35,126 @@ _MAX_WIDTH = 2**20
 _MAX_VOCAB = 2**24
 _MAX_HEADS = 1024
 _MAX_POSITIONS = 2**31
-# transformers' defaults where a config leaves the field out.
-_QWEN3_HEAD_DIM = 128
-_MISTRAL_SLIDING_WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder-only transformer. Sizes in elements, ``max_position_embeddings`` in tokens.
+    """Shape and arithmetic of a decoder-only transformer. Sizes in elements, contexts in tokens.
 
+    ``attention`` and ``ropes`` have an entry a layer. ``max_context`` is the longest context the model was made for.
     ``attention_bias`` is the bias of q, k and v, ``attention_output_bias`` that of the output projection;
-    ``qk_norm`` is an RMSNorm over each head of q and k; ``dtype`` is the checkpoint's.
+    ``qk_norm`` is a norm over each head of q and k. ``norm_offset`` is added to the checkpoint's norm weights;
+    ``layer_norm`` stands for LayerNorm without bias in place of RMSNorm. ``fused_qkv`` and ``fused_gate_up``: these
+    projections are one checkpoint tensor. ``dtype`` is the checkpoint's. ``is_nested``: the checkpoint has parts
+    beside the decoder, such as a vision tower.
     """
 
-    architecture: str
+    architecture: str = ""  # the name in the registry
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    attention: tuple[AttentionSpec, ...]
+    ropes: tuple[RopeConfig, ...]
+    norm_eps: float
     max_position_embeddings: int
+    max_context: int
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    activation: str = "silu"
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    is_nested: bool = False
     dtype: torch.dtype = torch.float32
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
     @classmethod
-    def from_hf(cls, hf: object) -> ModelConfig:
-        """Reads a parsed ``config.json``, in the form of transformers 5 or of earlier releases.
+    def read(
+        cls,
+        fields: Fields,
+        *,
+        layer_types: Sequence[str] | None = None,
+        rope: RopeConfig | None = None,
+        ropes: Sequence[RopeConfig] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        activation_field: str = "hidden_act",
+        **differences: Any,
+    ) -> ModelConfig:
+        """Reads a decoder's fields. An option that is given stands in place of the field, or of what Llama has there.
 
-        Raises ``ModelError`` naming the field that is missing, malformed, out of range or not supported.
+        ``layer_types`` are those of ``read_layer_types``; ``rope`` is that of all layers, ``ropes`` has one a layer.
+        ``scale`` and ``softcap`` are those of ``AttentionSpec``, ``activation_field`` names that of the MLP's
+        activation, ``differences`` are fields of this class.
+        Raises ``ModelError`` naming the field that is missing, malformed or out of range.
         """
-        fields = Fields(hf)
-        architecture = _architecture(fields)
-        _refuse_unsupported(fields)
-        _refuse_sliding_window(fields, architecture)
         num_heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
         hidden_size = fields.integer("hidden_size", 1, _MAX_WIDTH)
         vocab_size = fields.integer("vocab_size", 1, _MAX_VOCAB)
-        bias = fields.boolean("attention_bias", default=False)
-        honours_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        head_dim = read_head_dim(fields)
+        positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS)
         bos_token_ids = fields.token_ids("bos_token_id", vocab_size)
+        kinds = (FULL,) * read_num_layers(fields) if layer_types is None else layer_types
+        if ropes is None:
+            ropes = (rope or RopeConfig.from_hf(fields),) * len(kinds)
+        facts: dict[str, Any] = {
+            "intermediate_size": fields.integer("intermediate_size", 1, _MAX_WIDTH),
+            "norm_eps": fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+            "max_context": max(each.stretched(positions) for each in ropes),
+            "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+            "activation": fields.choice(activation_field, _ACTIVATIONS, "silu", "this activation is not supported"),
+            "dtype": _dtype(fields),
+            "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
+            "bos_token_id": bos_token_ids[0] if bos_token_ids else None,
+        } | differences
+        for each in set(ropes):
+            each.check(fields, head_dim)
+        spec = AttentionSpec(
+            num_heads, _num_kv_heads(fields, num_heads), head_dim, scale or head_dim**-0.5, softcap=softcap
+        )
+        window = _window(fields, facts["max_context"]) if SLIDING in kinds else None
         return cls(
-            architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size", 1, _MAX_WIDTH),
-            num_layers=fields.integer("num_hidden_layers", 1, _MAX_LAYERS),
-            num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(fields, num_heads),
-            head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
-            rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
-            rope=RopeConfig.from_hf(fields),
-            max_position_embeddings=fields.integer("max_position_embeddings", 1, _MAX_POSITIONS),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-            attention_bias=architecture == "Qwen2ForCausalLM" or (bias and honours_bias),
-            attention_output_bias=bias and honours_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias", default=False),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            dtype=_dtype(fields),
-            eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-            bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+            max_position_embeddings=positions,
+            attention=tuple(spec._replace(window=window if kind == SLIDING else None) for kind in kinds),
+            ropes=tuple(ropes),
+            **facts,
         )
 
     @property
-    def max_context(self) -> int:
-        """Tokens of the longest context the model was made for, stretched by its rope scaling where it has one."""
-        rope, positions = self.rope, self.max_position_embeddings
-        if rope.rope_type == "linear":  # its configs state the context before scaling
-            return int(positions * rope.factor)
-        if rope.rope_type == "yarn":
-            return max(positions, int(rope.original_max_position_embeddings * rope.factor))
-        return positions
+    def num_layers(self) -> int:
+        """Layers with KV of their own."""
+        return len(self.attention)
 
     @property
-    def attention(self) -> tuple[AttentionSpec, ...]:
-        """What attention computes in each layer."""
-        spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
-        return (spec,) * self.num_layers
+    def num_heads(self) -> int:
+        return self.attention[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention[0].head_dim
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Channels of a head, layer by layer."""
+        return tuple(spec.head_dim for spec in self.attention)
+
+    def for_context(self, num_tokens: int) -> ModelConfig:
+        """The same model, its rotations those for requests of up to ``num_tokens``."""
+        return replace(self, ropes=tuple(rope.for_context(num_tokens) for rope in self.ropes))
 
     def check_ranks(self, size: int) -> None:
         """Raises ``ConfigError`` unless heads and inner features can be split over ``size`` tensor-parallel ranks."""
@@ -134,8 +162,9 @@ class ModelConfig:
         for name, number in (("attention heads", self.num_heads), ("inner features", self.intermediate_size)):
             if number % size:
                 problem = f"the model's {number} {name} cannot be split evenly"
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            problem = f"the model's {self.num_kv_heads} KV heads can be neither split nor repeated evenly"
+        for num_kv_heads in {spec.num_kv_heads for spec in self.attention}:
+            if num_kv_heads % size and size % num_kv_heads:
+                problem = f"the model's {num_kv_heads} KV heads can be neither split nor repeated evenly"
         if problem is not None:
             remedy = "Use a number of ranks that divides the model's heads, such as 2"
             raise ConfigError(problem, field="tensor_parallel", value=size, remedy=remedy)
@@ -143,70 +172,63 @@ class ModelConfig:
     def share(self, size: int) -> ModelConfig:
         """The shape of one of ``size`` ranks' part of the layers. Raises ``ConfigError``, as ``check_ranks`` does."""
         self.check_ranks(size)
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=max(1, self.num_kv_heads // size),
-            intermediate_size=self.intermediate_size // size,
+        specs = (
+            spec._replace(num_heads=spec.num_heads // size, num_kv_heads=max(1, spec.num_kv_heads // size))
+            for spec in self.attention
         )
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all checkpoint tensors, a tied output embedding counted once."""
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden, inner = self.hidden_size, self.intermediate_size
-        layer = hidden * (query + 2 * key) + query * hidden + 3 * hidden * inner + 2 * hidden
-        layer += (query + 2 * key) * self.attention_bias + hidden * self.attention_output_bias
-        layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + hidden
+        return replace(self, attention=tuple(specs), intermediate_size=self.intermediate_size // size)
 
 
-def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures")
-    if names is None:
-        model_type = fields.string("model_type", default="")
-        names = [name for name, kind in ARCHITECTURES.items() if kind == model_type] or [model_type]
-    if not isinstance(names, list) or len(names) != 1 or type(names[0]) is not str:
-        raise fields.error("architectures", "must be a list of one class name")
-    architecture: str = names[0]
-    supported = f"Supported: {', '.join(ARCHITECTURES)}"
-    if architecture not in ARCHITECTURES:
-        raise ModelError("not supported", field="architecture", value=architecture, remedy=supported)
-    model_type = fields.string("model_type", default=ARCHITECTURES[architecture])
-    if model_type != ARCHITECTURES[architecture]:
-        raise fields.error("model_type", f"contradicts the architecture {architecture}", supported)
-    return architecture
+def read_num_layers(fields: Fields) -> int:
+    """The number of decoder layers."""
+    return fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    for name in ("quantization_config", "compression_config"):
-        if fields.get(name) is not None:
-            remedy = "Use the original float32, bfloat16 or float16 checkpoint"
-            raise fields.error(name, "quantized weights are not supported", remedy)
-    if fields.string("hidden_act", default="silu") != "silu":
-        raise fields.error("hidden_act", "this activation is not supported", "Supported: silu")
-    if fields.get("auto_map") is not None:
-        logger.warning("config.json names custom code (auto_map); it is ignored, built-in model code is used")
+def read_layer_types(fields: Fields, is_sliding: Callable[[int], object]) -> tuple[str, ...]:
+    """The kind of each layer, ``FULL`` or ``SLIDING``; where ``layer_types`` is left out, as ``is_sliding`` says."""
+    num_layers = read_num_layers(fields)
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return tuple(SLIDING if is_sliding(layer) else FULL for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+        message = f"must be a list of {num_layers} supported layer types"
+        raise fields.error("layer_types", message, f"Supported: {FULL}, {SLIDING}")
+    return tuple(kinds)
 
 
-def _refuse_sliding_window(fields: Fields, architecture: str) -> None:
-    """Raises ``ModelError`` for a sliding window, unless it covers the whole context."""
-    max_positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS)
-    window = None
-    if architecture == "MistralForCausalLM":
-        # A missing key means transformers' default window; null means no window.
-        window = fields.get("sliding_window") if "sliding_window" in fields.values else _MISTRAL_SLIDING_WINDOW
-    elif architecture.startswith("Qwen") and fields.boolean("use_sliding_window", default=False):
-        window = fields.get("sliding_window")
-    if window is not None and (type(window) is not int or window < max_positions):
-        remedy = f"Supported: null, or at least max_position_embeddings ({max_positions})"
-        raise fields.error("sliding_window", f"sliding-window attention ({window!r:.40}) is not supported", remedy)
-    layer_types = fields.get("layer_types")
-    if layer_types is None or architecture == "LlamaForCausalLM":
-        return
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise fields.error("layer_types", "a layer type is not supported", "Supported: full_attention")
+def read_head_dim(fields: Fields) -> int:
+    """Channels of a head."""
+    num_heads, hidden_size = (fields.integer(name, 1, _MAX_WIDTH) for name in ("num_attention_heads", "hidden_size"))
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise fields.error("head_dim", f"is required: {num_heads} heads do not divide hidden_size {hidden_size}")
+    head_dim = fields.integer("head_dim", 2, 512, default=hidden_size // num_heads)
+    if head_dim % 2 or not 2 <= head_dim <= 512:
+        raise ModelError("must be an even number from 2 to 512", field="head_dim", value=head_dim)
+    return head_dim
+
+
+def read_biases(fields: Fields) -> dict[str, Any]:
+    """The option for a bias on q, k and v and on the output projection, off where it is left out."""
+    bias = fields.boolean("attention_bias", default=False)
+    return {"attention_bias": bias, "attention_output_bias": bias}
+
+
+def read_multiplier(fields: Fields, name: str) -> float:
+    """A positive factor, 1 where it is left out."""
+    return fields.number(name, 1e-6, 1e6, default=1.0)
+
+
+def read_softcap(fields: Fields, name: str) -> float | None:
+    """A soft cap of logits, ``None`` where the field is null."""
+    return None if fields.get(name) is None else fields.number(name, 1e-3, 1e6)
+
+
+def _window(fields: Fields, max_context: int) -> int | None:
+    """Tokens that a token sees in a sliding layer, itself included; ``None`` if that is all it ever has before it."""
+    if fields.get("sliding_window") is None:
+        return None
+    window = fields.integer("sliding_window", 1, _MAX_POSITIONS)
+    return window if window < max_context else None
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
@@ -214,16 +236,6 @@ def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
     return num_kv_heads
-
-
-def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
-    if fields.get("head_dim") is None and architecture != "Qwen3ForCausalLM" and hidden_size % num_heads:
-        raise fields.error("head_dim", f"is required: {num_heads} heads do not divide hidden_size {hidden_size}")
-    derived = _QWEN3_HEAD_DIM if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
-    head_dim = fields.integer("head_dim", 2, 512, default=derived)
-    if head_dim % 2 or not 2 <= head_dim <= 512:
-        raise ModelError("must be an even number from 2 to 512", field="head_dim", value=head_dim)
-    return head_dim
 
 
 def _dtype(fields: Fields) -> torch.dtype:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from qkv_engine.errors import ModelError
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -15,6 +18,18 @@ class Fields:
             raise ModelError(f"{where or 'config.json'} must be a JSON object, not {type(values).__name__}")
         self.values: dict[str, Any] = values
         self._prefix = f"config.json: {where}." if where else "config.json: "
+
+    def given(self, **defaults: Any) -> Fields:
+        """The same object with ``defaults`` for fields that it leaves out; ``null`` counts as given."""
+        found = Fields({**defaults, **self.values})
+        found._prefix = self._prefix
+        return found
+
+    def without(self, *names: str) -> Fields:
+        """The same object with ``names`` left out."""
+        found = Fields({name: value for name, value in self.values.items() if name not in names})
+        found._prefix = self._prefix
+        return found
 
     def get(self, name: str) -> Any:
         return self.values.get(name)
@@ -51,6 +66,20 @@ class Fields:
         if type(value) is not str:
             raise self.error(name, "must be a string")
         return value
+
+    def choice(self, name: str, choices: Mapping[str, T], default: str, message: str) -> T:
+        """The value that ``choices`` has for the field's string; ``message`` refuses any other one."""
+        found = self.string(name, default)
+        if found not in choices:
+            raise self.error(name, message, f"Supported: {', '.join(choices)}")
+        return choices[found]
+
+    def numbers(self, name: str, low: float, high: float) -> tuple[float, ...]:
+        """A list of numbers in the range."""
+        value = self.get(name)
+        if not isinstance(value, list) or any(type(x) not in (int, float) or not low <= x <= high for x in value):
+            raise self.error(name, f"must be a list of numbers from {low:g} to {high:g}")
+        return tuple(float(x) for x in value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One id, a list of ids or ``null``, as a tuple without repeats."""

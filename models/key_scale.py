@@ -19,9 +19,12 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
     """Divides the keys of an unpacked ``net`` by ``scale``, and multiplies the matching queries.
 
     The factors go into the weights of the q/k norm, which has a row a head, or else into the rows and biases of the
-    projections. Shapes:  scale [layers, H, D / 2], for the KV heads of all ranks. Raises ``ConfigError`` for others.
+    projections. Shapes:  scale [layers, H, D / 2], for the KV heads of all ranks. Raises ``ConfigError`` for others,
+    and for a model whose keys are normed otherwise.
     """
     attentions = [module for module in net.modules() if isinstance(module, Attention)]
+    if not attentions or any(type(attention) is not Attention for attention in attentions):
+        raise ConfigError("keys of this model cannot be scaled", field="key_scale", remedy="Make a plan without it")
     kv_heads = attentions[0].kv_heads
     shape = [len(attentions), kv_heads.whole, attentions[0].head_dim // 2]
     try:

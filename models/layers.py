@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,13 @@ class Layer(nn.Module):
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__[name] = value  # a direct attribute; torch looks children up in three dictionaries, in Python
+
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
+        """The checkpoint tensors that fill the module's own parameters."""
+        return iter(())
+
+    def convert(self) -> None:
+        """Called once a checkpoint has filled the parameters: they become what ``forward`` computes with."""
 
     def pack(self) -> None:
         """Called once after loading: weights may change to their operators' fastest layout."""
@@ -56,11 +64,6 @@ class CheckpointRows(NamedTuple):
         return len(self.shape) < self.parameter.dim()
 
     @property
-    def is_split(self) -> bool:
-        """Whether other ranks hold other elements of the tensor."""
-        return not self.is_broadcast and self.shape != tuple(self.target.shape)
-
-    @property
     def num_rows(self) -> int:
         """Rows of the tensor that are read."""
         return self.shape[0] if self.is_broadcast else self.stop - self.start
@@ -74,11 +77,14 @@ class Linear(Layer):
     """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
     ``shards`` maps each projection's name to its rows, of which the rank may hold a part: a column-parallel layer.
-    ``pack`` ends loading; after it the weight is opaque.
+    With ``fused_name`` the checkpoint has them as one tensor. ``pack`` ends loading; after it the weight is opaque.
     """
 
-    def __init__(self, in_features: int | Part, shards: Mapping[str, int | Part], *, bias: bool):
+    def __init__(
+        self, in_features: int | Part, shards: Mapping[str, int | Part], *, bias: bool, fused_name: str | None = None
+    ):
         super().__init__()
+        self.fused_name = fused_name
         self.columns = _part(in_features)
         self.shards = {name: _part(rows) for name, rows in shards.items()}
         out_features = sum(rows.size for rows in self.shards.values())
@@ -90,15 +96,18 @@ class Linear(Layer):
         return linear(x, self.weight, self.bias)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
-        start = 0
-        columns = self.columns
+        start = before = 0
+        columns, fused_rows = self.columns, sum(rows.whole for rows in self.shards.values())
         for name, rows in self.shards.items():
-            stop, shape = start + rows.size, (rows.whole, columns.whole)
+            stop, first, num_rows = start + rows.size, rows.first, rows.whole
+            if self.fused_name is not None:
+                name, first, num_rows = self.fused_name, before + first, fused_rows
             assert isinstance(self.weight, nn.Parameter), "asked for before packing"
-            yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, rows.first, columns.first)
+            shape = (num_rows, columns.whole)
+            yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, first, columns.first)
             if self.bias is not None:
-                yield CheckpointRows(f"{name}.bias", (rows.whole,), self.bias, start, stop, rows.first)
-            start = stop
+                yield CheckpointRows(f"{name}.bias", (num_rows,), self.bias, start, stop, first)
+            start, before = stop, before + rows.whole
 
     def pack(self) -> None:
         """Replaces the weight by the fastest product's layout and frees the original."""
@@ -123,13 +132,31 @@ class RowParallelLinear(Linear):
         return out if self.bias is None else out.add_(self.bias)
 
 
-class RMSNorm(Layer):
+class Norm(Layer):
+    """A norm over the last dimension with a weight, of which the checkpoint has what exceeds ``offset``."""
+
+    is_wide = False  # whether the weight has more precision than what is normed
+
+    def __init__(self, name: str, size: int, eps: float, offset: float = 0.0):
+        super().__init__()
+        self.name, self.size, self.eps, self.offset = name, size, eps, offset
+        self.weight = _empty(size)
+
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
+        yield CheckpointRows(f"{self.name}.weight", (self.size,), self.weight, 0, self.size)
+
+    def convert(self) -> None:
+        """Adds the offset; in float32, which the sum then stays in."""
+        if self.offset:
+            self.is_wide = self.weight.dtype is not torch.float32
+            self.weight = nn.Parameter(self.weight.float() + self.offset, requires_grad=False)
+
+
+class RMSNorm(Norm):
     """``x / rms(x) * weight`` over the last dimension: float32 inside, cast before the weight, like Hugging Face."""
 
-    def __init__(self, name: str, size: int, eps: float):
-        super().__init__()
-        self.name, self.size, self.eps = name, size, eps
-        self.weight = _empty(size)
+    def __init__(self, name: str, size: int, eps: float, offset: float = 0.0):
+        super().__init__(name, size, eps, offset)
         self._scaled_weight: Tensor | None = None  # weight * sqrt(size), for the CPU's shorter computation
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -143,18 +170,24 @@ class RMSNorm(Layer):
 
     def pack(self) -> None:
         """In float32 on the CPU, folds the square root of ``size`` into the weight."""
-        if self.weight.is_cpu and self.weight.dtype is torch.float32:
+        if self.weight.is_cpu and self.weight.dtype is torch.float32 and not self.is_wide:
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
-    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
-        yield CheckpointRows(f"{self.name}.weight", (self.size,), self.weight, 0, self.size)
+
+class LayerNorm(Norm):
+    """``(x - mean(x)) / std(x) * weight`` over the last dimension."""
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum, which overwrites the residual; all [N, E]."""
+        summed = x if residual is None else residual.add_(x)
+        return F.layer_norm(summed, (self.size,), self.weight, None, self.eps), summed
 
 
 class HeadNorm(RMSNorm):
     """RMSNorm over each head of a tensor ``[N, heads, D]``, with ``shards``: numbers of heads by the norm they use."""
 
-    def __init__(self, size: int, eps: float, shards: dict[str, int]):
-        super().__init__("", size, eps)
+    def __init__(self, size: int, eps: float, shards: dict[str, int], offset: float = 0.0):
+        super().__init__("", size, eps, offset)
         self.shards = shards
         self.weight = _empty(sum(shards.values()), size)
 
@@ -170,19 +203,25 @@ class HeadNorm(RMSNorm):
 
 
 class Embedding(Layer):
-    """Token embedding table ``[V, E]``."""
+    """Token embedding table ``[V, E]``, whose rows are looked up times ``multiplier``."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int):
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, multiplier: float = 1.0):
         super().__init__()
-        self.name = name
+        self.name, self.multiplier = name, multiplier
         self.weight = _empty(vocab_size, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [N] int64 -> [N, E]."""
-        return F.embedding(input_ids, self.weight)
+        rows = F.embedding(input_ids, self.weight)
+        return rows if self.multiplier == 1.0 else rows.mul_(_rounded(self.multiplier, rows.dtype))
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         yield CheckpointRows(f"{self.name}.weight", tuple(self.weight.shape), self.weight, 0, self.weight.shape[0])
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype, device="cpu"))
 
 
 def _part(features: int | Part) -> Part:

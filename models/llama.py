@@ -1,41 +1,125 @@
-"""Llama 2, 3, 3.1 and 3.2; the other families share this decoder, their differences being flags of ``ModelConfig``."""
+"""Llama 2, 3, 3.1 and 3.2, and their kin whose differences are fields of ``ModelConfig``: Mistral, Qwen2, Qwen3, Phi-3.
+
+Other families build their decoders from the parts here.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv_engine.kernels.linear import linear_swiglu
 
 from .attention import Attention, AttentionBatch
-from .config import ModelConfig
-from .layers import Embedding, Layer, Linear, RMSNorm, RowParallelLinear
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
+from .fields import Fields
+from .layers import Embedding, Layer, LayerNorm, Linear, Norm, RMSNorm, RowParallelLinear
 from .ranks import ALONE, Part, Ranks
-from .rope import RotaryEmbedding, Rotation
+from .rope import LayerRotations, RopeConfig, Rotation
+
+
+def read_llama(fields: Fields) -> ModelConfig:
+    """Llama, whose biases are options."""
+    return ModelConfig.read(
+        fields,
+        **read_biases(fields),
+        mlp_bias=fields.boolean("mlp_bias", default=False),
+    )
+
+
+def read_mistral(fields: Fields) -> ModelConfig:
+    """Mistral: all layers have the window, if there is one."""
+    fields = fields.given(sliding_window=4096, num_key_value_heads=8)
+    return ModelConfig.read(fields, layer_types=(SLIDING,) * read_num_layers(fields))
+
+
+def read_qwen2(fields: Fields) -> ModelConfig:
+    """Qwen2 and Qwen2.5: a bias on q, k and v; some layers may have a window."""
+    return _read_qwen(fields, attention_bias=True)
+
+
+def read_qwen3(fields: Fields) -> ModelConfig:
+    """Qwen3: a norm over each head of q and k."""
+    return _read_qwen(fields.given(head_dim=128), **read_biases(fields), qk_norm=True)
+
+
+def _read_qwen(fields: Fields, **differences: Any) -> ModelConfig:
+    fields = fields.given(sliding_window=4096)
+    has_window = fields.boolean("use_sliding_window", default=False)
+    first = fields.integer("max_window_layers", 0, 2**20, default=28)
+    kinds = read_layer_types(fields, lambda layer: has_window and layer >= first)
+    if SLIDING in kinds and not has_window:
+        raise fields.error("layer_types", "contradicts use_sliding_window", f"Supported without it: {FULL}")
+    return ModelConfig.read(fields, layer_types=kinds, **differences)
+
+
+def read_phi3(fields: Fields) -> ModelConfig:
+    """Phi-3 and Phi-4: q, k and v are one checkpoint tensor, and so are gate and up; a part of each head may rotate."""
+    fields = fields.given(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
+    scaling = fields.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") in ("su", "yarn"):  # early names of longrope in this family
+        fields = Fields({**fields.values, "rope_scaling": {**scaling, "type": "longrope"}})
+    return ModelConfig.read(
+        fields,
+        layer_types=(SLIDING,) * read_num_layers(fields),
+        rope=RopeConfig.from_hf(fields, may_be_partial=True),
+        fused_qkv=True,
+        fused_gate_up=True,
+    )
+
+
+def read_seed_oss(fields: Fields) -> ModelConfig:
+    """Seed-OSS: a bias on q, k and v, and options for one on the output projection and the MLP."""
+    fields = fields.given(num_key_value_heads=8, head_dim=128)
+    return ModelConfig.read(
+        fields,
+        attention_bias=fields.boolean("attention_bias", default=True),
+        attention_output_bias=fields.boolean("attention_out_bias", default=False),
+        mlp_bias=fields.boolean("mlp_bias", default=False),
+    )
 
 
 class MLP(Layer):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``. Each of ``ranks`` has its part of the inner features."""
+    """Gated MLP: ``down(activation(gate(x)) * up(x))``. Each of ``ranks`` has its part of the inner features."""
 
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
         hidden, inner = config.hidden_size, ranks.part(config.intermediate_size)
-        self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
+        shards, fused_name = {"gate_proj": inner, "up_proj": inner}, "gate_up_proj" if config.fused_gate_up else None
+        self.gate_up_proj = Linear(hidden, shards, bias=config.mlp_bias, fused_name=fused_name)
         self.down_proj = RowParallelLinear(inner, {"down_proj": hidden}, ranks, bias=config.mlp_bias)
+        self._is_silu = config.activation == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
-        out: Tensor = self.down_proj(linear_swiglu(x, self.gate_up_proj.weight, self.gate_up_proj.bias))
+        if self._is_silu:
+            inner = linear_swiglu(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            inner = F.gelu(gate, approximate="tanh").mul_(up)
+        out: Tensor = self.down_proj(inner)
         return out
+
+
+def make_norm(config: ModelConfig, name: str) -> Norm:
+    """The norm over hidden states whose weight the checkpoint calls ``name``."""
+    if config.layer_norm:
+        return LayerNorm(name, config.hidden_size, config.norm_eps)
+    return RMSNorm(name, config.hidden_size, config.norm_eps, config.norm_offset)
 
 
 class DecoderLayer(Layer):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
+    attention_class: type[Attention] = Attention
+
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
-        self.input_layernorm = RMSNorm("input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, ranks)
-        self.post_attention_layernorm = RMSNorm("post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = make_norm(config, "input_layernorm")
+        self.self_attn = self.attention_class(config, layer, ranks)
+        self.post_attention_layernorm = make_norm(config, "post_attention_layernorm")
         self.mlp = MLP(config, ranks)
 
     def forward(
@@ -52,19 +136,20 @@ class DecoderLayer(Layer):
 
 
 class LlamaModel(Layer):
-    """Embedding, decoder layers and final norm."""
+    """Embedding, decoder layers of one class and final norm."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
+    def __init__(self, config: ModelConfig, layer_class: type[Layer], ranks: Ranks = ALONE):
         super().__init__()
-        self.embed_tokens = Embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, ranks) for layer in range(config.num_layers))
-        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
+        multiplier = config.embedding_multiplier
+        self.embed_tokens = Embedding("embed_tokens", config.vocab_size, config.hidden_size, multiplier)
+        self.layers = nn.ModuleList(layer_class(config, layer, ranks) for layer in range(len(config.ropes)))
+        self.norm = make_norm(config, "norm")
+        self.rotary_emb = LayerRotations(config.ropes, config.head_dims)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        rotation = self.rotary_emb(positions)
+        rotations = self.rotary_emb(positions)
         x, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
+        for layer, rotation in zip(self.layers, rotations, strict=True):
             x, residual = layer(x, residual, rotation, batch)
         out: Tensor = self.norm(x, residual)[0]
         return out
@@ -74,13 +159,17 @@ class LlamaForCausalLM(Layer):
     """A decoder with its output embedding. The loader builds, fills and packs it; it holds no KV.
 
     Each of ``ranks`` computes all hidden states and all logits; it has a part of the output embedding where that is a
-    matrix of its own with a number of rows that the ranks divide.
+    matrix of its own with a number of rows that the ranks divide. A family with another layer names it in
+    ``layer_class``, one with another order of them in ``model_class``.
     """
+
+    layer_class: type[Layer] = DecoderLayer
+    model_class: type[LlamaModel] = LlamaModel
 
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
         self.config, self.ranks = config, ranks
-        self.model = LlamaModel(config, ranks)
+        self.model = self.model_class(config, self.layer_class, ranks)
         vocab = Part.all(config.vocab_size)
         self.splits_vocab = ranks.size > 1 and not config.tie_word_embeddings and config.vocab_size % ranks.size == 0
         if self.splits_vocab:
@@ -101,4 +190,13 @@ class LlamaForCausalLM(Layer):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden ``[M, E]`` -> logits ``[M, V]``, in the model's dtype."""
         logits: Tensor = self.lm_head(hidden)
-        return self.ranks.gather(logits) if self.splits_vocab else logits
+        if self.splits_vocab:
+            logits = self.ranks.gather(logits)
+        if self.config.logit_multiplier != 1.0:
+            logits = logits * self.config.logit_multiplier
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may have the tensor ``name``, which the model has no use for."""
+        return name.endswith(".rotary_emb.inv_freq")  # old releases of transformers wrote it; computed from the config

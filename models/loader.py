@@ -5,12 +5,14 @@ Reads configurations and safetensors only. No remote code, no pickle, no tokeniz
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -22,16 +24,15 @@ from qkv_engine.model_files import file_names, has_file, read_json
 from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
-from .layers import CheckpointRows, Embedding, Layer, Linear, RMSNorm
+from .layers import CheckpointRows, Layer, Norm
+from .llama import LlamaForCausalLM
 from .ranks import ALONE, Ranks
-from .registry import MODELS
+from .registry import build_model, config_from_hf
 from .shapes import SHAPES
 
 LOAD_FORMATS = ("auto", "random")
 _RANDOM_STD = 0.02  # of random weights, as transformers initialises them
 _RANDOM_PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
-# Tensors that old releases of transformers wrote; computed from the config here.
-_DERIVED_TENSOR = ".rotary_emb.inv_freq"
 _PROGRESS_FROM_BYTES = 2**30  # of weights, from which on a load shows a bar
 _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
 
@@ -94,7 +95,7 @@ def find_model(
         raise ConfigError("unknown", field="load_format", value=load_format, remedy="Use auto or random")
     is_random = load_format == "random"
     if is_random and model in SHAPES:
-        config = ModelConfig.from_hf(SHAPES[model])
+        config = config_from_hf(SHAPES[model])
         check(config)
         return ModelSource(model, config, None)
     folder = find_folder(
@@ -125,8 +126,9 @@ def load_weights(
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """
+    net: nn.Module
     if load_format == "random":
-        net = _build(source.config, ranks)
+        net = build_model(source.config, ranks)
         _materialize(net, dtype, device)
         _fill_randomly(net, source.config, ranks, seed, stopped)
     else:
@@ -146,14 +148,21 @@ def read_config(folder: Path) -> ModelConfig:
         gguf = next((name for name in file_names(folder) if name.endswith(".gguf")), None)
         why = "" if gguf is None else f", but {gguf}: GGUF files are not read"
         raise ModelError(f"{folder} has no config.json{why}", remedy=_NEEDS_SAFETENSORS)
-    return ModelConfig.from_hf(read_json(folder, "config.json"))
+    return config_from_hf(read_json(folder, "config.json"))
+
+
+@lru_cache(maxsize=16)
+def num_parameters(config: ModelConfig) -> int:
+    """Elements of all checkpoint tensors, a tied output embedding counted once."""
+    wanted = expected_tensors(build_model(config), config)
+    return sum(math.prod(parts[0].shape) for parts in wanted.values())
 
 
 def weights_nbytes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
     """Bytes of a rank's weights of a model in ``dtype``, a tied output embedding counted once."""
     if num_ranks == 1:
-        return config.num_parameters * dtype.itemsize
-    return sum(weight.numel() for weight in _build(config, Ranks(0, num_ranks)).parameters()) * dtype.itemsize
+        return num_parameters(config) * dtype.itemsize
+    return sum(weight.numel() for weight in build_model(config, Ranks(0, num_ranks)).parameters()) * dtype.itemsize
 
 
 def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> int:
@@ -166,17 +175,15 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, n
     return weights_nbytes(config, dtype, num_ranks) + packed
 
 
-def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, CheckpointRows]:
-    """Checkpoint names of an unpacked model with their targets. A tied output embedding has no tensor."""
-    wanted: dict[str, CheckpointRows] = {}
+def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, list[CheckpointRows]]:
+    """Checkpoint names of an unpacked model with the targets of each. A tied output embedding has no tensor."""
+    wanted: dict[str, list[CheckpointRows]] = {}
     for path, module in net.named_modules():
-        if not isinstance(module, (Linear, RMSNorm, Embedding)):
-            continue
-        if path == "lm_head" and config.tie_word_embeddings:
+        if not isinstance(module, Layer) or (path == "lm_head" and config.tie_word_embeddings):
             continue
         parent = path.rpartition(".")[0]
         for part in module.checkpoint_rows():
-            wanted[f"{parent}.{part.name}" if parent else part.name] = part
+            wanted.setdefault(f"{parent}.{part.name}" if parent else part.name, []).append(part)
     return wanted
 
 
@@ -219,12 +226,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def _build(config: ModelConfig, ranks: Ranks = ALONE) -> nn.Module:
-    """The model on the meta device: its parameters have shapes and no memory."""
-    with torch.device("meta"):
-        return MODELS[config.architecture](config, ranks)
-
-
 def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give every parameter of a meta model memory; parameters that are shared stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
@@ -251,8 +252,8 @@ def _go_on_unless(stopped: Callable[[], bool]) -> None:
 
 def _fill_randomly(net: nn.Module, config: ModelConfig, ranks: Ranks, seed: int, stopped: Callable[[], bool]) -> None:
     """Random weights, the same on all ranks but for those of which each rank has a part."""
-    norms = {module.weight for module in net.modules() if isinstance(module, RMSNorm)}
-    split = {part.parameter for part in expected_tensors(net, config).values() if part.is_split}
+    norms = {module.weight for module in net.modules() if isinstance(module, Norm)}
+    split = {parts[0].parameter for parts in expected_tensors(net, config).values() if _is_split(parts)}
     device = next(net.parameters()).device
     common, own = (torch.Generator(device).manual_seed(number) for number in (seed, seed + ranks.rank + 1))
     for parameter in net.parameters():
@@ -265,6 +266,12 @@ def _fill_randomly(net: nn.Module, config: ModelConfig, ranks: Ranks, seed: int,
                 piece.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
+def _is_split(parts: list[CheckpointRows]) -> bool:
+    """Whether other ranks hold other elements of the tensor that fills ``parts``."""
+    here = sum(part.target.numel() for part in parts)
+    return not parts[0].is_broadcast and here < math.prod(parts[0].shape)
+
+
 def _load_checkpoint(
     folder: Path,
     config: ModelConfig,
@@ -275,28 +282,33 @@ def _load_checkpoint(
 ) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
         # No supported dtype takes less than a byte an element: the config cannot belong to these files.
-        if config.num_parameters > checkpoint.nbytes:
+        if num_parameters(config) > checkpoint.nbytes:
             raise ModelError(
-                f"config.json describes {config.num_parameters:,} parameters, "
+                f"config.json describes {num_parameters(config):,} parameters, "
                 f"but {', '.join(checkpoint.file_names[:3])} hold {checkpoint.nbytes:,} bytes in all"
             )
-        net = _build(config, ranks)
-        _check_tensors(checkpoint, expected_tensors(net, config), config)
+        if config.is_nested:
+            checkpoint.take_text_part()
+        net = build_model(config, ranks)
+        _check_tensors(checkpoint, net, config)
         _materialize(net, dtype, device)
         _fill(checkpoint, expected_tensors(net, config), stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
             _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
+    for module in net.modules():
+        if isinstance(module, Layer):
+            module.convert()
     return net
 
 
-def _check_tensors(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], config: ModelConfig) -> None:
+def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelConfig) -> None:
     """Raises ``ModelError`` unless names, shapes and dtypes agree both ways; a tied output embedding may be stored."""
-    files = ", ".join(checkpoint.file_names[:3])
+    files, wanted = ", ".join(checkpoint.file_names[:3]), expected_tensors(net, config)
     missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:
         raise ModelError(f"{files} lack {_some(missing)}, which config.json calls for")
-    extra = {name for name in checkpoint.tensors.keys() - wanted.keys() if not name.endswith(_DERIVED_TENSOR)}
-    expected = {name: part.shape for name, part in wanted.items()}
+    extra = {name for name in checkpoint.tensors.keys() - wanted.keys() if not net.ignores(name)}
+    expected = {name: parts[0].shape for name, parts in wanted.items()}
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -311,10 +323,11 @@ def _check_tensors(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], co
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
 
 
-def _fill(checkpoint: Checkpoint, wanted: dict[str, CheckpointRows], stopped: Callable[[], bool]) -> None:
-    total = sum(checkpoint.tensors[name].nbytes * part.num_rows // part.shape[0] for name, part in wanted.items())
+def _fill(checkpoint: Checkpoint, wanted: dict[str, list[CheckpointRows]], stopped: Callable[[], bool]) -> None:
+    targets = [(name, part) for name, parts in wanted.items() for part in parts]
+    total = sum(checkpoint.tensors[name].nbytes * part.num_rows // part.shape[0] for name, part in targets)
     with _progress(total) as advance:
-        for name, part in wanted.items():
+        for name, part in targets:
             for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
                 _go_on_unless(stopped)
                 rows = part.target if part.is_broadcast else part.target[start:end]

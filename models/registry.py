@@ -1,12 +1,128 @@
-"""Model classes by the architecture name in ``config.json``; a new architecture is a line here."""
+"""Families by the architecture name in ``config.json``; a new architecture is a line here."""
 
 from __future__ import annotations
 
-from .llama import LlamaForCausalLM
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
-MODELS: dict[str, type[LlamaForCausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,  # v0.2 and later; ``ModelConfig.from_hf`` refuses a sliding window
-    "Qwen2ForCausalLM": LlamaForCausalLM,  # with ``ModelConfig.attention_bias``
-    "Qwen3ForCausalLM": LlamaForCausalLM,  # with ``ModelConfig.qk_norm``
+import torch
+
+from qkv_engine.errors import ModelError
+
+from .cohere import Cohere2ForCausalLM, read_cohere2
+from .config import ModelConfig
+from .exaone import Exaone4ForCausalLM, read_exaone4
+from .fields import Fields
+from .gemma import GemmaForCausalLM, read_gemma2, read_gemma3
+from .gemma4 import Gemma4ForCausalLM, read_gemma4
+from .glm import Glm4ForCausalLM, read_glm
+from .granite import GraniteForCausalLM, read_granite
+from .hunyuan import HunyuanForCausalLM, read_hunyuan
+from .llama import LlamaForCausalLM, read_llama, read_mistral, read_phi3, read_qwen2, read_qwen3, read_seed_oss
+from .ministral import Ministral3ForCausalLM, read_ministral, read_ministral3
+from .olmo import OlmoForCausalLM, read_olmo2, read_olmo3
+from .ranks import ALONE, Ranks
+from .smollm import read_smollm3
+
+logger = logging.getLogger("qkv_engine")
+
+
+class ModelFamily(NamedTuple):
+    """How models of one architecture are read and built. ``read`` refuses what the model does not compute."""
+
+    model_type: str
+    read: Callable[[Fields], ModelConfig]
+    model: type[LlamaForCausalLM]
+
+
+FAMILIES = {
+    "Cohere2ForCausalLM": ModelFamily("cohere2", read_cohere2, Cohere2ForCausalLM),
+    "Exaone4ForCausalLM": ModelFamily("exaone4", read_exaone4, Exaone4ForCausalLM),
+    "Gemma2ForCausalLM": ModelFamily("gemma2", read_gemma2, GemmaForCausalLM),
+    "Gemma3ForCausalLM": ModelFamily("gemma3_text", read_gemma3, GemmaForCausalLM),
+    "Gemma4ForCausalLM": ModelFamily("gemma4_text", read_gemma4, Gemma4ForCausalLM),
+    "Glm4ForCausalLM": ModelFamily("glm4", read_glm, Glm4ForCausalLM),
+    "GlmForCausalLM": ModelFamily("glm", read_glm, LlamaForCausalLM),
+    "GraniteForCausalLM": ModelFamily("granite", read_granite, GraniteForCausalLM),
+    "HunYuanDenseV1ForCausalLM": ModelFamily("hunyuan_v1_dense", read_hunyuan, HunyuanForCausalLM),
+    "LlamaForCausalLM": ModelFamily("llama", read_llama, LlamaForCausalLM),
+    "Ministral3ForCausalLM": ModelFamily("ministral3", read_ministral3, Ministral3ForCausalLM),
+    "MinistralForCausalLM": ModelFamily("ministral", read_ministral, LlamaForCausalLM),
+    "MistralForCausalLM": ModelFamily("mistral", read_mistral, LlamaForCausalLM),
+    "Olmo2ForCausalLM": ModelFamily("olmo2", read_olmo2, OlmoForCausalLM),
+    "Olmo3ForCausalLM": ModelFamily("olmo3", read_olmo3, OlmoForCausalLM),
+    "Phi3ForCausalLM": ModelFamily("phi3", read_phi3, LlamaForCausalLM),
+    "Qwen2ForCausalLM": ModelFamily("qwen2", read_qwen2, LlamaForCausalLM),
+    "Qwen3ForCausalLM": ModelFamily("qwen3", read_qwen3, LlamaForCausalLM),
+    "SeedOssForCausalLM": ModelFamily("seed_oss", read_seed_oss, LlamaForCausalLM),
+    "SmolLM3ForCausalLM": ModelFamily("smollm3", read_smollm3, LlamaForCausalLM),
 }
+
+
+class Wrapper(NamedTuple):
+    """A model of which a family is the text part; ``text_type`` is the model type of a ``text_config`` without one."""
+
+    model_type: str
+    text_type: str
+
+
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text"),
+    "Gemma4ForConditionalGeneration": Wrapper("gemma4", "gemma4_text"),
+    "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral"),
+}
+# Fields of a wrapper that stand in where its ``text_config`` leaves them out.
+_OUTER_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+
+
+def config_from_hf(hf: object) -> ModelConfig:
+    """The configuration in a parsed ``config.json``, in the form of transformers 5 or of earlier releases.
+
+    Raises ``ModelError`` naming the field that is missing, malformed, out of range or not supported.
+    """
+    fields = Fields(hf)
+    architecture = _architecture(fields, {**FAMILIES, **WRAPPERS})
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is not None:
+        fields = _text_fields(fields, wrapper)
+        architecture = _architecture(fields, FAMILIES)
+    for name in ("quantization_config", "compression_config"):
+        if fields.get(name) is not None:
+            remedy = "Use the original float32, bfloat16 or float16 checkpoint"
+            raise fields.error(name, "quantized weights are not supported", remedy)
+    if fields.get("auto_map") is not None:
+        logger.warning("config.json names custom code (auto_map); it is ignored, built-in model code is used")
+    config = FAMILIES[architecture].read(fields)
+    return replace(config, architecture=architecture, is_nested=wrapper is not None)
+
+
+def build_model(config: ModelConfig, ranks: Ranks = ALONE) -> LlamaForCausalLM:
+    """The model on the meta device: its parameters have shapes and no memory."""
+    with torch.device("meta"):
+        return FAMILIES[config.architecture].model(config, ranks)
+
+
+def _text_fields(fields: Fields, wrapper: Wrapper) -> Fields:
+    """The decoder's part of the configuration, which a name of the architecture is not part of."""
+    text = Fields(fields.get("text_config"), "text_config").given(model_type=wrapper.text_type)
+    outer = {name: fields.get(name) for name in _OUTER_FIELDS if fields.get(name) is not None}
+    return text.given(**outer).without("architectures")
+
+
+def _architecture(fields: Fields, known: Mapping[str, ModelFamily | Wrapper]) -> str:
+    names = fields.get("architectures")
+    if names is None:
+        model_type = fields.string("model_type", default="")
+        names = [name for name, each in known.items() if each.model_type == model_type] or [model_type]
+    if not isinstance(names, list) or len(names) != 1 or type(names[0]) is not str:
+        raise fields.error("architectures", "must be a list of one class name")
+    architecture: str = names[0]
+    supported = f"Supported: {', '.join(known)}"
+    if architecture not in known:
+        raise ModelError("not supported", field="architecture", value=architecture, remedy=supported)
+    expected = known[architecture].model_type
+    if fields.string("model_type", default=expected) != expected:
+        raise fields.error("model_type", f"contradicts the architecture {architecture}", supported)
+    return architecture

@@ -12,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qkv_engine.errors import ModelError
 from qkv_engine.kernels.rms_norm.reference import rms_norm
 from qkv_engine.models.attention import Attention
-from qkv_engine.models.layers import RMSNorm
+from qkv_engine.models.attention_spec import AttentionSpec
+from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.layers import Norm
 from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from qkv_engine.models.registry import FAMILIES
 from qkv_engine.models.rope import Rotation
 
 
@@ -40,6 +44,15 @@ class LayerPass(NamedTuple):
     heads: Heads
 
 
+def check_model(config: ModelConfig) -> None:
+    """Raises ``ModelError`` unless this pass computes the model of ``config``: Llama's graph, all layers alike."""
+    first, family = config.attention[0], FAMILIES[config.architecture]
+    plain = AttentionSpec(first.num_heads, first.num_kv_heads, first.head_dim, first.head_dim**-0.5)
+    if family.model is not LlamaForCausalLM or {*config.attention} != {plain} or len({*config.ropes}) > 1:
+        remedy = "Use a KV preset; plans are made for Llama, Qwen2, Qwen3, Mistral without a window, and their like"
+        raise ModelError("plans are not supported", field="architecture", value=config.architecture, remedy=remedy)
+
+
 def decoder_layers(model: LlamaForCausalLM) -> list[DecoderLayer]:
     """The layers in order."""
     return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
@@ -52,7 +65,7 @@ def embed(model: LlamaForCausalLM, input_ids: Tensor, position_scale: int = 1) -
     Source: PM-KVQ (arXiv 2505.18610), positional interpolation
     """
     positions = torch.arange(len(input_ids), device=input_ids.device) * position_scale
-    return model.model.embed_tokens(input_ids), model.model.rotary_emb(positions)
+    return model.model.embed_tokens(input_ids), model.model.rotary_emb(positions)[0]
 
 
 def run_layer(layer: DecoderLayer, x: Tensor, rotation: Rotation) -> LayerPass:
@@ -70,7 +83,7 @@ def compute_logits(model: LlamaForCausalLM, x: Tensor) -> Tensor:
     return model.compute_logits(norm(model.model.norm, x))
 
 
-def norm(module: RMSNorm, x: Tensor) -> Tensor:
+def norm(module: Norm, x: Tensor) -> Tensor:
     """RMSNorm by plain operators: the kernels of ``module`` write in place."""
     return rms_norm(x, module.weight, module.eps)
 

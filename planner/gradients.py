@@ -21,7 +21,7 @@ from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
 from qkv_engine.plan_file import KeyScale
 
-from .forward import Heads, compute_logits, decoder_layers, embed, run_layer
+from .forward import Heads, check_model, compute_logits, decoder_layers, embed, run_layer
 from .profile import LayerScores, Profile, Prompts, Sensitivities, mean
 from .sensitivity import Candidates, side_sensitivities
 
@@ -75,7 +75,11 @@ def mean_profile(
 
 
 def empty_profile(config: ModelConfig, prompts: Prompts, position_scale: int = 1) -> Profile:
-    """A profile of zeros, with which settings are checked before the passes over the texts."""
+    """A profile of zeros, with which settings are checked before the passes over the texts.
+
+    Raises ``ModelError`` for a model that the passes do not compute.
+    """
+    check_model(config)
     candidates = Candidates.of(config.num_kv_heads, config.head_dim, config.dtype)
     nothing = [0.0] * config.num_layers
     k, v = ([nothing] * len(names) for names in candidates)

@@ -20,7 +20,7 @@ from qkv_engine.bench.sizing import make_ladder
 from qkv_engine.bench.table import Table
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.slabs import make_tables
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS
 from qkv_engine.request import FinishReason, Request, SamplingParams
@@ -56,7 +56,7 @@ class FreeRow:
 def measure(nbytes: int, lengths: tuple[int, int], steps: int, kv: str, seed: int = 0) -> FreeRow:
     """Runs ``steps`` steps, the first quarter of which do not count."""
     rng, (prompt, answer) = random.Random(seed), lengths
-    ladder = make_ladder(PRESETS[kv], ModelConfig.from_hf(SHAPES["demo"]), torch.bfloat16)
+    ladder = make_ladder(PRESETS[kv], config_from_hf(SHAPES["demo"]), torch.bfloat16)
     tables = make_tables(ladder.spec, nbytes)
     space = KVManager(tables, None)
     scheduler = Scheduler(space, max_num_seqs=MAX_RUNNING, max_num_batched_tokens=BUDGET)

@@ -81,7 +81,7 @@ class Judge:
             **{"kv": kv, "method": one.method, "profile": one.profile, "status": status, "detail": detail},
             **{"sink": one.kv.sink, "recent": one.kv.recent, "recent_ratio": one.kv.recent_ratio},
         }
-        return JudgedRow(**{**values, "command": command_line(), **figures})
+        return JudgedRow(**{**values, **figures, "command": command_line()})
 
     def _measure(self, kv: str, engine: Engine, item: None) -> JudgedRow:
         assert engine.tokenizer is not None, "a model of texts has one"

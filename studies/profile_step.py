@@ -35,8 +35,9 @@ from qkv_engine.device.memory import free_memory
 from qkv_engine.device.runner import Pending
 from qkv_engine.errors import ConfigError
 from qkv_engine.loading import resolve_device
-from qkv_engine.models.config import DTYPES, ModelConfig
+from qkv_engine.models.config import DTYPES
 from qkv_engine.models.loader import resolve_dtype
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import resolve_kv
 from qkv_engine.sizes import parse_size
@@ -205,7 +206,7 @@ def device_parts(core: FilledEngine, steps: int, step_us: float) -> dict[str, fl
 
 def run(args: argparse.Namespace) -> Iterator[ProfileRow]:
     """The parts of a step at each batch size that ``args`` name, the whole step first."""
-    kv, config, device = resolve_kv(args.kv), ModelConfig.from_hf(SHAPES[args.shape]), resolve_device(args.device)
+    kv, config, device = resolve_kv(args.kv), config_from_hf(SHAPES[args.shape]), resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, config, device)
     weights, ladder = count_weights(config, dtype), make_ladder(kv, config, dtype)
     nbytes = parse_size(args.memory, field="memory", free=free_memory(device)) - weights.nbytes

@@ -25,7 +25,7 @@ from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.slabs import make_tables
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS
 from qkv_engine.request import FinishReason, Request, SamplingParams
@@ -57,7 +57,7 @@ class Bench:
     """A scheduler over tables alone, without memory or device."""
 
     def __init__(self, running: int, kv: str = "auto", *, nbytes: int = ROOMY, quota: float | None = None):
-        ladder = make_ladder(PRESETS[kv], ModelConfig.from_hf(SHAPES["demo"]), torch.bfloat16)
+        ladder = make_ladder(PRESETS[kv], config_from_hf(SHAPES["demo"]), torch.bfloat16)
         tables = make_tables(ladder.spec, nbytes)
         self.space = KVManager(tables, PrefixCache(tables, "demo"), quota)
         self.scheduler = Scheduler(self.space, max_num_seqs=running, max_num_batched_tokens=BUDGET)

@@ -10,7 +10,8 @@ from .experts import Experts, Routing, SoftmaxOver, SwiGLU
 
 def route(logits: Tensor, top_k: int, over: SoftmaxOver) -> Routing:
     """Same contract as ``qkv_engine.kernels.moe.route``."""
-    scores, experts = logits.float().sort(dim=-1, descending=True, stable=True)
+    scores = torch.where(logits.isnan(), torch.nan, logits.float())  # devices sort NaNs by their sign
+    scores, experts = scores.sort(dim=-1, descending=True, stable=True)
     weights = scores.softmax(dim=-1) if over is SoftmaxOver.ALL else scores[:, :top_k].softmax(dim=-1)
     return Routing(experts[:, :top_k].int(), weights[:, :top_k].contiguous())
 

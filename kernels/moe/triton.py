@@ -44,14 +44,14 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class SumTuning(NamedTuple):
+class ExpertSums(NamedTuple):
     """Both products of few tokens."""
 
     gate_up: Sum
     down: Sum
 
 
-class TileTuning(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Tokens of a tile at most, and both products."""
 
     block_m: int
@@ -59,16 +59,16 @@ class TileTuning(NamedTuple):
     down: Tile
 
 
-Tuning = SumTuning | TileTuning
+Tuning = ExpertSums | ExpertTiles
 
 # By the most tokens an expert, on average over all experts, that each serves; the last serves all larger numbers.
 TUNINGS: dict[float, Tuning] = {
-    0.125: SumTuning(Sum(columns=1024, rows=4, loads=16), Sum(columns=512, rows=2, loads=24)),
-    1.0: TileTuning(8, Tile(32, 256, 2, 5), Tile(32, 256, 2, 3)),
-    4.0: TileTuning(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
-    16.0: TileTuning(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
-    64.0: TileTuning(64, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
-    float("inf"): TileTuning(128, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
+    0.125: ExpertSums(Sum(columns=1024, rows=4, loads=16), Sum(columns=512, rows=2, loads=24)),
+    1.0: ExpertTiles(8, Tile(32, 256, 2, 5), Tile(32, 256, 2, 3)),
+    4.0: ExpertTiles(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
+    16.0: ExpertTiles(32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+    64.0: ExpertTiles(64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+    float("inf"): ExpertTiles(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
 }
 
 
@@ -99,7 +99,7 @@ def experts_mlp_triton(x: Tensor, routing: Routing, experts: Experts, *, tuning:
         return torch.empty_like(x)
     if tuning is None:
         tuning = choose_tuning(len(x), routing.experts.shape[1], len(experts.down))
-    if isinstance(tuning, SumTuning):
+    if isinstance(tuning, ExpertSums):
         return _few_tokens(x, routing, experts, tuning)
     return _many_tokens(x, routing, experts, tuning)
 
@@ -131,7 +131,7 @@ def choose_tuning(num_rows: int, top_k: int, num_experts: int) -> Tuning:
     return next(tuning for most, tuning in TUNINGS.items() if tokens_an_expert <= most)
 
 
-def _few_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: SumTuning) -> Tensor:
+def _few_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: ExpertSums) -> Tensor:
     inner = gate_up_sums(x, routing, experts, tuning.gate_up)
     return down_sums(inner, routing, experts, tuning.down)
 
@@ -160,20 +160,20 @@ def down_sums(inner: Tensor, routing: Routing, experts: Experts, launch: Sum) ->
     return out
 
 
-def _many_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: TileTuning) -> Tensor:
+def _many_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: ExpertTiles) -> Tensor:
     plan = sort_by_expert(routing, len(experts.down), tuning.block_m)
     inner = gate_up_tiles(x, routing, experts, plan, tuning)
     return combine(down_tiles(inner, routing, experts, plan, tuning), routing)
 
 
-def gate_up_tiles(x: Tensor, routing: Routing, experts: Experts, plan: Plan, tuning: TileTuning) -> Tensor:
+def gate_up_tiles(x: Tensor, routing: Routing, experts: Experts, plan: Plan, tuning: ExpertTiles) -> Tensor:
     """Inner features [N K, I] of pairs of token and expert, in the plan's order."""
     inner = x.new_empty(routing.experts.numel(), experts.down.shape[2])
     _tile_product(x, experts.gate_up, experts.gate_up_bias, inner, routing, plan, tuning, experts.activation)
     return inner
 
 
-def down_tiles(inner: Tensor, routing: Routing, experts: Experts, plan: Plan, tuning: TileTuning) -> Tensor:
+def down_tiles(inner: Tensor, routing: Routing, experts: Experts, plan: Plan, tuning: ExpertTiles) -> Tensor:
     """Outputs [N K, E] of pairs of token and expert."""
     pairs = inner.new_empty(len(inner), experts.down.shape[1])
     _tile_product(inner, experts.down, experts.down_bias, pairs, routing, plan, tuning, None)
@@ -187,7 +187,7 @@ def _tile_product(
     out: Tensor,
     routing: Routing,
     plan: Plan,
-    tuning: TileTuning,
+    tuning: ExpertTiles,
     activation: SwiGLU | None,
 ) -> None:
     num_out, num_in = weight.shape[1:]

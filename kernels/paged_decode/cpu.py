@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention_parts import merge_parts, partial_attention
+from ..attention_parts import join_null_logits, merge_parts, partial_attention
 from ..block_attention import block_attention
 from ..request_pages import LayerPages, RequestPages
 
@@ -33,13 +33,22 @@ class RequestRow(NamedTuple):
     """Dense slots of one request that are attended side by side.
 
     ``num_sink``: tokens of the first slot if it is a sink, else 0; ``num_valid``: those of the last slot if it may be
-    partly written, else ``None``.
+    partly written, else ``None``; ``num_hidden``: the first tokens of the first slot that lie before a window.
     """
 
     request: int
     slots: list[int]
     num_sink: int
     num_valid: int | None
+    num_hidden: int
+
+
+class SealedBlock(NamedTuple):
+    """A sealed block of a request, by its byte address; its first ``num_hidden`` tokens lie before a window."""
+
+    address: int
+    request: int
+    num_hidden: int
 
 
 class SlotColumn(NamedTuple):
@@ -62,7 +71,8 @@ class DenseGroup:
 
     A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
     every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
-    last column; ``opened`` has place and request of the rows whose last slot may be partly written.
+    last column, and those of the first before a window; ``opened`` has place and request of the rows whose last slot
+    may be partly written.
     """
 
     columns: tuple[SlotColumn, ...]
@@ -84,14 +94,24 @@ class DenseGroup:
         mask = _mask(valid, num_before, last.num_tokens, self.num_rows)
         return replace(self, columns=(*before, last), mask=mask)
 
-    def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
+    def hiding(self, num_hidden: Sequence[int]) -> DenseGroup:
+        """The same slots without the first tokens of each row."""
+        if not any(num_hidden):
+            return self
+        num_tokens = sum(column.num_tokens for column in self.columns)
+        mask = torch.zeros(self.num_rows, num_tokens)
+        mask.masked_fill_(torch.arange(num_tokens) < torch.tensor(num_hidden)[:, None], float("-inf"))
+        mask = mask[:, None, None]
+        return replace(self, mask=mask if self.mask is None else self.mask + mask)
+
+    def attend(self, q: Tensor, pages: LayerPages, scale: float, softcap: float | None) -> list[Part]:
         """Parts of the group's rows; q [B, H, G, D]."""
         q = q.to(pages.blocks.dtype)
         q = q.expand(self.num_rows, -1, -1, -1) if self.queries is None else q[self.queries]
         slots = self.columns[0].slots
         if isinstance(slots, slice):
             k, v = self.columns[0].pages(pages)[slots].unbind(1)
-            return [partial_attention(q, k, v, scale=scale, mask=self.mask)]
+            return [partial_attention(q, k, v, scale=scale, mask=self.mask, softcap=softcap)]
         sources = [column.pages(pages) for column in self.columns]
         step = max(1, SCRATCH_NBYTES // sum(source[:1].nbytes for source in sources))
         parts = []
@@ -99,7 +119,7 @@ class DenseGroup:
             rows = slice(start, start + step)
             k, v = self._copy(sources, rows).unbind(1)
             mask = None if self.mask is None else self.mask[rows]
-            parts.append(partial_attention(q[rows], k, v, scale=scale, mask=mask))
+            parts.append(partial_attention(q[rows], k, v, scale=scale, mask=mask, softcap=softcap))
         return parts
 
     def _copy(self, sources: list[Tensor], rows: slice) -> Tensor:
@@ -120,27 +140,31 @@ class SealedGroup:
     """Sealed blocks on one rung, all full; ``where`` has their addresses, evenly spaced ones as a range.
 
     ``bank`` [1] is the address of their request's bank, and ``queries`` [1] names it; ``None`` without patterns.
+    ``hidden`` [n]: the first tokens of each block that lie before a window; ``None`` if none do.
     """
 
     rung: int
     where: Tensor | range
     queries: Tensor | None
     bank: Tensor | None = None
+    hidden: Tensor | None = None
 
     def with_lengths(self, lengths: Lengths) -> SealedGroup:
         """Itself: sealed blocks are full."""
         return self
 
-    def attend(self, q: Tensor, pages: LayerPages, scale: float) -> list[Part]:
+    def attend(self, q: Tensor, pages: LayerPages, scale: float, softcap: float | None) -> list[Part]:
+        """Parts of the blocks; q [B, H, G, D]."""
         if self.queries is not None:
             q = q[self.queries]
         page = pages.layouts[self.rung].pages[pages.layer]
-        return [block_attention(q, pages.memory, self.where, page, scale, self.bank)]
+        place = q, pages.memory, self.where, page, scale, self.bank
+        return [block_attention(*place, hidden=self.hidden, softcap=softcap)]
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Plan of one step's decode attention, the same for all layers.
+    """Plan of one step's decode attention, the same for all layers of one window.
 
     ``order`` [P, B] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
     request with fewer repeats its first one, and ``missing`` [P, B] marks the repeats. ``None``: in order already.
@@ -152,28 +176,33 @@ class DecodePlan:
     missing: Tensor | None
 
     @classmethod
-    def build(cls, requests: list[RequestPages], block_tokens: int) -> DecodePlan:
-        builder = _Builder(len(requests), block_tokens)
+    def build(cls, requests: list[RequestPages], block_tokens: int, window: int | None = None) -> DecodePlan:
+        """A plan for the last token of each request, which sees ``window`` tokens of the request's pages."""
+        builder = _Builder(len(requests), block_tokens, window)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
+            blocks = [builder.sealed_blocks(b, r, rung) for b, r in enumerate(requests)]
             builder.add_sealed(
-                rung, [(a, b) for b, r in enumerate(requests) for a in r.sealed.get(rung, ()) if r.bank is None]
+                rung, [block for r, mine in zip(requests, blocks, strict=True) if r.bank is None for block in mine]
             )
-            for b, request in enumerate(requests):  # a group a request: its patterns are multiplied once
+            for request, mine in zip(requests, blocks, strict=True):  # patterns are multiplied once a request
                 if request.bank is not None:
-                    builder.add_sealed(rung, [(a, b) for a in request.sealed.get(rung, ())], request.bank)
+                    builder.add_sealed(rung, mine, request.bank)
         builder.add_dense(requests)
         return cls(tuple(builder.groups), *builder.order())
 
     def with_lengths(self, lengths: Lengths) -> DecodePlan:
-        """The plan of a later step in which nothing has changed but the tokens written to each open block."""
+        """The plan of a later step in which nothing has changed but the tokens written to each open block.
+
+        A plan with a window is not for later steps.
+        """
         return replace(self, groups=tuple(group.with_lengths(lengths) for group in self.groups))
 
 
 class _Builder:
     """Collects groups and the places of each request's parts in their outputs."""
 
-    def __init__(self, num_requests: int, block_tokens: int):
-        self.block_tokens = block_tokens
+    def __init__(self, num_requests: int, block_tokens: int, window: int | None):
+        self.block_tokens, self.window = block_tokens, window
         self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[int]] = [[] for _ in range(num_requests)]
@@ -182,10 +211,15 @@ class _Builder:
         """Adds sinks, full and open blocks: a sink beside the open block, in a short lone request beside all blocks."""
         num_blocks = sum(len(r.full) + bool(r.open) for r in requests)
         is_short = len(requests) == 1 and num_blocks <= JOINED_BLOCKS
-        alike = defaultdict[tuple[bool, int, bool], list[RequestRow]](list)
+        alike = defaultdict[tuple[bool, int, bool, bool], list[RequestRow]](list)
         for b, r in enumerate(requests):
-            slots, num_sink, num_valid = [], 0, None
+            slots, num_sink, num_valid, first = [], 0, None, 0
+            if r.open:
+                first = r.length - r.open[1]
+            if is_short and r.full:
+                first = self._positions(r, 0)[0]
             if r.sink:
+                first = 0
                 slot, num_sink = r.sink
                 slots.append(slot)
                 num_valid = num_sink
@@ -196,9 +230,11 @@ class _Builder:
                 slot, num_valid = r.open
                 slots.append(slot)
             if slots:
-                alike[bool(r.sink), len(slots), bool(r.open)].append(RequestRow(b, slots, num_sink, num_valid))
-            for slot in () if is_short else r.full:
-                alike[False, 1, num_blocks <= FEW_BLOCKS].append(RequestRow(b, [slot], 0, None))
+                row = RequestRow(b, slots, num_sink, num_valid, self._num_hidden(r, first))
+                alike[bool(r.sink), len(slots), bool(r.open), row.num_hidden > 0].append(row)
+            for slot, first in () if is_short else zip(r.full, self._positions(r, 0), strict=True):
+                row = RequestRow(b, [slot], 0, None, self._num_hidden(r, first))
+                alike[False, 1, num_blocks <= FEW_BLOCKS, row.num_hidden > 0].append(row)
         for rows in alike.values():
             self._add_rows(rows)
 
@@ -219,28 +255,35 @@ class _Builder:
         queries = self._queries([row.request for row in rows])
         group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows))
         valid = {row.request: row.num_valid for row in rows if row.num_valid is not None}
-        group = group.with_lengths(valid)
+        group = group.with_lengths(valid).hiding([row.num_hidden for row in rows])
         # A plan with new lengths has the same sinks.
         self.groups.append(replace(group, opened=()) if columns[-1].is_sink else group)
         for row in rows:
             self._parts[row.request].append(self._num_outputs)
             self._num_outputs += 1
 
-    def add_sealed(self, rung: int, members: list[tuple[int, int]], bank: int | None = None) -> None:
-        """Adds sealed blocks as (address, request); with a ``bank`` they are all of its request."""
-        if not members:
-            return
-        members = sorted(members)
-        for i, (_, request) in enumerate(members):
-            self._parts[request].append(self._num_outputs + i)
-        addresses = [address for address, _ in members]
+    def sealed_blocks(self, index: int, request: RequestPages, rung: int) -> list[SealedBlock]:
+        """Blocks of a request on a rung."""
+        found = zip(request.sealed.get(rung, ()), self._positions(request, rung), strict=True)
+        return [SealedBlock(address, index, self._num_hidden(request, first)) for address, first in found]
+
+    def add_sealed(self, rung: int, blocks: list[SealedBlock], bank: int | None = None) -> None:
+        """Adds sealed blocks; with a ``bank`` they are all of its request."""
+        for is_cut in {block.num_hidden > 0 for block in blocks}:  # partly hidden ones apart
+            self._add_sealed(rung, sorted(block for block in blocks if (block.num_hidden > 0) == is_cut), bank)
+
+    def _add_sealed(self, rung: int, blocks: list[SealedBlock], bank: int | None) -> None:
+        for i, block in enumerate(blocks):
+            self._parts[block.request].append(self._num_outputs + i)
+        addresses = [block.address for block in blocks]
         where = _even_run(addresses)
-        owner = [request for _, request in members]
+        owner = [block.request for block in blocks]
         queries = self._queries(owner if bank is None else owner[:1])
         place = torch.tensor(addresses) if where is None else where
         mine = None if bank is None else torch.tensor([bank])
-        self.groups.append(SealedGroup(rung, place, queries, mine))
-        self._num_outputs += len(members)
+        hidden = torch.tensor([block.num_hidden for block in blocks]) if blocks[0].num_hidden else None
+        self.groups.append(SealedGroup(rung, place, queries, mine, hidden))
+        self._num_outputs += len(blocks)
 
     def order(self) -> tuple[int, Tensor | None, Tensor | None]:
         """``DecodePlan.num_parts``, ``order`` and ``missing``."""
@@ -252,6 +295,16 @@ class _Builder:
         if any(len(mine) < most for mine in self._parts):
             missing = torch.tensor([[i >= len(mine) for mine in self._parts] for i in range(most)])
         return most, torch.tensor(rows), missing
+
+    def _num_hidden(self, request: RequestPages, first: int) -> int:
+        """Tokens before the window of the block whose first token is at position ``first``."""
+        return 0 if self.window is None else max(0, request.length - self.window - first)
+
+    def _positions(self, request: RequestPages, rung: int) -> list[int]:
+        """The first token of each full block of a rung; without a window no matter which."""
+        if self.window is not None:
+            return request.positions.get(rung, [])
+        return [0] * len(request.sealed.get(rung, ()) if rung else request.full)
 
     def _queries(self, owner: list[int]) -> Tensor | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
@@ -284,14 +337,22 @@ def _masks(num_tokens: int) -> Tensor:
     return torch.full((num_tokens + 1, num_tokens), float("-inf")).triu()
 
 
-def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -> Tensor:
-    """Attention of one query per request over its blocks.
+def paged_decode(
+    q: Tensor,
+    pages: LayerPages,
+    plan: DecodePlan,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    null_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query per request over its blocks, as far back as the plan's window.
 
-    Shapes:  q [B, HQ, D];  returns [B, HQ, D] in q's dtype
+    Shapes:  q [B, HQ, D];  null_logits [HQ];  returns [B, HQ, D] in q's dtype
     Equal to ``paged_decode_reference`` up to rounding; dense blocks compute in their own dtype with float32 sums.
     """
     grouped = q.view(q.shape[0], pages.blocks.shape[2], -1, q.shape[-1])
-    parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale)]
+    parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale, softcap)]
     out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     if plan.num_parts > 1:
         out, lse = _arrange(out, plan), _arrange(lse, plan)
@@ -299,7 +360,11 @@ def paged_decode(q: Tensor, pages: LayerPages, plan: DecodePlan, scale: float) -
             lse = lse.masked_fill(plan.missing[..., None, None], float("-inf"))
         out = merge_parts(out, lse)
     elif plan.order is not None:
-        out = out[plan.order[0]]
+        out, lse = out[plan.order[0]], lse[plan.order]
+    else:
+        lse = lse[None]
+    if null_logits is not None:
+        out = join_null_logits(out, lse.logsumexp(0), null_logits.view(lse.shape[2:]))
     return out.reshape(q.shape).to(q.dtype)
 
 

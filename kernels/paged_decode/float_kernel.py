@@ -1,6 +1,7 @@
 """Decode attention over pages of one format with floating-point dots: dense pages, and codes without integer dots.
 
-o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp.
+o[part, h] = softmax(scale q[b, h] . K) V over the blocks of one work item, with its log-sum-exp. ``WINDOW`` hides the
+first tokens of an item's first block alone: the plan leaves out the blocks before it.
 
 Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] as in ``LayerFormats``;  items [W, 5], item_first,
          addresses, positions, lengths, banks as in ``DecodeWork``, banks ``None`` for sides without patterns, which
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
+from ..soft_cap import soft_cap
 
 
 @triton.jit(do_not_specialize=["first_rung", "end_rung"])
@@ -51,6 +53,8 @@ def decode_float_kernel(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     let_next_start(OVERLAP)
@@ -88,6 +92,8 @@ def decode_float_kernel(
         first_written = tl.where(is_sink, tl.minimum(length, S), T)
     missing = T - tl.minimum(length - tl.load(positions_ptr + first + num_blocks - 1), T)
     num_visible = num_blocks * T - missing
+    if WINDOW is not None:
+        num_hidden = length - WINDOW - tl.load(positions_ptr + first)
     num_tiles = tl.maximum(num_visible + TILE - 1, 0) // TILE
     first_tiles = (first_written + TILE - 1) // TILE
     for i in tl.range(0, tl.minimum(num_tiles, first_tiles) + tl.maximum(num_tiles - PAGE_TILES, 0), num_stages=STAGES):
@@ -101,6 +107,8 @@ def decode_float_kernel(
         if S > 0:
             num_page_tokens = tl.where(i < first_tiles, first_tokens, T)
             b_t = b_t & (o_t < tl.where(i < first_tiles, first_written, T))
+        if WINDOW is not None:
+            b_t = b_t & (i_tile * TILE + o_tile >= num_hidden)
         # The pages of a dense rung scale with their tokens: short ones lie at proportionally smaller offsets.
         p_k = arena_ptr + tl.multiple_of(address + k_codes // T * num_page_tokens, 16)
         p_v = arena_ptr + tl.multiple_of(address + v_codes // T * num_page_tokens, 16)
@@ -109,7 +117,7 @@ def decode_float_kernel(
         b_k = LOAD_K(p_k, p_k_meta, p_k_bank, i_h, o_t, b_t, num_page_tokens, K_SIDE, H, T, D, BLOCK_D, DTYPE)
         b_v = LOAD_V(p_v, p_v_meta, p_v_bank, i_h, o_t, b_t, num_page_tokens, V_SIDE, H, T, D, BLOCK_D, DTYPE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
-        b_s = tl.where(b_t[None, :], b_s, float("-inf"))
+        b_s = tl.where(b_t[None, :], soft_cap(b_s, SOFTCAP), float("-inf"))
         b_top = tl.maximum(b_m, tl.max(b_s, 1))
         b_shrink = tl.exp2(b_m - b_top)
         b_p = tl.exp2(b_s - b_top[:, None])

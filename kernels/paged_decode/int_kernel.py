@@ -4,7 +4,8 @@ Shapes:  q [B, HQ, D];  arena [nbytes] uint8;  offsets [R, 4] int64: K's codes, 
          from a slot's address on, one row a rung;  items [W, 5] int32: request, first block, blocks, part, rung;
          item_first [R + 1] int32: a rung's items are ``item_first[rung] .. item_first[rung + 1] - 1``;
          addresses [n] int64;  banks [B] int64, ``None`` for sides without patterns, which lie ``k_bank`` and ``v_bank``
-         bytes behind;  o [parts, HQ, D] float32;  lse [parts, HQ] float32
+         bytes behind;  positions [n] int32 and lengths [B] int32 as in ``DecodeWork``, ``None`` without a window;
+         o [parts, HQ, D] float32;  lse [parts, HQ] float32
 Units:   addresses and offsets in bytes; lse in log2
 Grid:    at least the items of rungs ``first_rung .. last_rung - 1`` times H; one program per item and KV head, heads
          first, since they lie side by side in a page; the G = HQ / H query heads share its pages
@@ -14,7 +15,9 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
+from ..formats.uniform.integer_codes import tile_lanes
 from ..overlap import let_next_start, wait_for_previous
+from ..soft_cap import soft_cap
 
 
 @triton.jit(do_not_specialize=["first_rung", "last_rung"])
@@ -35,6 +38,8 @@ def decode_int_kernel(
     banks_ptr,
     k_bank,
     v_bank,
+    positions_ptr,
+    lengths_ptr,
     QUERY: tl.constexpr,
     SCORES: tl.constexpr,
     BEGIN: tl.constexpr,
@@ -49,9 +54,14 @@ def decode_int_kernel(
     T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One item of one KV head. ``QUERY`` and ``SCORES`` are K's, ``BEGIN``, ``ADD`` and ``FINISH`` V's functions."""
+    """One item of one KV head. ``QUERY`` and ``SCORES`` are K's, ``BEGIN``, ``ADD`` and ``FINISH`` V's functions.
+
+    ``WINDOW`` hides the first tokens of the item's first block alone: the plan leaves out the blocks before it.
+    """
     let_next_start(OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + last_rung):
@@ -80,9 +90,15 @@ def decode_int_kernel(
     sums = BEGIN(V, TILES, T, D, BLOCK_G)
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([T // TILES, BLOCK_G], tl.float32)
+    if WINDOW is not None:
+        num_hidden = tl.load(lengths_ptr + i_b) - WINDOW - tl.load(positions_ptr + first)
+        o_token = tl.arange(0, TILES)[None, None, :] * (T // TILES) + tile_lanes(T // TILES)[:, None, None]
     for i in tl.range(first, first + num_blocks, num_stages=STAGES):
         p_slot = arena_ptr + tl.multiple_of(tl.load(addresses_ptr + i), 16)
         b_s = SCORES(query, p_slot + k_codes, p_slot + k_meta, i_h, K, TILES, T, D, BLOCK_G)
+        b_s = soft_cap(b_s, SOFTCAP)
+        if WINDOW is not None:
+            b_s = tl.where(o_token >= tl.where(i == first, num_hidden, 0), b_s, float("-inf"))
         b_top = tl.maximum(b_m, tl.max(tl.max(b_s, 2), 0))
         b_shrink = tl.exp2(b_m - b_top)
         b_p = tl.exp2(b_s - b_top[None, :, None])

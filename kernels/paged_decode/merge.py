@@ -1,8 +1,9 @@
 """Joins the parts of each request's decode attention by their log-sum-exps.
 
-out[b, h] = sum_p w_p o_p / sum_p w_p,  w_p = 2^(lse_p - max lse)
+out[b, h] = sum_p w_p o_p / sum_p w_p,  w_p = 2^(lse_p - max lse); a null logit is a part without output
 
-Shapes:  o [parts, HQ, D] float32;  lse [parts, HQ] float32, log2, -inf for an empty part;  out [B, HQ, D]
+Shapes:  o [parts, HQ, D] float32;  lse [parts, HQ] float32, log2, -inf for an empty part;  out [B, HQ, D];
+         null_logits [HQ], ``None`` without
 Grid:    (B, cdiv(HQ, BLOCK_H)); one program per request and BLOCK_H query heads, BLOCK_P parts a step
 Source:  flash-decoding split-KV
 """
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
+from ..soft_cap import LOG2_E
 
 
 @triton.jit
@@ -21,6 +23,7 @@ def merge_kernel(
     out_ptr,
     stride_out_b,
     stride_out_h,
+    null_logits_ptr,
     HQ: tl.constexpr,
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -40,6 +43,9 @@ def merge_kernel(
     b_m = tl.full([BLOCK_H], -1e30, tl.float32)
     b_l = tl.zeros([BLOCK_H], tl.float32)
     b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if null_logits_ptr is not None:
+        b_m = tl.load(null_logits_ptr + o_h, mask=m_h, other=0.0).to(tl.float32) * LOG2_E
+        b_l = tl.full([BLOCK_H], 1.0, tl.float32)
     for i_p in range(first, last, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
         m_p = o_p < last

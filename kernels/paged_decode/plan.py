@@ -1,8 +1,9 @@
 """Work plan of decode attention on the GPU: blocks of each program, the same for all layers.
 
 A request's blocks are sorted by rung (decode does not care about their order), and each run on one rung is split into
-equal items: split alike, a request's result does not depend on its neighbours. ``DecodeWork.build`` is plain tensor
-arithmetic on any device; steps on a GPU make the same plan in two launches, ``plan_triton.py``.
+equal items: split alike, a request's result does not depend on its neighbours. Layers with a window have a plan of
+their own, without the blocks before it; a run has its blocks in the order of their positions. ``DecodeWork.build`` is
+plain tensor arithmetic on any device; steps on a GPU make the same plan in two launches, ``plan_triton.py``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class DecodeWork:
     sink_tokens: int
     block_tokens: int
     banks: Tensor | None = None
+    window: int | None = None
 
     @classmethod
     def build(
@@ -52,13 +54,18 @@ class DecodeWork:
         block_tokens: int,
         bounds: Bounds | None = None,
         banks: Tensor | None = None,
+        window: int | None = None,
     ) -> DecodeWork:
         """Plan for block tables ``addresses`` [B, P] int64 and ``rungs`` [B, P] (``ABSENT``: no block there).
 
         Runs are split into equal items of at most ``item_blocks`` blocks. With ``sink_tokens`` > 0 a request's first
-        entry is its sink. ``bounds`` fixes the launch shape; without it bounds are exact.
+        entry is its sink. ``bounds`` fixes the launch shape; without it bounds are exact. With ``window`` entries are
+        left out, whatever they hold, whose tokens all come before a request's last ``window``.
         """
         device, (batch, width) = addresses.device, addresses.shape
+        if window is not None:
+            ends = block_positions(torch.arange(1, width + 1, device=device), sink_tokens, block_tokens)
+            rungs = rungs.masked_fill(ends <= lengths[:, None] - window, ABSENT)
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
         run_ends = torch.searchsorted(keys, torch.arange(num_rungs + 1, device=device).expand(batch, -1).contiguous())
         counts = run_ends.diff(dim=1)
@@ -93,6 +100,7 @@ class DecodeWork:
             sink_tokens,
             block_tokens,
             banks,
+            window,
         )
 
 

@@ -35,6 +35,7 @@ def sort_blocks_kernel(
     RUNG_BITS: tl.constexpr,
     S: tl.constexpr,
     T: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -47,9 +48,15 @@ def sort_blocks_kernel(
     num_blocks = (tl.maximum(length - S, 0) + T - 1) // T
     if S > 0:
         num_blocks += (length > 0).to(tl.int32)
+    first = 0
+    if WINDOW is not None:
+        start = length - WINDOW
+        first = tl.maximum(start - S, 0) // T
+        if S > 0:
+            first += (start >= S).to(tl.int32)
     o_r = tl.arange(0, BLOCK_R)
     b_counts = tl.zeros([BLOCK_R], tl.int32)
-    for i in range(0, num_blocks, BLOCK):
+    for i in range(first, num_blocks, BLOCK):
         o_p = i + tl.arange(0, BLOCK)
         number = tl.load(p_row + o_p, mask=o_p < num_blocks, other=0)
         rung = tl.load(words_ptr + number, mask=o_p < num_blocks, other=0) & ((1 << RUNG_BITS) - 1)
@@ -57,7 +64,7 @@ def sort_blocks_kernel(
         b_counts += tl.sum(b_mine.to(tl.int32), 1)
     tl.store(counts_ptr + i_b * BLOCK_R + o_r, b_counts)
     b_next = tl.cumsum(b_counts, 0) - b_counts
-    for i in range(0, num_blocks, BLOCK):
+    for i in range(first, num_blocks, BLOCK):
         o_p = i + tl.arange(0, BLOCK)
         b_p = o_p < num_blocks
         number = tl.load(p_row + o_p, mask=b_p, other=0)
@@ -75,7 +82,7 @@ def sort_blocks_kernel(
         b_next += tl.sum(b_mine, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "width"])
+@triton.jit(do_not_specialize=["batch", "width", "most_blocks"])
 def split_items_kernel(
     input_ptr,
     counts_ptr,
@@ -84,6 +91,7 @@ def split_items_kernel(
     part_first_ptr,
     batch,
     width,
+    most_blocks,
     ITEM_BLOCKS: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -91,7 +99,9 @@ def split_items_kernel(
     BLOCK: tl.constexpr,
 ):
     i_b = tl.program_id(0)
-    item_blocks = tl.load(input_ptr + ITEM_BLOCKS).to(tl.int32)
+    item_blocks = most_blocks
+    if most_blocks is None:
+        item_blocks = tl.load(input_ptr + ITEM_BLOCKS).to(tl.int32)
     o_r, o_i = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK)
     b_before = tl.zeros([BLOCK_R], tl.int32)  # items by rung of the requests before this one
     b_total = tl.zeros([BLOCK_R], tl.int32)
@@ -129,12 +139,19 @@ def split_items_kernel(
 
 
 def plan_decode(
-    tables: BlockWords, step_input: Tensor, rows: Tensor, lengths: Tensor, num_rungs: int, bounds: Bounds
+    tables: BlockWords,
+    step_input: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    num_rungs: int,
+    bounds: Bounds,
+    window: int | None = None,
+    item_blocks: int | None = None,
 ) -> DecodeWork:
     """Plan of one decode for each of ``rows`` [B] of the tables, over its first ``lengths`` [B] tokens.
 
-    ``step_input`` says how many blocks an item has at most. ``bounds`` must hold for blocks on ``num_rungs`` rungs:
-    items are not counted on the host.
+    ``step_input`` says how many blocks an item has at most, unless ``item_blocks`` does. ``bounds`` must hold for
+    blocks on ``num_rungs`` rungs: items are not counted on the host. Entries before a ``window`` are not read.
     """
     batch, block_r, device = len(rows), triton.next_power_of_2(num_rungs), rows.device
 
@@ -158,6 +175,7 @@ def plan_decode(
         RUNG_BITS=RUNG_BITS,
         S=tables.sink_tokens,
         T=tables.block_tokens,
+        WINDOW=window,
         BLOCK_R=block_r,
         BLOCK=64,
         num_warps=2,
@@ -171,6 +189,7 @@ def plan_decode(
         part_first,
         batch,
         tables.width,
+        item_blocks,
         ITEM_BLOCKS=ITEM_BLOCKS,
         R=num_rungs,
         BLOCK_R=block_r,
@@ -181,5 +200,5 @@ def plan_decode(
     )
     sink_tokens, block_tokens = tables.sink_tokens, tables.block_tokens
     return DecodeWork(
-        addresses, positions, lengths, items, item_first, part_first, bounds, sink_tokens, block_tokens, banks
+        addresses, positions, lengths, items, item_first, part_first, bounds, sink_tokens, block_tokens, banks, window
     )

@@ -53,6 +53,11 @@ def choose_split(
     return min(sizes, key=cost)
 
 
+def window_blocks(window: int, block_tokens: int) -> int:
+    """Blocks that a request's plan of a ``window`` has at most: two at its edges, and a sink."""
+    return (window + block_tokens - 2) // block_tokens + 2
+
+
 def most_items(num_blocks: int, num_requests: int, item_blocks: int) -> int:
     """Items that ``num_blocks`` on one rung make at most: each request may have one of a single block."""
     return (num_blocks + min(num_requests, num_blocks) * (item_blocks - 1)) // item_blocks

@@ -26,6 +26,7 @@ from .split import Bounds
 
 LOG2_E = math.log2(math.e)
 NO_BANKS = {"banks_ptr": None, "k_bank": None, "v_bank": None}
+NO_WINDOW = {"positions_ptr": None, "lengths_ptr": None}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,13 @@ def paged_decode(
     scale: float,
     out: Tensor | None = None,
     tuning: Tuning | None = None,
+    softcap: float | None = None,
+    null_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per request over its blocks on all rungs.
+    """Attention of one query per request over its blocks on all rungs, as far back as the plan's window.
 
-    Shapes:  q [B, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  returns [B, HQ, D] in q's dtype
+    Shapes:  q [B, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  null_logits [HQ];
+             returns [B, HQ, D] in q's dtype
     ``tuning``: launch parameters of the layer's narrowest format. Requests without a visible token give zeros.
     """
     batch, num_heads, head_dim = q.shape
@@ -76,8 +80,10 @@ def paged_decode(
             sink_tokens=work.sink_tokens,
             tuning=tuning if formats is layer.ranges[-1] else None,
             is_short=work.bounds.is_short and formats.end == 1,
+            window=work.window,
+            softcap=softcap,
         )
-        blocks = [work.addresses] if kernel is decode_int_kernel else [work.addresses, work.positions, work.lengths]
+        places = {} if "positions_ptr" in constexprs else {"positions_ptr": work.positions, "lengths_ptr": work.lengths}
         kernel[(num_programs,)](
             q,
             q.stride(0),
@@ -88,10 +94,11 @@ def paged_decode(
             work.item_first,
             formats.first,
             formats.end,
-            *blocks,
-            o,
-            lse,
-            scale * LOG2_E,
+            work.addresses,
+            o_ptr=o,
+            lse_ptr=lse,
+            scale_log2=scale * LOG2_E,
+            **places,
             **bank_arguments(formats.page, work.banks),
             **constexprs,
             num_warps=tuned.num_warps,
@@ -107,6 +114,7 @@ def paged_decode(
         out,
         out.stride(0),
         out.stride(1),
+        null_logits,
         HQ=num_heads,
         D=head_dim,
         BLOCK_H=block_h,
@@ -153,7 +161,14 @@ def launches(ranges: Sequence[FormatRange], bounds: Bounds, num_kv_heads: int) -
 
 @cache  # a layer has few formats, and a step that no graph replays asks for each of them
 def decode_variant(
-    page: PageLayout, group: int, *, sink_tokens: int, tuning: Tuning | None = None, is_short: bool = False
+    page: PageLayout,
+    group: int,
+    *,
+    sink_tokens: int,
+    tuning: Tuning | None = None,
+    is_short: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Any, dict[str, Any], Tuning]:
     """Kernel, compile-time arguments and launch parameters for pages of one format.
 
@@ -161,17 +176,15 @@ def decode_variant(
     """
     num_tokens, head_dim = page.k.shape.num_tokens, page.k.shape.head_dim
     shape = {"H": page.k.shape.num_kv_heads, "G": group, "D": head_dim, "T": num_tokens}
+    scores = {"WINDOW": window, "SOFTCAP": softcap}
     k, v = (side.family.triton().integer(side) for side in (page.k, page.v))
     if isinstance(k, KeyFunctions) and isinstance(v, ValueFunctions):
         block_g = max(4, triton.next_power_of_2(group))  # two int8 columns a head fill the 8 of an mma
         tuning = tuning or integer_tuning(page, block_g, max(k.min_tiles, v.min_tiles))
         functions = {"QUERY": k.query, "SCORES": k.scores, "BEGIN": v.begin, "ADD": v.add, "FINISH": v.finish}
         sides = {"K": page.k.spec, "V": page.v.spec, "TILES": num_tokens // tuning.tile}
-        return (
-            decode_int_kernel,
-            {**shape, **functions, **sides, "BLOCK_G": block_g, "STAGES": tuning.num_stages},
-            tuning,
-        )
+        constexprs = {**shape, **scores, **functions, **sides, "BLOCK_G": block_g, "STAGES": tuning.num_stages}
+        return decode_int_kernel, constexprs if window is not None else {**constexprs, **NO_WINDOW}, tuning
     block_d = max(16, triton.next_power_of_2(head_dim))
     if tuning is None:
         is_16_bit = page.k.dense_dtype is not None and page.k.dense_dtype.itemsize == 2
@@ -182,6 +195,7 @@ def decode_variant(
         decode_float_kernel,
         {
             **shape,
+            **scores,
             **page_loaders(page),
             "S": sink_tokens,
             "BLOCK_D": block_d,

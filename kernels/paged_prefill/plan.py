@@ -1,4 +1,7 @@
-"""Work plan of prefill attention on the GPU: query tiles and the blocks that each one sees, the same for all layers."""
+"""Work plan of prefill attention on the GPU: query tiles and the blocks that each one sees.
+
+It is the same for all layers of one window.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ class PrefillWork:
              tiles [N, 3] int32 (first row of q, tokens, position of the first token);
              runs [R, N, 4] int32 (first block, sinks, other blocks, position of the first other block)
              blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending;
-             banks [C] int64, the addresses of the chunks' banks, ``None`` without patterns
+             banks [C] int64, the addresses of the chunks' banks, ``None`` without patterns;
+             positions [C * P] int32, the first token of each block, ``None`` without a window
     ``rungs`` lists the rungs that any tile sees; rung 0 has the chunks themselves. A run's position counts its blocks
-    as if they followed one another up to the first one that a query of the tile does not see entirely.
+    as if they followed one another up to the first one that ends behind the tile's first query. With a ``window`` a run
+    begins with the first block that a query of the tile sees.
     """
 
     addresses: Tensor
@@ -33,6 +38,8 @@ class PrefillWork:
     sink_tokens: int
     block_tokens: int
     banks: Tensor | None = None
+    window: int | None = None
+    positions: Tensor | None = None
 
     @classmethod
     def build(
@@ -47,24 +54,33 @@ class PrefillWork:
         sink_tokens: int,
         block_tokens: int,
         banks: Tensor | None = None,
+        window: int | None = None,
     ) -> PrefillWork:
         """Plan for chunks of ``counts`` tokens from positions ``starts`` [C], whose rows of q follow one another.
 
         ``addresses`` [C, P] and ``rungs`` [C, P] (``ABSENT``: no block) are the requests' block tables, with the
-        chunk's own tokens written, on rung 0; with ``sink_tokens`` > 0 the first entry is the sink.
+        chunk's own tokens written, on rung 0; with ``sink_tokens`` > 0 the first entry is the sink. With ``window``
+        entries are left out, whatever they hold, that no query of the chunk sees.
         """
         width = addresses.shape[1]
+        if window is not None:
+            ends = block_positions(torch.arange(1, width + 1, device=rungs.device), sink_tokens, block_tokens)
+            rungs = rungs.masked_fill(ends <= starts[:, None] + 1 - window, ABSENT)
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
         positions = block_positions(order, sink_tokens, block_tokens)
         row, tokens, first, chunk = _tiles(starts, counts, tile_tokens)
-        seen = positions[chunk] < (first + tokens)[:, None]
+        seen, passed = positions[chunk] < (first + tokens)[:, None], None
+        if window is not None:
+            passed = block_positions(order + 1, sink_tokens, block_tokens)[chunk] <= (first + 1 - window)[:, None]
+            seen &= ~passed
         sink = (order[chunk] == 0) & (sink_tokens > 0)
         full = seen & ~sink & (positions[chunk] + block_tokens - 1 <= first[:, None])
         tail = sink_tokens + (first + 1 - sink_tokens).clamp(min=0) // block_tokens * block_tokens
         runs = []
         for rung in range(num_rungs):
             mine = keys[chunk] == rung
-            start = chunk * width + (keys[chunk] < rung).sum(1)
+            before = keys[chunk] < rung if passed is None else (keys[chunk] < rung) | (mine & passed)
+            start = chunk * width + before.sum(1)
             sinks, others = ((seen & mine & part).sum(1) for part in (sink, ~sink))
             runs.append(torch.stack((start, sinks, others, tail - (mine & full).sum(1) * block_tokens), 1))
         used = torch.where(positions < (starts + counts)[:, None], keys, num_rungs).flatten()
@@ -79,6 +95,8 @@ class PrefillWork:
             sink_tokens,
             block_tokens,
             banks,
+            window,
+            None if window is None else positions.flatten().int(),
         )
 
     def to(self, device: torch.device) -> PrefillWork:
@@ -86,8 +104,10 @@ class PrefillWork:
         addresses, tiles, runs, *blocks = (
             to_device(x, device) for x in (self.addresses, self.tiles, self.runs, *self.blocks)
         )
-        banks = None if self.banks is None else to_device(self.banks, device)
-        return replace(self, addresses=addresses, tiles=tiles, runs=runs, blocks=tuple(blocks), banks=banks)
+        banks, positions = (None if x is None else to_device(x, device) for x in (self.banks, self.positions))
+        return replace(
+            self, addresses=addresses, tiles=tiles, runs=runs, blocks=tuple(blocks), banks=banks, positions=positions
+        )
 
 
 def _tiles(starts: Tensor, counts: Tensor, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

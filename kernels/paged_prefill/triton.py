@@ -55,10 +55,13 @@ def paged_prefill(
     scale: float,
     out: Tensor | None = None,
     tuning: Tuning | None = None,
+    softcap: float | None = None,
+    null_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention of chunks, written to their blocks, over themselves and their requests' earlier tokens.
 
-    Shapes:  q [N, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  returns [N, HQ, D] in q's dtype
+    Shapes:  q [N, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  null_logits [HQ];
+             returns [N, HQ, D] in q's dtype
     ``pages[r]``: this layer's page layout on rung r. Slots and offsets of rung 0, which is dense, are multiples of the
     bytes of D elements.
     """
@@ -83,6 +86,8 @@ def paged_prefill(
             work.sink_tokens,
             tuning,
             block_m=triton.next_power_of_2(work.tile_tokens * (num_heads // num_kv_heads)),
+            window=work.window,
+            softcap=softcap,
         )
         prefill_kernel[(num_kv_heads, len(work.tiles))](
             q,
@@ -103,6 +108,8 @@ def paged_prefill(
             out.stride(0),
             out.stride(1),
             scale * LOG2_E,
+            work.positions,
+            None if launch.piece else null_logits,
             IS_STAGED=launch.piece is not None,
             IS_LAST=launch is launches[-1],
             **constexprs,
@@ -168,7 +175,13 @@ def stage_constexprs(page: PageLayout) -> dict[str, Any]:
 
 
 def prefill_variant(
-    page: PageLayout, group: int, sink_tokens: int, tuning: Tuning | None = None, block_m: int = BLOCK_M
+    page: PageLayout,
+    group: int,
+    sink_tokens: int,
+    tuning: Tuning | None = None,
+    block_m: int = BLOCK_M,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[dict[str, Any], Tuning]:
     """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
     shape, dtype = page.k.shape, _dense_dtype(page.k)
@@ -190,5 +203,7 @@ def prefill_variant(
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
         "TAIL_STAGES": min(TAIL_STAGES, tuning.num_stages),
+        "WINDOW": window,
+        "SOFTCAP": softcap,
     }
     return constexprs, tuning

@@ -39,6 +39,7 @@ from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm
 from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
 from .timing import time_calls
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    config, row_numbers = ModelConfig.from_hf(SHAPES[args.shape]), [int(n) for n in args.rows.split(",")]
+    config, row_numbers = config_from_hf(SHAPES[args.shape]), [int(n) for n in args.rows.split(",")]
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if args.check:
         compile_all(checked())

@@ -2,8 +2,8 @@
 
 python -m studies.kernels.bench_moe [--tokens 1,16,64,256] [--tune 1,16,64,256] [--seconds 90] [--json FILE]
 
-The shape is that of Qwen3 30B-A3B. limit = max(bytes of the touched experts / bandwidth, operations / rate), both
-measured here; share = limit / time of ``experts_mlp``. Calls run in a graph over copies of the weights, with a routing
+The shape is that of Qwen3 30B-A3B. limit = max(bytes of the touched experts / bandwidth, operations / rate) of an
+H200; share = limit / time of ``experts_mlp``. Calls run in a graph over copies of the weights, with a routing
 of their own each. torch: its two grouped products and our SwiGLU between, tokens already sorted; "all" also sorts,
 gathers and sums. Tunings are tried for each product alone, and the fastest are printed as lines to paste.
 """
@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from qkv_engine.bench.roofline import BANDWIDTH, FLOPS
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.moe import Experts, Routing, SoftmaxOver, SwiGLU, experts_mlp, reference, route
 from qkv_engine.kernels.moe import triton as moe
@@ -126,14 +127,6 @@ def check(experts: Experts) -> dict[str, float]:
     return found
 
 
-def measure_device() -> tuple[float, float]:
-    """Bytes a second of a copy, read and written, and bf16 operations a second of a large product."""
-    source, target = torch.empty(2, 2 << 30, dtype=torch.uint8, device="cuda")
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    copy, multiply = time_calls([partial(target.copy_, source)]), time_calls([partial(torch.mm, a, b)])
-    return 2 * source.numel() / copy, 2 * 8192**3 / multiply
-
-
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Torch's grouped product of sorted tokens."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -175,7 +168,7 @@ def sum_inners(layers: list[Layer], launch: moe.Sum) -> list[Tensor]:
 def time_parts(layers: list[Layer], tuning: moe.Tuning) -> dict[str, float]:
     """Each launch of a layer alone."""
     calls: dict[str, list[Callable[[], Any]]] = {}
-    if isinstance(tuning, moe.SumTuning):
+    if isinstance(tuning, moe.ExpertSums):
         calls["gate_up"] = [partial(moe.gate_up_sums, *layer, tuning.gate_up) for layer in layers]
         inners = sum_inners(layers, tuning.gate_up)
         calls["down"] = [
@@ -192,7 +185,7 @@ def time_parts(layers: list[Layer], tuning: moe.Tuning) -> dict[str, float]:
 
 
 def tile_calls(
-    layers: list[Layer], plans: list[moe.Plan], tuning: moe.TileTuning
+    layers: list[Layer], plans: list[moe.Plan], tuning: moe.ExpertTiles
 ) -> Iterator[tuple[str, moe.Tile, list[Callable[[], Any]]]]:
     """Both products: name, launch parameters and calls."""
     inner = torch.randn(layers[0].routing.experts.numel(), INNER, device="cuda", dtype=torch.bfloat16)
@@ -201,12 +194,12 @@ def tile_calls(
     yield "down", tuning.down, [partial(moe.down_tiles, inner, *layer[1:], plan, tuning) for layer, plan in pairs]
 
 
-def measure(name: str, layers: list[Layer], device: tuple[float, float], tuning: moe.Tuning | None = None) -> Row:
+def measure(name: str, layers: list[Layer], tuning: moe.Tuning | None = None) -> Row:
     """A layer's time, with ``tuning`` or as the engine launches it."""
     tokens = len(layers[0].x)
     tuning = tuning or moe.choose_tuning(tokens, TOP_K, EXPERTS)
     touched = sum(len(set(layer.routing.experts.flatten().tolist())) for layer in layers) / len(layers)
-    limit = 1e6 * max(touched * EXPERT_NBYTES / device[0], tokens * TOP_K * EXPERT_NBYTES / device[1])
+    limit = 1e6 * max(touched * EXPERT_NBYTES / BANDWIDTH, tokens * TOP_K * EXPERT_NBYTES / FLOPS)
     us = time_us([partial(moe.experts_mlp_triton, *layer, tuning=tuning) for layer in layers], "layer") or float("nan")
     presorted = [(*sort_tokens(layer)[1:], layer.experts) for layer in layers]
     theirs = time_us([partial(torch_products, *operands) for operands in presorted], "torch")
@@ -217,7 +210,7 @@ def measure(name: str, layers: list[Layer], device: tuple[float, float], tuning:
 def compile_all(block_ms: set[int]) -> None:
     """Kernels that are checked, timed and tried for ``block_ms``, several at a time."""
     options, bf16 = overlap_options(torch.device("cuda", torch.cuda.current_device())), torch.bfloat16
-    chosen = [tuning for tuning in moe.TUNINGS.values() if isinstance(tuning, moe.TileTuning)]
+    chosen = [tuning for tuning in moe.TUNINGS.values() if isinstance(tuning, moe.ExpertTiles)]
     tiles = {(block_m, moe.Tile(*shape), False) for block_m in block_ms for shape in TILES[block_m]}
     tiles |= {(t.block_m, tile, biased) for t in chosen for tile in t[1:] for biased in (False, True)}
     with ThreadPoolExecutor(14) as pool, triton.AsyncCompileMode(pool):
@@ -249,7 +242,7 @@ def tune(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe.Tuni
                 print("  out of time: the rest is left out")
                 break
             tile = moe.Tile(*shape)
-            for name, launch, calls in tile_calls(layers, plans, moe.TileTuning(block_m, tile, tile)):
+            for name, launch, calls in tile_calls(layers, plans, moe.ExpertTiles(block_m, tile, tile)):
                 us = time_us(calls, f"{name} {launch}")
                 if us is not None:
                     print(
@@ -258,7 +251,7 @@ def tune(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe.Tuni
                     best[name] = min(best.get(name, (us, launch)), (us, launch))
         if len(best) == 2:
             us = sum(part[0] for part in best.values())
-            yield us, moe.TileTuning(block_m, best["gate_up"][1], best["down"][1])
+            yield us, moe.ExpertTiles(block_m, best["gate_up"][1], best["down"][1])
 
 
 def tune_sums(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe.Tuning]]:
@@ -281,7 +274,7 @@ def tune_sums(layers: list[Layer], deadline: float) -> Iterator[tuple[float, moe
                 print(f"  {len(layers[0].x):5} tokens, sums  {name:8} {us:8.2f} us  {tuple(launch)}", flush=True)
                 best[name] = min(best.get(name, (us, launch)), (us, launch))
     if len(best) == 2:
-        yield sum(part[0] for part in best.values()), moe.SumTuning(best["gate_up"][1], best["down"][1])
+        yield sum(part[0] for part in best.values()), moe.ExpertSums(best["gate_up"][1], best["down"][1])
 
 
 def print_row(row: Row) -> None:
@@ -309,17 +302,16 @@ def main() -> None:
     compile_all({block_m for tokens in tuned for block_m in BLOCK_M.get(tokens, ())})
     print(f"compiled, {deadline - time.monotonic():.0f} s left", flush=True)
     weights = [make_weights() for _ in range(COPIES)]
-    device = measure_device()
-    print(f"{torch.cuda.get_device_name()}: {device[0] / 1e12:.2f} TB/s, {device[1] / 1e12:.0f} TFLOP/s", flush=True)
+    print(torch.cuda.get_device_name(), flush=True)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    result |= {"triton": triton.__version__, "bandwidth": device[0], "flops": device[1], "errors": check(weights[0])}
+    result |= {"triton": triton.__version__, "errors": check(weights[0])}
     wrong = {name: error for name, error in result["errors"].items() if not error <= BOUND}
     print(f"{len(result['errors'])} checks, largest error {max(result['errors'].values()):.2e}; wrong: {wrong or None}")
     if wrong:
         raise SystemExit("nothing is timed")
     rows = []
     for name, tokens in product(("random", "skewed"), map(int, args.tokens.split(","))):
-        rows.append(measure(name, make_layers(weights, tokens, skewed=name == "skewed"), device))
+        rows.append(measure(name, make_layers(weights, tokens, skewed=name == "skewed")))
         print_row(rows[-1])
     result["rows"] = [asdict(row) for row in rows]
     result["tunings"] = {}
@@ -330,7 +322,7 @@ def main() -> None:
         for us, tuning in found:
             print(f"{us:9.1f} us  {tokens * TOP_K / EXPERTS}: {tuning},", flush=True)
         if found:
-            print_row(measure("tuned", layers, device, found[0][1]))
+            print_row(measure("tuned", layers, found[0][1]))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -1,10 +1,12 @@
 """Checks and times the decode attention kernels on a GPU.
 
 python -m studies.kernels.bench_paged_decode --check --time [--formats K4V4,K2V2g32] [--queries 4,8] [--tune]
+    [--window 4096]
 
 ``--check`` compares random shapes and rungs in a poisoned arena with float attention. ``--time`` measures everything
 a decode step's attention does in one layer (sink, open block, merge), each copy of the data in turn, so that nothing
 stays in L2. eta = bytes that must be read / (time * 4.3e12 B/s). ``--tune`` tries other launch parameters, too.
+``--window`` adds measurements of layers that see so many tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,7 +77,7 @@ def calibrated_page(bits: int, heads: int, group: int = T) -> PageLayout:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``limit_us``: time to read the needed bytes at the bandwidth."""
+    """One measurement. ``limit_us``: time to read the needed bytes at the bandwidth; ``window``: tokens seen."""
 
     format: str
     batch: int
@@ -86,6 +89,15 @@ class Row:
     us: float
     limit_us: float
     eta: float
+    window: int | None = None
+
+
+class Rule(NamedTuple):
+    """What attention computes beside scores and values."""
+
+    window: int | None = None
+    softcap: float | None = None
+    null_logits: torch.Tensor | None = None
 
 
 def check(device: str = "cuda") -> dict[str, float]:
@@ -93,20 +105,23 @@ def check(device: str = "cuda") -> dict[str, float]:
     found = {}
     for name, case in check_cases(device):
         scale = case.q.shape[2] ** -0.5
-        work = DecodeWork.build(
-            case.addresses,
-            case.rungs,
-            case.lengths,
-            num_rungs=len(case.pages),
-            item_blocks=3,
-            sink_tokens=case.sink_tokens,
-            block_tokens=T,
-            banks=case.banks,
-        )
-        layer = LayerFormats.of(case.pages, case.q.device)
-        out = paged_decode(case.q, case.arena, work, layer, scale).float()
-        want = reference(case, scale)
-        found[name] = float((out - want).norm() / want.norm())
+        layer, nulls = LayerFormats.of(case.pages, case.q.device), torch.randn(case.q.shape[1], device=device)
+        rules = {"": Rule(), " window": Rule(200), " soft cap, null logits": Rule(1000, 5.0, nulls)}
+        for suffix, (window, softcap, null_logits) in rules.items():
+            work = DecodeWork.build(
+                case.addresses,
+                case.rungs,
+                case.lengths,
+                num_rungs=len(case.pages),
+                item_blocks=3,
+                sink_tokens=case.sink_tokens,
+                block_tokens=T,
+                banks=case.banks,
+                window=window,
+            )
+            out = paged_decode(case.q, case.arena, work, layer, scale, None, None, softcap, null_logits).float()
+            want = reference(case, scale, window=window, softcap=softcap, null_logits=null_logits)
+            found[name + suffix] = float((out - want).norm() / want.norm())
     return found
 
 
@@ -218,7 +233,7 @@ def _fill_banks(banks: torch.Tensor, page: PageLayout) -> list[tuple[torch.Tenso
     return found
 
 
-def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[], Any]]:
+def calls(case: LongCase, split: int, tuning: Tuning | None, window: int | None = None) -> list[Callable[[], Any]]:
     """One attention call a copy; sinks and open blocks beside quantized pages keep their default launch."""
     found: list[Callable[[], Any]] = []
     layer = LayerFormats.of(case.pages, case.q.device)
@@ -232,6 +247,7 @@ def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[]
             sink_tokens=SINK,
             block_tokens=T,
             banks=banks if case.pages[-1].has_bank else None,
+            window=window,
         )
 
         def call(work: DecodeWork = work) -> Any:
@@ -241,28 +257,31 @@ def calls(case: LongCase, split: int, tuning: Tuning | None) -> list[Callable[[]
     return found
 
 
-def measure(name: str, batch: int, length: int, queries: int, tunings: list[Tuning | None]) -> Iterator[Row]:
+def measure(
+    name: str, batch: int, length: int, queries: int, tunings: list[Tuning | None], windows: list[int | None]
+) -> Iterator[Row]:
     """Every variant at one size, the failing ones left out."""
     page = named_pages()[name]
     side_bits = 8 * (page.k.nbytes + page.v.nbytes) / (2 * HEADS * T * HEAD_DIM)
     nbytes = batch * length * HEADS * HEAD_DIM * 2 * side_bits / 8
     case = long_case(page, batch, length, copies=max(2, min(8, int(1.2e9 / nbytes) + 1)), queries=queries)
-    for tuning in tunings:
+    for window, tuning in product(windows, tunings):
         for split in SPLITS:
             try:
-                us = 1e6 * time_calls(calls(case, split, tuning))
+                us = 1e6 * time_calls(calls(case, split, tuning, window))
             except Exception as error:
                 print(f"  {name} {tuning} split {split}: {type(error).__name__} {str(error)[:80]}")
                 continue
-            limit = 1e6 * case.nbytes / BANDWIDTH
+            limit = 1e6 * case.nbytes * min(1.0, (window or length) / length) / BANDWIDTH
             launch = "default" if tuning is None else f"{tuning.num_warps} warps {tuning.num_stages} stages"
-            yield Row(name, batch, length, queries, side_bits, launch, split, us, limit, limit / us)
+            yield Row(name, batch, length, queries, side_bits, launch, split, us, limit, limit / us, window)
 
 
 def print_row(row: Row) -> None:
     print(
         f"{row.format:10} {row.batch:3} x {row.length:6} G {row.queries}  {row.stored_bits:5.2f} bits  {row.tuning:16} "
-        f"split {row.split:3} {row.us:8.1f} us  limit {row.limit_us:7.1f}  eta {row.eta:.3f}",
+        f"split {row.split:3} {row.us:8.1f} us  limit {row.limit_us:7.1f}  eta {row.eta:.3f}"
+        + ("" if row.window is None else f"  window {row.window}"),
         flush=True,
     )
 
@@ -275,24 +294,28 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(named_pages()))
     parser.add_argument("--queries", default="4")
     parser.add_argument("--sizes", default="64x8192")
+    parser.add_argument("--window", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if args.check:
         result["errors"] = check()
         for name, error in result["errors"].items():
-            print(f"{name:28} relative error {error:.2e} {'' if error <= 3e-3 else 'TOO LARGE'}", flush=True)
+            print(f"{name:44} relative error {error:.2e} {'' if error <= 3e-3 else 'TOO LARGE'}", flush=True)
         assert all(error <= 3e-3 for error in result["errors"].values()), "kernels are wrong: nothing is timed"
     tunings: list[Tuning | None] = [None, *(TUNINGS if args.tune else [])]
+    windows: list[int | None] = [None, *([args.window] if args.window else [])]
     best: list[Row] = []
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes.split(",")]
     for queries in map(int, args.queries.split(",")) if args.time else ():
         for batch, length in sizes:
             for name in args.formats.split(","):
-                rows = sorted(measure(name, batch, length, queries, tunings), key=lambda row: row.us)
-                best += rows[:1]
-                for row in rows[: 4 if args.tune else 1]:
-                    print_row(row)
+                found = list(measure(name, batch, length, queries, tunings, windows))
+                for window in windows:
+                    rows = sorted((row for row in found if row.window == window), key=lambda row: row.us)
+                    best += rows[:1]
+                    for row in rows[: 4 if args.tune else 1]:
+                        print_row(row)
     result["best"] = [asdict(row) for row in best]
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

@@ -28,7 +28,7 @@ from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu import swiglu
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.models.shapes import SHAPES
 
@@ -194,7 +194,7 @@ def main() -> None:
     for shape in args.shapes.split(",") if not wrong else ():
         for tokens in map(int, args.tokens.split(",")):
             products = make_products(tokens)
-            for case in make_cases(ModelConfig.from_hf(SHAPES[shape]), tokens):
+            for case in make_cases(config_from_hf(SHAPES[shape]), tokens):
                 for row in measure(shape, case, products):
                     print_row(row)
                     rows.append(row)

@@ -50,6 +50,7 @@ POINTERS |= {
     "offsets_ptr": "*i64",
     "banks_ptr": "*i64",
 }
+NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
 BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source", "inner", "pairs")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
@@ -155,7 +156,7 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
         ("combine", combine_kernel, moe.combine_variant(size, top_k)),
     ]
     for most, tuning in moe.TUNINGS.items():
-        if isinstance(tuning, moe.SumTuning):
+        if isinstance(tuning, moe.ExpertSums):
             gate_up = moe.gate_up_sum_variant(size, inner, top_k, SwiGLU(), tuning.gate_up)
             found.append((f"gate_up_sum {most}", gate_up_sum_kernel, gate_up))
             down = moe.down_sum_variant(size, inner, top_k, tuning.down)
@@ -195,6 +196,26 @@ def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield kernel.__name__.removesuffix("_kernel"), kernel, constexprs, Tuning(num_warps, 3)
 
 
+def ruled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Attention with a window, and with a soft cap."""
+    pages = variants()
+    formats = ("dense bf16 D64", "dense bf16 D128", "dense bf16 D256", "int8 D128", "int4 D128", "int2 D128")
+    rules: list[dict[str, Any]] = [{"window": 4096}, {"softcap": 50.0}]
+    for name, rule in product((f"{name} G4" for name in formats), rules):
+        page, group = pages[name]
+        kernel, constexprs, tuning = decode_variant(page, group, sink_tokens=32, **rule)
+        suffix = " ".join(rule)
+        yield f"{name} {suffix}", kernel, {**constexprs, **NO_BANKS, "OVERLAP": True}, tuning
+        if page.k.dense_dtype is not None:
+            constexprs, tuning = prefill_variant(page, group, 32, **rule)
+            for is_staged in (False, True):
+                place = {"IS_STAGED": is_staged, "IS_LAST": True, **NO_RULE}
+                if "window" in rule:
+                    del place["positions_ptr"]
+                staged = " staged" if is_staged else ""
+                yield f"prefill{staged} {name} {suffix}", prefill_kernel, {**constexprs, **place}, tuning
+
+
 def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
     for name, (page, group) in variants().items():
@@ -203,10 +224,11 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, {**constexprs, **no_banks, "OVERLAP": True}, tuning
         if group == 4 and page.k.dense_dtype is not None:
             constexprs, tuning = prefill_variant(page, group, 32)
-            place = {"IS_STAGED": False, "IS_LAST": True}
+            place = {"IS_STAGED": False, "IS_LAST": True, **NO_RULE}
             yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
         elif group == 4:
             yield f"stage {name}", stage_kernel, {**stage_constexprs(page), **no_banks}, Tuning(4, 1)
+    yield from ruled_kernels()
     yield from seal_kernels()
     yield from fused_kernels()
     yield from linear_kernels()

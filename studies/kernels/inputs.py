@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.attention_reference import softmax_weights
 from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Place, Side, make_format
 from qkv_engine.kernels.formats.dense import DenseSide
 from qkv_engine.kernels.formats.family import SideName
@@ -212,26 +213,20 @@ def _write(arena: Tensor, at: Address, page: PageLayout, which: str, x: Tensor, 
     return side.family.dequantize(rows._replace(bank=bank), side)[0].transpose(0, 1)
 
 
-def reference(case: Case, scale: float, q: Tensor | None = None) -> Tensor:
-    """Attention of each request's query over all its values, in float32."""
-    q = case.q if q is None else q
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    for b, (k, v) in enumerate(zip(case.k, case.v, strict=True)):
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = scale * torch.einsum("hd,thd->ht", q[b].float(), k)
-        out[b] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
-    return out
+def reference(case: Case, scale: float, q: Tensor | None = None, **rule: Any) -> Tensor:
+    """Attention of each request's query over its values, in float32; ``rule``: keywords of ``softmax_weights``."""
+    return prefill_reference(case, case.q if q is None else q, [1] * len(case.k), scale, **rule)
 
 
-def prefill_reference(case: Case, q: Tensor, counts: Sequence[int], scale: float) -> Tensor:
-    """Attention of the last ``counts[b]`` tokens of each request, whose queries ``q`` holds in order, in float32."""
+def prefill_reference(case: Case, q: Tensor, counts: Sequence[int], scale: float, **rule: Any) -> Tensor:
+    """Attention of the last ``counts[b]`` tokens of each request, whose queries ``q`` holds in order, in float32.
+
+    ``rule``: keywords of ``softmax_weights``.
+    """
     parts = []
     for k, v, rows in zip(case.k, case.v, torch.split(q.float(), list(counts)), strict=True):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        position = torch.arange(len(k) - len(rows), len(k), device=q.device)
-        hidden = torch.arange(len(k), device=q.device) > position[:, None]
-        scores = (scale * torch.einsum("nhd,thd->hnt", rows, k)).masked_fill(hidden, float("-inf"))
-        parts.append(torch.einsum("hnt,thd->nhd", scores.softmax(-1), v))
+        weights = softmax_weights(scale * torch.einsum("nhd,thd->hnt", rows, k), **rule)
+        parts.append(torch.einsum("hnt,thd->nhd", weights, v))
     return torch.cat(parts)

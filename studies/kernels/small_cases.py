@@ -51,7 +51,7 @@ def make_cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def norm_case(config: ModelConfig, tokens: int, *, add: bool) -> Case:
-    size, eps = config.hidden_size, config.rms_norm_eps
+    size, eps = config.hidden_size, config.norm_eps
     nbytes = (4 if add else 2) * tokens * size * 2
     weight = _random(size)
     launches: list[Launch] = []
@@ -104,7 +104,7 @@ def swiglu_case(config: ModelConfig, tokens: int) -> Case:
 def rope_case(config: ModelConfig, tokens: int) -> Case:
     """Single tokens of many requests, or, of more than 256, chunks of one; K and V go to random blocks."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    all_heads, eps, layer = heads + 2 * kv_heads, config.rms_norm_eps, LAYERS - 1
+    all_heads, eps, layer = heads + 2 * kv_heads, config.norm_eps, LAYERS - 1
     nbytes = tokens * (2 * all_heads * dim * 2 + dim * 4 + 16)
     weight = _random(heads + kv_heads, dim) if config.qk_norm else None
     slot_rows = LAYERS * 2 * kv_heads * BLOCK
@@ -114,7 +114,7 @@ def rope_case(config: ModelConfig, tokens: int) -> Case:
     separate: list[Callable[[], Any]] = []
     for copy in range(_copies(nbytes)):
         rows, positions = _place(tokens, copy, slot_rows * dim * 2, dim * 2)
-        cos, sin = RotaryEmbedding(config.rope, dim)(positions)
+        cos, sin = RotaryEmbedding(config.ropes[0], dim)(positions)
         qkv = _random(tokens, all_heads, dim)
         where = (rows[:, :1] + torch.arange(kv_heads, device="cuda") * BLOCK).flatten()
 

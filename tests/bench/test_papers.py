@@ -14,7 +14,7 @@ from qkv_engine.cli import bench
 from qkv_engine.cli.common import kv_ladders
 from qkv_engine.cli.main import main
 from qkv_engine.config import BLOCK_TOKENS
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS
 
@@ -91,7 +91,7 @@ def test_ladders_fit_both_models_and_every_one_steps_down_scaled(name: str) -> N
     paper = PAPERS[name]
     shortest = paper.scaled.input_len + paper.scaled.output_len - 1
     for shape in (paper.shape, "demo"):
-        config = ModelConfig.from_hf(SHAPES[shape])
+        config = config_from_hf(SHAPES[shape])
         for kv, ladder in kv_ladders(paper.kvs, {"kvmix-random": DRAWN}).items():
             make_ladder(ladder, config, config.dtype)
             assert kv == "bf16" or shortest > ladder.window.least_computed(ladder.sink + BLOCK_TOKENS)

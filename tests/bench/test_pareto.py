@@ -17,7 +17,7 @@ from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.cli import bench
 from qkv_engine.cli.main import main
 from qkv_engine.errors import CapacityError
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS, main_presets
 
@@ -25,7 +25,7 @@ from .answering import AnsweringEngine
 from .fake import make_row
 from .test_plots import size_of, texts
 
-DEMO = ModelConfig.from_hf(SHAPES["demo"])
+DEMO = config_from_hf(SHAPES["demo"])
 
 
 def point(

@@ -8,7 +8,7 @@ import torch
 from qkv_engine.bench.roofline import count_weights, limit_seconds
 from qkv_engine.bench.sampled import FEWEST_TOKENS, POINTS, STEPS, sample_contexts
 from qkv_engine.cli.main import main
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
 WORDS = ["--device", "cpu", "--memory", "48MiB", "--input-len", "472", "--output-len", "40"]
@@ -22,7 +22,7 @@ def rows(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list
 def test_weights_of_the_shapes() -> None:
     """Bytes resident, and parameters that a step reads."""
     for name, resident, read in (("llama-3.1-8b", 16.06e9, 7.505e9), ("qwen3-8b", 16.38e9, 7.568e9)):
-        weights = count_weights(ModelConfig.from_hf(SHAPES[name]), torch.bfloat16)
+        weights = count_weights(config_from_hf(SHAPES[name]), torch.bfloat16)
         assert weights.nbytes == pytest.approx(resident, rel=1e-3)
         assert weights.multiplied == pytest.approx(read, rel=1e-3)
         assert weights.read_nbytes == pytest.approx(2 * read, rel=1e-3)

@@ -6,7 +6,7 @@ from qkv_engine import Engine
 from qkv_engine.bench.batches import parse_requests
 from qkv_engine.bench.sizing import nbytes_for
 from qkv_engine.errors import ConfigError
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
 
@@ -20,7 +20,7 @@ def test_sizes_in_requests() -> None:
 
 @pytest.mark.parametrize(("num_requests", "num_tokens"), [(1, 1), (2, 129), (8, 300), (8, 2800), (3, 8000)])
 def test_the_engine_runs_that_many_together_and_no_more(num_requests: int, num_tokens: int) -> None:
-    nbytes = nbytes_for(ModelConfig.from_hf(SHAPES["demo"]), num_requests, num_tokens)
+    nbytes = nbytes_for(config_from_hf(SHAPES["demo"]), num_requests, num_tokens)
     needed = num_requests * -(-num_tokens // 128) * 2**20
     assert needed <= nbytes <= 1.06 * needed + 2**20
     if nbytes < 2**27:

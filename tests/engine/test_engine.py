@@ -173,7 +173,7 @@ def test_prompt_logprobs_are_the_same_in_chunks():
 
 
 def test_n_completions_of_one_prompt(demo_engine: Engine):
-    params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(n=3, seed=5, max_tokens=12, temperature=1.5, ignore_eos=True)
     first, again = (demo_engine.generate(["What is"], params)[0] for _ in range(2))
     assert [o.index for o in first.outputs] == [0, 1, 2]
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in again.outputs]

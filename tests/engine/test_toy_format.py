@@ -55,10 +55,10 @@ def test_answers_are_those_of_dequantized_pages(eager: bool, kv_memory: str, mon
     assert any(output.kv.blocks.get("sign", 0) for output in first)
     calls = []
 
-    def plainly(q, memory, where, page, scale, banks):
+    def plainly(q, memory, where, page, scale, banks, **rule):
         calls.append(len(where))
         return block_attention_reference(
-            q, memory, torch.tensor(where) if isinstance(where, range) else where, page, scale, banks
+            q, memory, torch.tensor(where) if isinstance(where, range) else where, page, scale, banks, **rule
         )
 
     monkeypatch.setattr(paged_decode, "block_attention", plainly)

@@ -31,6 +31,7 @@ from ..kernels import (
     sample_cases,
     triton_decode_cases,
     triton_prefill_cases,
+    window_cases,
 )
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
 
@@ -89,6 +90,23 @@ def prefill(seed: int) -> Figure:
         prefill_kernels.STAGED_NBYTES = usual
     assert torch.equal(case.arena, before) and _is_untouched(whole, out)
     return _error(found, prefill_reference(case, rows, counts, head_dim**-0.5)), _bound(dtype, pages)
+
+
+def windows(seed: int) -> Figure:
+    """Decode and prefill with any window, soft cap and null logits; blocks before the window hold NaN."""
+    rng = random.Random(seed)
+    dtype, kv_heads, group, head_dim = rng.choice(DTYPES), rng.choice((1, 2, 3)), rng.randint(1, 16), _head_dim(rng)
+    pages, sink = _pages(rng, dtype, kv_heads, head_dim), rng.choice((0, 16, 20, 32, 128))
+    window = rng.choice((None, 1, 20, 128, 129, rng.randint(1, 1500)))
+    softcap = rng.choice((None, None, 2.0, 30.0))
+    nulls = torch.randn(kv_heads * group, device=DEVICE) if rng.random() < 0.3 else None
+    if rng.random() < 0.5:
+        lengths = [rng.choice((1, 128, rng.randint(1, 1500))) for _ in range(rng.randint(1, 8))]
+        case = make_case(pages, lengths, group=group, dtype=dtype, sink_tokens=sink, seed=seed, device=DEVICE)
+        return window_cases.decode_error(case, window, softcap, nulls), _bound(dtype, pages)
+    chunks = [(rng.randrange(900), rng.choice((1, 128, rng.randint(1, 400)))) for _ in range(rng.randint(1, 4))]
+    case, q, counts = triton_prefill_cases.build(pages, chunks, group, sink, dtype, seed, DEVICE)
+    return window_cases.prefill_error(case, q, counts, window, softcap, nulls), _bound(dtype, pages)
 
 
 def page_formats(seed: int) -> Figure:
@@ -201,6 +219,7 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     decode: 40,
     decode_far: 1,
     prefill: 30,
+    windows: 40,
     page_formats: 24,
     norms: 30,
     swiglu: 30,

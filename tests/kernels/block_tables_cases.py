@@ -12,7 +12,7 @@ import torch
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input, pack_tokens
 from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
 from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
-from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
+from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork, block_positions
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.split import Bounds
 from studies.kernels.token_rows import token_rows
@@ -67,7 +67,7 @@ def places(sink: int, num_tokens: int, advance: int = 0) -> float:
     return float(wrong + (found.token_rows != want.token_rows)[known].sum())
 
 
-def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = False) -> float:
+def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = False, window: int | None = None) -> float:
     """Items, parts, sorted blocks and banks against ``DecodeWork.build``, with empty requests among the others."""
     width = 40
     tables = make_tables(sink, batch + 1, width, num_rungs)
@@ -78,6 +78,10 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = Fal
     exists = torch.arange(width) < blocks[:, None]
     rungs = torch.where(exists, words & (1 << RUNG_BITS) - 1, ABSENT)
     tables = replace(tables, has_bank=has_bank)
+    if window is not None:  # blocks before it are gone
+        exists &= block_positions(torch.arange(1, width + 1), sink, T) > (lengths - window)[:, None]
+        numbers = tables.words[tables.num_numbers :].view(-1, width)
+        numbers[rows] = torch.where(exists | (torch.arange(width) == width - 1), numbers[rows], 1 << 40)
     want = DecodeWork.build(
         words >> RUNG_BITS,
         rungs,
@@ -87,10 +91,14 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = Fal
         sink_tokens=sink,
         block_tokens=T,
         banks=words[:, -1] >> RUNG_BITS if has_bank else None,
+        window=window,
     )
     spare = Bounds(want.bounds.first + 70, want.bounds.others + 3)
-    step_input = torch.frombuffer(pack_input(pack_tokens((), (), ()), [], item_blocks=split), dtype=torch.int64)
-    found = plan_decode(tables, step_input, rows, lengths.int(), num_rungs, spare)
+    step_input = torch.frombuffer(
+        pack_input(pack_tokens((), (), ()), [], item_blocks=1 if window else split), dtype=torch.int64
+    )
+    own = {} if window is None else {"window": window, "item_blocks": split}
+    found = plan_decode(tables, step_input, rows, lengths.int(), num_rungs, spare, **own)
     wrong = sum((getattr(found, name) != getattr(want, name)).sum() for name in ("item_first", "part_first", "lengths"))
     num_items = want.bounds.num_items
     wrong += (found.items[:num_items] != want.items).sum() + (len(found.items) != num_items + 73)
@@ -99,7 +107,7 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = Fal
     wrong += (want.banks is None) != (found.banks is None)
     for name in ("addresses", "positions"):
         mine, theirs = (getattr(work, name).view(batch, width) for work in (found, want))
-        wrong += (mine != theirs)[exists].sum()  # sorted, so that existing entries come first
+        wrong += (mine != theirs)[torch.arange(width) < exists.sum(1)[:, None]].sum()
     return float(wrong)
 
 
@@ -119,6 +127,9 @@ if __name__ == "__main__":
             "plan of twelve rungs": lambda: plan(32, 11, 12, 2),
             "plan with a sink": lambda: plan(32, 3, 3, 16),
             "plan with banks": lambda: plan(32, 5, 3, 16, has_bank=True),
+            "plan of a window": lambda: plan(0, 9, 3, 2, window=300),
+            "plan of a window, sink": lambda: plan(32, 9, 3, 4, has_bank=True, window=1000),
+            "plan of a window of a token": lambda: plan(32, 9, 2, 1, window=1),
             "plan of one request": lambda: plan(0, 1, 2, 16),
             "plan of many requests": lambda: plan(16, 150, 2, 16),
         }

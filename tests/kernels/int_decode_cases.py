@@ -16,7 +16,7 @@ from qkv_engine.kernels.formats.uniform.integer import KeyFunctions, ValueFuncti
 from qkv_engine.kernels.formats.uniform.layout import BITS, Axis, Uniform, UniformSide
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.paged_decode.int_kernel import decode_int_kernel
-from qkv_engine.kernels.paged_decode.triton import NO_BANKS
+from qkv_engine.kernels.paged_decode.triton import NO_BANKS, NO_WINDOW
 
 from .interpreted import report
 from .uniform_bytes import encode
@@ -119,6 +119,9 @@ def constexprs(k: UniformSide, v: UniformSide, group: int, tiles: int | None = N
     assert isinstance(keys, KeyFunctions) and isinstance(values, ValueFunctions)
     return {
         **NO_BANKS,
+        **NO_WINDOW,
+        "WINDOW": None,
+        "SOFTCAP": None,
         "QUERY": keys.query,
         "SCORES": keys.scores,
         "BEGIN": values.begin,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from qkv_engine.kernels.moe import Experts, Routing, SoftmaxOver, SwiGLU, reference
 from qkv_engine.kernels.moe.triton import (
+    ExpertSums,
+    ExpertTiles,
     Sum,
-    SumTuning,
     Tile,
-    TileTuning,
     Tuning,
     experts_mlp_triton,
     most_tiles,
@@ -26,9 +26,9 @@ from .interpreted import report
 
 PLAIN, GPT_OSS = SwiGLU(), SwiGLU(alpha=1.702, limit=7.0, shift=1.0)
 TUNINGS: dict[str, Tuning] = {
-    "sums": SumTuning(Sum(columns=256, rows=4, loads=16), Sum(columns=256, rows=2, loads=4)),
-    "small tiles": TileTuning(8, Tile(16, 32, 2, 3), Tile(32, 64, 2, 3)),
-    "large tiles": TileTuning(32, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
+    "sums": ExpertSums(Sum(columns=256, rows=4, loads=16), Sum(columns=256, rows=2, loads=4)),
+    "small tiles": ExpertTiles(8, Tile(16, 32, 2, 3), Tile(32, 64, 2, 3)),
+    "large tiles": ExpertTiles(32, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
 }
 
 
@@ -120,7 +120,7 @@ def odd_logits(num_rows: int, num_experts: int) -> Tensor:
 
 def product_cases(name: str, tuning: Tuning) -> dict[str, Callable[[], float]]:
     """Odd sizes in every dtype; SwiGLU without biases, gpt-oss's activation with them."""
-    some, many = (4, 5) if isinstance(tuning, SumTuning) else (17, 33)  # sums take a program a row, which is slow here
+    some, many = (4, 5) if isinstance(tuning, ExpertSums) else (17, 33)  # sums take a program a row, which is slow here
     found: dict[str, Callable[[], float]] = {
         f"equal: untouched, {name}": lambda: float(untouched_experts(tuning, some) > 1e-6),
         f"equal: alone, {name}": lambda: alone(tuning, some),

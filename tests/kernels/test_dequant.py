@@ -62,6 +62,19 @@ def test_block_attention_equals_reference(head_dim: int, group: int, k_axis: str
         assert (lse - expected_lse).abs().max() <= 1e-4
 
 
+def test_block_attention_hides_first_tokens_and_caps_scores() -> None:
+    shape = PageShape(2, 128, 64)
+    blocks = make_blocks(all_sides(4, shape), shape, num_blocks=5)
+    seal(blocks.memory, blocks.src, blocks.dst, blocks.source, blocks.target)
+    q, hidden = torch.randn(5, 2, 3, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 64, 100, 127])
+    for page in blocks.target.pages:
+        where = blocks.memory, blocks.dst, page, 0.2
+        out, lse = block_attention(q, *where, hidden=hidden, softcap=1.5)
+        expected, expected_lse = block_attention_reference(q, *where, hidden=hidden, softcap=1.5)
+        assert relative_error(out, expected) <= 2e-5
+        assert (lse - expected_lse).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("module", [block_attention_cpu, uniform_cpu])
 def test_block_attention_in_pieces_equals_the_reference(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     shape = PageShape(2, 128, 64)

@@ -10,7 +10,7 @@ from .interpreted import run_cases
 
 pytest.importorskip("triton")
 
-from qkv_engine.kernels.moe.triton import TUNINGS, SumTuning, TileTuning, choose_tuning, most_tiles
+from qkv_engine.kernels.moe.triton import TUNINGS, ExpertSums, ExpertTiles, choose_tuning, most_tiles
 from studies.kernels.compiled import compile_kernel, describe, moe_kernels
 
 BOUNDS = {"equal": 0.0, "route": 1e-6, "fp32": 1e-6, "fp16": 1e-3, "bf16": 4e-3}
@@ -32,7 +32,7 @@ def test_tiles_are_bounded() -> None:
 
 
 def test_tunings_serve_every_number() -> None:
-    assert isinstance(choose_tuning(1, 2, 8), SumTuning) and isinstance(choose_tuning(2, 2, 8), TileTuning)
+    assert isinstance(choose_tuning(1, 2, 8), ExpertSums) and isinstance(choose_tuning(2, 2, 8), ExpertTiles)
     assert choose_tuning(10**6, 8, 128) == TUNINGS[float("inf")]
     assert list(TUNINGS) == sorted(TUNINGS)
 
@@ -43,7 +43,7 @@ def test_kernels_fit_in_registers(case) -> None:
     name, kernel, constexprs, tuning = case
     built = compile_kernel(kernel, constexprs, tuning)
     found, ptx = describe(built), built.asm["ptx"]
-    assert found["spilled"] == 0 and found["registers"] <= 160
+    assert found["spilled"] == 0 and found["registers"] <= 176
     if "tile" in name:
         assert found["HGMMA"] or found["HMMA"]
         assert "cp.async.cg" in ptx and "cp.async.ca" not in ptx

@@ -147,6 +147,72 @@ def test_a_plan_lives_on_while_open_blocks_grow():
     assert relative_error(paged_decode(q, pages, plan, SCALE), expected) < 1e-5
 
 
+def seen_from(pages: LayerPages, request: RequestPages, first: int) -> RequestPages:
+    """The request without the blocks that end before ``first``, which become NaN; all its blocks are dense."""
+    kept, positions, ends = [], [], []
+    for slot, position in zip(request.full, request.positions.get(0, []), strict=True):
+        ends.append((pages.blocks[slot], position + BLOCK_TOKENS))
+        if position + BLOCK_TOKENS > first:
+            kept.append(slot)
+            positions.append(position)
+    sink, opened = request.sink, request.open
+    if sink is not None and pages.sinks is not None:
+        ends.append((pages.sinks[sink[0]], sink[1]))
+        sink = sink if sink[1] > first else None
+    if opened is not None:
+        ends.append((pages.blocks[opened[0]], request.length))
+        opened = opened if request.length > first else None
+    for block, end in ends:
+        if end <= first:
+            block.fill_(float("nan"))
+    return replace(request, sink=sink, full=kept, open=opened, positions={0: positions})
+
+
+def placed(requests: list[RequestPages]) -> list[RequestPages]:
+    """The requests with the positions of their full blocks."""
+    found = []
+    for request in requests:
+        first = request.length - len(request.full) * BLOCK_TOKENS - (request.open[1] if request.open else 0)
+        found.append(replace(request, positions={0: [first + i * BLOCK_TOKENS for i in range(len(request.full))]}))
+    return found
+
+
+@pytest.mark.parametrize("window", [1, 5, 100, 128, 129, 300, 480, 1000])
+@pytest.mark.parametrize("lengths", [[37], [190], [290], [1000], [5, 32, 33, 500, 160]], ids=str)
+@pytest.mark.parametrize(("softcap", "has_nulls"), [(None, False), (1.5, True)])
+def test_decode_sees_its_window(lengths: list[int], window: int, softcap: float | None, has_nulls: bool):
+    pages, requests = with_sinks(lengths)
+    requests = placed(requests)
+    q, nulls = torch.randn(len(lengths), 4, 64), torch.randn(4) if has_nulls else None
+    rule = {"softcap": softcap, "null_logits": nulls}
+    expected = paged_decode_reference(q, pages, requests, SCALE, window=window, **rule)
+    seen = [seen_from(pages, request, request.length - window) for request in requests]
+    plan = DecodePlan.build(seen, BLOCK_TOKENS, window)
+    assert relative_error(paged_decode(q, pages, plan, SCALE, **rule), expected) < 1e-5
+
+
+@pytest.mark.parametrize("window", [1, 5, 128, 129, 200, 1000])
+@pytest.mark.parametrize("start", [0, 1, 128, 129, 300])
+@pytest.mark.parametrize(("softcap", "has_nulls"), [(None, False), (1.5, True)])
+def test_prefill_sees_its_window(
+    start: int, window: int, softcap: float | None, has_nulls: bool, monkeypatch: pytest.MonkeyPatch
+):
+    from qkv_engine.kernels import attention_parts
+    from qkv_engine.kernels.paged_prefill import cpu
+
+    monkeypatch.setattr(cpu, "WINDOW_QUERIES", 50)
+    monkeypatch.setattr(attention_parts, "CAPPED_SCORES", 5000)
+    pages = dense_pages(8, 2, 64, torch.float32)
+    table = block_tables([start], 8, order="shuffled")[0] if start else []
+    past = placed(locate([table], [start]))[0]
+    q, nulls = torch.randn(137, 4, 64), torch.randn(4) if has_nulls else None
+    k, v = torch.randn(2, 137, 2, 64)
+    rule = {"window": window, "softcap": softcap, "null_logits": nulls}
+    expected = paged_prefill_reference(q, k, v, pages, past, SCALE, **rule)
+    seen = seen_from(pages, past, start + 1 - window)
+    assert relative_error(paged_prefill(q, k, v, pages, seen, SCALE, **rule), expected) < 1e-5
+
+
 @pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 300])
 @pytest.mark.parametrize("num_tokens", [2, 127, 130])
 @pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 64), ((1, 3), 80)])

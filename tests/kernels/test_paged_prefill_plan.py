@@ -32,12 +32,32 @@ def test_heaviest_tiles_start_first() -> None:
     assert work.rungs == (0, 1) and work.blocks[1].tolist() == [7]
 
 
-def test_two_programs_fit_a_multiprocessor() -> None:
+def test_a_run_begins_with_the_first_block_of_a_window() -> None:
+    """Tokens 300 to 340 with a window of 130 over blocks of 128 tokens: the first one's entry is not read."""
+    work = PrefillWork.build(
+        torch.arange(3).view(1, 3) * 1000,
+        torch.tensor([[7, 0, 0]]),
+        torch.tensor([300]),
+        torch.tensor([40]),
+        num_rungs=2,
+        tile_tokens=32,
+        sink_tokens=0,
+        block_tokens=128,
+        window=130,
+    )
+    assert work.tiles.tolist() == [[32, 8, 332], [0, 32, 300]]
+    assert work.runs[0].tolist() == [[0, 0, 2, 128], [0, 0, 2, 128]]
+    assert work.addresses[:2].tolist() == [1000, 2000] and work.blocks[0].tolist() == [0, 1]
+    assert work.positions is not None and work.positions[:2].tolist() == [128, 256] and work.rungs == (0,)
+
+
+@pytest.mark.parametrize("name", ["", " window"])
+def test_two_programs_fit_a_multiprocessor(name: str) -> None:
     """A few bytes more and only one does, at two thirds of the speed."""
     pytest.importorskip("triton")
     from studies.kernels.compiled import compile_kernel, compiled_kernels, describe
 
     cases = {name: case for name, *case in compiled_kernels()}
-    found = describe(compile_kernel(*cases["prefill dense bf16 D128 G4"]))
+    found = describe(compile_kernel(*cases[f"prefill dense bf16 D128 G4{name}"]))
     assert 2 * (found["shared"] + RESERVED_NBYTES) <= SHARED_NBYTES
     assert found["spilled"] == 0 and found["registers"] <= 255 and found["HGMMA"] > 0

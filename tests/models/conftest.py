@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
+from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.loader import LoadedModel, load_model
 from qkv_engine.models.rope import Rotation
@@ -33,27 +34,45 @@ TINY = {
 
 
 class DenseBatch:
-    """Causal grouped-query attention over one request, which grows by any number of tokens a step: the oracle."""
+    """Causal grouped-query attention over one request, which grows by any number of tokens a step: the oracle.
 
-    def __init__(self, num_kv_heads: int) -> None:
-        self.num_kv_heads = num_kv_heads
+    ``specs``: of each layer, for the heads of one rank.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec]) -> None:
+        self.specs = specs
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
-        qk, v = qkv.split((num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: Tensor | None = None,
+    ) -> Tensor:
+        num_heads, num_kv_heads, _, scale, window, softcap, _ = self.specs[layer]
+        qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         rotate(qk if norm is None else norm(qk), *rotation, out=qk)
-        q, k = qk.split((num_heads, self.num_kv_heads), dim=1)
-        k = torch.cat((self.keys[layer], k)) if layer in self.keys else k.clone()
-        v = torch.cat((self.values[layer], v)) if layer in self.values else v.clone()
-        self.keys[layer], self.values[layer] = k, v
+        q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        if layer in self.keys and torch.equal(self.keys[layer][-len(k) :], k):  # a reader of the layer's KV
+            k, v = self.keys[layer], self.values[layer]
+        elif layer in self.keys:
+            k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
+        self.keys[layer], self.values[layer] = k.clone(), v.clone()
         new, total = q.shape[0], k.shape[0]
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
-        future = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        age = torch.arange(total - new, total)[:, None] - torch.arange(total)
+        hidden = (age < 0) | (age >= (window or total))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if null_logits is not None:
+            scores = torch.cat((scores, null_logits.float().view(-1, 1, 1).expand(-1, new, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :total]
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
 
@@ -70,7 +89,7 @@ def logits_of() -> Callable[..., Tensor]:
     """Logits ``[N, V]`` of a loaded model over one sequence, fed in steps of the given sizes (all at once without)."""
 
     def run(loaded: LoadedModel, ids: Tensor, steps: tuple[int, ...] = ()) -> Tensor:
-        batch, logits, start = DenseBatch(loaded.config.num_kv_heads), [], 0
+        batch, logits, start = DenseBatch(loaded.config.attention), [], 0
         with torch.inference_mode():
             for size in steps or (len(ids),):
                 positions = torch.arange(start, start + size)
@@ -83,18 +102,36 @@ def logits_of() -> Callable[..., Tensor]:
     return run
 
 
+def config_class(family: str) -> Callable[..., transformers.PreTrainedConfig]:
+    """transformers' configuration of a family."""
+    name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family, family)
+    found: Callable[..., transformers.PreTrainedConfig] = getattr(transformers, f"{name}Config")
+    return found
+
+
+def fill(reference: torch.nn.Module) -> None:
+    """Random values in all parameters, so that none is a no-op."""
+    is_gemma4 = type(reference).__name__.startswith("Gemma4")
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            is_norm = "norm" in name
+            parameter.normal_(1.0 if is_norm else 0.0, 0.3 if is_norm or "bias" in name else 0.15)
+            if is_gemma4 and "q_norm" in name:
+                parameter.mul_(0.2)  # in place of a scale of scores
+        for name, buffer in reference.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
+
+
 @pytest.fixture(scope="session")
 def make_reference() -> Callable[..., transformers.PreTrainedModel]:
     """A random transformers model of a family, biases and norms included, so that no parameter is a no-op."""
 
     def make(family: str, **changes: object) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+        config = config_class(family)(**{**TINY, **changes})
         reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-        with torch.no_grad():
-            for name, parameter in reference.named_parameters():
-                is_norm = "norm" in name
-                parameter.normal_(1.0 if is_norm else 0.0, 0.3 if is_norm or "bias" in name else 0.15)
+        fill(reference)
         return reference
 
     return make

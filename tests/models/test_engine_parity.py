@@ -41,13 +41,13 @@ def run_under_pressure(folder: str | None, prompts: list[list[int]], block_nbyte
     return outputs
 
 
-def assert_greedy(reference: transformers.PreTrainedModel, output: RequestOutput) -> None:
+def assert_greedy(reference: transformers.PreTrainedModel, output: RequestOutput, num_tokens: int = NEW_TOKENS) -> None:
     tokens, start = output.outputs[0].token_ids, len(output.prompt_token_ids)
-    assert len(tokens) == NEW_TOKENS
+    assert len(tokens) == num_tokens
     with torch.inference_mode():
         logits = reference(torch.tensor([output.prompt_token_ids + tokens])).logits[0, start - 1 : -1]
     assert logits.argmax(-1).tolist() == tokens
-    theirs = logits.log_softmax(-1)[torch.arange(NEW_TOKENS), torch.tensor(tokens)]
+    theirs = logits.log_softmax(-1)[torch.arange(num_tokens), torch.tensor(tokens)]
     entries = output.outputs[0].logprobs
     assert entries is not None
     ours = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])

@@ -165,10 +165,10 @@ def test_config_far_larger_than_the_files(tiny_folder, refuses, monkeypatch):
     config = json.loads(path.read_text()) | {"num_hidden_layers": 500}
     path.write_text(json.dumps(config))
 
-    def build(config):
-        raise AssertionError("sizes are compared before anything is built")
+    def check(*args):
+        raise AssertionError("sizes are compared before tensors are")
 
-    monkeypatch.setattr(loader, "_build", build)
+    monkeypatch.setattr(loader, "_check_tensors", check)
     refuses(tiny_folder, r"describes [\d,]+ parameters, but model\.safetensors hold")
 
 

@@ -27,6 +27,16 @@ MODELS = [
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
     ("Qwen2", {"tie_word_embeddings": True}),
     ("Qwen3", {"vocab_size": 96}),
+    ("Cohere2", {"sliding_window": 5}),
+    ("Gemma3", {"sliding_window": 5}),
+    ("Gemma4", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "global_head_dim": 32}),
+    ("Granite", {"residual_multiplier": 0.5}),
+    ("Glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
+    ("HunYuanDenseV1", {}),
+    ("Ministral3", {}),
+    ("Olmo2", {"num_key_value_heads": 4}),
+    ("Olmo2", {"num_key_value_heads": 2}),
+    ("Phi3", {"pad_token_id": 0}),
 ]
 
 
@@ -68,7 +78,7 @@ def on_ranks(size: int, work: Callable[[Ranks], Tensor]) -> list[Tensor]:
 
 
 def logits_of(loaded: LoadedModel, ranks: Ranks) -> Tensor:
-    batch = DenseBatch(ranks.part(loaded.config.num_kv_heads).size)
+    batch = DenseBatch(loaded.config.share(ranks.size).attention)
     with torch.inference_mode():
         return loaded.model.compute_logits(loaded.model(IDS, torch.arange(len(IDS)), batch))
 
@@ -129,6 +139,14 @@ def test_a_key_scale_is_folded_by_rank(family, make_reference, tmp_path):
     expected = run(Ranks())
     for logits in on_ranks(2, run):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["HunYuanDenseV1", "Olmo2"])
+def test_a_key_scale_is_refused_where_keys_are_normed_otherwise(family, make_reference, tmp_path):
+    source = saved(tmp_path, make_reference, family)
+    net = load_weights(source, dtype=torch.float32, device=CPU, pack=False).model
+    with pytest.raises(ConfigError, match="key_scale"):
+        fold_key_scale(net, torch.ones(2, 2, 8).tolist())
 
 
 def test_parts_are_equal_and_shared_where_there_are_fewer_features_than_ranks() -> None:

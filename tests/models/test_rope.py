@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
 from qkv_engine.models.shapes import SHAPES
 
@@ -34,7 +34,7 @@ def test_frequencies_equal_transformers(rope, head_dim):
     changes = {"head_dim": head_dim, "max_position_embeddings": 131072, "rope_parameters": rope}
     reference = LlamaConfig(**changes)
     expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, torch.device("cpu"))
-    ours = ModelConfig.from_hf({**SHAPES["llama-3.1-8b"], "rope_scaling": None, **changes}).rope
+    ours = config_from_hf({**SHAPES["llama-3.1-8b"], "rope_scaling": None, **changes}).ropes[0]
     assert torch.allclose(ours.inverse_frequencies(head_dim), expected, rtol=2e-6, atol=0)
     assert ours.attention_factor == pytest.approx(attention_factor, rel=1e-12)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -12,9 +14,10 @@ from qkv_engine import CapacityError, ModelError
 from qkv_engine.config import EngineConfig
 from qkv_engine.loading import load
 from qkv_engine.models.llama import LlamaForCausalLM
+from qkv_engine.models.loader import read_config
 from qkv_engine.planner import gradients
 from qkv_engine.planner.forward import compute_logits, embed, run_layer
-from qkv_engine.planner.gradients import Text, TextProfile, mean_profile, profile_text, profile_texts
+from qkv_engine.planner.gradients import Text, TextProfile, empty_profile, mean_profile, profile_text, profile_texts
 from qkv_engine.planner.profile import LayerScores, Prompts
 from qkv_engine.planner.sensitivity import Candidates
 from qkv_engine.presets import PRESETS
@@ -28,6 +31,12 @@ FAMILIES = [
     ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
     ("Qwen2", {"tie_word_embeddings": True}),
     ("Qwen3", {"head_dim": 32, "num_key_value_heads": 1}),
+]
+OTHERS = [
+    ("Mistral", {"sliding_window": 37}),
+    ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    ("Granite", {"attention_multiplier": 0.5}),
+    ("Olmo2", {}),
 ]
 each_family = pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
 
@@ -82,7 +91,7 @@ def test_logits_equal_the_engines_forward(pair):
         for layer in model.model.layers:
             x = run_layer(layer, x, rotation).output
         plain = compute_logits(model, x)
-        batch = DenseBatch(model.config.num_kv_heads)
+        batch = DenseBatch(model.config.attention)
         ours = model.compute_logits(model(ids, torch.arange(len(ids)), batch))
     torch.testing.assert_close(plain, ours, rtol=1e-4, atol=1e-5)
 
@@ -139,3 +148,12 @@ def test_a_gpu_gives_the_cpus_scores_in_bounded_memory():
     layer = 14 * hidden + 12 * config.intermediate_size + 28 * config.num_heads * config.head_dim + 33 * keys
     limit = n * config.num_layers * hidden * 2 + max(n * layer, 256 * config.vocab_size * 16)
     assert torch.cuda.max_memory_allocated() - before < 1.2 * limit
+
+
+@pytest.mark.parametrize(("family", "changes"), OTHERS, ids=str)
+def test_models_of_another_graph_are_refused(
+    family: str, changes: dict, make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path
+):
+    make_reference(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"architecture='{family}ForCausalLM'.*plans are not supported"):
+        empty_profile(read_config(tmp_path), Prompts("", 0, 0, 0))

@@ -121,7 +121,8 @@ def test_likeliest_tokens_of_a_completion_have_the_sampled_one_beside_them(serve
 
 
 def test_a_completion_echoes_its_prompt_with_logprobs(server: Running):
-    asked = {"model": "demo", "prompt": "What is 2+2?", "echo": True, "logprobs": 1, "max_tokens": 3}
+    goes_on = {"logit_bias": {"2": -100}}  # no end of the turn
+    asked = {"model": "demo", "prompt": "What is 2+2?", "echo": True, "logprobs": 1, "max_tokens": 3, **goes_on}
     choice = server.openai.completions.create(**asked).choices[0]
     logprobs = choice.logprobs
     assert choice.text.startswith("What is 2+2?") and "".join(logprobs.tokens) == choice.text

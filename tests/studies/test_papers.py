@@ -18,7 +18,7 @@ from torch import Tensor
 from qkv_engine import Engine, KVConfig, SamplingParams
 from qkv_engine.device.layouts import Rung, build_ladder
 from qkv_engine.loading import demo_folder
-from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS
 from studies.papers import kitty, kivi, kvmix, patternkv, quantizers, xquant
@@ -270,7 +270,7 @@ def test_groups_lie_along_tokens_or_channels():
 
 def narrow_rung(preset: KVConfig, shape: str) -> Rung:
     """The rung of ``preset`` that blocks step down to, in a model of this shape."""
-    config = ModelConfig.from_hf(SHAPES[shape])
+    config = config_from_hf(SHAPES[shape])
     sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     return build_ladder(preset, **sizes, dtype=torch.bfloat16).narrowest
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv_engine.models.attention import Attention, AttentionBatch
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.layers import Layer, RMSNorm
-from qkv_engine.models.llama import MLP, LlamaForCausalLM
+from qkv_engine.models.layers import Layer
+from qkv_engine.models.llama import MLP, LlamaForCausalLM, make_norm
 from qkv_engine.models.ranks import Ranks
 from qkv_engine.models.rope import Rotation
 
@@ -17,7 +17,7 @@ class ParallelLayer(Layer):
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks):
         super().__init__()
-        self.input_layernorm = RMSNorm("input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = make_norm(config, "input_layernorm")
         self.self_attn = Attention(config, layer, ranks)
         self.mlp = MLP(config, ranks)
 
@@ -32,6 +32,4 @@ class ParallelLayer(Layer):
 class ParallelForCausalLM(LlamaForCausalLM):
     """Llama's embedding, final norm and output embedding around parallel layers."""
 
-    def __init__(self, config: ModelConfig, ranks: Ranks):
-        super().__init__(config, ranks)
-        self.model.layers = nn.ModuleList(ParallelLayer(config, layer, ranks) for layer in range(config.num_layers))
+    layer_class = ParallelLayer

@@ -14,12 +14,12 @@ def logits(tensors: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
     x = tensors["model.embed_tokens.weight"][ids]
     for layer in range(config.num_layers):
         names = {name.removeprefix(f"model.layers.{layer}."): tensor for name, tensor in tensors.items()}
-        normed = norm(x, names["input_layernorm.weight"], config.rms_norm_eps)
+        normed = norm(x, names["input_layernorm.weight"], config.norm_eps)
         q, k, v = (normed @ names[f"self_attn.{side}_proj.weight"].T for side in "qkv")
         attended = attend(rotate(q, config), rotate(k, config), heads(v, config)) @ names["self_attn.o_proj.weight"].T
         gate, up = (normed @ names[f"mlp.{side}_proj.weight"].T for side in ("gate", "up"))
         x = x + attended + (F.silu(gate) * up) @ names["mlp.down_proj.weight"].T
-    return norm(x, tensors["model.norm.weight"], config.rms_norm_eps) @ tensors["lm_head.weight"].T
+    return norm(x, tensors["model.norm.weight"], config.norm_eps) @ tensors["lm_head.weight"].T
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,7 +35,7 @@ def heads(x: Tensor, config: ModelConfig) -> Tensor:
 def rotate(x: Tensor, config: ModelConfig) -> Tensor:
     """Heads of x [N, heads * D], rotated by their positions 0, 1, ..."""
     x = heads(x, config)
-    frequencies = config.rope.theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    frequencies = config.ropes[0].theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
     angles = (torch.arange(x.shape[1])[:, None] * frequencies).repeat(1, 2)
     first, second = x.chunk(2, dim=-1)
     return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()

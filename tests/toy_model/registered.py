@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from qkv_engine.models.config import ARCHITECTURES
-from qkv_engine.models.registry import MODELS
+from qkv_engine.models.llama import read_llama
+from qkv_engine.models.registry import FAMILIES, ModelFamily
 
 from .model import ParallelForCausalLM
 
@@ -15,9 +15,8 @@ NAME = "ParallelForCausalLM"
 
 @contextmanager
 def registered() -> Iterator[None]:
-    ARCHITECTURES[NAME] = "parallel"
-    MODELS[NAME] = ParallelForCausalLM
+    FAMILIES[NAME] = ModelFamily("parallel", read_llama, ParallelForCausalLM)
     try:
         yield
     finally:
-        del ARCHITECTURES[NAME], MODELS[NAME]
+        del FAMILIES[NAME]

@@ -14,6 +14,7 @@ from qkv_engine.kernels.paged_prefill import paged_prefill
 from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 from qkv_engine.kernels.rope_kv_write.cpu import head_rows, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
+from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
 
@@ -24,11 +25,11 @@ from ..tables import HostTables
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``first:last`` of the step's tokens: a chunk of one request, after the tokens in ``past``."""
+    """Rows ``first:last`` of the step's tokens: a chunk of one request, after the tokens in ``past`` by window."""
 
     first: int
     last: int
-    past: RequestPages
+    past: dict[int | None, RequestPages]
 
 
 class Extent(NamedTuple):
@@ -50,14 +51,16 @@ class Extent(NamedTuple):
 
 
 class CpuAttentionPlanner:
-    """Planner of a step's attention over a backend's block tables, made once for all layers."""
+    """Planner of a step's attention over a backend's block tables, made once for all layers of one window."""
 
-    def __init__(self, memory: Tensor, tables: HostTables, ladder: Ladder):
-        self.memory, self.tables, self.ladder = memory, tables, ladder
+    def __init__(self, memory: Tensor, tables: HostTables, ladder: Ladder, specs: Sequence[AttentionSpec]):
+        """``specs``: what attention computes in each layer."""
+        self.memory, self.tables, self.ladder, self._specs = memory, tables, ladder, specs
+        self._windows = {spec.window for spec in specs}
         self._pages = _layer_pages(memory, ladder)
         self._rows = memory.view(ladder.widest.dtype).view(-1, ladder.widest.shape.head_dim)
         self._row_nbytes = ladder.widest.shape.head_dim * ladder.widest.dtype.itemsize
-        self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step
+        self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step, without a window
 
     def forget(self) -> None:
         """Drops the last step's plan; to be called when the tables have changed."""
@@ -67,18 +70,30 @@ class CpuAttentionPlanner:
         """The plan of ``lengths`` tokens from ``starts`` of the requests in ``rows``; single tokens come first."""
         token_rows = torch.tensor(self._token_rows(rows, starts, lengths))
         num_decodes = sum(1 for length in lengths if length == 1)
-        plan = self._plan_decodes(rows[:num_decodes], starts[:num_decodes]) if num_decodes else None
+        plans = self._plan_decodes(rows[:num_decodes], starts[:num_decodes]) if num_decodes else {}
         chunks, first = [], num_decodes
         for row, start, length in list(zip(rows, starts, lengths, strict=True))[num_decodes:]:
-            chunks.append(Chunk(first, first + length, self._locate(self._extent(row, start))))
+            past = {window: self._past(row, start, window) for window in self._windows}
+            chunks.append(Chunk(first, first + length, past))
             first += length
         heads = self.ladder.widest.shape.num_kv_heads
         by_layer = head_rows(token_rows, len(self._pages), heads)
-        return CpuAttention(self._pages, self._rows, by_layer, num_decodes, plan, chunks)
+        return CpuAttention(self._specs, self._pages, self._rows, by_layer, num_decodes, plans, chunks)
 
-    def _plan_decodes(self, rows: Sequence[int], starts: Sequence[int]) -> DecodePlan:
-        """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
+    def _plan_decodes(self, rows: Sequence[int], starts: Sequence[int]) -> dict[int | None, DecodePlan]:
+        """The plan of each window. A window's edge is elsewhere in each step, and so is its plan made anew."""
         extents = [self._extent(row, start + 1) for row, start in zip(rows, starts, strict=True)]
+        plans = dict[int | None, DecodePlan]()
+        for window in self._windows:
+            if window is None:
+                plans[None] = self._plan_all(extents)
+            else:
+                pages = [self._locate(extent, extent.num_tokens - window) for extent in extents]
+                plans[window] = DecodePlan.build(pages, BLOCK_TOKENS, window)
+        return plans
+
+    def _plan_all(self, extents: list[Extent]) -> DecodePlan:
+        """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
         if self._decodes is None or not _are_alike(extents, self._decodes[0]):
             plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS)
             self._decodes = extents, plan
@@ -89,20 +104,25 @@ class CpuAttentionPlanner:
         num_sink = min(length, self.ladder.sink)
         return Extent(row, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
 
-    def _locate(self, extent: Extent) -> RequestPages:
-        """The pages of the tokens of ``extent``."""
+    def _past(self, row: int, start: int, window: int | None) -> RequestPages:
+        """The pages of the tokens before ``start`` that some later token sees."""
+        return self._locate(self._extent(row, start), 0 if window is None else start + 1 - window)
+
+    def _locate(self, extent: Extent, start: int = 0) -> RequestPages:
+        """The pages of the tokens of ``extent``, but for blocks with none from position ``start`` on."""
         tables, sink, row_nbytes = self.tables, self.ladder.sink, self._row_nbytes
         found = RequestPages(extent.num_tokens, bank=tables.bank(extent.row))
-        if extent.num_sink:
+        if max(0, start) < extent.num_sink:
             found.sink = tables.entry(extent.row, 0)[0] // row_nbytes, extent.num_sink
         first = bool(sink)
-        for index in range(first, first + extent.num_full):
-            address, rung = tables.entry(extent.row, index)
+        for index in range(max(0, start - sink) // BLOCK_TOKENS, extent.num_full):
+            address, rung = tables.entry(extent.row, first + index)
+            found.positions.setdefault(rung, []).append(sink + index * BLOCK_TOKENS)
             if rung:
                 found.sealed.setdefault(rung, []).append(address)
             else:
                 found.full.append(address // row_nbytes)
-        if extent.num_open:
+        if extent.num_open and start < extent.num_tokens:
             found.open = tables.entry(extent.row, first + extent.num_full)[0] // row_nbytes, extent.num_open
         return found
 
@@ -129,36 +149,57 @@ class CpuAttention:
 
     def __init__(
         self,
+        specs: Sequence[AttentionSpec],
         pages: list[LayerPages],
         page_rows: Tensor,
         rows: Tensor,
         num_decodes: int,
-        plan: DecodePlan | None,
+        plans: dict[int | None, DecodePlan],
         chunks: list[Chunk],
     ):
-        self._pages, self._page_rows, self._rows = pages, page_rows, rows.unbind()
+        """``plans`` of the step's single tokens, by window."""
+        self._specs, self._pages, self._page_rows, self._rows = specs, pages, page_rows, rows.unbind()
         self._num_kv_heads = pages[0].blocks.shape[2]
         self._num_tokens = rows.shape[1] // (2 * self._num_kv_heads)
-        self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
+        self._num_decodes, self._plans, self._chunks = num_decodes, plans, chunks
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: Tensor | None = None,
+    ) -> Tensor:
         """See ``AttentionBatch``. Rows beyond the step's tokens are padding; they come out as zeros."""
         if len(qkv) > self._num_tokens:
             n = self._num_tokens
             out = qkv.new_zeros(len(qkv), qkv.shape[1] - 2 * self._num_kv_heads, qkv.shape[2])
-            out[:n] = self.attend(layer, qkv[:n], Rotation(*(x[:n] for x in rotation)), norm)
+            out[:n] = self.attend(layer, qkv[:n], Rotation(*(x[:n] for x in rotation)), norm, null_logits)
             return out
-        pages, n, scale = self._pages[layer], self._num_decodes, qkv.shape[-1] ** -0.5
+        pages, n, spec = self._pages[layer], self._num_decodes, self._specs[layer]
+        scale, softcap = spec.scale, spec.softcap
         q, kv = rope_kv_write(qkv, *rotation, self._rows[layer], self._page_rows, self._num_kv_heads, norm)
-        if not self._chunks and self._plan is not None:
-            return paged_decode(q, pages, self._plan, scale)
+        plan = self._plans.get(spec.window)
+        if not self._chunks and plan is not None:
+            return paged_decode(q, pages, plan, scale, softcap=softcap, null_logits=null_logits)
         out = torch.empty_like(q)
-        if self._plan is not None:
-            out[:n] = paged_decode(q[:n], pages, self._plan, scale)
+        if plan is not None:
+            out[:n] = paged_decode(q[:n], pages, plan, scale, softcap=softcap, null_logits=null_logits)
         k, v = kv.chunk(2, dim=1)
         for chunk in self._chunks:
-            a, b = chunk.first, chunk.last
-            out[a:b] = paged_prefill(q[a:b], k[a:b], v[a:b], pages, chunk.past, scale)
+            rows, past = slice(chunk.first, chunk.last), chunk.past[spec.window]
+            out[rows] = paged_prefill(
+                q[rows],
+                k[rows],
+                v[rows],
+                pages,
+                past,
+                scale,
+                window=spec.window,
+                softcap=softcap,
+                null_logits=null_logits,
+            )
         return out
 
 

@@ -21,7 +21,7 @@ class CpuSteps:
     def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder):
         self.model = model
         self._tables = HostTables(layout)
-        self._planner = CpuAttentionPlanner(memory, self._tables, ladder)
+        self._planner = CpuAttentionPlanner(memory, self._tables, ladder, model.config.attention)
         # The last command's items, and its tokens with padding.
         self._rows, self._starts, self._lengths, self._num_tokens = list[int](), list[int](), list[int](), 0
         self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)

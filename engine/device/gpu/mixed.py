@@ -22,7 +22,7 @@ from ..command import Tokens
 from ..logits import CausalLM
 from ..pinned import PinnedRing
 from ..tables import DeviceTables
-from .attention import GpuAttentionPlanner
+from .attention import ChunkPlans, GpuAttentionPlanner
 from .graphs import Graphs
 
 MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longer than the host takes to enqueue it
@@ -62,34 +62,36 @@ class MixedSteps:
         self._most = padded_decodes(max_num_seqs) + MAX_CHUNK_TOKENS
         self._input = torch.zeros(input_nwords(self._most), dtype=torch.int64, device=tables.device)
         self._ring = PinnedRing(self._input)
-        self._plan = PlanBuffer(planner.tile_tokens, tables)
+        self._plans = {window: PlanBuffer(planner.tile_tokens, tables, window) for window in planner.windows}
         self._hidden: Tensor | None = None  # [most, E], made by the first step
 
-    def shape(self, num_decodes: int, num_chunk_tokens: int, work: PrefillWork) -> tuple[int, MixedShape] | None:
+    def shape(self, num_decodes: int, num_chunk_tokens: int, plans: ChunkPlans) -> tuple[int, MixedShape] | None:
         """The most blocks of a work item and a step's shape, as the tables stand; ``None``: run operator by operator.
 
         A step has no shape if it has many tokens, or if its chunks see blocks on other rungs than the widest: such
         blocks are written out in launches whose number depends on that of the blocks.
         """
-        if num_chunk_tokens > MAX_CHUNK_TOKENS or work.rungs != (0,):
+        if num_chunk_tokens > MAX_CHUNK_TOKENS or any(work.rungs != (0,) for work in plans.values()):
             return None
+        work = next(iter(plans.values()))  # all have the same tiles, and room for the same entries
         size = padded_chunk(num_chunk_tokens)
         num_tiles = least_tiles(size, work.tile_tokens)
         while num_tiles < len(work.tiles):  # many short chunks
             num_tiles *= 2
-        if not self._plan.holds(num_tiles, len(work.addresses)):
+        if not all(buffer.holds(num_tiles, len(work.addresses)) for buffer in self._plans.values()):
             return None
         item_blocks, bounds, batch = 1, None, padded_decodes(num_decodes)
         if num_decodes:
             item_blocks, bounds = self._planner.split(num_decodes, batch, beside_chunks=True)
         return item_blocks, MixedShape(batch, bounds, size, num_tiles)
 
-    def run(self, item_blocks: int, shape: MixedShape, decodes: Tokens, chunks: Tokens, work: PrefillWork) -> Tensor:
+    def run(self, item_blocks: int, shape: MixedShape, decodes: Tokens, chunks: Tokens, plans: ChunkPlans) -> Tensor:
         """Hidden states [N, E] of single tokens and of chunks, without padding."""
         spare = self._tables.spare_row
         first, second = decodes.padded(shape.num_decodes, spare), chunks.padded(shape.num_chunk_tokens, spare)
         self._ring.send(self._tables.step_input(first.packed(second), item_blocks=item_blocks))
-        self._plan.send(work)
+        for window, work in plans.items():
+            self._plans[window].send(work)
         self._graphs.run(shape, lambda: self._run(shape))
         assert self._hidden is not None
         end = shape.num_decodes + len(chunks.ids)
@@ -101,14 +103,18 @@ class MixedSteps:
         """Captures a step, which is run with padding alone."""
         padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
         self._ring.send(self._tables.step_input(padding.packed()))
-        self._plan.clear()
-        self._graphs.capture(shape, lambda: self._run(shape), shape.kernels)
+        for buffer in self._plans.values():
+            buffer.clear()
+        kernels = shape.kernels
+        if shape.bounds is not None:
+            kernels += self._planner.window_kernels(shape.num_decodes, shape.bounds)
+        self._graphs.capture(shape, lambda: self._run(shape), kernels)
 
     def _run(self, shape: MixedShape) -> None:
         """The device's work in a step up to ``_hidden``: the contents of a graph."""
         number = shape.num_decodes + shape.num_chunk_tokens
-        work = self._plan.work(shape.num_tiles)
-        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, work)
+        plans = {window: buffer.work(shape.num_tiles) for window, buffer in self._plans.items()}
+        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, plans)
         hidden = self._model(placed.input_ids, placed.positions, step)
         if self._hidden is None:
             self._hidden = hidden.new_empty(self._most, hidden.shape[1])
@@ -118,11 +124,12 @@ class MixedSteps:
 class PlanBuffer:
     """A fixed place in device memory for the plan of chunks that see blocks on the widest rung alone.
 
-    The words [n] int64 hold tiles [M, 3] and runs [M, 4] int32, then addresses. Tiles of padding have no tokens.
+    The words [n] int64 hold tiles [M, 3] and runs [M, 4] int32, then addresses; positions have a place of their own.
+    Tiles of padding have no tokens.
     """
 
-    def __init__(self, tile_tokens: int, tables: DeviceTables):
-        self._tile_tokens, self._tables = tile_tokens, tables
+    def __init__(self, tile_tokens: int, tables: DeviceTables, window: int | None = None):
+        self._tile_tokens, self._tables, self._window = tile_tokens, tables, window
         self._max_tiles = 2 * (MAX_CHUNK_TOKENS // tile_tokens + SPARE_TILES)  # an even number
         words = torch.zeros(7 * self._max_tiles // 2 + MAX_ENTRIES, dtype=torch.int64, device=tables.device)
         self._ring = PinnedRing(words)
@@ -130,6 +137,10 @@ class PlanBuffer:
         self._tiles = numbers[: 3 * self._max_tiles].view(-1, 3)
         self._runs = numbers[3 * self._max_tiles :].view(1, -1, 4)
         self._no_blocks = numbers[:0]  # none is written out as a dense page
+        self._positions: Tensor | None = None
+        if window is not None:
+            words = torch.zeros(MAX_ENTRIES // 2, dtype=torch.int64, device=tables.device)
+            self._positions, self._positions_ring = words.view(torch.int32), PinnedRing(words)
 
     def holds(self, num_tiles: int, num_entries: int) -> bool:
         """Whether a plan of that size has room."""
@@ -142,6 +153,10 @@ class PlanBuffer:
         first_run = 3 * self._max_tiles
         numbers[first_run : first_run + work.runs[0].numel()] = work.runs[0].flatten()
         self._ring.send(array("q", numbers.view(torch.int64).tolist() + work.addresses.tolist()))
+        if work.positions is not None:
+            positions = torch.zeros(len(work.positions) + 1 & -2, dtype=torch.int32)
+            positions[: len(work.positions)] = work.positions
+            self._positions_ring.send(array("q", positions.view(torch.int64).tolist()))
 
     def clear(self) -> None:
         """Enqueues a plan without tiles."""
@@ -151,7 +166,18 @@ class PlanBuffer:
         """The plan with its first ``num_tiles`` tiles; its tensors are the fixed place."""
         sink, block = self._tables.group.sink, self._tables.block_words.block_tokens
         tiles, runs = self._tiles[:num_tiles], self._runs[:, :num_tiles]
-        return PrefillWork(self._addresses, tiles, runs, (self._no_blocks,), (0,), self._tile_tokens, sink, block)
+        return PrefillWork(
+            self._addresses,
+            tiles,
+            runs,
+            (self._no_blocks,),
+            (0,),
+            self._tile_tokens,
+            sink,
+            block,
+            window=self._window,
+            positions=self._positions,
+        )
 
 
 def least_tiles(num_tokens: int, tile_tokens: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds, choose_split, most_items
+from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds, choose_split, most_items, window_blocks
 
 LEAST_ITEMS = 64  # of a launch; so many programs leave multiprocessors free, and idle ones take no time
 SHORT, LONG, MOST = 2, 4, 8  # items a request: least bounds for short ones and others, and the most of large batches
@@ -48,6 +48,18 @@ class LaunchShapes:
             return size, _short(others, batch)
         # One bound for both launches stays while blocks step down.
         return size, _long(max(first, others), batch, has_others=bool(others or (beside_chunks and narrow)))
+
+    def split_window(
+        self, window: int, block_tokens: int, num_rungs: int, batch: int, bounds: Bounds
+    ) -> tuple[int, Bounds]:
+        """``split`` for the plan of a ``window`` beside one of ``bounds``: the same for all lengths of requests."""
+        blocks, num_others = window_blocks(window, block_tokens), num_rungs - 1
+        size = choose_split(
+            batch * blocks, batch, self.num_kv_heads, self.num_multiprocessors, is_dense=not bounds.others
+        )
+        first = batch * most_items(blocks, 1, size)
+        others = batch * most_items(blocks, num_others, size) if bounds.others else 0
+        return size, Bounds(first, others, bounds.is_short)
 
     def all_bounds(self, batch: int, states: Iterable[Sequence[int]], numbers: Sequence[int]) -> list[Bounds]:
         """The launch shapes of ``numbers`` single tokens alone, padded to ``batch``, for ``states`` and smaller ones.

@@ -17,7 +17,6 @@ from torch import Tensor
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
-from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.sample import sample
 from qkv_engine.kernels.to_device import to_device
 
@@ -28,7 +27,7 @@ from ..logits import CausalLM, Computed, read_hidden
 from ..pinned import HostCopies, PinnedRing
 from ..sampler import PendingTokens, sample_tokens
 from ..tables import DeviceTables
-from .attention import GpuAttentionPlanner
+from .attention import ChunkPlans, GpuAttentionPlanner
 from .graphs import Graphs
 from .mixed import MixedShape, MixedSteps
 
@@ -58,7 +57,7 @@ class GpuSteps:
         self.model, self.device = model, memory.device
         self.tables = DeviceTables(layout, ladder.spec.main, self.device)
         num_heads = model.ranks.part(model.config.num_heads).size
-        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, num_heads)
+        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, model.config.attention, num_heads)
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None:
@@ -102,7 +101,8 @@ class GpuSteps:
             return
         padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
         self._pinned.send(self.tables.step_input(padding.packed()))
-        self._graphs.capture(shape, lambda: self._decode(shape), shape.kernels)
+        kernels = [*shape.kernels, *self.planner.window_kernels(shape.batch, shape.bounds)]
+        self._graphs.capture(shape, lambda: self._decode(shape), kernels)
 
     def _execute_decode(self, command: StepCommand) -> Computed:
         """A step of single tokens alone: likeliest tokens come from its graph, all others from the sampler."""
@@ -145,24 +145,24 @@ class GpuSteps:
         chunks = Tokens.of(rows[number:], starts[number:], lengths[number:], command.ids[number:])
         if not chunks.ids:
             return self._forward(decodes, chunks, None)
-        work = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
-        found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), work)
+        plans = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
+        found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), plans)
         if self.mixed is None or found is None:
-            return self._forward(decodes, chunks, work)
-        return self.mixed.run(*found, decodes, chunks, work)
+            return self._forward(decodes, chunks, plans)
+        return self.mixed.run(*found, decodes, chunks, plans)
 
     def _keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
         """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling``."""
         rows = to_device(torch.tensor([self._rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
 
-    def _forward(self, decodes: Tokens, chunks: Tokens, work: PrefillWork | None) -> Tensor:
+    def _forward(self, decodes: Tokens, chunks: Tokens, plans: ChunkPlans | None) -> Tensor:
         """Hidden states of a step that is run operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        on_device = None if work is None else work.to(self.device)
+        on_device = None if plans is None else {window: work.to(self.device) for window, work in plans.items()}
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
         return self.model(placed.input_ids, placed.positions, step)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from qkv_engine.config import KVConfig, RungConfig
@@ -15,6 +17,8 @@ from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
+from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
@@ -35,10 +39,18 @@ PAIR = RungConfig(
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 
 
-def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: bool = False) -> float:
+def compare(
+    rungs: tuple[RungConfig, ...],
+    sink: int,
+    head_dim: int,
+    is_padded: bool = False,
+    windows: tuple[int | None, int | None] = (None, None),
+    **rule: Any,
+) -> float:
     """Largest relative difference over a mixed step: a prompt, a chunk after sealed blocks, single tokens.
 
-    ``is_padded``: both parts of a step are, as a captured one's, and the plan of chunks lies at a fixed place.
+    ``windows`` of the layers, ``rule``: the rest of their specs.  ``is_padded``: both parts of a step are, as a
+    captured one's, and the plan of chunks lies at a fixed place.
     """
     torch.manual_seed(0)
     config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink)
@@ -47,7 +59,9 @@ def compare(rungs: tuple[RungConfig, ...], sink: int, head_dim: int, is_padded: 
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
     copy = Copy(cache.tables, 3, 1000)
-    triton = GpuAttentionPlanner(cache.memory, copy, ladder, GROUP * KV_HEADS)
+    spec = AttentionSpec(GROUP * KV_HEADS, KV_HEADS, head_dim, head_dim**-0.5)._replace(**rule)
+    specs = [spec._replace(window=window) for window in windows]
+    triton = GpuAttentionPlanner(cache.memory, copy, ladder, specs, GROUP * KV_HEADS)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
     worst = 0.0
@@ -79,12 +93,13 @@ def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, hea
     token = torch.tensor([place >= 0 for place in places])
     source = torch.tensor(places).clamp(min=0)
     turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
-    cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder).plan(*columns)
+    cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder, triton.specs).plan(*columns)
+    nulls = torch.randn(KV_HEADS * GROUP) if triton.specs[0].has_null_logit else None
     worst = 0.0
     for layer in range(LAYERS):
         rows = torch.where(token[:, None, None], qkv[layer][source], padding).contiguous()
-        found = gpu.attend(layer, rows, turned, None)[token]
-        expected = cpu.attend(layer, qkv[layer].clone(), rotation, None)
+        found = gpu.attend(layer, rows, turned, None, nulls)[token]
+        expected = cpu.attend(layer, qkv[layer].clone(), rotation, None, nulls)
         worst = max(worst, ((found - expected).norm() / expected.norm()).item())
     return worst
 
@@ -104,10 +119,8 @@ def triton_step(
     sizes = [len(part.ids) for part in parts]
     if is_padded:
         sizes = [padded_decodes(sizes[0]), padded_chunk(sizes[1]) if sizes[1] else 0]
-        if chunks is not None and chunks.rungs == (0,):
-            buffer = PlanBuffer(planner.tile_tokens, tables)
-            buffer.send(chunks)
-            chunks = buffer.work(len(chunks.tiles) + 3)
+        if chunks is not None and all(work.rungs == (0,) for work in chunks.values()):
+            chunks = {window: at_a_fixed_place(planner, window, work) for window, work in chunks.items()}
     item_blocks, bounds = planner.split(num_decodes, sizes[0]) if num_decodes else (1, None)
     first, second = (part.padded(size, tables.spare_row) for part, size in zip(parts, sizes, strict=True))
     tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
@@ -120,10 +133,21 @@ def triton_step(
     return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks)[1], places
 
 
+def at_a_fixed_place(planner: GpuAttentionPlanner, window: int | None, work: PrefillWork) -> PrefillWork:
+    buffer = PlanBuffer(planner.tile_tokens, planner.tables, window)
+    buffer.send(work)
+    return buffer.work(len(work.tiles) + 3)
+
+
 if __name__ == "__main__":
     report(
         {
             "one rung, sink, padded": lambda: compare((), 16, 64, is_padded=True),
+            "windows, padded": lambda: compare((), 16, 64, is_padded=True, windows=(None, 100)),
+            "windows, nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, 64, windows=(300, 150)),
+            "a window, soft cap, null logits": lambda: compare(
+                (uniform_rung(4),), 0, 64, windows=(200, 200), softcap=3.0, has_null_logit=True, scale=0.3
+            ),
             "nested rungs, sink": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, 64),
             "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
             "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, 64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,10 @@ from qkv_engine.device.cpu.attention import CpuAttentionPlanner
 from qkv_engine.device.layouts import RequestSlot, Rung, build_ladder
 from qkv_engine.device.mover import Mover
 from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.kernels.attention_reference import softmax_weights
 from qkv_engine.kernels.formats import Side, SideBytes
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
+from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledRequest
@@ -41,6 +44,17 @@ LADDERS = {
     "3 bits, no sink": KVConfig(name="three", rungs=(DENSE32, uniform_rung(3, 32))),
     "codes shared": KVConfig(name="shared", rungs=(DENSE32, uniform_rung(8), *PAIRS)),
     "layers differ": KVConfig(name="layers", rungs=(DENSE32, MIXED_LAYERS), sink=32),
+}
+
+
+SPEC = AttentionSpec(KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, SCALE)
+PLAIN = [SPEC] * LAYERS
+SPECS = {
+    "plain": PLAIN,
+    "windows": [SPEC._replace(window=20), SPEC._replace(window=300)],
+    "a window of a block": [SPEC._replace(scale=0.3), SPEC._replace(window=128)],
+    "soft cap": [SPEC._replace(softcap=1.5), SPEC._replace(softcap=2.0, window=150)],
+    "null logits": [SPEC._replace(has_null_logit=True), SPEC._replace(has_null_logit=True, window=10)],
 }
 
 
@@ -82,14 +96,21 @@ def _round(x: Tensor, below: Tensor, side: Side) -> Tensor:
 class Bench:
     """A cache, its oracle and requests that grow by any number of tokens a step."""
 
-    def __init__(self, config: KVConfig, num_blocks: int = 24, others: tuple[RequestSlot, ...] = ()):
+    def __init__(
+        self,
+        config: KVConfig,
+        num_blocks: int = 24,
+        others: tuple[RequestSlot, ...] = (),
+        specs: Sequence[AttentionSpec] = PLAIN,
+    ):
         ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
         ladder = replace(ladder, slots=ladder.slots + others)
         self.cache = KVCache(ladder, num_blocks * ladder.widest.block_nbytes, torch.device("cpu"))
         self.cache.memory.fill_(0xFF)  # NaN in every element nobody wrote
         self.mover = Mover(self.cache.memory, ladder)
         self.copy = Copy(self.cache.tables, 16, 4000)
-        self.planner = CpuAttentionPlanner(self.cache.memory, self.copy, ladder)
+        self.specs = specs
+        self.planner = CpuAttentionPlanner(self.cache.memory, self.copy, ladder, self.specs)
         self.oracle = Oracle(ladder.sink)
         self.requests: dict[str, Request] = {}
 
@@ -115,14 +136,15 @@ class Bench:
         kv = torch.randn(LAYERS, 2, total, KV_HEADS, HEAD_DIM)
         still = Rotation(torch.ones(total, 1, HEAD_DIM), torch.zeros(total, 1, HEAD_DIM))
         qkv = torch.cat((q, kv[:, 0], kv[:, 1]), dim=2)
-        outs = [step.attend(layer, qkv[layer].clone(), still, None) for layer in range(LAYERS)]
+        nulls = [torch.randn(KV_HEADS * GROUP) if spec.has_null_logit else None for spec in self.specs]
+        outs = [step.attend(layer, qkv[layer].clone(), still, None, nulls[layer]) for layer in range(LAYERS)]
         first = 0
         for item in items:
             rows = slice(first, first + item.num_tokens)
             first += item.num_tokens
             self.oracle.append(item.request.request_id, kv[:, :, rows])
             for layer in range(LAYERS):
-                self._check(item, layer, q[layer, rows], outs[layer][rows])
+                self._check(item, layer, q[layer, rows], outs[layer][rows], nulls[layer])
             item.request.num_computed_tokens = item.end
 
     def demote(self, name: str, index: int, rung: int) -> None:
@@ -134,21 +156,21 @@ class Bench:
         del self.requests[name]
         self.oracle.kv.pop(name, None)
 
-    def _check(self, item: ScheduledRequest, layer: int, q: Tensor, out: Tensor) -> None:
-        name = item.request.request_id
+    def _check(self, item: ScheduledRequest, layer: int, q: Tensor, out: Tensor, nulls: Tensor | None) -> None:
+        name, spec = item.request.request_id, self.specs[layer]
         rungs = [self.cache.ladder.rungs[block.rung] for block in self.cache.tables.main[name].blocks]
         k, v = (x.repeat_interleave(GROUP, dim=1) for x in self.oracle.read(name, layer, rungs))
-        scores = torch.einsum("nhd,thd->hnt", q, k) * SCALE
-        position = torch.arange(item.start, item.end)
-        hidden = torch.arange(item.end) > position[:, None]
-        expected = torch.einsum("hnt,thd->nhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        scores = torch.einsum("nhd,thd->hnt", q, k) * spec.scale
+        weights = softmax_weights(scores, window=spec.window, softcap=spec.softcap, null_logits=nulls)
+        expected = torch.einsum("hnt,thd->nhd", weights, v)
         assert ((out - expected).norm() / expected.norm()).item() < 2e-5
 
 
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("config", LADDERS.values(), ids=LADDERS.keys())
-def test_attention_reads_what_each_rung_left(config: KVConfig):
+def test_attention_reads_what_each_rung_left(config: KVConfig, specs: Sequence[AttentionSpec]):
     torch.manual_seed(0)
-    bench = Bench(config)
+    bench = Bench(config, specs=specs)
     last = len(config.rungs) - 1
     bench.open("a")
     bench.open("b")
@@ -165,13 +187,14 @@ def test_attention_reads_what_each_rung_left(config: KVConfig):
     bench.cache.tables.check_integrity()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_histories(seed: int):
     """Growth, steps down, endings and crowding in random order, on slots that others used before."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     config = rng.choice(list(LADDERS.values()))
-    bench, names = Bench(config), iter(f"r{i}" for i in range(1000))
+    specs = PLAIN if seed < 8 else rng.choice(list(SPECS.values()))
+    bench, names = Bench(config, specs=specs), iter(f"r{i}" for i in range(1000))
     tables, last = bench.cache.tables, len(config.rungs) - 1
     for _ in range(25):
         if len(bench.requests) < 4 and rng.random() < 0.5:

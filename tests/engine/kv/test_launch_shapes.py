@@ -12,7 +12,7 @@ from qkv_engine.device.gpu.graphs import MAX_GRAPHS
 from qkv_engine.device.gpu.mixed import padded_decodes
 from qkv_engine.device.gpu.shapes import LaunchShapes
 from qkv_engine.device.gpu.steps import padded_batch
-from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.split import Bounds, window_blocks
 
 SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 
@@ -36,6 +36,26 @@ SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 )
 def test_attention_is_split_into_enough_items(counts: list[int], num_decodes: int, expected: tuple[int, Bounds]):
     assert SHAPES.split(counts, num_decodes, num_decodes) == expected
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64, 256])
+@pytest.mark.parametrize("window", [1, 128, 129, 1024, 4096])
+def test_bounds_of_a_window_hold_for_every_length(window: int, batch: int):
+    """Blocks of each request on any rungs, as many as its window may touch."""
+    rng, num_rungs, block = random.Random(window + batch), 4, 128
+    for others in (0, 64):
+        size, bounds = SHAPES.split_window(window, block, num_rungs, batch, Bounds(64, others))
+        assert bounds == SHAPES.split_window(window, block, num_rungs, batch, Bounds(512, 8 * others))[1]
+        for _ in range(200):
+            items = [0] * num_rungs
+            for _ in range(batch):
+                length, sink = rng.randint(1, 3 * window), rng.choice((0, 1, 32))
+                first = max(0, length - window - sink) // block
+                seen = -(-max(0, length - sink) // block) - first + (length - window < sink and sink > 0)
+                held = [rng.randrange(num_rungs) if others else 0 for _ in range(seen)]
+                items = [n + -(-held.count(rung) // size) for rung, n in enumerate(items)]
+            assert items[0] <= bounds.first and sum(items[1:]) <= bounds.others
+            assert seen <= window_blocks(window, block)
 
 
 def test_few_shapes_serve_blocks_that_step_down():

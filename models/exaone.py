@@ -1,0 +1,27 @@
+"""EXAONE 4: norms after attention and MLP; beside layers with a window, those without do not rotate."""
+
+from __future__ import annotations
+
+from .config import SLIDING, ModelConfig, read_layer_types
+from .decoder_layers import PostNormLayer
+from .fields import Fields
+from .llama import LlamaForCausalLM
+from .rope import NO_ROTATION, RopeConfig
+
+
+def read_exaone4(fields: Fields) -> ModelConfig:
+    """EXAONE 4: a norm over each head of q and k."""
+    fields = fields.given(num_key_value_heads=32, rms_norm_eps=1e-5, sliding_window=4096)
+    rope, has_window = RopeConfig.from_hf(fields), fields.get("sliding_window") is not None
+    pattern = 1
+    if has_window and fields.get("layer_types") is None:
+        pattern = fields.integer("sliding_window_pattern", 1, 2**20, default=4)
+    kinds = read_layer_types(fields, lambda layer: (layer + 1) % pattern)
+    ropes = [rope if kind == SLIDING or not has_window else NO_ROTATION for kind in kinds]
+    return ModelConfig.read(fields, layer_types=kinds, ropes=ropes, qk_norm=True)
+
+
+class Exaone4ForCausalLM(LlamaForCausalLM):
+    """EXAONE 4."""
+
+    layer_class = PostNormLayer

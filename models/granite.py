@@ -1,0 +1,57 @@
+"""Granite 3: multipliers of the embedding, of what layers add, of attention's scores and of the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .attention import AttentionBatch
+from .config import ModelConfig, read_biases, read_multiplier
+from .fields import Fields
+from .llama import DecoderLayer, LlamaForCausalLM
+from .ranks import ALONE, Ranks
+from .rope import Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(ModelConfig):
+    """``residual_multiplier`` is that of what attention and MLP add to the residual stream."""
+
+    residual_multiplier: float
+
+
+def read_granite(fields: Fields) -> ModelConfig:
+    """Granite 3, dense."""
+    return GraniteConfig.read(
+        fields,
+        scale=read_multiplier(fields, "attention_multiplier"),
+        **read_biases(fields),
+        mlp_bias=fields.boolean("mlp_bias", default=False),
+        embedding_multiplier=read_multiplier(fields, "embedding_multiplier"),
+        residual_multiplier=read_multiplier(fields, "residual_multiplier"),
+        logit_multiplier=1 / read_multiplier(fields, "logits_scaling"),
+    )
+
+
+class GraniteLayer(DecoderLayer):
+    """Llama's layer, whose addends are multiplied."""
+
+    def __init__(self, config: GraniteConfig, layer: int, ranks: Ranks = ALONE):
+        super().__init__(config, layer, ranks)
+        self.multiplier = config.residual_multiplier
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """See ``DecoderLayer.forward``."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch) * self.multiplier
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x) * self.multiplier, residual
+
+
+class GraniteForCausalLM(LlamaForCausalLM):
+    """Granite 3."""
+
+    layer_class = GraniteLayer

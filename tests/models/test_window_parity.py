@@ -1,0 +1,53 @@
+"""Greedy tokens of the engine equal transformers' for models whose layers have windows, in float32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from qkv_engine import Engine, SamplingParams
+from qkv_engine.config import KVConfig, RungConfig
+from qkv_engine.models.loader import read_config
+
+PROMPT_LENGTHS, NEW_TOKENS = (1, 33, 129, 300), 40
+LAYERS = 3
+SIZES = {"num_hidden_layers": LAYERS, "max_position_embeddings": 512}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+WITH_SINK = KVConfig(name="sink", rungs=(RungConfig("dense32", "dense32", "dense32"),), sink=32)
+MODELS = {
+    "every layer": ("Mistral", {"sliding_window": 20}, [20] * LAYERS),
+    "a window of a block": ("Mistral", {"sliding_window": 128}, [128] * LAYERS),
+    "all but one": (
+        "Qwen2",
+        {"sliding_window": 150, "use_sliding_window": True, "max_window_layers": 1},
+        [None, 150, 150],
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "changes", "windows"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("kv", ["fp32", WITH_SINK], ids=["fp32", "sink"])
+def test_greedy_tokens_equal_transformers(
+    family: str,
+    changes: dict[str, object],
+    windows: list[int | None],
+    kv: str | KVConfig,
+    make_reference: Callable[..., transformers.PreTrainedModel],
+    tmp_path: Path,
+):
+    reference = make_reference(family, **SIZES, **changes)
+    reference.save_pretrained(tmp_path)
+    assert [spec.window for spec in read_config(tmp_path).attention] == windows
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 97, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    with Engine(tmp_path, kv=kv, kv_memory="8MiB", max_num_batched_tokens=48, max_model_len=512) as engine:
+        outputs = engine.generate(prompts, PARAMS)
+    for output in outputs:
+        tokens, start = output.outputs[0].token_ids, len(output.prompt_token_ids)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([output.prompt_token_ids + tokens])).logits[0, start - 1 : -1]
+        assert len(tokens) == NEW_TOKENS and logits.argmax(-1).tolist() == tokens
