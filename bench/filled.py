@@ -197,7 +197,7 @@ class FilledEngine(Closable):
 
     def _submit(self, name: str, prompt_len: int, max_tokens: int) -> None:
         params = greedy(max_tokens)
-        ids, floor = [PROMPT_TOKEN] * prompt_len, len(self.cache.ladder.rungs) - 1
+        ids, floor = [PROMPT_TOKEN] * prompt_len, self.cache.ladder.last
         submission = Submission(name, None, ids, params, max_tokens, 0, [], False, floor=floor)
         self._submissions.append(submission)
         self.core.live[submission.request_id] = submission

@@ -151,7 +151,7 @@ def _policy(ladder: Ladder) -> str:
 
 
 def _admission(ladder: Ladder) -> str:
-    name = ladder.rungs[ladder.admit_at].name
+    name = ladder.names[ladder.admit_at]
     return f"a request starts while all running ones and it fit with their blocks on {name}"
 
 
@@ -163,7 +163,7 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     if args.kv_memory is not None:
         left = max(100, free_memory(device) - weights)  # a share of nothing is no size; 1 % of this is
         return parse_size(args.kv_memory, field="kv_memory", free=left)
-    most = most_nbytes(ladder, EngineConfig.max_num_seqs, context)
+    most = most_nbytes(ladder, EngineConfig.max_num_seqs, context, EngineConfig.max_num_batched_tokens)
     taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 

@@ -211,7 +211,7 @@ class TablesMachine(RuleBasedStateMachine):
         name = f"r{self.serial}"
         self.serial += 1
         tokens = [family] * (32 + 6 * BLOCK)
-        shared = self.prefix.lookup(tokens, "salt", floor, len(tokens) - 1)
+        shared = self.prefix.lookup(tokens, "salt", floor, len(tokens) - 1).blocks
         assert all(block.rung <= floor for block in shared)
         self.tables.open(name, floor, shared)
         self.tokens[name] = tokens
