@@ -21,8 +21,9 @@ from .mover import MoveBackend, PendingMoves
 class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is the scheduler's view of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
-        self.ladder = ladder
+    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, context: int | None = None):
+        """``context``: tokens of the longest request that the model takes."""
+        self.ladder, self._context = ladder, context
         self.tables = make_tables(ladder.spec, nbytes)
         self.memory = allocate(self.arena.nbytes, device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
@@ -40,8 +41,12 @@ class KVCache:
 
     @cached_property
     def capacity(self) -> tuple[int, int]:
-        """Tokens of one request that fits alone on the first rung, and on the last; searched for once."""
-        return self.tables.max_tokens(0), self.tables.max_tokens(self.ladder.last)
+        """Tokens of one request that fits alone on the first rung, and on the last; searched for once.
+
+        If all layers have windows, no length is too much, and it is the model's context.
+        """
+        most = None if self.ladder.main.visible is None else self._context
+        return self.tables.max_tokens(0, most=most), self.tables.max_tokens(self.ladder.last, most=most)
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""
