@@ -83,11 +83,14 @@ def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
     return MAX_REQUESTS
 
 
-def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> Ladder:
+def make_ladder(
+    kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, max_model_len: int | None = None
+) -> Ladder:
     """The ladder of ``kv`` on a rank for a model of ``config`` that computes in ``dtype``.
 
+    No request is longer than ``max_model_len``, by default the model's context.
     Raises ``ConfigError`` for one that was made for another model or does not fit this one.
     """
     if kv.model is not None:
         kv.model.check_shape(config, kv.name)
-    return rank_ladder(kv, config, num_ranks, dtype)
+    return rank_ladder(kv, config, num_ranks, dtype, max_model_len)

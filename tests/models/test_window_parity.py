@@ -91,6 +91,17 @@ def test_tokens_under_pressure_and_on_shared_prefixes(
         check(reference, first + outputs)
 
 
+def test_two_ranks_give_the_same_tokens(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path):
+    family, changes, _ = MODELS["all but every third"]
+    reference = make_reference(family, **SIZES, **changes)
+    reference.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 97, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    options = {"kv": "fp32", "kv_memory": "4MiB", "max_num_batched_tokens": 48, "max_model_len": 512}
+    with Engine(tmp_path, tensor_parallel=2, num_threads=1, **options) as engine:
+        check(reference, engine.generate(prompts, PARAMS))
+
+
 def check(reference: transformers.PreTrainedModel, outputs: list[RequestOutput]) -> None:
     """Every token is the reference's likeliest after those before it."""
     for output in outputs:
