@@ -27,6 +27,7 @@ class KVManager:
     ):
         self.tables, self.quota = tables, quota
         self.spec = tables.spec
+        self._blocks = tables.main if len(tables.groups) == 1 else tables  # asked often: a lone group answers itself
         # Codes under patterns mean nothing without their request's bank, so nothing is shared.
         self.prefix = None if any(group.has_bank for group in self.spec.groups) else prefix
         self.demand = RunningDemand(tables, open_end_blocks)
@@ -163,10 +164,10 @@ class KVManager:
         return self.prefix is not None and self.prefix.evict()
 
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
-        return self.tables.unsettled(request.request_id, request.num_computed_tokens)
+        return self._blocks.unsettled(request.request_id, request.num_computed_tokens)
 
     def coldest(self, request: Request) -> tuple[Block, int] | None:
-        return self.tables.coldest(request.request_id, request.num_computed_tokens)
+        return self._blocks.coldest(request.request_id, request.num_computed_tokens)
 
     def aged(self, running: Iterable[Request]) -> list[Request]:
         epoch = self.tables.floor_epoch
@@ -176,7 +177,7 @@ class KVManager:
         return [r for r in running if r.num_computed_tokens >= self._demotable_at.get(r, 0) and self._has_aged(r)]
 
     def _has_aged(self, request: Request) -> bool:
-        demotable_at = self._demotable_at[request] = self.tables.next_demotable_at(request.request_id)
+        demotable_at = self._demotable_at[request] = self._blocks.next_demotable_at(request.request_id)
         return request.num_computed_tokens >= demotable_at
 
     def next_aging(self, request: Request) -> int:

@@ -86,7 +86,7 @@ class GroupSpec:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that the first ``num_tokens`` tokens of a request take, those out of sight included."""
-        return -(-max(0, self.in_blocks(num_tokens)) // self.block_tokens)
+        return -(-max(0, num_tokens - self.sink) // self.block_tokens)
 
     def tokens_in(self, num_blocks: int) -> int:
         """Tokens of a request with ``num_blocks`` full blocks, after which its next block begins."""
@@ -94,7 +94,7 @@ class GroupSpec:
 
     def newest(self, num_computed: int) -> int:
         """Tokens in blocks that are older than the recent window."""
-        return self.in_blocks(self.recent.older(num_computed))
+        return self.recent.older(num_computed) - self.sink
 
     def next_aging(self, num_computed: int) -> int:
         """Computed tokens, more than ``num_computed``, at which the next block is older than the recent window."""

@@ -220,14 +220,10 @@ class BlockTables:
 
         In tokens; a negative age means that the block is too new (or not full) and must stay as it is.
         """
-        if len(self.groups) == 1:
-            return self.main.unsettled(request_id, num_computed)
         return chain.from_iterable(group.unsettled(request_id, num_computed) for group in self.groups)
 
     def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
         """The oldest of the widest eligible blocks that only this request holds, and its age in tokens."""
-        if len(self.groups) == 1:
-            return self.main.coldest(request_id, num_computed)
         found = [each for group in self.groups if (each := group.coldest(request_id, num_computed)) is not None]
         return min(found, key=lambda each: (each[0].rung, -each[1]), default=None)
 

@@ -121,7 +121,7 @@ def begin_step(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int
     followed = copy.followed
     names = {row.index: name for name, row in followed._rows.items()}
     rows = sorted(set(placed.rows[placed.lengths > 0].tolist()))
-    check(copy, followed._tables, [names[row] for row in rows], rows)
+    check(copy, followed._tables.main, [names[row] for row in rows], rows)
     return placed, None
 
 

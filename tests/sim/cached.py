@@ -1,85 +1,93 @@
-"""The prefix cache reckoned again, from its entries alone: hits, idle blocks, and which are given up next."""
+"""The prefix cache reckoned again: the longest hit by brute force, and what is given up first."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from .options import Group, Options
 
-Part = tuple[bytes, int]  # a cached block: the key of its entry, and its group
+
+class Part(NamedTuple):
+    """Cached blocks that go together; sorts in the order of being given up.
+
+    A block of a group with a window, or all of an entry, which go with its blocks of groups that see all tokens.
+    """
+
+    is_inner: bool  # whether cached blocks follow, which would be lost
+    used: int
+    is_whole: bool
+    group: int
+    key: bytes
 
 
 class Cached:
-    """What a prefix cache holds; nothing if there is none."""
+    """Reads the entries of ``prefix``, which may be None."""
 
     def __init__(self, prefix: Any, options: Options):
-        self.prefix, self.options = prefix, options
-        self._full = [index for index, group in enumerate(options.groups) if group.visible is None]
-        self._windows = [index for index, group in enumerate(options.groups) if group.visible is not None]
+        self._prefix, self.options = prefix, options
 
-    @property
-    def entries(self) -> dict[bytes, Any]:
-        return {} if self.prefix is None else self.prefix._entries
+    def blocks(self) -> dict[tuple[bytes, int], Any]:
+        """All cached blocks by key and group."""
+        entries = {} if self._prefix is None else self._prefix._entries
+        return {(e.key, i): block for e in entries.values() for i, block in enumerate(e.blocks) if block is not None}
 
-    def parts(self) -> dict[Part, Any]:
-        """All cached blocks."""
-        return {
-            (key, index): block
-            for key, entry in self.entries.items()
-            for index, block in enumerate(entry.blocks)
-            if block is not None
-        }
+    def idle(self) -> list[Part]:
+        """What could be given up: blocks that no request holds."""
+        return list(self._idle())
 
-    def given_up_next(self) -> set[Part]:
-        """The blocks that go first: the least recently used one in a window, or those of all groups of a piece.
+    def _idle(self) -> Iterator[Part]:
+        entries = {} if self._prefix is None else self._prefix._entries
+        inner = {entry.parent for entry in entries.values()}
+        groups = self.options.groups
+        full = [index for index, group in enumerate(groups) if group.visible is None]
+        for entry in entries.values():
+            idle = [block is not None and block.refs == 1 for block in entry.blocks]
+            if full and all(idle[index] for index in full):
+                yield Part(entry.key in inner, entry.used[full[0]], True, 0, entry.key)
+            for index, group in enumerate(groups):
+                if group.visible is not None and idle[index]:
+                    yield Part(False, entry.used[index], False, index, entry.key)
 
-        Pieces without followers come before others. Empty if requests hold all.
-        """
-        idle = {part for part, block in self.parts().items() if block.refs == 1}
-        inner = {entry.parent for entry in self.entries.values()}
-        pieces = [key for key in self.entries if self._full and all((key, index) in idle for index in self._full)]
-        first = [(self.entries[key].used[index], 0, key, index) for key, index in idle if index in self._windows]
-        first += [(self.entries[key].used[self._full[0]], 1, key, 0) for key in pieces if key not in inner]
-        last = [(self.entries[key].used[self._full[0]], 1, key, 0) for key in pieces]
-        found = min(first or last, default=None)
-        if found is None:
-            return set()
-        _, is_piece, key, index = found
-        return {part for part in self.parts() if part[0] == key} if is_piece else {(key, index)}
+    def of(self, part: Part) -> set[tuple[bytes, int]]:
+        """The blocks of a part by key and group."""
+        return {(key, i) for key, i in self.blocks() if key == part.key and (part.is_whole or i == part.group)}
 
-    def longest_hit(self, request: Any) -> int:
-        """Tokens of ``request`` whose blocks all groups can serve, one left to compute."""
-        options, floor = self.options, self.options.floor(request.params)
-        entries, key, end = list[Any](), self.prefix._root(request.params.cache_salt), 0
-        while (next_end := end + options.block if end or not options.sink else options.sink) < request.num_tokens:
-            tokens = array("q", request.token_ids[end:next_end])
-            key, end = hashlib.sha256(key + tokens.tobytes()).digest(), next_end
-            entry = self.entries.get(key)
-            entries.append(entry if entry is not None and entry.tokens == tokens else None)
-        for number in range(len(entries), 0, -1):
-            num_tokens = options.sink + (number - (options.sink > 0)) * options.block
-            if all(
-                self._serves(index, group, entries[:number], num_tokens, request.num_tokens, group.floors[floor])
+    def longest(self, request: Any) -> list[list[Any]]:
+        """The blocks by group of the longest prefix of a request, less one token, that all groups can serve."""
+        params, options = request.params, self.options
+        if self._prefix is None or params.prompt_logprobs is not None or params.num_prefill_tokens is not None:
+            return [[] for _ in options.groups]
+        key, cached = self._prefix._root(params.cache_salt), self.blocks()
+        ends = [options.sink] * (options.sink > 0)
+        ends += range(options.sink + options.block, request.num_tokens, options.block)
+        keys, start = list[bytes](), 0
+        for end in (end for end in ends if end < request.num_tokens):
+            key = hashlib.sha256(key + array("q", request.token_ids[start:end]).tobytes()).digest()
+            keys.append(key)
+            start = end
+        for number in range(len(keys), 0, -1):
+            found = [
+                [cached.get((keys[piece], index)) for piece in self._pieces(group, ends[number - 1], number)]
                 for index, group in enumerate(options.groups)
-            ):
-                return num_tokens
-        return 0
+            ]
+            if all(self._serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
+                return found
+        return [[] for _ in options.groups]
 
-    def _serves(
-        self, index: int, group: Group, entries: list[Any], num_tokens: int, known: int, narrowest: int
-    ) -> bool:
-        """Whether a group has the blocks that the token at ``num_tokens`` sees, wide enough."""
-        sinks = int(group.sink > 0)
-        begins = group.end(group.blocks_for(known) - 2) if group.visible is None else num_tokens
-        for piece, entry in enumerate(entries):
-            is_seen = group.sees_sink(num_tokens) if piece < sinks else piece - sinks >= group.num_passed(num_tokens)
-            if self._full and (entry is None or any(entry.blocks[full] is None for full in self._full)):
-                return False
-            if is_seen and (entry is None or entry.blocks[index] is None):
-                return False
-            allowed = narrowest if piece - sinks < group.num_aged(begins) else 0
-            if is_seen and entry.blocks[index].rung > allowed:
-                return False
-        return True
+    def _pieces(self, group: Group, end: int, number: int) -> list[int]:
+        """Those of the first ``number`` pieces, which end at token ``end``, that the next token sees."""
+        sink = int(group.sink > 0)
+        return [0] * group.sees_sink(end) + list(range(sink + group.num_passed(end), number))
+
+    def _serves(self, group: Group, blocks: list[Any], request: Any, end: int) -> bool:
+        """Whether blocks are there, on the request's floor or above, and dense where the request is counted so."""
+        if any(block is None for block in blocks):
+            return False
+        floor = group.floors[self.options.floor(request.params)]
+        begins = end if group.visible is not None else group.end(group.blocks_for(request.num_tokens) - 2)
+        first, num_aged = group.num_passed(end), group.num_aged(begins)
+        own = [block for block in blocks if block.rung >= 0]
+        return all(block.rung <= (floor if i < num_aged else 0) for i, block in enumerate(own, first))

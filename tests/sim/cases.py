@@ -160,7 +160,8 @@ CASES = {
     "scored": Case(with_scored, range(3040, 3070), range(4000, 4500)),
     "paced": Case(with_pace, range(6100, 6120), range(7000, 7500)),
     "groups": Case(
-        with_groups, range(8000, 8030), range(8100, 8600), (*KINDS, "trim"),
+        with_groups, range(8000, 8030), range(8100, 8600),
+        (*KINDS, "trim"),
     ),
     "priorities": Case(with_priorities, range(7100, 7120), range(7200, 7500)),
 }  # fmt: skip

@@ -39,10 +39,10 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
             require(block not in owners, "a block is in two groups")
             owners[block] = floors
     cached: dict[Any, int] = {}
-    if space.prefix is not None:
-        for block in space.cached.parts().values():
-            cached[block] = cached.get(block, 0) + 1
-            owners.setdefault(block, [])
+    for (_, index), block in space.cached.blocks().items():
+        require(block.group == index, "a block is filed as another group's")
+        cached[block] = cached.get(block, 0) + 1
+        owners.setdefault(block, [])
     spans, used, live, now = [], 0, {}, {}
     rungs, entries = ([Counter[int]() for _ in groups] for _ in range(2))
     numbers = {(block.group, block.number) for block in owners}
@@ -138,7 +138,7 @@ def check_room(space: SpySpace) -> None:
     if space.prefix is not None:
         children = Counter(entry.parent for entry in space.prefix._entries.values())
         require(children == space.prefix._children, "the prefix cache miscounts what follows its blocks")
-        idle = sum(block.slot.nbytes for block in space.cached.parts().values() if block.refs == 1)
+        idle = sum(block.slot.nbytes for block in space.cached.blocks().values() if block.refs == 1)
         require(space.prefix.idle_nbytes == idle, "idle bytes are miscounted")
 
 

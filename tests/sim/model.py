@@ -167,9 +167,10 @@ class Model:
         if self._space.prefix is None:
             return
         doubtful = self.unknown.union(*(self.simulation.blocks_of(request) for request in self.tainted))
-        for (key, _), block in self._space.cached.parts().items():
+        entries = self._space.prefix._entries
+        for (key, _), block in self._space.cached.blocks().items():
             record = self._record(block)
-            require(record.count == len(self._space.prefix._entries[key].tokens), "a cached block is not full")
+            require(record.count == len(entries[key].tokens), "a cached block is not full")
             require(not record.spoilt or block in doubtful, "bad values are offered")
 
     def _record(self, block: Any) -> Any:

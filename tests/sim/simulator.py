@@ -318,7 +318,7 @@ class Simulation:
         if request.error is not None:
             self.model.unknown -= {block for block in blocks if not block.holders}
         if request.error is not None and self.space.prefix is not None:
-            offered = {id(block) for block in self.space.cached.parts().values()}
+            offered = {id(block) for block in self.space.cached.blocks().values()}
             require(not any(id(block) in offered for block in blocks), "blocks of a failed request are offered")
         if blocks:
             rungs: Counter[str] = Counter()

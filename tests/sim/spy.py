@@ -39,8 +39,8 @@ class SpySpace:
         self._space, self.options, self._pressure = space, options, code.pressure
         self.tables, self.prefix = space.tables, space.prefix
         self.memory, self.holdings = Memory(space.tables, options), Holdings(space.tables, options)
-        self.cached = Cached(space.prefix, options)
         self._admission = Admission(space.tables, options, OPEN_END_BLOCKS * options.block)
+        self.cached = Cached(space.prefix, options)
         self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
         self.mined: set[Any] = set()  # banks that were mined
@@ -144,36 +144,35 @@ class SpySpace:
         return int(self._space.capacities[self.options.floor(params)])
 
     def open(self, request: Any) -> int:
-        params = request.params
-        shares = self.prefix is not None and params.prompt_logprobs is None and params.num_prefill_tokens is None
-        longest = self.cached.longest_hit(request) if shares else 0
+        expected = self.cached.longest(request)
         found = self._space.open(request)
-        require(found == longest, f"{found} tokens found, the groups can serve {longest}")
         require(found < request.num_tokens, "nothing is left to compute")
         held = self.holdings.held(request)
         require(found == held, f"{found} tokens found, blocks hold {held}")
-        for group, table in zip(self.options.groups, self.holdings.tables_of(request), strict=True):
+        for group, table, blocks in zip(self.options.groups, self.holdings.tables_of(request), expected, strict=True):
             floor = group.floors[self.options.floor(request.params)]
             require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
-            require(all(block.rung <= floor for block in table.blocks), "a hit is narrower than the request's floor")
+            require(list(table) == blocks, f"{len(blocks)} blocks could be shared, or not those that are")
+        if request.params.prompt_logprobs is not None:
+            require(found == 0, "prompt log-probabilities need every token computed")
+        if request.params.num_prefill_tokens is not None:
+            require(found == 0, "a scored request attends to others' blocks")
         return int(found)
 
     def evict(self) -> bool:
-        idle = self._idle()
+        idle, had = self.cached.idle(), self.cached.blocks()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.needy is None:
             growing = self._num_growing()
             needed = growing > 0 and self.memory.packed(self.holdings.dense(growing)) > self.memory.limit()
         require(needed, "cached blocks are given up without need")
-        left = self.cached.parts().keys() - self.cached.given_up_next()
+        expected = self.cached.of(min(idle)) if idle else set()
         done = self._space.evict()
-        require(not done or left == self.cached.parts().keys(), "another cached block is given up than the oldest")
-        require(done == bool(idle), f"{idle} cached blocks are idle, one was given up: {done}")
+        gone = had.keys() - self.cached.blocks().keys()
+        require(gone == expected, "other cached blocks are given up than the oldest")
+        require(done == bool(idle), f"{len(idle)} cached blocks are idle, one was given up: {done}")
         require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")
         return bool(done)
-
-    def _idle(self) -> int:
-        return len(self.cached.given_up_next())
 
     def demote(self, steps: Iterable[tuple[Any, int]]) -> int:
         steps = list(steps)
@@ -249,7 +248,7 @@ class SpySpace:
 
     def check_preemption(self) -> None:
         """Checks that nobody gives way while cached blocks are idle or a block that may step down finds a slot."""
-        require(self._idle() == 0, "a request gives way while cached blocks are idle")
+        require(not self.cached.idle(), "a request gives way while cached blocks are idle")
         found = self._eligible(self._ranks(self.needy.params.tenant), even_recent=True)
         require(not any(map(self._finds_slot, found)), "a request gives way while a block could step down")
 
@@ -287,7 +286,7 @@ class SpySpace:
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
         """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
         running, tenant, most = self.scheduler.running, None, 8
-        require(self._idle() == 0, "blocks step down while cached ones are idle")
+        require(not self.cached.idle(), "blocks step down while cached ones are idle")
         wanted = self.wanted
         if self.needy is None:
             wanted = self.holdings.dense(self._num_growing())

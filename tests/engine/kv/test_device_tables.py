@@ -12,6 +12,7 @@ from qkv_engine.device import tables as device_tables
 from qkv_engine.device.tables import DeviceTables
 from qkv_engine.kernels.block_tables import HEADER, RUNG_BITS, pack_tokens, update
 from qkv_engine.kernels.paged_decode.split import most_items
+from qkv_engine.kv.group import GroupTables
 from qkv_engine.kv.table import BlockTables
 
 from ...scheduler.common import BLOCK, RUNGS, make_space, make_spec
@@ -31,22 +32,22 @@ def send(copy: Copy, tables: BlockTables, names: list[str], had: list[int] | Non
     return rows
 
 
-def check(copy: DeviceTables, tables: BlockTables, names: list[str], rows: list[int]) -> None:
-    own = copy.block_words[0]
+def check(copy: DeviceTables, tables: GroupTables, names: list[str], rows: list[int]) -> None:
+    own = copy.block_words[tables.index]
     words, numbers = own.words, own.words[own.num_numbers :]
     assert len(set(rows)) == len(rows) and all(0 <= row < copy.spare_row for row in rows)
-    items = [0] * len(tables.spec.main.rungs)
+    items = [0] * len(tables.spec.rungs)
     for name, row in zip(names, rows, strict=True):
-        blocks = tables.main.entries(tables.main[name])
+        blocks = tables.entries(tables[name])
         found = words[numbers.view(-1, own.width)[row, : len(blocks)]]
         assert (found >> RUNG_BITS).tolist() == [block.slot.address for block in blocks]
         rungs = [max(0, block.rung) for block in blocks]
         assert (found & (1 << RUNG_BITS) - 1).tolist() == rungs
         for rung in range(len(items)):
             items[rung] += -(-rungs.count(rung) // SPLIT)
-        addresses, on_host = copy.groups[0].entries([row], len(blocks))
+        addresses, on_host = copy.groups[tables.index].entries([row], len(blocks))
         assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
-    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_blocks[0]]
+    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_blocks[tables.index]]
     assert all(n <= bound for n, bound in zip(items, bounds, strict=True))
 
 
@@ -63,14 +64,14 @@ class CopyMachine(TablesMachine):
     def step(self, data: st.DataObject) -> None:
         names = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True, min_size=1))
         self.rows = dict(zip(names, send(self.copy, self.tables, names), strict=True))
-        check(self.copy, self.tables, names, list(self.rows.values()))
+        check(self.copy, self.tables.main, names, list(self.rows.values()))
 
     @precondition(lambda self: self.rows and self.rows.keys() <= self.tokens.keys())
     @rule()
     def step_on(self) -> None:
         """The same requests once more, whose rows are still known if nobody's table was opened."""
         names = list(self.rows)
-        check(self.copy, self.tables, names, send(self.copy, self.tables, names, list(self.rows.values())))
+        check(self.copy, self.tables.main, names, send(self.copy, self.tables, names, list(self.rows.values())))
 
     @rule()
     def lose_an_input(self) -> None:
@@ -89,9 +90,9 @@ def test_more_updates_than_an_input_carries(monkeypatch: pytest.MonkeyPatch):
     for name in "abc":
         tables.open(name, 2)
         assert tables.reserve(name, 17 * BLOCK)
-    check(copy, tables, list("abc"), send(copy, tables, list("abc")))
+    check(copy, tables.main, list("abc"), send(copy, tables, list("abc")))
     assert tables.demote([(block, 1) for block in tables.main["b"].blocks]) == len(tables.main["b"].blocks)
-    check(copy, tables, list("cb"), send(copy, tables, list("cb")))
+    check(copy, tables.main, list("cb"), send(copy, tables, list("cb")))
 
 
 def test_only_what_changed_is_sent():
@@ -113,4 +114,4 @@ def test_other_books_are_taken_over_from_nothing():
     for tables, length in zip(copies, (3, 5), strict=True):
         tables.open("a", 0)
         assert tables.reserve("a", length * BLOCK)
-        check(copy, tables, ["a"], send(copy, tables, ["a"]))
+        check(copy, tables.main, ["a"], send(copy, tables, ["a"]))

@@ -21,7 +21,7 @@ from qkv_engine.kv.spec import KVSpec, RungSize
 from qkv_engine.kv.table import BlockTables
 from qkv_engine.presets import PRESETS
 
-from ...scheduler.common import make_spec
+from ...scheduler.common import make_group_spec, make_spec
 
 THREE = KVConfig(name="three", rungs=(DENSE16, *(uniform_rung(bits) for bits in (8, 4, 2))), sink=16, recent=300)
 SHARE = replace(THREE, name="share", recent_ratio=0.35)
@@ -143,3 +143,38 @@ def test_books_of_any_size_begin_with_no_slab_made():
     assert tables.reserve("a", 5 * BLOCK_TOKENS)
     assert len(arena._slabs) == 1 and len(arena._blocks) == 5  # a slab for the sink
     assert tables.max_requests(10 * BLOCK_TOKENS, 2) > 10**8
+
+
+def gemma(visible: int | None = 512) -> KVSpec:
+    """Layers of Gemma 3 1B in blocks of 128 tokens: 4 that see all, and 22 with a window."""
+    rungs = [
+        [RungSize(name, n * layers * 1024, 16.0) for name, n in (("dense16", 128), ("int8", 66))] for layers in (4, 22)
+    ]
+    window = make_group_spec(rungs[1][:1], floors=(0, 0), visible=visible)
+    return make_spec(rungs[0], more_groups=(window,))
+
+
+def test_slabs_hold_dense_blocks_of_other_groups():
+    spec = gemma()
+    block, window = (group.widest.nbytes for group in spec.groups)
+    arena = make_arena(spec, 2**30)
+    assert arena.block_nbytes == block and arena.slab_nbytes >= window
+    assert arena.slab_nbytes // spec.main.rungs[1].nbytes * block >= arena.slab_nbytes
+    assert arena.slab_nbytes % window * 20 < arena.slab_nbytes  # hardly any rest
+    assert arena.reserve_nbytes < 3 * arena.slab_nbytes
+
+
+def test_the_least_memory_holds_a_window():
+    spec = gemma()
+    window, least = spec.groups[1].widest.nbytes, least_nbytes(spec)
+    with pytest.raises(CapacityError, match="no room for one block"):
+        make_tables(spec, least - 1)
+    tables = make_tables(spec, least)
+    assert tables.max_tokens(1) >= 2 * BLOCK_TOKENS and least > 5 * window
+    alone = KVSpec("window", spec.groups[1:], False, 0)
+    assert least_nbytes(alone) == 5 * window and make_tables(alone, 5 * window).max_tokens(0, most=10**6) == 10**6
+
+
+def test_capacity_grows_with_what_windows_do_not_keep():
+    full, window = (make_tables(gemma(visible), 2**30).max_tokens(0, most=10**6) for visible in (None, 512))
+    assert 6 * full < window < 7 * full  # 26 layers for each token, or 4
