@@ -64,6 +64,7 @@ class FilledManager(KVManager):
             filled = 0
             while filled < wanted:
                 scheduler.pressure.forget()
+                self.trim(request)
                 end = scheduler.pressure.stretch(request, min(wanted, filled + PIECE_TOKENS))
                 if end <= filled:
                     break
@@ -78,11 +79,13 @@ class FilledManager(KVManager):
     def _fill(self, request: Request, start: int, end: int) -> None:
         """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots."""
         apply_moves(self._core.runner)
-        table = self.tables.main[request.request_id]
-        for block in table.blocks[self.spec.main.blocks_for(start) : self.spec.main.blocks_for(end)]:
-            self._write(block.slot)
-        for block in () if start else table.slots:
-            self._write(block.slot)
+        for group in self.tables.groups:
+            table = group[request.request_id]
+            first, last = (group.spec.blocks_for(n) - table.first for n in (start, end))
+            for block in table.blocks[max(0, first) : last]:
+                self._write(block.slot)
+            for block in () if start else table.slots:
+                self._write(block.slot)
 
     def _write(self, slot: Slot) -> None:
         pattern = self._patterns[slot.address // slot.nbytes % len(self._patterns)]
@@ -180,24 +183,23 @@ class FilledEngine(Closable):
         return seconds / number
 
     def kv_nbytes_read(self) -> int:
-        """Bytes of KV that the next step's attention reads: all blocks as far as they are written.
+        """Bytes of KV that the next step's attention reads: all blocks in sight as far as they are written.
 
         Codes that two layers share are read by both.
         """
-        tables, widest = self.cache.tables, self.cache.ladder.widest
-        again = [sum(s.dominant.codes_nbytes for s in r.layout.sides if s.dominant) for r in self.cache.ladder.rungs]
         total = 0
-        for request in self.core.scheduler.running:
-            table = tables.main[request.request_id]
-            held = tables.spec.sink + len(table.blocks) * BLOCK_TOKENS
-            unwritten = (held - request.num_computed_tokens) * widest.block_nbytes // BLOCK_TOKENS
-            total += sum(block.slot.nbytes for block in table) - unwritten
-            total += sum(again[block.rung] for block in table.blocks)
+        for group, tables in zip(self.cache.ladder.groups, self.cache.tables.groups, strict=True):
+            again = [sum(s.dominant.codes_nbytes for s in r.layout.sides if s.dominant) for r in group.rungs]
+            for request in self.core.scheduler.running:
+                table, held = tables[request.request_id], tables.held(request.request_id)
+                unwritten = (held - request.num_computed_tokens) * group.widest.block_nbytes // BLOCK_TOKENS
+                total += sum(block.slot.nbytes for block in table) - unwritten
+                total += sum(again[block.rung] for block in table.blocks)
         return total
 
     def _submit(self, name: str, prompt_len: int, max_tokens: int) -> None:
         params = greedy(max_tokens)
-        ids, floor = [PROMPT_TOKEN] * prompt_len, len(self.cache.ladder.rungs) - 1
+        ids, floor = [PROMPT_TOKEN] * prompt_len, self.cache.ladder.last
         submission = Submission(name, None, ids, params, max_tokens, 0, [], False, floor=floor)
         self._submissions.append(submission)
         self.core.live[submission.request_id] = submission
@@ -231,7 +233,8 @@ def apply_moves(runner: Runner) -> None:
 def random_blocks(cache: KVCache, device: torch.device) -> torch.Tensor:
     """[n, bytes of a block] uint8: standard normal K and V in the dtype of the widest rung."""
     dtype = cache.ladder.widest.dtype
-    shape = (NUM_PATTERNS, cache.ladder.widest.block_nbytes // dtype.itemsize)
+    most = max(group.widest.block_nbytes for group in cache.ladder.groups)
+    shape = (NUM_PATTERNS, most // dtype.itemsize)
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype).view(torch.uint8)
 

@@ -11,7 +11,7 @@ from qkv_engine.device.layouts import Ladder
 from qkv_engine.device.memory import default_kv_memory, free_memory
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.manager import KVManager
-from qkv_engine.kv.slabs import make_tables
+from qkv_engine.kv.slabs import least_nbytes, make_tables
 from qkv_engine.loading import rank_ladder
 from qkv_engine.presets import PRESETS
 from qkv_engine.request import Request, SamplingParams
@@ -28,7 +28,9 @@ def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     """The least bytes in which ``num_requests`` of ``num_tokens`` tokens each run together at 16 bits."""
     spec = make_ladder(PRESETS["bf16"], config, torch.bfloat16).spec
     block = spec.main.widest.nbytes
-    blocks = num_requests * spec.main.blocks_for(num_tokens)
+    # Without slabs each request takes as many bytes.
+    one = sum(sum(group.split(num_tokens, 0)) * group.widest.nbytes for group in spec.groups)
+    blocks = max(-(-num_requests * one // block), -(-least_nbytes(spec) // block))
     while make_tables(spec, blocks * block).max_requests(num_tokens, 0) < num_requests:
         blocks += 1
     return blocks * block
@@ -81,11 +83,14 @@ def largest_batch(ladder: Ladder, nbytes: int, num_tokens: int) -> int:
     return MAX_REQUESTS
 
 
-def make_ladder(kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> Ladder:
+def make_ladder(
+    kv: KVConfig, config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, max_model_len: int | None = None
+) -> Ladder:
     """The ladder of ``kv`` on a rank for a model of ``config`` that computes in ``dtype``.
 
+    No request is longer than ``max_model_len``, by default the model's context.
     Raises ``ConfigError`` for one that was made for another model or does not fit this one.
     """
     if kv.model is not None:
         kv.model.check_shape(config, kv.name)
-    return rank_ladder(kv, config, num_ranks, dtype)
+    return rank_ladder(kv, config, num_ranks, dtype, max_model_len)

@@ -37,6 +37,7 @@ _PACKAGES = (
     "rich",
     "prompt-toolkit",
 )
+_TABLES = ("rungs", "groups")  # facts that are tables
 EPILOG = """\
 Nothing is loaded but the model's configuration, so the figures are those of a
 fresh start. Exit code 3: the model and its KV memory do not fit.
@@ -54,6 +55,9 @@ rungs, from the widest to the floor:
                         once
   bits                  the same with all metadata counted
   capacity tokens       of one request whose blocks all stand on the rung
+groups, if some layers see a window of tokens or have other heads:
+  block                 bytes of a block of 128 tokens in these layers, at first
+  most blocks           of a request that decodes, whatever its length
 """
 
 
@@ -98,14 +102,15 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     num_ranks = args.tensor_parallel or 1
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
-    ladder = make_ladder(resolve_kv(DEFAULT_KV if args.kv is None else args.kv), config, dtype, num_ranks)
+    context = args.max_model_len or config.max_position_embeddings
+    kv_config = resolve_kv(DEFAULT_KV if args.kv is None else args.kv)
+    ladder = make_ladder(kv_config, config, dtype, num_ranks, context)
     facts = _device(device)
     weights, free = weights_nbytes(config, dtype, num_ranks), facts["free_bytes"]
     threads = choose_threads(args.num_threads, weights)
     facts |= {"threads": threads.number, "threads_reason": threads.reason}
-    context = args.max_model_len or config.max_position_embeddings
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
-    capacities, reserve, shortage = _capacities(ladder, nbytes)
+    capacities, reserve, shortage = _capacities(ladder, nbytes, context)
     excess = _excess(weights, nbytes, free) or (shortage and common.describe_with(args)(shortage))
     model = {
         "name": args.model or "demo",
@@ -125,9 +130,11 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "admission": _admission(ladder),
         "memory_bytes": nbytes,
         "reserve_bytes": reserve,
-        **{f"request_{slot.name}_bytes": slot.nbytes for slot in ladder.slots},
+        **_slots(ladder),
         "rungs": _rungs(ladder, capacities),
     }
+    if len(ladder.groups) > 1 or ladder.main.visible is not None:
+        kv["groups"] = _groups(ladder)
     return {"device": facts, "model": model, "kv": kv}
 
 
@@ -143,7 +150,7 @@ def _excess(weights: int, kv_nbytes: int, free: int) -> str | None:
 
 def _policy(ladder: Ladder) -> str:
     """When blocks step down, in words that begin with the policy's name."""
-    if len(ladder.rungs) == 1:
+    if all(len(group.rungs) == 1 for group in ladder.groups):
         return "fixed: blocks never step down"
     if ladder.eager:
         return f"eager: blocks go to {ladder.narrowest.name} as soon as they may"
@@ -151,7 +158,7 @@ def _policy(ladder: Ladder) -> str:
 
 
 def _admission(ladder: Ladder) -> str:
-    name = ladder.rungs[ladder.admit_at].name
+    name = ladder.names[ladder.admit_at]
     return f"a request starts while all running ones and it fit with their blocks on {name}"
 
 
@@ -163,36 +170,81 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     if args.kv_memory is not None:
         left = max(100, free_memory(device) - weights)  # a share of nothing is no size; 1 % of this is
         return parse_size(args.kv_memory, field="kv_memory", free=left)
-    most = most_nbytes(ladder, EngineConfig.max_num_seqs, context)
+    most = most_nbytes(ladder, EngineConfig.max_num_seqs, context, EngineConfig.max_num_batched_tokens)
     taken = weights if device.type == "cuda" else 0  # the share of a computer's memory is small enough for both
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
-def _capacities(ladder: Ladder, nbytes: int) -> tuple[list[int], int, CapacityError | None]:
-    """Tokens that ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits."""
+def _capacities(ladder: Ladder, nbytes: int, context: int) -> tuple[list[int], int, CapacityError | None]:
+    """Tokens that ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits.
+
+    Where all layers have windows any length fits, up to the ``context``.
+    """
     from qkv_engine.kv.slabs import make_tables
 
     try:
         tables = make_tables(ladder.spec, nbytes)
     except CapacityError as error:
-        return [0] * len(ladder.rungs), 0, error
-    return [tables.max_tokens(number) for number in range(len(ladder.rungs))], tables.arena.reserve_nbytes, None
+        return [0] * len(ladder.names), 0, error
+    most = None if ladder.main.visible is None else context
+    found = [tables.max_tokens(number, most=most) for number in range(len(ladder.names))]
+    return found, tables.arena.reserve_nbytes, None
+
+
+def _slots(ladder: Ladder) -> dict[str, int]:
+    """Bytes of each slot that a request has beside its blocks, in all groups of layers."""
+    found: dict[str, int] = {}
+    for slot in (slot for group in ladder.groups for slot in group.slots):
+        name = f"request_{slot.name}_bytes"
+        found[name] = found.get(name, 0) + slot.nbytes
+    return found
 
 
 def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
+    rows = []
+    for number, (name, capacity) in enumerate(zip(ladder.names, capacities, strict=True)):
+        found = ladder.at(number)
+        formats = [found[group].layers[index] for group, index in ladder.places]
+        code_nbytes = sum(rung.codes_nbytes + rung.dense_nbytes for rung in found)
+        rows.append(
+            {
+                "rung": name,
+                "k": by_layers([k.name for k, _ in formats]),
+                "v": by_layers([v.name for _, v in formats]),
+                "block_bytes": sum(rung.block_nbytes for rung in found),
+                "bytes_per_token": sum(rung.token_nbytes for rung in found),
+                "code_bits": 8 * code_nbytes / sum(rung.num_elements for rung in found),
+                "effective_bits": ladder.effective_bits(number),
+                "capacity_tokens": capacity,
+            }
+        )
+    return rows
+
+
+def _groups(ladder: Ladder) -> list[dict[str, Any]]:
+    """Layers that have block tables of their own; with a window, what they hold of a request while it decodes."""
     return [
         {
-            "rung": rung.name,
-            "k": by_layers([k.name for k, _ in rung.layers]),
-            "v": by_layers([v.name for _, v in rung.layers]),
-            "block_bytes": rung.block_nbytes,
-            "bytes_per_token": rung.token_nbytes,
-            "code_bits": 8 * (rung.codes_nbytes + rung.dense_nbytes) / rung.num_elements,
-            "effective_bits": rung.effective_bits,
-            "capacity_tokens": capacity,
+            "layers": _ranges(group.layers),
+            "window": "all" if group.visible is None else group.visible,
+            "rungs": ", ".join(rung.name for rung in group.rungs),
+            "block_bytes": group.widest.block_nbytes,
+            "bytes_per_token": group.widest.token_nbytes,
+            "most_blocks": "any" if group.visible is None else group.spec.most_visible,
         }
-        for rung, capacity in zip(ladder.rungs, capacities, strict=True)
+        for group in ladder.groups
     ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, those in a row together: "0-4, 6-10, 12"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
 
 
 def by_layers(names: Sequence[str]) -> str:
@@ -254,24 +306,24 @@ def _render(facts: dict[str, Any], form: str, width: int | None) -> str:
         for section, name, value in _entries(facts)
         if name != "threads_reason"
     ]
-    rungs = _rungs_table(facts["kv"]["rungs"])
+    tables = [_facts_table(facts["kv"][name]) for name in _TABLES if name in facts["kv"]]
     if form == "md":
         cells = [[section, _label(name), value] for section, name, value in shown]
         listing = table.Table("", ["section", "name", "value"], cells, [], group=None, text=("name", "value"))
-        return table.as_markdown(listing) + "\n" + table.as_markdown(rungs)
+        return "\n".join(table.as_markdown(each) for each in (listing, *tables))
     longest = max(len(_label(name)) for _, name, _ in shown)
     parts = []
     for section in facts:
         entries = [(f"{_label(name):{longest}}", value) for found, name, value in shown if found == section]
         parts.append(table.as_listing(section, entries, width))
-    return "".join(parts) + "\n" + table.as_text(rungs, width)
+    return "\n".join(["".join(parts), *(table.as_text(each, width) for each in tables)])
 
 
 def _entries(facts: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Section, name and value of every fact but the rungs; facts without a value are left out."""
+    """Section, name and value of every fact but those in tables; facts without a value are left out."""
     for section, entries in facts.items():
         for name, value in entries.items():
-            if name != "rungs" and value is not None:
+            if name not in _TABLES and value is not None:
                 yield section, name, value
 
 
@@ -281,20 +333,23 @@ def _flat(facts: dict[str, Any]) -> Iterator[_Fact]:
     for rung in facts["kv"]["rungs"]:
         for name, value in rung.items():
             yield _Fact(f"kv.{rung['rung']}", name, value)
+    for number, group in enumerate(facts["kv"].get("groups", ())):
+        for name, value in group.items():
+            yield _Fact(f"kv.group {number}", name, value)
 
 
-def _rungs_table(rungs: list[dict[str, Any]]) -> Table:
+def _facts_table(rows: list[dict[str, Any]]) -> Table:
     from qkv_engine.bench.table import Table
 
-    headers = [_label(name) for name in rungs[0]]
-    cells = [[_in_words(name, value) for name, value in rung.items()] for rung in rungs]
+    headers = [_label(name) for name in rows[0]]
+    cells = [[_in_words(name, value) for name, value in row.items()] for row in rows]
     return Table(
         "",
         headers,
         cells,
         [],
         group=None,
-        text=("k", "v"),
+        text=("k", "v", "layers", "rungs"),
         spare=("block", "code bits", "bits", "v", "k", "bytes per token"),
     )
 

@@ -112,6 +112,8 @@ class KVConfig:
         eager: True: a block goes to the last rung as soon as it may; False: only when memory runs short.
         admit_at: rung on which admission counts requests; None for the last. A rung with more bits makes requests
             queue rather than lose precision.
+        narrow_windows: True: layers that see a window of tokens step down to all rungs, as the others do; False: to
+            those of at least 8 bits, since their blocks are few.
         model: fingerprint of the only model that the ladder was made for, as a plan file has it; None for any.
         key_scale: divisors of K by layer, KV head and rotary pair, which the weights take in when they are loaded;
             None for keys as the model has them.
@@ -124,6 +126,7 @@ class KVConfig:
     recent_ratio: float = 0.0
     eager: bool = False
     admit_at: str | None = None
+    narrow_windows: bool = False
     model: ModelFingerprint | None = None
     key_scale: tuple[tuple[tuple[float, ...], ...], ...] | None = None
 
@@ -136,6 +139,7 @@ class KVConfig:
         _check_int("recent", self.recent, 0, 2**20)
         _check_ratio("recent_ratio", self.recent_ratio)
         _check_flag("eager", self.eager)
+        _check_flag("narrow_windows", self.narrow_windows)
         if self.model is not None:
             self._check_fingerprint()
         names = [rung.name for rung in self.rungs]

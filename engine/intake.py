@@ -40,7 +40,7 @@ class Intake:
         self._tokenizer = started.tokenizer
         self._vocab_size, self._max_model_len = started.config.vocab_size, started.max_model_len
         self._default_params = started.default_params
-        self._rungs = [rung.name for rung in started.ladder.rungs]
+        self._rungs = started.ladder.names
         self._capacities = started.core.space.capacities
         self._eos_ids, self._grammars = started.core.eos_ids, cast(Grammars | None, None)
         self._marks = None if self._tokenizer is None else find_marks(self._tokenizer)

@@ -20,10 +20,11 @@ from qkv_engine.models.ranks import ALONE, Ranks
 from .config import EngineConfig, KVConfig
 from .device.backend import Backend
 from .device.cpu.backend import CpuBackend
-from .device.layouts import Ladder, build_ladder
+from .device.layouts import Ladder, LayerKV, group_layers, ladder_of_layers
 from .device.logits import CausalLM
 from .device.memory import free_memory, memory_or_error
 from .errors import CapacityError, ConfigError, ModelError
+from .kv.spec import MAX_GROUPS
 from .kv.table_rows import TableLayout
 from .own_thread import in_own_thread
 from .sizes import format_size
@@ -42,15 +43,23 @@ def enough_memory() -> AbstractContextManager[None]:
     return memory_or_error("the system gives no more memory to start with", remedy=remedy)
 
 
-def rank_ladder(kv: KVConfig, model: ModelConfig, num_ranks: int, dtype: torch.dtype) -> Ladder:
-    """The ladder of ``kv`` over the KV heads of one of ``num_ranks``, for a model that computes in ``dtype``."""
-    return build_ladder(
-        kv,
-        num_layers=model.num_layers,
-        num_kv_heads=model.share(num_ranks).num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
+def rank_ladder(
+    kv: KVConfig, model: ModelConfig, num_ranks: int, dtype: torch.dtype, max_model_len: int | None = None
+) -> Ladder:
+    """The ladder of ``kv`` over the KV heads of one of ``num_ranks``, for a model that computes in ``dtype``.
+
+    No request is longer than ``max_model_len``, by default the model's context.
+    """
+    return ladder_of_layers(kv, kv_of_layers(model.share(num_ranks), max_model_len), dtype)
+
+
+def kv_of_layers(model: ModelConfig, max_model_len: int | None = None) -> list[LayerKV]:
+    """What the KV of each layer is. A window that no request outgrows counts as none."""
+    most = max_model_len or model.max_position_embeddings
+    windows = [spec.window if spec.window is not None and spec.window < most else None for spec in model.attention]
+    return [
+        LayerKV(spec.num_kv_heads, spec.head_dim, window) for spec, window in zip(model.attention, windows, strict=True)
+    ]
 
 
 def make_backend(model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Backend:
@@ -106,7 +115,7 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
             config.kv.model.check_shape(model, config.kv.name)
         check_context(model, config.max_model_len, config.extend_context)
         model.check_ranks(num_ranks)
-        check_heads(model)
+        check_groups(model, config.max_model_len)
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
 
     return find_model(
@@ -118,10 +127,11 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
     )
 
 
-def check_heads(model: ModelConfig) -> None:
-    """Raises ``ModelError`` for a model whose layers have unlike heads: all layers' KV is in slots of one size."""
-    if len({spec[:3] for spec in model.attention}) > 1:
-        message = "layers with unlike numbers or sizes of heads are not supported yet"
+def check_groups(model: ModelConfig, max_model_len: int | None) -> None:
+    """Raises ``ModelError`` for a model with more kinds of layers than there may be groups."""
+    number = len(group_layers(kv_of_layers(model, max_model_len)))
+    if number > MAX_GROUPS:
+        message = f"layers with {number} different windows, numbers or sizes of heads; at most {MAX_GROUPS} may differ"
         raise ModelError(message, field="architecture", value=model.architecture)
 
 

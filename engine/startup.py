@@ -80,9 +80,9 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     eos_ids = frozenset(
         eos_token_ids(generation, model_config.eos_token_ids, tokenizer, vocab_size=model_config.vocab_size)
     )
-    ladder = rank_ladder(config.kv, model_config, ranks.size, dtype)
     limit = config.max_model_len or model_config.max_position_embeddings
-    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device)
+    ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
+    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit)
     max_model_len = _fit_model_len(config, limit, cache)
 
     def make_space() -> KVManager:
@@ -96,7 +96,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         max_num_batched_tokens=config.max_num_batched_tokens,
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
-    layout = TableLayout.of(cache.tables.main, config.max_num_seqs, max_model_len)
+    layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
     backend = make_backend(cast(CausalLM, loaded.model), cache.memory, layout, ladder, config.cuda_graphs)
     threads = choose_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
     if workers is not None:
@@ -145,20 +145,31 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer.from_folder(folder)
 
 
-def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int) -> int:
-    """KV memory that ``num_requests`` of ``num_tokens`` each could ever use, all on the widest rung."""
-    # One block more each: the scheduler admits a request only with one to spare for every running one.
-    blocks = num_requests * (-(-num_tokens // BLOCK_TOKENS) + 1)
-    # Beyond their blocks: the reserve, at most two slabs, and what a slab of each kind of slot leaves free.
-    spare = MAX_SLAB_BLOCKS * (2 * (len(ladder.rungs) > 1) + len(ladder.slots))
-    slots = num_requests * sum(slot.nbytes for slot in ladder.slots)
-    return (blocks + spare) * ladder.widest.block_nbytes + slots
+def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int, chunk_tokens: int) -> int:
+    """KV memory that ``num_requests`` of ``num_tokens`` each could ever use, all on the widest rung.
+
+    ``chunk_tokens``: of the longest step, whose blocks layers with a window hold beside those that are in sight.
+    """
+    number = 0
+    for group in ladder.groups:
+        blocks = -(-num_tokens // BLOCK_TOKENS)
+        if group.visible is not None:
+            blocks = min(blocks, group.spec.most_visible + -(-chunk_tokens // BLOCK_TOKENS))
+        # One block more each: the scheduler admits a request only with one to spare for every running one. Beyond their
+        # blocks: the reserve, at most two slabs, and what a slab of each kind of slot leaves free.
+        spare = MAX_SLAB_BLOCKS * (2 * (len(group.rungs) > 1) + len(group.slots))
+        number += (num_requests * (blocks + 1) + spare) * group.widest.block_nbytes
+        number += num_requests * sum(slot.nbytes for slot in group.slots)
+    if len(ladder.groups) > 1:  # dense blocks of one group lie in slabs
+        number += 2 * MAX_SLAB_BLOCKS * max(group.widest.block_nbytes for group in ladder.groups)
+    return number
 
 
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
     free = free_memory(device)
     if config.kv_memory is None:
-        return default_kv_memory(device, most_nbytes(ladder, config.max_num_seqs, limit), graphs=config.cuda_graphs)
+        most = most_nbytes(ladder, config.max_num_seqs, limit, config.max_num_batched_tokens)
+        return default_kv_memory(device, most, graphs=config.cuda_graphs)
     nbytes = parse_size(config.kv_memory, field="kv_memory", free=free)
     if nbytes > free:
         raise CapacityError(
@@ -188,8 +199,8 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
 
 def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
     ladder, (wide, narrow) = cache.ladder, cache.capacity
-    at_floor = f", {narrow:,} at the floor ({ladder.narrowest.name})" if len(ladder.rungs) > 1 else ""
-    concurrency = cache.tables.max_requests(max_model_len, len(ladder.rungs) - 1)
+    at_floor = f", {narrow:,} at the floor ({ladder.names[-1]})" if ladder.last else ""
+    concurrency = cache.tables.max_requests(max_model_len, ladder.last)
     return [
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
         f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits"

@@ -89,7 +89,7 @@ class Budget:
             tables = make_tables(ladder.spec, self.nbytes)
         except CapacityError:
             return False
-        return tables.max_requests(self.context, len(ladder.rungs) - 1) >= self.requests
+        return tables.max_requests(self.context, ladder.last) >= self.requests
 
     def least(self, ladder: Ladder) -> str:
         """The smallest budget that ``ladder`` fits, in the unit of this one."""

@@ -61,7 +61,7 @@ def _run(core: EngineCore, number: int, input_len: int, output_len: int) -> floa
     """Seconds of ``number`` requests at once."""
     rng = random.Random(number)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    floor = len(core.runner.cache.ladder.rungs) - 1
+    floor = core.runner.cache.ladder.last
     for index in range(number):
         prompt = [rng.randrange(5, 1000) for _ in range(rng.randint(1, 2 * input_len - 1))]
         submission = Submission(f"{number}-{index}", None, prompt, params, output_len, index, [], False, floor=floor)

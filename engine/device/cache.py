@@ -13,7 +13,7 @@ from ..kv.block import Block, slot_rung
 from ..kv.moves import take_moves
 from ..kv.slabs import make_tables
 from ..sizes import format_size
-from .layouts import Ladder
+from .layouts import Ladder, LayerGroup
 from .memory import memory_or_error
 from .mover import MoveBackend, PendingMoves
 
@@ -21,8 +21,9 @@ from .mover import MoveBackend, PendingMoves
 class KVCache:
     """KV memory of an engine: allocated once at start, never grown. ``tables`` is the scheduler's view of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device):
-        self.ladder = ladder
+    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, context: int | None = None):
+        """``context``: tokens of the longest request that the model takes."""
+        self.ladder, self._context = ladder, context
         self.tables = make_tables(ladder.spec, nbytes)
         self.memory = allocate(self.arena.nbytes, device)
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
@@ -40,8 +41,12 @@ class KVCache:
 
     @cached_property
     def capacity(self) -> tuple[int, int]:
-        """Tokens of one request that fits alone on the first rung, and on the last; searched for once."""
-        return self.tables.max_tokens(0), self.tables.max_tokens(len(self.ladder.rungs) - 1)
+        """Tokens of one request that fits alone on the first rung, and on the last; searched for once.
+
+        If all layers have windows, no length is too much, and it is the model's context.
+        """
+        most = None if self.ladder.main.visible is None else self._context
+        return self.tables.max_tokens(0, most=most), self.tables.max_tokens(self.ladder.last, most=most)
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""
@@ -50,18 +55,19 @@ class KVCache:
     def bytes_in_use(self) -> Counter[str]:
         """Live blocks by kind of byte, "codes", "meta" (with all padding) and "dense", and their KV "elements"."""
         found: Counter[str] = Counter()
-        for number, count in self.tables.main.num_blocks.items():
-            if number < 0:
-                slot = self.ladder.slots[slot_rung(number)]
-                found["dense" if slot.num_tokens else "meta"] += count * slot.nbytes
-                found["elements"] += count * slot.num_elements
-            else:
-                rung = self.ladder.rungs[number]
-                found["codes"] += count * rung.codes_nbytes
-                found["meta"] += count * rung.meta_nbytes
-                found["dense"] += count * rung.dense_nbytes
-                found["elements"] += count * rung.num_elements
+        for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True):
+            for number, count in tables.num_blocks.items():
+                _count_bytes(found, group, number, count)
         return found
+
+    def blocks_by_rung(self) -> Counter[str]:
+        """Live blocks of all groups by the name of their rung."""
+        found: Counter[str] = Counter()
+        for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True):
+            for number, count in tables.num_blocks.items():
+                if number >= 0:
+                    found[group.rungs[number].name] += count
+        return +found
 
     def note_peak(self) -> None:
         """Remembers the bytes in use if they, or the KV elements they hold, are the most so far."""
@@ -90,6 +96,20 @@ class KVCache:
         checks = backend.move(command)
         self.note_peak()
         return PendingMoves(blocks, checks)
+
+
+def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int) -> None:
+    """Adds ``count`` blocks on a rung of ``group``, or slots of requests, to ``found``."""
+    if number < 0:
+        slot = group.slots[slot_rung(number)]
+        found["dense" if slot.num_tokens else "meta"] += count * slot.nbytes
+        found["elements"] += count * slot.num_elements
+    else:
+        rung = group.rungs[number]
+        found["codes"] += count * rung.codes_nbytes
+        found["meta"] += count * rung.meta_nbytes
+        found["dense"] += count * rung.dense_nbytes
+        found["elements"] += count * rung.num_elements
 
 
 def allocate(nbytes: int, device: torch.device) -> Tensor:

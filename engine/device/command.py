@@ -31,7 +31,7 @@ class StepCommand(msgspec.Struct, frozen=True, gc=False, tag="step"):
 
     Fields
         changes: words of the tables that changed since the command before, index and value in turns.
-        num_blocks: table entries on each rung, all requests together; their slots count on the first.
+        num_blocks: table entries by group and rung, all requests together; their slots count on the first rung.
         goes_on: the items are those of the command before in the same order, each a single token that was sampled
             there; ``rows``, ``starts``, ``lengths`` and ``ids`` are empty then.
         rows, starts, lengths: table row, first position and number of tokens of each item, single tokens first.
@@ -42,7 +42,7 @@ class StepCommand(msgspec.Struct, frozen=True, gc=False, tag="step"):
     """
 
     changes: list[int]
-    num_blocks: list[int]
+    num_blocks: list[list[int]]
     goes_on: bool
     rows: list[int]
     starts: list[int]

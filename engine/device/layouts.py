@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from qkv_engine.kernels.formats import (
     BlockLayout,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 SIDES: tuple[SideName, SideName] = ("k", "v")
+WINDOW_BITS = 8  # the fewest of a rung on which blocks of layers with a window stand by default
 SLOT_ALIGN = 128  # bytes: slots start on a cache line
 
 
@@ -102,21 +103,29 @@ class Rung:
         return 8 * self.block_nbytes / self.num_elements
 
 
-@dataclass(frozen=True)
-class Ladder:
-    """The rungs a block may step down, widest first, and the slots of a request that never do.
+class LayerKV(NamedTuple):
+    """The KV of a layer; layers with equal ones form a group. ``window``: tokens that a token sees, None for all."""
 
-    At most one of the ``slots`` holds tokens, and it comes first; a bank comes last. Blocks in the ``window`` of a
-    request stay dense.
-    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short.
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose KV lies in the same blocks: the rungs of a block, widest first, and the slots of a request.
+
+    ``layers`` of the model;  ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots``
+    holds tokens, and it comes first; a bank comes last. Blocks in the ``window`` of a request, its newest tokens, stay
+    dense. ``visible``: tokens that a token sees, itself included; None for all before it.
     """
 
-    name: str
+    layers: tuple[int, ...]
     rungs: tuple[Rung, ...]
+    floors: tuple[int, ...]
     slots: tuple[RequestSlot, ...]
     window: RecentWindow
-    eager: bool
-    admit_at: int  # rung that admission counts with
+    visible: int | None = None
 
     @property
     def widest(self) -> Rung:
@@ -127,45 +136,147 @@ class Ladder:
         return self.rungs[-1]
 
     @property
-    def sink(self) -> int:
-        """Tokens of a request that come before its blocks and stay dense for life."""
-        return self.spec.sink
+    def row_nbytes(self) -> int:
+        """Bytes of a dense row, which holds a token and head; dense slots begin on one."""
+        return self.widest.shape.head_dim * self.widest.dtype.itemsize
+
+    @cached_property
+    def spec(self) -> GroupSpec:
+        """The group as the books see it."""
+        last = self.narrowest.layout
+        return GroupSpec(
+            layers=self.layers,
+            block_tokens=self.widest.shape.num_tokens,
+            rungs=tuple(rung.size for rung in self.rungs),
+            floors=self.floors,
+            slots=self.slots,
+            recent=self.window,
+            visible=self.visible,
+            has_bank=last.bank_nbytes > 0,
+            num_windows=max(side.num_later for side in last.sides),
+            align=lcm(SLOT_ALIGN, self.row_nbytes),  # all slots begin on a cache line, too
+        )
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs that blocks may step down, by their ``names``, and what they are in each group of layers.
+
+    ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
+    the rung that admission counts with.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    groups: tuple[LayerGroup, ...]
+    eager: bool
+    admit_at: int
+
+    @property
+    def last(self) -> int:
+        """The number of the last rung, the lowest floor."""
+        return len(self.names) - 1
 
     @cached_property
     def spec(self) -> KVSpec:
         """The ladder as the books see it."""
-        shape, last = self.widest.shape, self.narrowest.layout
-        group = GroupSpec(
-            layers=tuple(range(len(self.widest.layers))),
-            block_tokens=shape.num_tokens,
-            rungs=tuple(rung.size for rung in self.rungs),
-            floors=tuple(range(len(self.rungs))),
-            slots=self.slots,
-            recent=self.window,
-            has_bank=last.bank_nbytes > 0,
-            num_windows=max(side.num_later for side in last.sides),
-            # Dense slots begin on a row of a token and head, all on a cache line.
-            align=lcm(SLOT_ALIGN, shape.head_dim * self.widest.dtype.itemsize),
-        )
-        return KVSpec(self.name, (group,), self.eager, self.admit_at)
+        return KVSpec(self.name, tuple(group.spec for group in self.groups), self.eager, self.admit_at)
+
+    @cached_property
+    def main(self) -> LayerGroup:
+        """The main group of ``spec``."""
+        return self.groups[self.spec.groups.index(self.spec.main)]
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """Rungs of the main group."""
+        return self.main.rungs
+
+    @property
+    def slots(self) -> tuple[RequestSlot, ...]:
+        """Slots of a request in the main group."""
+        return self.main.slots
+
+    @property
+    def window(self) -> RecentWindow:
+        """The newest tokens of a request that stay dense in the main group."""
+        return self.main.window
+
+    @property
+    def widest(self) -> Rung:
+        return self.main.widest
+
+    @property
+    def narrowest(self) -> Rung:
+        return self.main.narrowest
+
+    @property
+    def sink(self) -> int:
+        """Tokens of a request that come before its blocks and stay dense for life."""
+        return self.spec.sink
+
+    def at(self, rung: int) -> list[Rung]:
+        """What the ladder's ``rung`` is in each group."""
+        return [group.rungs[group.floors[rung]] for group in self.groups]
+
+    def effective_bits(self, rung: int) -> float:
+        """Bits per KV element of all layers on the ladder's ``rung``, with every byte of the slots counted."""
+        found = self.at(rung)
+        return 8 * sum(each.block_nbytes for each in found) / sum(each.num_elements for each in found)
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """The group of each of the model's layers, and its index there."""
+        found = {
+            layer: (number, index)
+            for number, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return tuple(found[layer] for layer in range(len(found)))
 
 
 def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
+    """The ladder of ``config`` for a model of equal layers without windows; see ``ladder_of_layers``."""
+    return ladder_of_layers(config, [LayerKV(num_kv_heads, head_dim)] * num_layers, dtype)
+
+
+def ladder_of_layers(config: KVConfig, layers: Sequence[LayerKV], dtype: torch.dtype) -> Ladder:
     """The ladder of ``config`` for a model that computes in ``dtype``.
 
     Raises ``ConfigError``, naming the ladder, if the first rung is not dense in one dtype, a rung does not fit the
-    model, a step is impossible, rungs need different banks, or a bank is larger than a dense block.
+    model, a step is impossible, rungs need different banks, a bank is larger than a dense block, or layers with a
+    window need one.
     """
     try:
-        return _build_ladder(config, num_layers, num_kv_heads, head_dim, dtype)
+        groups = tuple(_build_group(config, layers, group, dtype) for group in group_layers(layers))
     except ConfigError as error:
         why = str(error).removesuffix(f". {error.remedy}")
         raise ConfigError(why, field="kv", value=config.name, remedy=error.remedy) from error
+    names = tuple(rung.name for rung in config.rungs)
+    admit_at = len(names) - 1 if config.admit_at is None else names.index(config.admit_at)
+    return Ladder(config.name, names, groups, config.eager, admit_at)
 
 
-def _build_ladder(config: KVConfig, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Ladder:
+def group_layers(layers: Sequence[LayerKV]) -> list[tuple[int, ...]]:
+    """The layers of each group, groups in the order of their first layers."""
+    found: dict[LayerKV, list[int]] = {}
+    for index, layer in enumerate(layers):
+        found.setdefault(layer, []).append(index)
+    return [tuple(group) for group in found.values()]
+
+
+def _build_group(config: KVConfig, layers: Sequence[LayerKV], group: tuple[int, ...], dtype: torch.dtype) -> LayerGroup:
+    num_kv_heads, head_dim, visible = layers[group[0]]
     shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)
-    rungs = tuple(_build_rung(rung, num_layers, shape, dtype) for rung in config.rungs)
+    rungs, floors = list[Rung](), list[int]()
+    for rung in config.rungs:
+        formats = _formats(rung, len(layers), group, dtype)
+        # Layers with a window hold few blocks. Two rungs may differ in the layers of other groups alone.
+        is_kept = visible is None or config.narrow_windows or min(f.bits for f in chain(*formats)) >= WINDOW_BITS
+        is_new = len(group) == len(layers) or not rungs or formats != rungs[-1].layers
+        if not rungs or (is_kept and is_new):
+            rungs.append(_build_rung(rung.name, formats, group, shape))
+        floors.append(len(rungs) - 1)
     if not rungs[0].is_dense:
         remedy = 'Begin with a rung whose K and V are "dense16"'
         raise ConfigError("the first rung must be dense", field="rungs", value=rungs[0].name, remedy=remedy)
@@ -173,11 +284,18 @@ def _build_ladder(config: KVConfig, num_layers: int, num_kv_heads: int, head_dim
         remedy = "Store K and V of all its layers in one dense format"
         raise ConfigError("the first rung mixes dtypes", field="rungs", value=rungs[0].name, remedy=remedy)
     for wide, narrow in pairwise(rungs):
-        _check_step(wide, narrow)
+        _check_step(wide, narrow, group)
     slots = (*_sink_slots(rungs[0], config.sink), *_bank_slots(rungs))
-    names = [rung.name for rung in rungs]
-    admit_at = len(rungs) - 1 if config.admit_at is None else names.index(config.admit_at)
-    return Ladder(config.name, rungs, slots, config.window, config.eager, admit_at)
+    if visible is None:
+        return LayerGroup(group, tuple(rungs), tuple(floors), slots, config.window)
+    if rungs[-1].layout.bank_nbytes:
+        raise ConfigError(
+            f"its patterns are those of a request's first tokens, and layers with a window of {visible:,} forget them",
+            field="narrow_windows",
+            value=True,
+            remedy="Leave narrow_windows out",
+        )
+    return LayerGroup(group, tuple(rungs), tuple(floors), slots, RecentWindow(config.window.num_tokens), visible)
 
 
 def _sink_slots(rung: Rung, num_tokens: int) -> Iterator[RequestSlot]:
@@ -187,7 +305,7 @@ def _sink_slots(rung: Rung, num_tokens: int) -> Iterator[RequestSlot]:
         yield RequestSlot("sink", num_tokens, nbytes, num_elements)
 
 
-def _bank_slots(rungs: tuple[Rung, ...]) -> Iterator[RequestSlot]:
+def _bank_slots(rungs: Sequence[Rung]) -> Iterator[RequestSlot]:
     """The bank's slot, if blocks are sealed under patterns. Raises ``ConfigError`` if rungs need different banks."""
     for rung in rungs[2:]:
         if _patterns(rung) != _patterns(rungs[1]):
@@ -214,13 +332,23 @@ def _patterns(rung: Rung) -> list[tuple[int, int]]:
     return [(side.num_patterns, side.num_later) for side in rung.layout.sides]
 
 
-def _build_rung(config: RungConfig, num_layers: int, shape: PageShape, dtype: torch.dtype) -> Rung:
-    sides = [[make_format(name, dtype) for name in config.formats(side, num_layers)] for side in SIDES]
-    rung = Rung(config.name, tuple(zip(*sides, strict=True)), shape)
-    for name, formats in zip(SIDES, zip(*rung.layers, strict=True), strict=True):
+def _formats(
+    config: RungConfig, num_layers: int, group: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[Format, Format], ...]:
+    """The formats of K and V of the layers of ``group``."""
+    sides = [config.formats(side, num_layers) for side in SIDES]
+    k, v = ([make_format(names[layer], dtype) for layer in group] for names in sides)
+    return tuple(zip(k, v, strict=True))
+
+
+def _build_rung(name: str, layers: tuple[tuple[Format, Format], ...], group: tuple[int, ...], shape: PageShape) -> Rung:
+    rung = Rung(name, layers, shape)
+    for side, formats in zip(SIDES, zip(*layers, strict=True), strict=True):
         below: Side | None = None
-        for layer, fmt in enumerate(formats):
-            below = _check_side(fmt, shape, name, below, f"{name.upper()} of layer {layer} of rung {config.name}")
+        for index, fmt in enumerate(formats):
+            if index and group[index - 1] != group[index] - 1:
+                below = None  # the layer below is in another group
+            below = _check_side(fmt, shape, side, below, f"{side.upper()} of layer {group[index]} of rung {name}")
     return rung
 
 
@@ -236,13 +364,13 @@ def _check_side(fmt: Format, shape: PageShape, name: SideName, below: Side | Non
     return side
 
 
-def _check_step(wide: Rung, narrow: Rung) -> None:
+def _check_step(wide: Rung, narrow: Rung, group: tuple[int, ...]) -> None:
     """Raises ``ConfigError`` unless blocks shrink, no layer grows, and the kernels can step every side down."""
     smaller = "Give each rung fewer bits than the one before"
     if narrow.block_nbytes >= wide.block_nbytes:
         raise ConfigError(f"not smaller than rung {wide.name}", field="rung", value=narrow.name, remedy=smaller)
     for index, (old, new) in enumerate(zip(wide.layout.sides, narrow.layout.sides, strict=True)):
-        where = f"{old.name.upper()} of layer {index // 2}"
+        where = f"{old.name.upper()} of layer {group[index // 2]}"
         if new.nbytes > old.nbytes:
             raise ConfigError(f"{where} grows from rung {wide.name}", field="rung", value=narrow.name, remedy=smaller)
         try:

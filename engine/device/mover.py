@@ -60,12 +60,12 @@ class Mover:
     def move(self, command: MoveCommand) -> list[RowsCopy]:
         """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
         checks = []
-        layouts = self.ladder.widest.layout, self.ladder.narrowest.layout
+        layouts = [(group.widest.layout, group.narrowest.layout) for group in self.ladder.groups]
         for mined, centres, launches in command.waves:
-            for bank, mining in mined:
-                mine(self.memory, *mining, bank, *layouts)
-            for bank, windows in centres:
-                add_centres(self.memory, *windows, bank, *layouts)
+            for group, bank, mining in mined:
+                mine(self.memory, *mining, bank, *layouts[group])
+            for group, bank, windows in centres:
+                add_centres(self.memory, *windows, bank, *layouts[group])
             for launch in launches:
                 if launch.old == launch.new:
                     copy(self.memory, launch.src, launch.dst, launch.nbytes)
@@ -79,7 +79,7 @@ class Mover:
 
     def _step_down(self, launch: MoveLaunch) -> list[RowsCopy]:
         """Rewrites blocks in another layout."""
-        source, target = (self.ladder.rungs[rung].layout for rung in (launch.old, launch.new))
+        source, target = (self.ladder.groups[launch.group].rungs[rung].layout for rung in (launch.old, launch.new))
         checks = []
         for part in (slice(i, i + MOST) for i in range(0, len(launch.src), MOST)):
             src, dst, banks = launch.src[part], launch.dst[part], launch.banks[part]

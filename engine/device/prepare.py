@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
-from ..kv.group import GroupTables
+from ..kv.table import BlockTables
 from ..kv.table_rows import TableRows
 from ..request import Request
 from ..sampling.sample_row import SampleRow
@@ -23,7 +23,7 @@ class StepMaker:
         self._steady: SteadyBatch | None = None  # of the last command
 
     def make(
-        self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow], tables: GroupTables
+        self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow], tables: BlockTables
     ) -> tuple[StepCommand, list[int]]:
         """The command of ``batch`` and the items that sample; ``rows`` and ``tables`` are read before this returns."""
         items, steady = batch.items, self._steady

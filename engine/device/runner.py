@@ -66,7 +66,7 @@ class Runner:
     def __init__(self, cache: KVCache, backend: Backend, layout: TableLayout):
         """``layout``: of the block tables that ``backend`` keeps."""
         self.cache, self.backend = cache, backend
-        self._maker = StepMaker(TableRows(layout, cache.ladder.spec.main))
+        self._maker = StepMaker(TableRows(layout))
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""
@@ -92,7 +92,7 @@ class Runner:
         such an item samples, since ``rows`` lack the missing token. After an error all tokens must be known.
         """
         try:
-            command, sampling = self._maker.make(batch, rows, self.cache.tables.main)
+            command, sampling = self._maker.make(batch, rows, self.cache.tables)
             computed = self.backend.step(command)
         except BaseException:
             self._maker.forget()

@@ -11,68 +11,80 @@ from torch import Tensor
 from qkv_engine.kernels.block_tables import MAX_UPDATES, RUNG_BITS, BlockWords, pack_input, pack_tokens, update
 from qkv_engine.kernels.to_device import to_device
 
-from ..kv.spec import GroupSpec
-from ..kv.table_rows import TableLayout
+from ..kv.spec import KVSpec
+from ..kv.table_rows import Section, TableLayout
+
+
+class GroupWords:
+    """The words of one group's tables on the host, which ``HostTables`` keeps."""
+
+    def __init__(self, words: array[int], tensor: Tensor, section: Section, num_rows: int):
+        self.section = section
+        self._words = words
+        self._own = tensor[section.base : section.first(num_rows + 1)]
+        self._numbers = self._own[section.num_numbers :].view(-1, section.width)
+
+    def entry(self, row: int, index: int) -> tuple[int, int]:
+        """Address and rung of an entry of a row."""
+        word = self._words[self.section.base + self._words[self.section.first(row) + index]]
+        return word >> RUNG_BITS, word & (1 << RUNG_BITS) - 1
+
+    def bank(self, row: int) -> int | None:
+        """Address of a row's bank; ``None`` without patterns."""
+        return self.entry(row, self.section.width - 1)[0] if self.section.has_bank else None
+
+    def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
+        """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows.
+
+        Values behind a row's last entry, and of blocks that were given back, are undefined.
+        """
+        found = self._own[self._numbers[list(rows), :num_entries]]
+        return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
+
+    def banks(self, rows: Sequence[int]) -> Tensor | None:
+        """Addresses [B] int64 of the banks of some rows; ``None`` without patterns."""
+        if not self.section.has_bank:
+            return None
+        return self._own[self._numbers[list(rows), -1]] >> RUNG_BITS
 
 
 class HostTables:
-    """The words of ``TableLayout`` on the host, brought up to date by the changes that ``TableRows`` gathers."""
+    """The words of ``TableLayout`` on the host, brought up to date by the changes that ``TableRows`` gathers.
+
+    ``groups``: the words of each group.
+    """
 
     def __init__(self, layout: TableLayout):
         self.layout = layout
         self.words = array("q", bytes(8 * layout.num_words))
-        self._tensor = torch.frombuffer(self.words, dtype=torch.int64)
+        tensor = torch.frombuffer(self.words, dtype=torch.int64)
+        self.groups = [GroupWords(self.words, tensor, section, layout.num_rows) for section in layout.sections]
 
     def apply(self, changes: Sequence[int]) -> None:
         """Sets words: index and value in turns."""
         for index, value in zip(changes[::2], changes[1::2], strict=True):
             self.words[index] = value
 
-    def entry(self, row: int, index: int) -> tuple[int, int]:
-        """Address and rung of an entry of a row."""
-        word = self.words[self.words[self.layout.first(row) + index]]
-        return word >> RUNG_BITS, word & (1 << RUNG_BITS) - 1
-
-    def bank(self, row: int) -> int | None:
-        """Address of a row's bank; ``None`` without patterns."""
-        return self.entry(row, self.layout.width - 1)[0] if self.layout.has_bank else None
-
-    def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
-        """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows.
-
-        Values behind a row's last entry are undefined.
-        """
-        found = self._tensor[self._numbers[list(rows), :num_entries]]
-        return found >> RUNG_BITS, found & (1 << RUNG_BITS) - 1
-
-    def banks(self, rows: Sequence[int]) -> Tensor | None:
-        """Addresses [B] int64 of the banks of some rows; ``None`` without patterns."""
-        if not self.layout.has_bank:
-            return None
-        return self._tensor[self._numbers[list(rows), -1]] >> RUNG_BITS
-
-    @property
-    def _numbers(self) -> Tensor:
-        return self._tensor[self.layout.num_numbers :].view(-1, self.layout.width)
-
 
 class DeviceTables(HostTables):
     """The same words in device memory, too, where a step's input brings the changes.
 
-    ``block_words`` is what kernels read; ``last_tokens`` [rows + 1] int64 holds the token sampled last for each row.
-    ``num_blocks`` are those by rung, as of the last command.
+    ``block_words`` are what kernels read, by group; ``last_tokens`` [rows + 1] int64 holds the token sampled last for
+    each row. ``num_blocks`` are those by group and rung, as of the last command.
     """
 
-    def __init__(self, layout: TableLayout, group: GroupSpec, device: torch.device):
+    def __init__(self, layout: TableLayout, spec: KVSpec, device: torch.device):
         super().__init__(layout)
-        self.group, self.device = group, device
+        self.device = device
         words = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
-        self.block_words = BlockWords(
-            words, layout.num_numbers, layout.width, group.sink, group.block_tokens, layout.has_bank
-        )
+        # The first group's words are all there are, from its own on: updates are made through them.
+        self.block_words = [
+            BlockWords(words[s.base :], s.num_numbers, s.width, spec.sink, spec.block_tokens, s.has_bank)
+            for s in layout.sections
+        ]
         self.last_tokens = torch.zeros(layout.num_rows + 1, dtype=torch.int64, device=device)
         self.spare_row = layout.spare_row
-        self.num_blocks: list[int] = []
+        self.num_blocks: list[list[int]] = []
         self._changed: list[int] = []  # indices of words not yet sent to the device
 
     def apply(self, changes: Sequence[int]) -> None:
@@ -96,5 +108,5 @@ class DeviceTables(HostTables):
         later = self._changed[MAX_UPDATES:]
         del self._changed[MAX_UPDATES:]
         step_input = torch.frombuffer(self.step_input(pack_tokens((), (), ())), dtype=torch.int64)
-        update(self.block_words, to_device(step_input, self.device), 0)
+        update(self.block_words[0], to_device(step_input, self.device), 0)
         self._changed = later

@@ -30,10 +30,13 @@ class MoveLaunch(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """Moves of which none reads what another one writes; before them banks get patterns, each at its address."""
+    """Moves of which none reads what another one writes; before them banks get patterns.
 
-    mined: list[tuple[int, Mining]]
-    centres: list[tuple[int, Centres]]
+    Each bank is named by its group and address.
+    """
+
+    mined: list[tuple[int, int, Mining]]
+    centres: list[tuple[int, int, Centres]]
     launches: list[MoveLaunch]
 
 
@@ -50,8 +53,9 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     noted, store.waves = store.waves, []
     waves, blocks = [], list[Block]()
     for moves in noted:
-        mined = [(m.bank, m.mining) for m in moves if m.bank is not None and m.mining is not None]
-        centres = [(m.bank, m.centres) for m in moves if m.bank is not None and m.centres is not None]
+        banked = [(move.block.group, move.bank, move) for move in moves if move.bank is not None]
+        mined = [(group, bank, move.mining) for group, bank, move in banked if move.mining is not None]
+        centres = [(group, bank, move.centres) for group, bank, move in banked if move.centres is not None]
         launches = []
         for (index, old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
             group = tables.groups[index]

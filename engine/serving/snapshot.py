@@ -47,9 +47,9 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_codes=peak["codes"],
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
-        kv_rungs={rung.name: rung.effective_bits for rung in ladder.rungs},
-        kv_blocks={ladder.rungs[rung].name: n for rung, n in cache.tables.main.num_blocks.items() if n and rung >= 0},
+        kv_rungs={name: ladder.effective_bits(rung) for rung, name in enumerate(ladder.names)},
+        kv_blocks=dict(cache.blocks_by_rung()),
         kv_tokens_capacity=widest_tokens,
         kv_tokens_floor=floor_tokens,
-        effective_bits=8 * held / fullest["elements"] if held else ladder.widest.effective_bits,
+        effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),
     )

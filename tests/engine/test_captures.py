@@ -38,9 +38,9 @@ def make_tables(kv: str) -> BlockTables:
 
 @cache
 def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
-    planner: Any = SimpleNamespace(shapes=SHAPES, tile_tokens=16)
     tables, limits = make_tables(kv), StepLimits(MAX_NUM_SEQS, max_model_len, 2048)
-    return list(all_shapes(planner, tables.spec.main, tables.arena.nbytes, limits))
+    planner: Any = SimpleNamespace(full_group=SimpleNamespace(spec=tables.spec.main, shapes=SHAPES), tile_tokens=16)
+    return list(all_shapes(planner, tables.arena.nbytes, limits))
 
 
 @pytest.mark.parametrize("max_model_len", LENGTHS)

@@ -116,12 +116,12 @@ class NextToken:
 def begin_step(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int, *args: Any) -> tuple[Placed, None]:
     """The device's part without attention; its tables are the books'."""
     copy = planner.tables
-    update(copy.block_words, step_input, num_tokens)
-    placed = place(copy.block_words, step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
+    update(copy.block_words[0], step_input, num_tokens)
+    placed = place(copy.block_words[0], step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
     followed = copy.followed
     names = {row.index: name for name, row in followed._rows.items()}
     rows = sorted(set(placed.rows[placed.lengths > 0].tolist()))
-    check(copy, followed._tables, [names[row] for row in rows], rows)
+    check(copy, followed._tables.main, [names[row] for row in rows], rows)
     return placed, None
 
 
@@ -159,7 +159,7 @@ def start_steps(kv: str, memory: str, cuda_graphs: bool) -> Started:
 def begin_padding(planner: GpuAttentionPlanner, step_input: Tensor, num_tokens: int, *args: Any) -> tuple[Placed, None]:
     """``begin_step`` of padding alone."""
     copy = planner.tables
-    placed = place(copy.block_words, step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
+    placed = place(copy.block_words[0], step_input, num_tokens, copy.last_tokens, ROW_NBYTES)
     assert (placed.rows == copy.spare_row).all() and not placed.lengths.any()
     return placed, None
 

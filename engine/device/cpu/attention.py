@@ -19,17 +19,18 @@ from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
 
 from ...config import BLOCK_TOKENS
-from ..layouts import Ladder
-from ..tables import HostTables
+from ..grouped_attention import over_groups
+from ..layouts import Ladder, LayerGroup
+from ..tables import GroupWords, HostTables
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``first:last`` of the step's tokens: a chunk of one request, after the tokens in ``past`` by window."""
+    """Rows ``first:last`` of the step's tokens: a chunk of one request, after the tokens in ``past``."""
 
     first: int
     last: int
-    past: dict[int | None, RequestPages]
+    past: RequestPages
 
 
 class Extent(NamedTuple):
@@ -51,46 +52,61 @@ class Extent(NamedTuple):
 
 
 class CpuAttentionPlanner:
-    """Planner of a step's attention over a backend's block tables, made once for all layers of one window."""
+    """Planner of a step's attention over a backend's block tables, made once for all layers."""
 
     def __init__(self, memory: Tensor, tables: HostTables, ladder: Ladder, specs: Sequence[AttentionSpec]):
         """``specs``: what attention computes in each layer."""
-        self.memory, self.tables, self.ladder, self._specs = memory, tables, ladder, specs
-        self._windows = {spec.window for spec in specs}
-        self._pages = _layer_pages(memory, ladder)
-        self._rows = memory.view(ladder.widest.dtype).view(-1, ladder.widest.shape.head_dim)
-        self._row_nbytes = ladder.widest.shape.head_dim * ladder.widest.dtype.itemsize
-        self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step, without a window
+        self._ladder = ladder
+        self._groups = [
+            GroupPlanner(memory, words, group, [specs[layer] for layer in group.layers])
+            for words, group in zip(tables.groups, ladder.groups, strict=True)
+        ]
 
     def forget(self) -> None:
         """Drops the last step's plan; to be called when the tables have changed."""
-        self._decodes = None
+        for group in self._groups:
+            group.forget()
 
     def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> AttentionBatch:
         """The plan of ``lengths`` tokens from ``starts`` of the requests in ``rows``; single tokens come first."""
+        return over_groups(self._ladder, [group.plan(rows, starts, lengths) for group in self._groups])
+
+
+class GroupPlanner:
+    """Planner of one group, whose layers all have its window."""
+
+    def __init__(self, memory: Tensor, tables: GroupWords, group: LayerGroup, specs: Sequence[AttentionSpec]):
+        self.tables, self.sink, self.window = tables, group.spec.sink, group.visible
+        self._specs = specs
+        self._num_kv_heads = group.widest.shape.num_kv_heads
+        self._pages = _layer_pages(memory, group)
+        self._rows = memory.view(group.widest.dtype).view(-1, group.widest.shape.head_dim)
+        self._row_nbytes = group.row_nbytes
+        self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step, without a window
+
+    def forget(self) -> None:
+        """Drops the last step's plan."""
+        self._decodes = None
+
+    def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> CpuAttention:
+        """See ``CpuAttentionPlanner``."""
         token_rows = torch.tensor(self._token_rows(rows, starts, lengths))
         num_decodes = sum(1 for length in lengths if length == 1)
-        plans = self._plan_decodes(rows[:num_decodes], starts[:num_decodes]) if num_decodes else {}
+        plan = self._plan_decodes(rows[:num_decodes], starts[:num_decodes]) if num_decodes else None
         chunks, first = [], num_decodes
         for row, start, length in list(zip(rows, starts, lengths, strict=True))[num_decodes:]:
-            past = {window: self._past(row, start, window) for window in self._windows}
-            chunks.append(Chunk(first, first + length, past))
+            chunks.append(Chunk(first, first + length, self._past(row, start)))
             first += length
-        heads = self.ladder.widest.shape.num_kv_heads
-        by_layer = head_rows(token_rows, len(self._pages), heads)
-        return CpuAttention(self._specs, self._pages, self._rows, by_layer, num_decodes, plans, chunks)
+        by_layer = head_rows(token_rows, len(self._pages), self._num_kv_heads)
+        return CpuAttention(self._specs, self.window, self._pages, self._rows, by_layer, num_decodes, plan, chunks)
 
-    def _plan_decodes(self, rows: Sequence[int], starts: Sequence[int]) -> dict[int | None, DecodePlan]:
-        """The plan of each window. A window's edge is elsewhere in each step, and so is its plan made anew."""
+    def _plan_decodes(self, rows: Sequence[int], starts: Sequence[int]) -> DecodePlan:
+        """The plan of single tokens. A window's edge is elsewhere in each step, and so is its plan made anew."""
         extents = [self._extent(row, start + 1) for row, start in zip(rows, starts, strict=True)]
-        plans = dict[int | None, DecodePlan]()
-        for window in self._windows:
-            if window is None:
-                plans[None] = self._plan_all(extents)
-            else:
-                pages = [self._locate(extent, extent.num_tokens - window) for extent in extents]
-                plans[window] = DecodePlan.build(pages, BLOCK_TOKENS, window)
-        return plans
+        if self.window is None:
+            return self._plan_all(extents)
+        pages = [self._locate(extent, extent.num_tokens - self.window) for extent in extents]
+        return DecodePlan.build(pages, BLOCK_TOKENS, self.window)
 
     def _plan_all(self, extents: list[Extent]) -> DecodePlan:
         """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
@@ -101,16 +117,16 @@ class CpuAttentionPlanner:
         return self._decodes[1].with_lengths([extent.num_open for extent in extents])
 
     def _extent(self, row: int, length: int) -> Extent:
-        num_sink = min(length, self.ladder.sink)
+        num_sink = min(length, self.sink)
         return Extent(row, num_sink, *divmod(length - num_sink, BLOCK_TOKENS))
 
-    def _past(self, row: int, start: int, window: int | None) -> RequestPages:
+    def _past(self, row: int, start: int) -> RequestPages:
         """The pages of the tokens before ``start`` that some later token sees."""
-        return self._locate(self._extent(row, start), 0 if window is None else start + 1 - window)
+        return self._locate(self._extent(row, start), 0 if self.window is None else start + 1 - self.window)
 
     def _locate(self, extent: Extent, start: int = 0) -> RequestPages:
         """The pages of the tokens of ``extent``, but for blocks with none from position ``start`` on."""
-        tables, sink, row_nbytes = self.tables, self.ladder.sink, self._row_nbytes
+        tables, sink, row_nbytes = self.tables, self.sink, self._row_nbytes
         found = RequestPages(extent.num_tokens, bank=tables.bank(extent.row))
         if max(0, start) < extent.num_sink:
             found.sink = tables.entry(extent.row, 0)[0] // row_nbytes, extent.num_sink
@@ -128,7 +144,7 @@ class CpuAttentionPlanner:
 
     def _token_rows(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Rows and strides by which the step's K and V are written, one a token; see ``kernels/rope_kv_write``."""
-        sink, row_nbytes = self.ladder.sink, self._row_nbytes
+        sink, row_nbytes = self.sink, self._row_nbytes
         found: list[tuple[int, int]] = []
         for row, start, length in zip(rows, starts, lengths, strict=True):
             end = start + length
@@ -145,23 +161,30 @@ class CpuAttentionPlanner:
 
 
 class CpuAttention:
-    """Attention of a step's tokens in vectorised torch."""
+    """Attention of a step's tokens over one group's tables in vectorised torch."""
 
     def __init__(
         self,
         specs: Sequence[AttentionSpec],
+        window: int | None,
         pages: list[LayerPages],
         page_rows: Tensor,
         rows: Tensor,
         num_decodes: int,
-        plans: dict[int | None, DecodePlan],
+        plan: DecodePlan | None,
         chunks: list[Chunk],
     ):
-        """``plans`` of the step's single tokens, by window."""
-        self._specs, self._pages, self._page_rows, self._rows = specs, pages, page_rows, rows.unbind()
+        """``plan`` of the step's single tokens."""
+        self._specs, self._window, self._pages, self._page_rows, self._rows = (
+            specs,
+            window,
+            pages,
+            page_rows,
+            rows.unbind(),
+        )
         self._num_kv_heads = pages[0].blocks.shape[2]
         self._num_tokens = rows.shape[1] // (2 * self._num_kv_heads)
-        self._num_decodes, self._plans, self._chunks = num_decodes, plans, chunks
+        self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
 
     def attend(
         self,
@@ -180,7 +203,7 @@ class CpuAttention:
         pages, n, spec = self._pages[layer], self._num_decodes, self._specs[layer]
         scale, softcap = spec.scale, spec.softcap
         q, kv = rope_kv_write(qkv, *rotation, self._rows[layer], self._page_rows, self._num_kv_heads, norm)
-        plan = self._plans.get(spec.window)
+        plan = self._plan
         if not self._chunks and plan is not None:
             return paged_decode(q, pages, plan, scale, softcap=softcap, null_logits=null_logits)
         out = torch.empty_like(q)
@@ -188,15 +211,15 @@ class CpuAttention:
             out[:n] = paged_decode(q[:n], pages, plan, scale, softcap=softcap, null_logits=null_logits)
         k, v = kv.chunk(2, dim=1)
         for chunk in self._chunks:
-            rows, past = slice(chunk.first, chunk.last), chunk.past[spec.window]
+            rows = slice(chunk.first, chunk.last)
             out[rows] = paged_prefill(
                 q[rows],
                 k[rows],
                 v[rows],
                 pages,
-                past,
+                chunk.past,
                 scale,
-                window=spec.window,
+                window=self._window,
                 softcap=softcap,
                 null_logits=null_logits,
             )
@@ -207,20 +230,20 @@ def _are_alike(extents: list[Extent], others: list[Extent]) -> bool:
     return len(extents) == len(others) and all(map(Extent.is_like, extents, others))
 
 
-def _layer_pages(memory: Tensor, ladder: Ladder) -> list[LayerPages]:
-    elements, num_layers = memory.view(ladder.widest.dtype), len(ladder.widest.layers)
-    blocks = _dense_slots(elements, ladder, BLOCK_TOKENS)
-    sinks = _dense_slots(elements, ladder, ladder.sink) if ladder.sink else None
-    layouts = tuple(rung.layout for rung in ladder.rungs)
+def _layer_pages(memory: Tensor, group: LayerGroup) -> list[LayerPages]:
+    elements, num_layers = memory.view(group.widest.dtype), len(group.widest.layers)
+    blocks = _dense_slots(elements, group, BLOCK_TOKENS)
+    sinks = _dense_slots(elements, group, group.spec.sink) if group.spec.sink else None
+    layouts = tuple(rung.layout for rung in group.rungs)
     return [
         LayerPages(i, memory, blocks[:, i], None if sinks is None else sinks[:, i], layouts) for i in range(num_layers)
     ]
 
 
-def _dense_slots(elements: Tensor, ladder: Ladder, num_tokens: int) -> Tensor:
+def _dense_slots(elements: Tensor, group: LayerGroup, num_tokens: int) -> Tensor:
     """Slots of ``num_tokens`` dense tokens, [R, L, 2, H, T, D]: as if one began at each row of a token and head."""
-    shape = ladder.widest.shape
-    slot = torch.Size((len(ladder.widest.layers), 2, shape.num_kv_heads, num_tokens, shape.head_dim))
+    shape = group.widest.shape
+    slot = torch.Size((len(group.widest.layers), 2, shape.num_kv_heads, num_tokens, shape.head_dim))
     number = (len(elements) - slot.numel()) // shape.head_dim + 1
     strides = torch.empty(slot, device="meta").stride()
     return elements.as_strided((number, *slot), (shape.head_dim, *strides))

@@ -13,7 +13,7 @@ from qkv_engine.kernels.paged_decode.split import SHORT_ITEM
 from ...kv.spec import GroupSpec
 from ..backend import Captured, StepLimits
 from ..memory import free_memory
-from .attention import GpuAttentionPlanner
+from .attention import NO_ITEMS, GpuAttentionPlanner
 from .graphs import MAX_GRAPHS
 from .mixed import MAX_CHUNK_TOKENS, MixedShape, least_tiles, padded_chunk, padded_decodes
 from .steps import DecodeShape, GpuSteps, padded_batch
@@ -30,27 +30,32 @@ def capture_all(steps: GpuSteps, limits: StepLimits) -> Captured:
     """
     start, before = time.monotonic(), free_memory(steps.device)
     planner = steps.planner
-    shapes = list(all_shapes(planner, planner.tables.group, planner.memory.nbytes, limits))[:MAX_GRAPHS]
+    shapes = list(all_shapes(planner, planner.memory.nbytes, limits))[:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
         steps.capture(shape)
     return Captured(len(shapes), time.monotonic() - start, before - free_memory(steps.device))
 
 
-def all_shapes(
-    planner: GpuAttentionPlanner, group: GroupSpec, kv_nbytes: int, limits: StepLimits
-) -> Iterator[StepShape]:
-    """Shapes of steps over ``kv_nbytes`` of KV memory, each once: single tokens first, then with chunks of prompts."""
-    shapes = planner.shapes
+def all_shapes(planner: GpuAttentionPlanner, kv_nbytes: int, limits: StepLimits) -> Iterator[StepShape]:
+    """Shapes of steps over ``kv_nbytes`` of KV memory, each once: single tokens first, then with chunks of prompts.
+
+    Plans of windows have one shape in all steps of a batch.
+    """
+    full = planner.full_group
     for batch, numbers in groupby(range(1, limits.max_num_seqs + 1), padded_batch):
-        states = block_counts(group, kv_nbytes, batch, limits.max_model_len)
-        for bounds in shapes.all_bounds(batch, states, list(numbers)):
+        if full is None:
+            yield DecodeShape(batch, NO_ITEMS)
+            continue
+        states = block_counts(full.spec, kv_nbytes, batch, limits.max_model_len)
+        for bounds in full.shapes.all_bounds(batch, states, list(numbers)):
             yield DecodeShape(batch, bounds)
     most = min(MAX_CHUNK_TOKENS, limits.max_num_batched_tokens)
     sizes = sorted({padded_chunk(n) for n in range(1, most + 1)})
-    no_blocks = [0] * len(group.rungs)
     for batch in sorted({padded_decodes(n) for n in range(limits.max_num_seqs)}):
-        beside = shapes.split(no_blocks, batch, batch, beside_chunks=True)[1] if batch else None
+        beside = None if not batch else NO_ITEMS
+        if batch and full is not None:
+            beside = full.shapes.split([0] * len(full.spec.rungs), batch, batch, beside_chunks=True)[1]
         for size in sizes:
             yield MixedShape(batch, beside, size, least_tiles(size, planner.tile_tokens))
 

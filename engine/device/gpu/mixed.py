@@ -18,6 +18,7 @@ from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 
+from ...kv.spec import GroupSpec
 from ..command import Tokens
 from ..logits import CausalLM
 from ..pinned import PinnedRing
@@ -62,7 +63,7 @@ class MixedSteps:
         self._most = padded_decodes(max_num_seqs) + MAX_CHUNK_TOKENS
         self._input = torch.zeros(input_nwords(self._most), dtype=torch.int64, device=tables.device)
         self._ring = PinnedRing(self._input)
-        self._plans = {window: PlanBuffer(planner.tile_tokens, tables, window) for window in planner.windows}
+        self._plans = [PlanBuffer(planner.tile_tokens, group.spec, tables.device) for group in planner.groups]
         self._hidden: Tensor | None = None  # [most, E], made by the first step
 
     def shape(self, num_decodes: int, num_chunk_tokens: int, plans: ChunkPlans) -> tuple[int, MixedShape] | None:
@@ -71,14 +72,14 @@ class MixedSteps:
         A step has no shape if it has many tokens, or if its chunks see blocks on other rungs than the widest: such
         blocks are written out in launches whose number depends on that of the blocks.
         """
-        if num_chunk_tokens > MAX_CHUNK_TOKENS or any(work.rungs != (0,) for work in plans.values()):
+        if num_chunk_tokens > MAX_CHUNK_TOKENS or any(work.rungs != (0,) for work in plans):
             return None
-        work = next(iter(plans.values()))  # all have the same tiles, and room for the same entries
+        work = plans[0]  # all have the same tiles, and room for the same entries
         size = padded_chunk(num_chunk_tokens)
         num_tiles = least_tiles(size, work.tile_tokens)
         while num_tiles < len(work.tiles):  # many short chunks
             num_tiles *= 2
-        if not all(buffer.holds(num_tiles, len(work.addresses)) for buffer in self._plans.values()):
+        if not all(buffer.holds(num_tiles, len(work.addresses)) for buffer in self._plans):
             return None
         item_blocks, bounds, batch = 1, None, padded_decodes(num_decodes)
         if num_decodes:
@@ -90,8 +91,8 @@ class MixedSteps:
         spare = self._tables.spare_row
         first, second = decodes.padded(shape.num_decodes, spare), chunks.padded(shape.num_chunk_tokens, spare)
         self._ring.send(self._tables.step_input(first.packed(second), item_blocks=item_blocks))
-        for window, work in plans.items():
-            self._plans[window].send(work)
+        for buffer, work in zip(self._plans, plans, strict=True):
+            buffer.send(work)
         self._graphs.run(shape, lambda: self._run(shape))
         assert self._hidden is not None
         end = shape.num_decodes + len(chunks.ids)
@@ -103,17 +104,17 @@ class MixedSteps:
         """Captures a step, which is run with padding alone."""
         padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
         self._ring.send(self._tables.step_input(padding.packed()))
-        for buffer in self._plans.values():
+        for buffer in self._plans:
             buffer.clear()
         kernels = shape.kernels
         if shape.bounds is not None:
-            kernels += self._planner.window_kernels(shape.num_decodes, shape.bounds)
+            kernels += self._planner.window_kernels(shape.num_decodes)
         self._graphs.capture(shape, lambda: self._run(shape), kernels)
 
     def _run(self, shape: MixedShape) -> None:
         """The device's work in a step up to ``_hidden``: the contents of a graph."""
         number = shape.num_decodes + shape.num_chunk_tokens
-        plans = {window: buffer.work(shape.num_tiles) for window, buffer in self._plans.items()}
+        plans = [buffer.work(shape.num_tiles) for buffer in self._plans]
         placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, plans)
         hidden = self._model(placed.input_ids, placed.positions, step)
         if self._hidden is None:
@@ -128,18 +129,18 @@ class PlanBuffer:
     Tiles of padding have no tokens.
     """
 
-    def __init__(self, tile_tokens: int, tables: DeviceTables, window: int | None = None):
-        self._tile_tokens, self._tables, self._window = tile_tokens, tables, window
+    def __init__(self, tile_tokens: int, group: GroupSpec, device: torch.device):
+        self._tile_tokens, self._group = tile_tokens, group
         self._max_tiles = 2 * (MAX_CHUNK_TOKENS // tile_tokens + SPARE_TILES)  # an even number
-        words = torch.zeros(7 * self._max_tiles // 2 + MAX_ENTRIES, dtype=torch.int64, device=tables.device)
+        words = torch.zeros(7 * self._max_tiles // 2 + MAX_ENTRIES, dtype=torch.int64, device=device)
         self._ring = PinnedRing(words)
         numbers, self._addresses = words[:-MAX_ENTRIES].view(torch.int32), words[-MAX_ENTRIES:]
         self._tiles = numbers[: 3 * self._max_tiles].view(-1, 3)
         self._runs = numbers[3 * self._max_tiles :].view(1, -1, 4)
         self._no_blocks = numbers[:0]  # none is written out as a dense page
         self._positions: Tensor | None = None
-        if window is not None:
-            words = torch.zeros(MAX_ENTRIES // 2, dtype=torch.int64, device=tables.device)
+        if group.visible is not None:
+            words = torch.zeros(MAX_ENTRIES // 2, dtype=torch.int64, device=device)
             self._positions, self._positions_ring = words.view(torch.int32), PinnedRing(words)
 
     def holds(self, num_tiles: int, num_entries: int) -> bool:
@@ -164,7 +165,6 @@ class PlanBuffer:
 
     def work(self, num_tiles: int) -> PrefillWork:
         """The plan with its first ``num_tiles`` tiles; its tensors are the fixed place."""
-        sink, block = self._tables.group.sink, self._tables.block_words.block_tokens
         tiles, runs = self._tiles[:num_tiles], self._runs[:, :num_tiles]
         return PrefillWork(
             self._addresses,
@@ -173,9 +173,9 @@ class PlanBuffer:
             (self._no_blocks,),
             (0,),
             self._tile_tokens,
-            sink,
-            block,
-            window=self._window,
+            self._group.sink,
+            self._group.block_tokens,
+            window=self._group.visible,
             positions=self._positions,
         )
 

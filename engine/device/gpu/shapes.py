@@ -49,17 +49,13 @@ class LaunchShapes:
         # One bound for both launches stays while blocks step down.
         return size, _long(max(first, others), batch, has_others=bool(others or (beside_chunks and narrow)))
 
-    def split_window(
-        self, window: int, block_tokens: int, num_rungs: int, batch: int, bounds: Bounds
-    ) -> tuple[int, Bounds]:
-        """``split`` for the plan of a ``window`` beside one of ``bounds``: the same for all lengths of requests."""
+    def split_window(self, window: int, block_tokens: int, num_rungs: int, batch: int) -> tuple[int, Bounds]:
+        """``split`` for the plan of a ``window``: the same for all lengths of requests, whatever has stepped down."""
         blocks, num_others = window_blocks(window, block_tokens), num_rungs - 1
-        size = choose_split(
-            batch * blocks, batch, self.num_kv_heads, self.num_multiprocessors, is_dense=not bounds.others
-        )
+        size = choose_split(batch * blocks, batch, self.num_kv_heads, self.num_multiprocessors, is_dense=True)
         first = batch * most_items(blocks, 1, size)
-        others = batch * most_items(blocks, num_others, size) if bounds.others else 0
-        return size, Bounds(first, others, bounds.is_short)
+        others = batch * most_items(blocks, num_others, size) if num_others else 0
+        return size, Bounds(first, others)
 
     def all_bounds(self, batch: int, states: Iterable[Sequence[int]], numbers: Sequence[int]) -> list[Bounds]:
         """The launch shapes of ``numbers`` single tokens alone, padded to ``batch``, for ``states`` and smaller ones.

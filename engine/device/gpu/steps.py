@@ -55,9 +55,9 @@ class GpuSteps:
 
     def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
         self.model, self.device = model, memory.device
-        self.tables = DeviceTables(layout, ladder.spec.main, self.device)
-        num_heads = model.ranks.part(model.config.num_heads).size
-        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, model.config.attention, num_heads)
+        self.tables = DeviceTables(layout, ladder.spec, self.device)
+        specs = model.config.share(model.ranks.size).attention
+        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, specs)
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None:
@@ -101,7 +101,7 @@ class GpuSteps:
             return
         padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
         self._pinned.send(self.tables.step_input(padding.packed()))
-        kernels = [*shape.kernels, *self.planner.window_kernels(shape.batch, shape.bounds)]
+        kernels = [*shape.kernels, *self.planner.window_kernels(shape.batch)]
         self._graphs.capture(shape, lambda: self._decode(shape), kernels)
 
     def _execute_decode(self, command: StepCommand) -> Computed:
@@ -162,7 +162,7 @@ class GpuSteps:
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        on_device = None if plans is None else {window: work.to(self.device) for window, work in plans.items()}
+        on_device = None if plans is None else [work.to(self.device) for work in plans]
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
         return self.model(placed.input_ids, placed.positions, step)
 

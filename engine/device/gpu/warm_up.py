@@ -19,21 +19,23 @@ def warm_up(runner: Runner) -> None:
     Does nothing where KV memory cannot hold a dense block for each rung.
     """
     tables, ladder = runner.cache.tables, runner.cache.ladder
-    last = len(ladder.rungs) - 1
+    last = max(len(group.rungs) for group in ladder.groups) - 1
     num_tokens = tables.spec.main.tokens_in(last + 1) + 3
     if num_tokens > tables.max_tokens(0):
         return
-    request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1, floor=last)
+    request = Request(REQUEST_ID, [0] * num_tokens, SamplingParams(temperature=0.0), 1, floor=ladder.last)
     rows = {request: SampleRow(request.params, 0, request.token_ids, num_tokens)}
-    tables.open(REQUEST_ID, last, num_prompt_tokens=num_tokens)
+    tables.open(REQUEST_ID, ladder.last, num_prompt_tokens=num_tokens)
     tables.reserve(REQUEST_ID, num_tokens)
     _run(runner, request, rows, 0, num_tokens - 3)
     for rung in range(1, last + 1):
         # The same steps as in earnest: one rung down at a time, and straight to the last one for an eager ladder.
-        target = last if ladder.eager else rung
         tables.coldest(REQUEST_ID, num_tokens - 3)  # as the scheduler asks first: it notes how much can be mined
-        full = tables.main[REQUEST_ID].blocks[: last + 1 - rung]
-        tables.demote([(block, target) for block in full if block.rung < target])
+        for group in tables.groups:
+            most = len(group.spec.rungs) - 1
+            target = most if ladder.eager else min(rung, most)
+            full = group[REQUEST_ID].blocks[: last + 1 - rung]
+            tables.demote([(block, target) for block in full if block.rung < target])
         _run(runner, request, rows, num_tokens - 3, 2)
         _run(runner, request, rows, num_tokens - 1, 1)
     _run(runner, request, rows, num_tokens - 3, 2)

@@ -10,14 +10,15 @@ from qkv_engine.config import KVConfig, RungConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.command import Tokens
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
-from qkv_engine.device.gpu.attention import GpuAttention, GpuAttentionPlanner
+from qkv_engine.device.gpu.attention import GpuAttentionPlanner, GroupPlanner
 from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
-from qkv_engine.device.layouts import build_ladder
+from qkv_engine.device.layouts import LayerKV, ladder_of_layers
 from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
@@ -53,36 +54,40 @@ def compare(
     captured one's, and the plan of chunks lies at a fixed place.
     """
     torch.manual_seed(0)
-    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink)
-    ladder = build_ladder(config, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=head_dim, dtype=torch.float32)
-    cache = KVCache(ladder, 16 * ladder.widest.block_nbytes, torch.device("cpu"))
+    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink, narrow_windows=windows != (None, None))
+    ladder = ladder_of_layers(config, [LayerKV(KV_HEADS, head_dim, window) for window in windows], torch.float32)
+    cache = KVCache(ladder, 16 * sum(g.widest.block_nbytes for g in ladder.groups), torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
     copy = Copy(cache.tables, 3, 1000)
     spec = AttentionSpec(GROUP * KV_HEADS, KV_HEADS, head_dim, head_dim**-0.5)._replace(**rule)
     specs = [spec._replace(window=window) for window in windows]
-    triton = GpuAttentionPlanner(cache.memory, copy, ladder, specs, GROUP * KV_HEADS)
+    triton = GpuAttentionPlanner(cache.memory, copy, ladder, specs)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
     worst = 0.0
     for growth in ({"a": 300, "b": 5}, {"b": 1, "a": 130}, {"a": 1, "b": 1, "c": 40}):
         for name, number in growth.items():
+            cache.tables.trim(name, requests[name].num_computed_tokens)
             assert cache.tables.reserve(name, requests[name].num_computed_tokens + number)
         items = [ScheduledRequest.of(requests[n], requests[n].num_computed_tokens, k) for n, k in growth.items()]
         batch = ScheduledBatch(sorted(items, key=lambda item: item.num_tokens > 1))
         cache.apply_moves(Mover(cache.memory, ladder))
-        worst = max(worst, step(cache, triton, batch, head_dim, is_padded))
+        worst = max(worst, step(cache, triton, specs, batch, is_padded))
         for item in items:
             item.request.num_computed_tokens = item.end
         if rungs and requests["a"].num_computed_tokens == 300:
-            blocks = cache.tables.main["a"].blocks
             cache.tables.coldest("a", 300)
-            cache.tables.demote([(blocks[0], 1), (blocks[1], len(rungs))])
+            for group, tables in zip(ladder.groups, cache.tables.groups, strict=True):
+                first, second = tables["a"].blocks[:2]
+                cache.tables.demote([(first, group.floors[1]), (second, group.floors[-1])])
     return worst
 
 
-def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, head_dim: int, is_padded: bool) -> float:
-    total = batch.num_tokens
+def step(
+    cache: KVCache, triton: GpuAttentionPlanner, specs: list[AttentionSpec], batch: ScheduledBatch, is_padded: bool
+) -> float:
+    total, head_dim = batch.num_tokens, specs[0].head_dim
     qkv = torch.randn(LAYERS, total, KV_HEADS * (GROUP + 2), head_dim)
     angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
     rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2))
@@ -93,8 +98,8 @@ def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, hea
     token = torch.tensor([place >= 0 for place in places])
     source = torch.tensor(places).clamp(min=0)
     turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
-    cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder, triton.specs).plan(*columns)
-    nulls = torch.randn(KV_HEADS * GROUP) if triton.specs[0].has_null_logit else None
+    cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder, specs).plan(*columns)
+    nulls = torch.randn(KV_HEADS * GROUP) if specs[0].has_null_logit else None
     worst = 0.0
     for layer in range(LAYERS):
         rows = torch.where(token[:, None, None], qkv[layer][source], padding).contiguous()
@@ -106,7 +111,7 @@ def step(cache: KVCache, triton: GpuAttentionPlanner, batch: ScheduledBatch, hea
 
 def triton_step(
     planner: GpuAttentionPlanner, rows: list[int], starts: list[int], counts: list[int], is_padded: bool
-) -> tuple[GpuAttention, list[int]]:
+) -> tuple[AttentionBatch, list[int]]:
     """The step as the GPU's runner begins it, from the tables' copy; of each row the token's index, -1 for padding."""
     tables, num_decodes = planner.tables, counts.count(1)
     parts = [
@@ -119,8 +124,9 @@ def triton_step(
     sizes = [len(part.ids) for part in parts]
     if is_padded:
         sizes = [padded_decodes(sizes[0]), padded_chunk(sizes[1]) if sizes[1] else 0]
-        if chunks is not None and all(work.rungs == (0,) for work in chunks.values()):
-            chunks = {window: at_a_fixed_place(planner, window, work) for window, work in chunks.items()}
+        if chunks is not None and all(work.rungs == (0,) for work in chunks):
+            pairs = zip(planner.groups, chunks, strict=True)
+            chunks = [at_a_fixed_place(planner, group, work) for group, work in pairs]
     item_blocks, bounds = planner.split(num_decodes, sizes[0]) if num_decodes else (1, None)
     first, second = (part.padded(size, tables.spare_row) for part, size in zip(parts, sizes, strict=True))
     tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
@@ -133,8 +139,8 @@ def triton_step(
     return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks)[1], places
 
 
-def at_a_fixed_place(planner: GpuAttentionPlanner, window: int | None, work: PrefillWork) -> PrefillWork:
-    buffer = PlanBuffer(planner.tile_tokens, planner.tables, window)
+def at_a_fixed_place(planner: GpuAttentionPlanner, group: GroupPlanner, work: PrefillWork) -> PrefillWork:
+    buffer = PlanBuffer(planner.tile_tokens, group.spec, torch.device("cpu"))
     buffer.send(work)
     return buffer.work(len(work.tiles) + 3)
 

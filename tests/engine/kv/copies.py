@@ -15,17 +15,17 @@ class Copy(DeviceTables):
     """A copy on the CPU that takes over the changes itself; ``rows`` follow the books."""
 
     def __init__(self, tables: BlockTables, num_rows: int, max_tokens: int):
-        layout = TableLayout.of(tables.main, num_rows, max_tokens)
-        super().__init__(layout, tables.spec.main, torch.device("cpu"))
-        self.rows = TableRows(layout, tables.spec.main)
+        layout = TableLayout.of(tables, num_rows, max_tokens)
+        super().__init__(layout, tables.spec, torch.device("cpu"))
+        self.rows = TableRows(layout)
 
     def follow(self, tables: BlockTables, names: Iterable[str]) -> list[int]:
-        found = self.rows.follow(tables.main, names)
+        found = self.rows.follow(tables, names)
         self._take()
         return found
 
     def keep_up(self, tables: BlockTables) -> bool:
-        is_known = self.rows.keep_up(tables.main)
+        is_known = self.rows.keep_up(tables)
         self._take()
         return is_known
 

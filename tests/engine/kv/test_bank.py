@@ -130,21 +130,21 @@ def test_the_device_finds_the_bank_at_the_end_of_the_row(ladder: KVSpec):
         tables.open(name, 2, num_prompt_tokens=1)
         assert tables.reserve(name, ladder.main.sink + BLOCK)
     rows = copy.follow(tables, names)
-    assert copy.banks(rows).tolist() == [tables.main[name].slots[-1].slot.address for name in names]
+    assert copy.groups[0].banks(rows).tolist() == [tables.main[name].slots[-1].slot.address for name in names]
     tables.release("a")
     while tables.store._evacuate():
         pass
     assert tables.reserve("f", ladder.main.sink + 6 * BLOCK)
     rows = copy.follow(tables, names[1:])
-    assert copy.banks(rows).tolist() == [tables.main[name].slots[-1].slot.address for name in names[1:]]
-    words = copy.block_words
-    assert words.has_bank and copy.entries(rows[-1:], 6)[0].tolist() == [
+    assert copy.groups[0].banks(rows).tolist() == [tables.main[name].slots[-1].slot.address for name in names[1:]]
+    words = copy.block_words[0]
+    assert words.has_bank and copy.groups[0].entries(rows[-1:], 6)[0].tolist() == [
         [block.slot.address for block in tables.main.entries(tables.main["f"])[:6]]
     ]
-    last = copy.words[copy.layout.first(rows[-1]) + words.width - 1]
+    last = copy.words[copy.layout.sections[0].first(rows[-1]) + words.width - 1]
     assert copy.words[last] == tables.main["f"].slots[-1].slot.address << RUNG_BITS
     plain = Copy(make_space(8).tables, 2, BLOCK)
-    assert not plain.block_words.has_bank and plain.banks([0]) is None
+    assert not plain.block_words[0].has_bank and plain.groups[0].banks([0]) is None
 
 
 @each_ladder

@@ -28,25 +28,26 @@ def send(copy: Copy, tables: BlockTables, names: list[str], had: list[int] | Non
     words = copy.step_input(pack_tokens([7] * len(names), [0] * len(names), rows))
     step_input = torch.frombuffer(words, dtype=torch.int64)
     assert step_input[HEADER : HEADER + len(names)].tolist() == [7] * len(names)
-    update(copy.block_words, step_input, len(names))
+    update(copy.block_words[0], step_input, len(names))
     return rows
 
 
 def check(copy: DeviceTables, tables: GroupTables, names: list[str], rows: list[int]) -> None:
-    words, numbers = copy.block_words.words, copy.block_words.words[copy.block_words.num_numbers :]
+    own = copy.block_words[tables.index]
+    words, numbers = own.words, own.words[own.num_numbers :]
     assert len(set(rows)) == len(rows) and all(0 <= row < copy.spare_row for row in rows)
     items = [0] * len(tables.spec.rungs)
     for name, row in zip(names, rows, strict=True):
         blocks = tables.entries(tables[name])
-        found = words[numbers.view(-1, copy.block_words.width)[row, : len(blocks)]]
+        found = words[numbers.view(-1, own.width)[row, : len(blocks)]]
         assert (found >> RUNG_BITS).tolist() == [block.slot.address for block in blocks]
         rungs = [max(0, block.rung) for block in blocks]
         assert (found & (1 << RUNG_BITS) - 1).tolist() == rungs
         for rung in range(len(items)):
             items[rung] += -(-rungs.count(rung) // SPLIT)
-        addresses, on_host = copy.entries([row], len(blocks))
+        addresses, on_host = copy.groups[tables.index].entries([row], len(blocks))
         assert torch.equal(addresses[0], found >> RUNG_BITS) and on_host[0].tolist() == rungs
-    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_blocks]
+    bounds = [most_items(count, len(names), SPLIT) for count in copy.num_blocks[tables.index]]
     assert all(n <= bound for n, bound in zip(items, bounds, strict=True))
 
 

@@ -121,8 +121,10 @@ def test_the_device_has_entries_for_what_holds_tokens():
             assert tables.reserve("a", ladder.main.sink + blocks * BLOCK)
             (row,) = copy.follow(tables, ["a"])
             entries = [*tables.main["a"].slots[:-1], *tables.main["a"].blocks]
-            assert copy.num_blocks[0] == len(entries) == copy.rows._rows["a"].num_entries
-            assert copy.entries([row], len(entries))[0].tolist() == [[block.slot.address for block in entries]]
+            assert copy.num_blocks[0][0] == len(entries) == copy.rows._rows["a"].num_entries[0]
+            assert copy.groups[0].entries([row], len(entries))[0].tolist() == [
+                [block.slot.address for block in entries]
+            ]
 
 
 def test_a_request_without_blocks_has_used_no_bits():

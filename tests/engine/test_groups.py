@@ -1,0 +1,118 @@
+"""Groups of layers on the devices: equal tokens however layers are grouped, and windows that free memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qkv_engine.device import layouts
+from qkv_engine.device.layouts import LayerKV, ladder_of_layers
+from qkv_engine.errors import ConfigError
+from qkv_engine.kv.slabs import make_tables
+from qkv_engine.loading import rank_ladder
+from qkv_engine.models.registry import config_from_hf
+from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
+from qkv_engine.request import KVUsage, SamplingParams
+from qkv_engine.serving.submission import Submission
+
+from .test_command import Twin
+from .test_run_ahead import begin, make_load, play, seen
+
+WINDOW = 150
+
+
+def by_parity(layers: list[LayerKV]) -> list[tuple[int, ...]]:
+    return [tuple(range(first, len(layers), 2)) for first in (0, 1)]
+
+
+def answers(kv: str, memory: str) -> tuple[list[Any], int, int]:
+    """Of a load, with the capacity of the cache and its slab."""
+    started = begin(kv, memory)
+    cache = started.core.runner.cache
+    outputs = play(started.core, make_load(started, 1, 20), {20: "r3"})
+    assert not any(output.error for output in outputs)
+    # Usage counts the blocks of all groups.
+    found = [[part for part in seen(output) if not isinstance(part, KVUsage)] for output in outputs]
+    return found, cache.tables.max_tokens(0), cache.arena.slab_nbytes
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int4", "patternkv"])
+def test_layers_in_two_equal_groups_give_the_same_tokens(kv: str, monkeypatch: pytest.MonkeyPatch):
+    mine, capacity, _ = answers(kv, "64MiB")
+    monkeypatch.setattr(layouts, "group_layers", by_parity)
+    theirs, split_capacity, slab = answers(kv, "64MiB")
+    assert mine == theirs
+    token = 2**26 / capacity
+    assert split_capacity >= capacity - 4 * slab / token - 256
+
+
+def with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the demo model's odd layers see a window."""
+
+    def kv_of_layers(model: Any, max_model_len: int | None = None) -> list[LayerKV]:
+        return [
+            LayerKV(spec.num_kv_heads, spec.head_dim, WINDOW if layer % 2 else None)
+            for layer, spec in enumerate(model.attention)
+        ]
+
+    monkeypatch.setattr("qkv_engine.loading.kv_of_layers", kv_of_layers)
+
+
+@pytest.mark.parametrize(("kv", "memory"), [("auto", "8MiB"), ("patternkv", "32MiB")])
+def test_commands_carry_all_that_two_groups_depend_on(kv: str, memory: str, monkeypatch: pytest.MonkeyPatch):
+    with_windows(monkeypatch)
+    started = begin(kv, memory)
+    core, runner = started.core, started.core.runner
+    assert len(runner.cache.ladder.groups) == 2
+    twin = Twin(runner)
+    runner.backend = twin  # type: ignore[assignment]
+    outputs = play(core, make_load(started, 1, 20), {20: "r3"})
+    assert not any(output.error for output in outputs) and twin.num_groups and twin.num_gone_on
+
+
+def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch):
+    with_windows(monkeypatch)
+    started = begin("bf16", "64MiB", max_model_len=1200)
+    core, tables = started.core, started.core.runner.cache.tables
+    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+    submission = Submission("long", None, [7] * 100, params, 900, 0, [], False, floor=0)
+    core.live[submission.request_id] = submission
+    core.add(submission)
+    most, request_id = [0, 0], submission.request_id
+    while core.has_work:
+        core.step()
+        if request_id in tables.main:
+            most = [max(n, len(group[request_id].blocks)) for n, group in zip(most, tables.groups, strict=True)]
+    assert most[0] >= 7 and most[1] <= WINDOW // 128 + 2
+
+
+def test_windows_of_gemma_make_room_for_four_times_the_requests():
+    config = config_from_hf(SHAPES["gemma-3-12b"])
+    plain = replace(config, attention=tuple(spec._replace(window=None) for spec in config.attention))
+    numbers = [
+        make_tables(rank_ladder(PRESETS["bf16"], each, 1, torch.bfloat16, 32768).spec, 80 << 30).max_requests(32768, 0)
+        for each in (config, plain)
+    ]
+    assert numbers[0] >= 4 * numbers[1] > 0
+
+
+def test_windows_keep_eight_bits_unless_asked_for_fewer():
+    layers = [LayerKV(2, 64), LayerKV(2, 64, 1000)]
+    full, window = ladder_of_layers(PRESETS["auto"], layers, torch.bfloat16).groups
+    assert window.visible == 1000 and all(rung.bits >= 8 for rung in window.rungs)
+    assert len(window.floors) == len(full.rungs) and window.floors[-1] == len(window.rungs) - 1
+    narrow = ladder_of_layers(replace(PRESETS["auto"], narrow_windows=True), layers, torch.bfloat16).groups[1]
+    assert [rung.name for rung in narrow.rungs] == [rung.name for rung in full.rungs]
+    assert len(ladder_of_layers(PRESETS["int4"], layers, torch.bfloat16).groups[1].rungs) == 1
+
+
+def test_patterns_under_a_window_are_refused():
+    layers = [LayerKV(2, 64), LayerKV(2, 64, 1000)]
+    full, window = ladder_of_layers(PRESETS["patternkv"], layers, torch.bfloat16).groups
+    assert full.spec.has_bank and not window.spec.has_bank
+    with pytest.raises(ConfigError, match=r"kv='patternkv'.*window of 1,000"):
+        ladder_of_layers(replace(PRESETS["patternkv"], narrow_windows=True), layers, torch.bfloat16)
