@@ -167,11 +167,10 @@ class Bench:
 
     def _check(self, item: ScheduledRequest, layer: int, q: Tensor, out: Tensor, nulls: Tensor | None) -> None:
         name, spec = item.request.request_id, self.specs[layer]
-    def _check(self, item: ScheduledRequest, layer: int, q: Tensor, out: Tensor) -> None:
-        name = item.request.request_id
-        rungs = [self.cache.ladder.rungs[block.rung] for block in self.cache.tables.main[name].blocks]
->>>>>>>>> Temporary merge branch 2
-        k, v = (x.repeat_interleave(GROUP, dim=1) for x in self.oracle.read(name, layer, rungs))
+        number, place = self.cache.ladder.places[layer]
+        group, table = self.cache.ladder.groups[number], self.cache.tables.groups[number][name]
+        rungs = [group.widest] * table.first + [group.rungs[block.rung] for block in table.blocks]
+        k, v = (x.repeat_interleave(GROUP, dim=1) for x in self.oracle.read(name, layer, place, rungs))
         scores = torch.einsum("nhd,thd->hnt", q, k) * spec.scale
         weights = softmax_weights(scores, window=spec.window, softcap=spec.softcap, null_logits=nulls)
         expected = torch.einsum("hnt,thd->nhd", weights, v)
