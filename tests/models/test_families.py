@@ -20,6 +20,7 @@ from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import LoadedModel, find_model, load_weights
 from qkv_engine.models.registry import FAMILIES, config_from_hf
+from qkv_engine.presets import PRESETS
 
 from .conftest import config_class, fill
 from .test_engine_parity import assert_greedy
@@ -226,7 +227,8 @@ def test_random_weights_and_low_precision_run(
     family: str, changes: dict[str, Any], saved: Callable[..., Any], tmp_path: Path
 ) -> None:
     saved(family, changes)
-    with Engine(tmp_path, load_format="random", kv="int4", kv_memory="8MiB", device="cpu") as engine:
+    kv = replace(PRESETS["int4"], narrow_windows=True)
+    with Engine(tmp_path, load_format="random", kv=kv, kv_memory="8MiB", device="cpu") as engine:
         output = engine.generate([IDS.tolist()], PARAMS)[0]
     assert output.error is None and output.kv.lowest_bits == 4
 

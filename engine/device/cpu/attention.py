@@ -58,7 +58,7 @@ class CpuAttentionPlanner:
         """``specs``: what attention computes in each layer."""
         self._ladder = ladder
         self._groups = [
-            GroupPlanner(memory, words, group, [specs[layer] for layer in group.layers])
+            CpuGroupPlanner(memory, words, group, [specs[layer] for layer in group.layers])
             for words, group in zip(tables.groups, ladder.groups, strict=True)
         ]
 
@@ -72,7 +72,7 @@ class CpuAttentionPlanner:
         return over_groups(self._ladder, [group.plan(rows, starts, lengths) for group in self._groups])
 
 
-class GroupPlanner:
+class CpuGroupPlanner:
     """Planner of one group, whose layers all have its window."""
 
     def __init__(self, memory: Tensor, tables: GroupWords, group: LayerGroup, specs: Sequence[AttentionSpec]):

@@ -44,13 +44,13 @@ class GpuAttentionPlanner:
         self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads) for spec in specs)
         parts = zip(tables.groups, tables.block_words, ladder.groups, strict=True)
         self.groups = [
-            GroupPlanner(memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors)
+            GpuGroupPlanner(memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors)
             for part in parts
         ]
         self._full = [number for number, group in enumerate(self.groups) if group.window is None]
 
     @property
-    def full_group(self) -> GroupPlanner | None:
+    def full_group(self) -> GpuGroupPlanner | None:
         """The first group without a window, whose blocks decide on a step's shape."""
         return self.groups[self._full[0]] if self._full else None
 
@@ -102,7 +102,7 @@ class GpuAttentionPlanner:
         return found[0], over_groups(self._ladder, steps)
 
 
-class GroupPlanner:
+class GpuGroupPlanner:
     """Planner of one group, whose layers all have its window."""
 
     def __init__(
@@ -162,7 +162,7 @@ class GpuAttention:
 
     def __init__(
         self,
-        planner: GroupPlanner,
+        planner: GpuGroupPlanner,
         token_rows: Tensor,
         num_decodes: int,
         decode: DecodeWork | None,

@@ -10,7 +10,7 @@ from qkv_engine.config import KVConfig, RungConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.command import Tokens
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
-from qkv_engine.device.gpu.attention import GpuAttentionPlanner, GroupPlanner
+from qkv_engine.device.gpu.attention import GpuAttentionPlanner, GpuGroupPlanner
 from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
 from qkv_engine.device.layouts import LayerKV, ladder_of_layers
 from qkv_engine.device.mover import Mover
@@ -139,7 +139,7 @@ def triton_step(
     return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks)[1], places
 
 
-def at_a_fixed_place(planner: GpuAttentionPlanner, group: GroupPlanner, work: PrefillWork) -> PrefillWork:
+def at_a_fixed_place(planner: GpuAttentionPlanner, group: GpuGroupPlanner, work: PrefillWork) -> PrefillWork:
     buffer = PlanBuffer(planner.tile_tokens, group.spec, torch.device("cpu"))
     buffer.send(work)
     return buffer.work(len(work.tiles) + 3)
