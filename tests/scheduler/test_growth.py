@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qkv_engine.kv.spec import KVSpec
+from qkv_engine.request import FinishReason
 from qkv_engine.scheduler import Scheduler
 
 from .common import BLOCK, DENSE, LADDER, make_request, make_scheduler, run
@@ -57,6 +58,22 @@ def add(scheduler: Scheduler, number: int, spec: KVSpec, prompt: int = 8) -> Non
 def test_a_step_is_linear_in_its_decodes(spec: KVSpec, prompt: int) -> None:
     few, many = (num_lines(decoding(number, spec, prompt).schedule) for number in (FEW, MANY))
     assert 0.9 * MANY / FEW < many / few < 1.1 * MANY / FEW
+
+
+def test_a_step_that_lacks_memory_is_linear_in_its_decodes() -> None:
+    """Each request begins a block, for which others step down."""
+
+    def lines(number: int) -> int:
+        scheduler = make_scheduler(1.6 * number, LADDER, seqs=number, budget=2 * BLOCK * number)
+        add(scheduler, number, LADDER, 2 * BLOCK)
+        run(scheduler, scheduler.schedule())
+        for request in list(scheduler.waiting):
+            scheduler.finish(request, FinishReason.ABORT)
+        assert len(scheduler.running) > number // 2
+        return num_lines(scheduler.schedule)
+
+    few, many = lines(FEW), lines(MANY)
+    assert many < 1.2 * few * MANY / FEW, (few, many)
 
 
 @SPECS
