@@ -177,7 +177,7 @@ class Intake:
         tokenizer = self._need_tokenizer("structured_outputs", wanted)
         if self._grammars is None:  # two threads may make two; either will do
             self._grammars = Grammars(tokenizer, self._vocab_size, self._eos_ids)
-        return self._grammars.compile(wanted)
+        return self._grammars.compile(wanted, params.tenant)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of ``bad_words``; one with a token beyond the model's rows never comes up."""

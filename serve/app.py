@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv_engine import Engine, RequestError
+from qkv_engine import Engine, RequestError, __version__
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
@@ -35,7 +35,8 @@ from .limits import Limits
 from .page import page_routes
 from .tools import for_template
 
-HEALTH = "/health"
+HEALTH, READY = "/health", "/ready"
+MAX_ID_CHARS = 128  # of a client's own name for its request
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_GONE = 499  # nginx's status for it, in the log alone
 
@@ -58,7 +59,7 @@ def make_app(
     keys = Keys() if keys is None else keys
     frontend = Frontend(engine, names, Limits() if limits is None else limits, num_tenants=keys.num_tenants)
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
-    open_paths = {HEALTH, *(route.path for route in pages)}
+    open_paths = {HEALTH, READY, *(route.path for route in pages)}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
         cors = Middleware(
@@ -77,6 +78,7 @@ def make_app(
 class Gate:
     """Checks the key of every request, names it in ``x-request-id``, and puts every error into OpenAI's shape.
 
+    A name that the client gives in that header is kept. Once the server stops, all but ``HEALTH`` is refused.
     ``open_paths`` need no key. Without keys the name is checked by which the server was called.
     """
 
@@ -88,7 +90,8 @@ class Gate:
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
-        request.state.id = uuid4().hex
+        request.state.own_id = uuid4().hex
+        request.state.id = _client_id(request) or request.state.own_id
         has_begun = False
 
         async def send_named(message: Message) -> None:
@@ -110,6 +113,9 @@ class Gate:
             await error_response(as_api_error(error, request.state.id))(scope, receive, send_named)
 
     def _admit(self, request: Request) -> None:
+        if self._frontend.is_stopping and request.scope["path"] != HEALTH:
+            message, headers = "the server is stopping", {"connection": "close"}
+            raise ApiError(503, message, code="server_stopping", headers=headers)
         if not self._keys:
             self._hosts.check(request.headers.get("host"))
         tenant = self._keys.tenant_of(request.headers.get("authorization"))
@@ -119,11 +125,17 @@ class Gate:
         request.state.tenant, request.state.is_operator = tenant, self._keys.is_operator(tenant)
 
 
+def _client_id(request: Request) -> str | None:
+    """The client's name for its request, if it is short and printable ASCII. Two requests may have the same."""
+    name = request.headers.get("x-request-id", "")
+    return name if 0 < len(name) <= MAX_ID_CHARS and name.isascii() and name.isprintable() else None
+
+
 async def chat_completions(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     frontend = _frontend(request)
     body, load = await read_body(request, ChatBody, frontend)
-    answer_id = f"chatcmpl-{request.state.id}"
+    answer_id = f"chatcmpl-{request.state.own_id}"
     answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
     work = _Work(body, load, answer, answer_id, lambda: [for_template(body.messages)])
     return await _generate(request, work, body.template_kwargs())
@@ -133,7 +145,7 @@ async def completions(request: Request) -> Response:
     """``POST /v1/completions``."""
     frontend = _frontend(request)
     body, load = await read_body(request, CompletionBody, frontend)
-    answer_id = f"cmpl-{request.state.id}"
+    answer_id = f"cmpl-{request.state.own_id}"
     answer = CompletionAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
     body.check_length(frontend.engine.max_model_len)
     return await _generate(request, _Work(body, load, answer, answer_id, body.prompts, body.num_prompts()), None)
@@ -243,9 +255,14 @@ async def detokenize(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """``GET /health``: 200, or 503 once the engine has stopped."""
+    """``GET /health``, and ``GET /ready``, which the gate refuses while it stops: 503 once the engine has stopped."""
     _frontend(request).engine.describe()  # raises then
     return Response()
+
+
+async def version(request: Request) -> Response:
+    """``GET /version``: the version of this package."""
+    return _json({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
@@ -303,6 +320,8 @@ _ROUTES = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route(HEALTH, health),
+    Route(READY, health),
+    Route("/version", version),
     Route("/metrics", metrics),
     Route("/stats", stats),
 ]

@@ -37,6 +37,7 @@ class Frontend:
         self.metrics = Metrics(engine, names[0])
         self.created = int(time.time())
         self.seats, self.threads = Seats(limits.max_requests, is_shared=num_tenants > 1), FairThreads()
+        self.is_stopping = False  # requests under way get to finish, others are refused
         self._metrics_thread = CapacityLimiter(1)
 
     @property

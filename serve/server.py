@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
+import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,7 @@ logger = logging.getLogger("qkv_engine")
 
 MAX_PORT = 65_535
 SWITCH_SECONDS = 0.0005  # that a thread may keep Python to itself: the engine's waits so long for the event loop's
+POLL_SECONDS = 0.05  # between two looks for the end of the last request
 BACKLOG = 2048  # connections that the kernel accepts before the server does
 
 
@@ -83,10 +85,19 @@ class _Uvicorn(uvicorn.Server):
             self._serving.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cast(Starlette, self.config.app).state.frontend.is_stopping = True
         if number := len(self.server_state.tasks):
             seconds = self.config.timeout_graceful_shutdown
             logger.warning("requests under way: %d, which have %g s to finish; Ctrl-C again ends them", number, seconds)
+            await self._finish()
         await super().shutdown(sockets)
+
+    async def _finish(self) -> None:
+        """Waits for the requests under way. Others are still accepted, so that they learn that the server stops."""
+        end = time.monotonic() + cast(float, self.config.timeout_graceful_shutdown)
+        while self.server_state.tasks and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        self.config.timeout_graceful_shutdown = cast(int, max(0.0, end - time.monotonic()))  # a float will do
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:

@@ -101,16 +101,16 @@ def _all(planner: Planner) -> Iterator[Contender | None]:
     yield from map(_preset, ("bf16", "int4", "kivi-4"))
     kvmix = planner.plan(OWN, "kvmix")
     yield from (kvmix, planner.plan(OTHER, "kvmix"), kvmix and kvmix.windowed())
-    yield from (planner.plan(OWN, "pm-kvq", "3.25"), planner.plan(OWN, "mixed", "3.25"))
+    yield from (*_both(planner, "pm-kvq", "3.25"), *_both(planner, "mixed", "3.25"))
     yield _preset("kitty-pro")
     pm_kvq = planner.plan(OWN, "pm-kvq", "2.55")
     yield from (pm_kvq, planner.plan(OTHER, "pm-kvq", "2.55"), pm_kvq and pm_kvq.windowed())
-    yield from _both(planner, "2.55")
+    yield from _both(planner, "mixed", "2.55")
     yield from (_preset("kitty"), planner.one_layers_keys(), _preset("patternkv-sink"))
-    yield from _both(planner, "2.3")
+    yield from _both(planner, "mixed", "2.3")
     yield from map(_preset, ("kivi-2", "kivi-2-sink"))
-    yield planner.plan(OWN, "pm-kvq", "2.3")
-    yield from _both(planner, "2.0")
+    yield from _both(planner, "pm-kvq", "2.3")
+    yield from _both(planner, "mixed", "2.0")
     yield _preset("xquant")
 
 
@@ -118,6 +118,6 @@ def _preset(name: str) -> Contender:
     return Contender(name, at_floor(PRESETS[name]))
 
 
-def _both(planner: Planner, budget: str) -> Iterator[Contender | None]:
-    """The planner's plan from texts like those that are judged, and from unlike ones."""
-    yield from (planner.plan(profile, "mixed", budget) for profile in (OWN, OTHER))
+def _both(planner: Planner, method: str, budget: str) -> Iterator[Contender | None]:
+    """A plan from texts like those that are judged, and from unlike ones."""
+    yield from (planner.plan(profile, method, budget) for profile in (OWN, OTHER))

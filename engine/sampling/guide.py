@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import RequestError, remedy_of_extra
 from ..request import StructuredOutputs
-from ..sandbox import Job, ProcessEndedError, Refusal, Sandbox
+from ..sandbox import Job, ProcessEndedError, Refusal, Sandbox, Sandboxes
 from ..sandbox.process import folders_of
 from ..text.reasoning import ReasoningMarks
 from ..text.rust_calls import contain
@@ -33,6 +35,7 @@ _BITS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(torch.uint8).vi
 _ANY_OBJECT = '{"type": "object"}'
 UNREADABLE, STOPPED = "the grammar cannot be compiled", "the grammar stopped"
 MAX_REMEMBERED = 4096  # grammars
+REFUSED_SECONDS = 60.0  # for which a refusal is remembered: on a busy machine an honest grammar may have been slow
 JOB = Job(
     work="compiles grammars",
     source=Path(__file__).with_name("grammar_worker.py"),
@@ -43,47 +46,57 @@ JOB = Job(
 )
 
 
+class _Trial(NamedTuple):
+    """What became of a grammar in the sandbox. ``refusal`` is "" where it passed; ``end`` is when to try it again."""
+
+    refusal: str
+    end: float
+
+
 class Grammars:
     """Compiles grammars over one model's tokens. The first takes as long as reading the tokenizer. Thread-safe.
 
-    A grammar is compiled in a sandbox first, and here only if that went well. Those that did are remembered.
+    A grammar is compiled in a sandbox first, and here only if that went well; tenants take turns. Both are remembered.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]):
         """``vocab_size`` is the number of rows of the model's output."""
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
-        self._sandbox = Sandbox(JOB, lambda: json.dumps(self._tokens).encode())
-        self._good: OrderedDict[bytes, None] = OrderedDict()  # digests of grammars, the oldest first
+        self._sandboxes = Sandboxes(JOB, lambda: json.dumps(self._tokens).encode())
+        self._trials: OrderedDict[bytes, _Trial] = OrderedDict()  # by a grammar's digest, the oldest first
 
-    def compile(self, wanted: StructuredOutputs) -> Guide:
+    def compile(self, wanted: StructuredOutputs, tenant: str) -> Guide:
         """The guide of an output that begins. Raises ``RequestError`` for a grammar with a mistake, or too large a one.
 
         Raises ``UnavailableError`` if the system has no process for it.
         """
         grammar = contain(_mistake, UNREADABLE, _source, self._library.LLMatcher, wanted)
-        digest = sha256(grammar.encode()).digest()
-        if digest not in self._good:
-            self._try(grammar)
-            self._good[digest] = None
-            if len(self._good) > MAX_REMEMBERED:
-                self._good.popitem(last=False)
+        if refusal := self._refusal(grammar, tenant):
+            raise _mistake(refusal)
         matcher = contain(_mistake, UNREADABLE, make_matcher, self._library, self._table, grammar)
         return Guide(matcher, self._vocab_size, self._eos_ids)
 
     def close(self) -> None:
-        """Ends the sandbox's process, if one runs. May be called again."""
-        self._sandbox.close()
+        """Ends the sandboxes' processes, if they run. May be called again."""
+        self._sandboxes.close()
 
-    def _try(self, grammar: str) -> None:
-        """Raises ``RequestError`` where a process does not survive a grammar, or llguidance refuses it."""
-        try:
-            self._sandbox.ask(grammar.encode())
-        except Refusal as error:
-            raise _mistake(f"{UNREADABLE}: {error}") from error
-        except TimeoutError as error:
-            raise _mistake(f"{UNREADABLE} within {JOB.seconds:g} s") from error
-        except ProcessEndedError as error:
-            raise _mistake(f"{UNREADABLE}: it refers to itself too deeply, or takes too much memory") from error
+    def _refusal(self, grammar: str, tenant: str) -> str:
+        """Why a grammar is refused, "" where it is not: as remembered, or found out when it is the tenant's turn."""
+        digest = sha256(grammar.encode()).digest()
+        if (known := self._recall(digest)) is not None:
+            return known
+        with self._sandboxes.turn(tenant) as sandbox:
+            if (known := self._recall(digest)) is not None:  # found out meanwhile
+                return known
+            refusal = _try(sandbox, grammar)
+            self._trials[digest] = _Trial(refusal, time.monotonic() + REFUSED_SECONDS if refusal else math.inf)
+        if len(self._trials) > MAX_REMEMBERED:
+            self._trials.popitem(last=False)
+        return refusal
+
+    def _recall(self, digest: bytes) -> str | None:
+        trial = self._trials.get(digest)
+        return trial.refusal if trial is not None and time.monotonic() < trial.end else None
 
     @cached_property
     def _library(self) -> Any:
@@ -165,6 +178,19 @@ def indices(mask: torch.Tensor) -> array[int]:
 def as_array(code: str, tensor: torch.Tensor) -> array[Any]:
     """A contiguous tensor on the CPU as an array of type ``code``, whose items are as large."""
     return array(code, ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+
+
+def _try(sandbox: Sandbox, grammar: str) -> str:
+    """Why a process does not survive a grammar, or llguidance refuses it; "" if all is well."""
+    try:
+        sandbox.ask(grammar.encode())
+    except Refusal as error:
+        return f"{UNREADABLE}: {error}"
+    except TimeoutError:
+        return f"{UNREADABLE} within {JOB.seconds:g} s"
+    except ProcessEndedError:
+        return f"{UNREADABLE}: it refers to itself too deeply, or takes too much memory"
+    return ""
 
 
 def _mistake(text: str) -> RequestError:

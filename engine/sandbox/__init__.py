@@ -2,5 +2,6 @@
 
 from .process import Job, ProcessEndedError, Refusal
 from .sandbox import Sandbox
+from .turns import Sandboxes
 
-__all__ = ["Job", "ProcessEndedError", "Refusal", "Sandbox"]
+__all__ = ["Job", "ProcessEndedError", "Refusal", "Sandbox", "Sandboxes"]

@@ -21,6 +21,11 @@ class Sandbox:
         self._process: SandboxProcess | None = None
         _SANDBOXES.add(self)
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether a process runs that nobody asks, so that an answer needs no start."""
+        return self._process is not None and self._process.is_idle
+
     def ask(self, request: bytes) -> bytes:
         """The worker's answer. Asks the running process, and a new one if it ends meanwhile; one deadline for both.
 

@@ -9,7 +9,8 @@ import re
 import pytest
 
 from qkv_engine import Engine, RequestError, StructuredOutputs
-from qkv_engine.sandbox import Sandbox
+from qkv_engine.sampling import guide
+from qkv_engine.sandbox import Refusal, Sandbox
 
 QUESTION = [{"role": "user", "content": "What is 47*86?"}]
 SCHEMA = {
@@ -167,6 +168,30 @@ def test_a_form_is_tried_in_a_process_once(demo_engine: Engine, monkeypatch: pyt
     for regex in ("[0-9]{2}x", "[0-9]{2}x", "[0-9]{3}x"):
         sampled(demo_engine, StructuredOutputs(regex=regex))
     assert len(asked) == 2
+
+
+def test_a_refusal_is_remembered_for_a_while(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    asked: list[bytes] = []
+
+    def refuse(self: Sandbox, request: bytes) -> bytes:
+        asked.append(request)
+        raise Refusal("it is odd", is_broken=False)
+
+    def try_one(regex: str) -> None:
+        params = demo_engine.params(structured_outputs=StructuredOutputs(regex=regex))
+        with pytest.raises(RequestError, match="it is odd") as caught:
+            demo_engine.generate("Hello", params)
+        assert caught.value.field == "structured_outputs"
+
+    monkeypatch.setattr(Sandbox, "ask", refuse)
+    try_one("[3-7]{2}y")
+    try_one("[3-7]{2}y")
+    assert len(asked) == 1
+    monkeypatch.setattr(guide, "MAX_REMEMBERED", len(demo_engine._intake._grammars._trials))
+    monkeypatch.setattr(guide, "REFUSED_SECONDS", 0.0)
+    try_one("[3-7]{9}y")
+    try_one("[3-7]{9}y")
+    assert len(asked) == 3 and len(demo_engine._intake._grammars._trials) == guide.MAX_REMEMBERED
 
 
 def test_a_form_beyond_the_limits_in_the_middle_of_a_text_names_its_field(demo_engine: Engine):

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from qkv_engine import ConfigError, Engine
+from qkv_engine import ConfigError, Engine, __version__
 from qkv_engine.serve.app import make_app
 from qkv_engine.serve.keys import Keys, read_keys
 from qkv_engine.serve.limits import Limits
@@ -39,7 +39,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_every_path_but_health_wants_a_key(guarded: Running):
+def test_every_path_but_health_and_ready_wants_a_key(guarded: Running):
     for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nothing"):
         refused = guarded.http.get(path)
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
@@ -47,7 +47,7 @@ def test_every_path_but_health_wants_a_key(guarded: Running):
         headers = {"authorization": wrong.encode("latin-1")}
         assert guarded.http.get("/v1/models", headers=headers).status_code == 401
     assert guarded.http.get("/v1/models", headers=bearer(BOB)).status_code == 200
-    assert guarded.http.get("/health").status_code == 200
+    assert [guarded.http.get(path).status_code for path in ("/health", "/ready", "/version")] == [200, 200, 401]
     with pytest.raises(openai.AuthenticationError):
         guarded.openai.models.list()
 
@@ -196,8 +196,45 @@ def test_stopping_lets_requests_finish(demo_engine: Engine):
             server.server.stop()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        deadline = time.monotonic() + 10
         with pytest.raises(ConnectionError):
-            server.raw()
+            while time.monotonic() < deadline:
+                server.raw().close()
+
+
+def test_a_server_that_stops_says_so_until_its_last_request_has_ended(demo_engine: Engine):
+    with running(demo_engine) as server:
+        assert server.http.get("/ready").status_code == 200
+        stream = {**ENDLESS_BODY, "stream": True}
+        with httpx.Client(base_url=server.url) as other, other.stream("POST", "/v1/completions", json=stream) as r:
+            next(r.iter_lines())
+            server.server.stop()
+            deadline = time.monotonic() + 10
+            while (answer := server.http.get("/ready")).status_code == 200 and time.monotonic() < deadline:
+                pass
+            assert answer.status_code == 503 and answer.headers["connection"] == "close"
+            refused = server.post({"prompt": "Hi"})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "server_stopping"
+            assert server.http.get("/health").status_code == 200
+
+
+def test_version(server: Running):
+    assert server.http.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("name", ["my-id-1", "x" * 128, "two words"])
+def test_a_client_s_name_of_its_request_is_kept(server: Running, name: str):
+    headers = {"x-request-id": name}
+    answers = [server.http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers) for _ in range(2)]
+    assert [answer.headers.get_list("x-request-id") for answer in answers] == [[name]] * 2
+    assert name not in answers[0].json()["id"]
+    assert server.http.get("/nothing", headers={"x-request-id": name}).headers["x-request-id"] == name
+
+
+@pytest.mark.parametrize("name", [b"", b"x" * 129, b"\xe4", b"a\tb"])
+def test_another_name_is_replaced(server: Running, name: bytes):
+    given = server.http.get("/health", headers={"x-request-id": name}).headers["x-request-id"]
+    assert len(given) == 32 and given.isalnum()
 
 
 def test_what_does_not_finish_in_time_is_aborted(demo_engine: Engine, caplog: pytest.LogCaptureFixture):

@@ -83,8 +83,9 @@ def test_every_plan_stands_beside_one_from_unlike_texts(tmp_path: Path, monkeypa
     planner = Planner(["demo"], folder, {OWN: ["--task", "a"], OTHER: ["--task", "b"]})
     found = {one.name: one for one in contenders(planner)}
     names = list(found)
-    assert names[0] == "bf16" and len(names) == len(set(names)) >= 22
-    for name in ("kvmix", "pm-kvq 2.55", "mixed 2.55", "mixed 2.3", "mixed 2.0"):
+    assert names[0] == "bf16" and len(names) == len(set(names)) >= 25
+    plans = [f"{method} {bits}" for method in ("mixed", "pm-kvq") for bits in ("3.25", "2.55", "2.3")]
+    for name in ("kvmix", "mixed 2.0", *plans):
         assert names[names.index(name) + 1] == f"{name}, unlike"
         assert (found[name].profile, found[f"{name}, unlike"].profile) == (OWN, OTHER)
     assert all(one.kv.eager or len(one.kv.rungs) == 1 for one in found.values())
