@@ -126,7 +126,7 @@ def _place(cache: KVCache, table: BlockTable, position: int) -> Tensor:
 
 
 def _rows(cache: KVCache, batch: ScheduledBatch) -> Tensor:
-    tables = [[block.slot.address for block in cache.tables[item.request.request_id]] for item in batch.items]
+    tables = [[block.slot.address for block in cache.tables.main[item.request.request_id]] for item in batch.items]
     width = max(map(len, tables))
     return token_rows(
         torch.tensor([table + [0] * (width - len(table)) for table in tables]),
