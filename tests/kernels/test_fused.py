@@ -90,7 +90,7 @@ def test_tokens_are_where_attention_reads_them(sink: int) -> None:
         for item in items:
             item.request.num_computed_tokens = item.end
         if requests["a"].num_computed_tokens == 300:
-            cache.tables.demote([(block, 1) for block in cache.tables["a"].blocks[:2]])
+            cache.tables.demote([(block, 1) for block in cache.tables.main["a"].blocks[:2]])
 
 
 def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
@@ -105,7 +105,7 @@ def _write_and_read(cache: KVCache, batch: ScheduledBatch) -> None:
     kv = qkv[:, :, HEADS:].unflatten(2, (2, KV_HEADS)).movedim(1, 0)
     tokens = iter(kv)  # [layers, K and V, heads, D] each
     for item in batch.items:
-        table = cache.tables[item.request.request_id]
+        table = cache.tables.main[item.request.request_id]
         for position in range(item.start, item.end):
             place = _place(cache, table, position)
             assert torch.equal(place, next(tokens))
