@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qkv_engine.models.moe import MoE
 from qkv_engine.models.registry import build_model
 
 if TYPE_CHECKING:
@@ -20,20 +21,38 @@ class Weights(NamedTuple):
     """Bytes of a model's weights: all of them, and those that every step reads; ``multiplied`` counts parameters.
 
     A step looks up a few rows of the input embedding, which does not count unless it is the output embedding too.
+    Of experts, with ``expert_nbytes`` in all, a token chooses the share ``chosen`` and is multiplied by it.
     """
 
     nbytes: int
     read_nbytes: int
     multiplied: int
+    expert_nbytes: int = 0
+    chosen: float = 1.0
+
+    def nbytes_read(self, batch: int) -> float:
+        """Bytes that a step of ``batch`` tokens reads; each chooses its experts evenly and for itself."""
+        return self.read_nbytes + self.expert_nbytes * (1.0 - (1.0 - self.chosen) ** batch)
 
 
 def count_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
     """The weights of ``config`` in ``dtype``, without making any."""
     model = build_model(config)
+    moes = [module for module in model.modules() if isinstance(module, MoE)]
+    experts = {parameter for moe in moes for parameter in moe.expert_parameters()}
+    chosen = moes[0].top_k / moes[0].num_experts if moes else 1.0
     total = sum(parameter.numel() for parameter in model.parameters())
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
-    return Weights(total * dtype.itemsize, (total - unread) * dtype.itemsize, matrices - unread)
+    matrices = sum(each.numel() for each in model.parameters() if each.dim() == 2 and each not in experts)
+    expert_matrices = sum(each.numel() for each in experts if each.dim() == 3)
+    expert_total, itemsize = sum(each.numel() for each in experts), dtype.itemsize
+    return Weights(
+        nbytes=total * itemsize,
+        read_nbytes=(total - unread - expert_total) * itemsize,
+        multiplied=matrices - unread + round(expert_matrices * chosen),
+        expert_nbytes=expert_total * itemsize,
+        chosen=chosen,
+    )
 
 
 def limit_seconds(weights: Weights, batch: int, kv_nbytes: float) -> float:
@@ -41,5 +60,5 @@ def limit_seconds(weights: Weights, batch: int, kv_nbytes: float) -> float:
 
     Bytes pass at full bandwidth; matrix products take their arithmetic's time where that is longer.
     """
-    products = max(weights.read_nbytes / BANDWIDTH, 2 * weights.multiplied * batch / FLOPS)
+    products = max(weights.nbytes_read(batch) / BANDWIDTH, 2 * weights.multiplied * batch / FLOPS)
     return products + kv_nbytes / BANDWIDTH

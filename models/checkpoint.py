@@ -73,6 +73,11 @@ class StoredTensor(NamedTuple):
     offset: int
     nbytes: int
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the last dimension, or elements of a vector."""
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+
 
 class Checkpoint:
     """The open files of one checkpoint and the tensors in them; use as a context manager."""
@@ -115,15 +120,15 @@ class Checkpoint:
         """
         stored = self.tensors[name]
         dtype = TENSOR_DTYPES[stored.dtype]
-        row_bytes = stored.nbytes // stored.shape[0]
-        rows = stored.shape[0] if count is None else count
+        row_bytes = stored.nbytes // stored.num_rows
+        rows = stored.num_rows if count is None else count
         step = max(1, _PIECE_BYTES // row_bytes)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             piece = self._view((stop - start) * row_bytes)
             offset = stored.offset + (first + start) * row_bytes
             read_into(self._files[stored.file_name], offset, piece, stored.file_name)
-            yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:])
+            yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:][-1:])
 
     def first_elements(self, name: str, count: int) -> Tensor:
         """The first ``count`` elements of a tensor, or all it has."""

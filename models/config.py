@@ -152,6 +152,11 @@ class ModelConfig:
         """Channels of a head, layer by layer."""
         return tuple(spec.head_dim for spec in self.attention)
 
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """Inner features of each kind of MLP."""
+        return (self.intermediate_size,)
+
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The same model, its rotations those for requests of up to ``num_tokens``."""
         return replace(self, ropes=tuple(rope.for_context(num_tokens) for rope in self.ropes))
@@ -159,7 +164,8 @@ class ModelConfig:
     def check_ranks(self, size: int) -> None:
         """Raises ``ConfigError`` unless heads and inner features can be split over ``size`` tensor-parallel ranks."""
         problem = None
-        for name, number in (("attention heads", self.num_heads), ("inner features", self.intermediate_size)):
+        inner = (("inner features", size) for size in self.inner_sizes)
+        for name, number in (("attention heads", self.num_heads), *inner):
             if number % size:
                 problem = f"the model's {number} {name} cannot be split evenly"
         for num_kv_heads in {spec.num_kv_heads for spec in self.attention}:

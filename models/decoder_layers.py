@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
-from .layers import Layer
+from .layers import Layer, add
 from .llama import MLP, make_norm
 from .ranks import ALONE, Ranks
 from .rope import Rotation
@@ -28,9 +28,9 @@ class PostNormLayer(Layer):
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
         """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next."""
-        residual = x if residual is None else residual.add_(x)
+        residual = x if residual is None else add(residual, x)
         attended = self.post_attention_layernorm(self.self_attn(residual, rotation, batch), None)[0]
-        residual = residual.add_(attended)
+        residual = add(residual, attended)
         return self.post_feedforward_layernorm(self.mlp(residual), None)[0], residual
 
 

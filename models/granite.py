@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -24,14 +25,19 @@ class GraniteConfig(ModelConfig):
 def read_granite(fields: Fields) -> ModelConfig:
     """Granite 3, dense."""
     return GraniteConfig.read(
-        fields,
-        scale=read_multiplier(fields, "attention_multiplier"),
-        **read_biases(fields),
-        mlp_bias=fields.boolean("mlp_bias", default=False),
-        embedding_multiplier=read_multiplier(fields, "embedding_multiplier"),
-        residual_multiplier=read_multiplier(fields, "residual_multiplier"),
-        logit_multiplier=1 / read_multiplier(fields, "logits_scaling"),
+        fields, **read_granite_options(fields), mlp_bias=fields.boolean("mlp_bias", default=False)
     )
+
+
+def read_granite_options(fields: Fields) -> dict[str, Any]:
+    """The multipliers and attention's biases, as options of ``GraniteConfig.read``."""
+    return {
+        "scale": read_multiplier(fields, "attention_multiplier"),
+        **read_biases(fields),
+        "embedding_multiplier": read_multiplier(fields, "embedding_multiplier"),
+        "residual_multiplier": read_multiplier(fields, "residual_multiplier"),
+        "logit_multiplier": 1 / read_multiplier(fields, "logits_scaling"),
+    }
 
 
 class GraniteLayer(DecoderLayer):

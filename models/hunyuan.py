@@ -11,7 +11,7 @@ from qkv_engine.kernels.rope_kv_write.cpu import rotate
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig, read_biases, read_head_dim
 from .fields import Fields
-from .layers import HeadNorm
+from .layers import HeadNorm, kept
 from .llama import DecoderLayer, LlamaForCausalLM
 from .ranks import ALONE, Ranks
 from .rope import RopeConfig, Rotation
@@ -48,7 +48,7 @@ class HunyuanAttention(Attention):
         """See ``Attention.attend``. The batch is left nothing to rotate."""
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
         rotate(qk, *rotation, out=qk)
-        qk.copy_(F.rms_norm(qk, (self.head_dim,), None, self.head_norm.eps) * self.head_norm.weight)
+        qk.copy_(F.rms_norm(kept(qk), (self.head_dim,), None, self.head_norm.eps) * self.head_norm.weight)
         at_rest = Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.signed_sin))
         return batch.attend(self.layer, qkv, at_rest, None)
 

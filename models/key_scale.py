@@ -22,9 +22,7 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
     projections. Shapes:  scale [layers, H, D / 2], for the KV heads of all ranks. Raises ``ConfigError`` for others,
     and for a model whose keys are normed otherwise.
     """
-    attentions = [module for module in net.modules() if isinstance(module, Attention)]
-    if not attentions or any(type(attention) is not Attention for attention in attentions):
-        raise ConfigError("keys of this model cannot be scaled", field="key_scale", remedy="Make a plan without it")
+    attentions = scalable_attentions(net)
     kv_heads = attentions[0].kv_heads
     shape = [len(attentions), kv_heads.whole, attentions[0].head_dim // 2]
     try:
@@ -38,6 +36,14 @@ def fold_key_scale(net: nn.Module, scale: Sequence[Sequence[Sequence[float]]]) -
     with torch.no_grad():
         for attention, divisor in zip(attentions, divisors[:, kv_heads.first :][:, : kv_heads.size], strict=True):
             _fold(attention, divisor)
+
+
+def scalable_attentions(net: nn.Module) -> list[Attention]:
+    """The attention of each layer of ``net``. Raises ``ConfigError`` where keys are normed otherwise than there."""
+    attentions = [module for module in net.modules() if isinstance(module, Attention)]
+    if not attentions or any(type(attention) is not Attention for attention in attentions):
+        raise ConfigError("keys of this model cannot be scaled", field="key_scale", remedy="Make a plan without it")
+    return attentions
 
 
 def _fold(attention: Attention, divisor: Tensor) -> None:

@@ -42,7 +42,8 @@ class Layer(nn.Module):
 class CheckpointRows(NamedTuple):
     """The target of one checkpoint tensor: rows ``[start, stop)`` of a module's parameter.
 
-    They are rows of the tensor from ``first_row`` on, and columns from ``first_column`` on.
+    They are rows of the tensor from ``first_row`` on, and columns from ``first_column`` on. Of more than two
+    dimensions all before the last one count rows.
     """
 
     name: str  # in the checkpoint, below the path of the module's parent
@@ -52,25 +53,35 @@ class CheckpointRows(NamedTuple):
     stop: int
     first_row: int = 0
     first_column: int = 0
+    is_transposed: bool = False  # rows of the tensor are columns of the parameter
 
     @property
     def target(self) -> Tensor:
         """The rows of the parameter."""
-        return self.parameter[self.start : self.stop]
+        return self.parameter.view(-1, *self.parameter.shape[1:][-1:])[self.start : self.stop]
 
     @property
     def is_broadcast(self) -> bool:
         """Whether the whole tensor fills every row, as the one of a head norm does."""
-        return len(self.shape) < self.parameter.dim()
+        return len(self.shape) == 1 < self.parameter.dim()
 
     @property
     def num_rows(self) -> int:
         """Rows of the tensor that are read."""
+        if self.is_transposed:
+            return self.parameter.shape[-1]
         return self.shape[0] if self.is_broadcast else self.stop - self.start
 
-    def columns_of(self, rows: Tensor) -> Tensor:
-        """The target's columns of ``rows`` of the tensor, which may have none."""
-        return rows[:, self.first_column :][:, : self.parameter.shape[1]] if rows.dim() == 2 else rows
+    def fill(self, start: int, stop: int, rows: Tensor) -> None:
+        """Copies rows ``[start, stop)`` of those that are read."""
+        target = self.target
+        if rows.dim() == 2:
+            num_columns = self.stop - self.start if self.is_transposed else target.shape[1]
+            rows = rows[:, self.first_column :][:, :num_columns]
+        if self.is_transposed:
+            target[:, start:stop].copy_(rows.to(target.device).T)
+        else:
+            (target if self.is_broadcast else target[start:stop]).copy_(rows)
 
 
 class Linear(Layer):
@@ -88,8 +99,8 @@ class Linear(Layer):
         self.columns = _part(in_features)
         self.shards = {name: _part(rows) for name, rows in shards.items()}
         out_features = sum(rows.size for rows in self.shards.values())
-        self.weight: Any = _empty(out_features, self.columns.size)  # a ``PackedWeight`` once it is packed
-        self.bias = _empty(out_features) if bias else None
+        self.weight: Any = empty_weight(out_features, self.columns.size)  # a ``PackedWeight`` once it is packed
+        self.bias = empty_weight(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, I] -> [M, O]."""
@@ -140,7 +151,7 @@ class Norm(Layer):
     def __init__(self, name: str, size: int, eps: float, offset: float = 0.0):
         super().__init__()
         self.name, self.size, self.eps, self.offset = name, size, eps, offset
-        self.weight = _empty(size)
+        self.weight = empty_weight(size)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         yield CheckpointRows(f"{self.name}.weight", (self.size,), self.weight, 0, self.size)
@@ -164,6 +175,8 @@ class RMSNorm(Norm):
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
+        if residual is not None and x.requires_grad:
+            x, residual = add(residual, x), None
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
@@ -174,12 +187,22 @@ class RMSNorm(Norm):
             self._scaled_weight = self.weight * math.sqrt(self.size)
 
 
+def add(residual: Tensor, x: Tensor) -> Tensor:
+    """residual + x, which overwrites ``residual`` unless gradients pass through the sum."""
+    return residual + x if x.requires_grad else residual.add_(x)
+
+
+def kept(x: Tensor) -> Tensor:
+    """``x``, which may then be overwritten: a copy where gradients pass through it."""
+    return x.clone() if x.requires_grad else x
+
+
 class LayerNorm(Norm):
     """``(x - mean(x)) / std(x) * weight`` over the last dimension."""
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum, which overwrites the residual; all [N, E]."""
-        summed = x if residual is None else residual.add_(x)
+        summed = x if residual is None else add(residual, x)
         return F.layer_norm(summed, (self.size,), self.weight, None, self.eps), summed
 
 
@@ -189,7 +212,7 @@ class HeadNorm(RMSNorm):
     def __init__(self, size: int, eps: float, shards: dict[str, int], offset: float = 0.0):
         super().__init__("", size, eps, offset)
         self.shards = shards
-        self.weight = _empty(sum(shards.values()), size)
+        self.weight = empty_weight(sum(shards.values()), size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x and result [N, heads, D], on the CPU. On a GPU the attention kernel reads ``weight`` and ``eps`` itself."""
@@ -208,7 +231,7 @@ class Embedding(Layer):
     def __init__(self, name: str, vocab_size: int, hidden_size: int, multiplier: float = 1.0):
         super().__init__()
         self.name, self.multiplier = name, multiplier
-        self.weight = _empty(vocab_size, hidden_size)
+        self.weight = empty_weight(vocab_size, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [N] int64 -> [N, E]."""
@@ -228,5 +251,6 @@ def _part(features: int | Part) -> Part:
     return features if isinstance(features, Part) else Part.all(features)
 
 
-def _empty(*shape: int) -> nn.Parameter:
+def empty_weight(*shape: int) -> nn.Parameter:
+    """A parameter without values, which the loader fills."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

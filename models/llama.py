@@ -84,12 +84,14 @@ def read_seed_oss(fields: Fields) -> ModelConfig:
 class MLP(Layer):
     """Gated MLP: ``down(activation(gate(x)) * up(x))``. Each of ``ranks`` has its part of the inner features."""
 
+    fused_name, down_name = "gate_up_proj", "down_proj"
+
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
         hidden, inner = config.hidden_size, ranks.part(config.intermediate_size)
-        shards, fused_name = {"gate_proj": inner, "up_proj": inner}, "gate_up_proj" if config.fused_gate_up else None
+        shards, fused_name = {"gate_proj": inner, "up_proj": inner}, self.fused_name if config.fused_gate_up else None
         self.gate_up_proj = Linear(hidden, shards, bias=config.mlp_bias, fused_name=fused_name)
-        self.down_proj = RowParallelLinear(inner, {"down_proj": hidden}, ranks, bias=config.mlp_bias)
+        self.down_proj = RowParallelLinear(inner, {self.down_name: hidden}, ranks, bias=config.mlp_bias)
         self._is_silu = config.activation == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,13 +116,14 @@ class DecoderLayer(Layer):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     attention_class: type[Attention] = Attention
+    mlp_class: type[Any] = MLP
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
         self.input_layernorm = make_norm(config, "input_layernorm")
         self.self_attn = self.attention_class(config, layer, ranks)
         self.post_attention_layernorm = make_norm(config, "post_attention_layernorm")
-        self.mlp = MLP(config, ranks)
+        self.mlp = self.mlp_class(config, ranks)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
@@ -195,7 +198,7 @@ class LlamaForCausalLM(Layer):
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         softcap = self.config.logit_softcap
-        return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+        return logits if softcap is None else (logits / softcap).tanh_() * softcap
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may have the tensor ``name``, which the model has no use for."""

@@ -325,13 +325,13 @@ def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelC
 
 def _fill(checkpoint: Checkpoint, wanted: dict[str, list[CheckpointRows]], stopped: Callable[[], bool]) -> None:
     targets = [(name, part) for name, parts in wanted.items() for part in parts]
-    total = sum(checkpoint.tensors[name].nbytes * part.num_rows // part.shape[0] for name, part in targets)
+    stored = checkpoint.tensors
+    total = sum(stored[name].nbytes * part.num_rows // stored[name].num_rows for name, part in targets)
     with _progress(total) as advance:
         for name, part in targets:
             for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
                 _go_on_unless(stopped)
-                rows = part.target if part.is_broadcast else part.target[start:end]
-                rows.copy_(part.columns_of(piece))
+                part.fill(start, end, piece)
                 advance(piece.nbytes)
 
 

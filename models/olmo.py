@@ -11,7 +11,7 @@ from .attention import Attention, AttentionBatch
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types
 from .decoder_layers import PostNormLayer
 from .fields import Fields
-from .layers import CheckpointRows, Norm
+from .layers import CheckpointRows, Norm, kept
 from .llama import LlamaForCausalLM
 from .ranks import ALONE, Part, Ranks
 from .rope import Rotation, read_ropes
@@ -70,7 +70,7 @@ class OlmoAttention(Attention):
     def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """See ``Attention.attend``."""
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
-        qk.copy_(self.projection_norm(qk))
+        qk.copy_(self.projection_norm(kept(qk)))
         return batch.attend(self.layer, qkv, rotation, None)
 
 

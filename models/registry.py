@@ -18,11 +18,16 @@ from .fields import Fields
 from .gemma import GemmaForCausalLM, read_gemma2, read_gemma3
 from .gemma4 import Gemma4ForCausalLM, read_gemma4
 from .glm import Glm4ForCausalLM, read_glm
+from .gpt_oss import GptOssForCausalLM, read_gpt_oss
 from .granite import GraniteForCausalLM, read_granite
+from .granite_moe import GraniteMoeForCausalLM, read_granite_moe
 from .hunyuan import HunyuanForCausalLM, read_hunyuan
 from .llama import LlamaForCausalLM, read_llama, read_mistral, read_phi3, read_qwen2, read_qwen3, read_seed_oss
 from .ministral import Ministral3ForCausalLM, read_ministral, read_ministral3
+from .mixtral import MixtralForCausalLM, read_mixtral
 from .olmo import OlmoForCausalLM, read_olmo2, read_olmo3
+from .olmoe import OlmoeForCausalLM, read_olmoe
+from .qwen3_moe import Qwen3MoeForCausalLM, read_qwen3_moe
 from .ranks import ALONE, Ranks
 from .smollm import read_smollm3
 
@@ -45,17 +50,23 @@ FAMILIES = {
     "Gemma4ForCausalLM": ModelFamily("gemma4_text", read_gemma4, Gemma4ForCausalLM),
     "Glm4ForCausalLM": ModelFamily("glm4", read_glm, Glm4ForCausalLM),
     "GlmForCausalLM": ModelFamily("glm", read_glm, LlamaForCausalLM),
+    "GptOssForCausalLM": ModelFamily("gpt_oss", read_gpt_oss, GptOssForCausalLM),
     "GraniteForCausalLM": ModelFamily("granite", read_granite, GraniteForCausalLM),
+    "GraniteMoeForCausalLM": ModelFamily("granitemoe", read_granite_moe, GraniteMoeForCausalLM),
+    "GraniteMoeSharedForCausalLM": ModelFamily("granitemoeshared", read_granite_moe, GraniteMoeForCausalLM),
     "HunYuanDenseV1ForCausalLM": ModelFamily("hunyuan_v1_dense", read_hunyuan, HunyuanForCausalLM),
     "LlamaForCausalLM": ModelFamily("llama", read_llama, LlamaForCausalLM),
     "Ministral3ForCausalLM": ModelFamily("ministral3", read_ministral3, Ministral3ForCausalLM),
     "MinistralForCausalLM": ModelFamily("ministral", read_ministral, LlamaForCausalLM),
     "MistralForCausalLM": ModelFamily("mistral", read_mistral, LlamaForCausalLM),
+    "MixtralForCausalLM": ModelFamily("mixtral", read_mixtral, MixtralForCausalLM),
     "Olmo2ForCausalLM": ModelFamily("olmo2", read_olmo2, OlmoForCausalLM),
     "Olmo3ForCausalLM": ModelFamily("olmo3", read_olmo3, OlmoForCausalLM),
+    "OlmoeForCausalLM": ModelFamily("olmoe", read_olmoe, OlmoeForCausalLM),
     "Phi3ForCausalLM": ModelFamily("phi3", read_phi3, LlamaForCausalLM),
     "Qwen2ForCausalLM": ModelFamily("qwen2", read_qwen2, LlamaForCausalLM),
     "Qwen3ForCausalLM": ModelFamily("qwen3", read_qwen3, LlamaForCausalLM),
+    "Qwen3MoeForCausalLM": ModelFamily("qwen3_moe", read_qwen3_moe, Qwen3MoeForCausalLM),
     "SeedOssForCausalLM": ModelFamily("seed_oss", read_seed_oss, LlamaForCausalLM),
     "SmolLM3ForCausalLM": ModelFamily("smollm3", read_smollm3, LlamaForCausalLM),
 }

@@ -1,29 +1,33 @@
 """Profiles from gradients: the gradient norms of W_k and W_v, and the sensitivity of K and V to each format.
 
 A layer's score is the Frobenius norm of dLoss/dW_k, or of dLoss/dW_v; the loss is the mean cross-entropy of the next
-token. One forward pass keeps the residual stream before each layer; the backward pass runs the layers again from the
-last to the first, so the activations and weight gradients of one layer at a time exist.
+token. The model's own modules run: one forward pass keeps the residual stream before each layer, and the backward pass
+runs the layers again from the last to the first, so the activations and weight gradients of one layer at a time exist.
 Source: KVmix (arXiv 2506.08018), with one backward pass a text and unshifted labels; PM-KVQ (arXiv 2505.18610).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.errors import CapacityError, ModelError
+from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.llama import DecoderLayer, LlamaForCausalLM
+from qkv_engine.models.layers import Linear
+from qkv_engine.models.llama import LlamaForCausalLM
+from qkv_engine.models.ranks import Part
 from qkv_engine.plan_file import KeyScale
 
-from .forward import Heads, check_model, compute_logits, decoder_layers, embed, run_layer
 from .profile import LayerScores, Profile, Prompts, Sensitivities, mean
 from .sensitivity import Candidates, side_sensitivities
+from .sequence import Heads, SequenceBatch, layer_by_layer, run
 
 LOSS_ROWS = 256  # rows whose logits and their gradients exist at once: 0.6 GiB for a vocabulary of 150,000
 LEAST_MEDIAN = 1e-6  # least median of the channels' peak keys: keeps the ratio finite where most keys are 0
@@ -77,14 +81,20 @@ def mean_profile(
 def empty_profile(config: ModelConfig, prompts: Prompts, position_scale: int = 1) -> Profile:
     """A profile of zeros, with which settings are checked before the passes over the texts.
 
-    Raises ``ModelError`` for a model that the passes do not compute.
+    Raises ``ModelError`` for a model whose layers have KV heads of several shapes.
     """
-    check_model(config)
+    _check_model(config)
     candidates = Candidates.of(config.num_kv_heads, config.head_dim, config.dtype)
     nothing = [0.0] * config.num_layers
     k, v = ([nothing] * len(names) for names in candidates)
     text = TextProfile(LayerScores(nothing, nothing), k, v, nothing)
     return mean_profile([text], config, config.dtype, candidates, prompts, position_scale)
+
+
+def _check_model(config: ModelConfig) -> None:
+    if len({(spec.num_kv_heads, spec.head_dim) for spec in config.attention}) > 1:
+        message, remedy = "plans are not supported for layers with unlike KV heads", "Use a KV preset"
+        raise ModelError(message, field="architecture", value=config.architecture, remedy=remedy)
 
 
 def profile_texts(
@@ -116,54 +126,108 @@ def checked(model: LlamaForCausalLM, text: Text) -> Iterator[None]:
 
 def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, position_scale: int = 1) -> TextProfile:
     """The profile of one text of at least two tokens."""
-    device, layers = model.model.norm.weight.device, decoder_layers(model)
-    ids = torch.tensor(text.token_ids, device=device)
+    ids = torch.tensor(text.token_ids, device=model.model.norm.weight.device)
     labels = ids[1:].clone()
     labels[: text.first_label - 1] = -100  # the label that cross_entropy ignores
-    inputs = list[Tensor]()
-    with torch.no_grad():
-        x, rotation = embed(model, ids[:-1], position_scale)
-        for layer in layers:
-            inputs.append(x)
-            x = run_layer(layer, x, rotation).output
-    loss, gradient = _loss_gradient(model, x, labels)
-    found = list[Tensor]()
-    for layer in reversed(layers):
-        x = inputs.pop().requires_grad_()
-        passed = run_layer(layer, x, rotation)
-        wanted = (x, passed.qkv, passed.heads.k, passed.heads.v)
-        gradient, *inner = torch.autograd.grad(passed.output, wanted, gradient)
-        with torch.no_grad():
-            norms = _weight_norms(layer, passed.normed, inner[0])
-            found.append(torch.cat((norms, _head_numbers(passed.heads, inner[1], inner[2], candidates))))
-        del passed, x, wanted, inner
-    k, v, outliers, *rest = torch.stack(found[::-1]).T.tolist()
+    batch = ProfilingBatch(model.config.attention, candidates)
+    with layer_by_layer(model), weight_norms(model) as norms:
+        hidden = run(model, ids[:-1], batch, position_scale)
+        loss, gradient = _loss_gradient(model, hidden.detach(), labels)
+        torch.autograd.backward(hidden, gradient)
+    found = [torch.cat((norms[layer], batch.numbers[layer])) for layer in range(model.config.num_layers)]
+    k, v, outliers, *rest = torch.stack(found).T.tolist()
     number = len(candidates.k)
     return TextProfile(LayerScores(k, v), rest[:number], rest[number:], outliers, loss)
 
 
-def _loss_gradient(model: LlamaForCausalLM, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
-    """The mean loss, and its gradient with respect to the residual stream x [N, E] after the last layer."""
-    gradient, count, total = torch.empty_like(x), (labels >= 0).sum(), 0.0
-    for rows, targets, out in zip(*(torch.split(t, LOSS_ROWS) for t in (x, labels, gradient)), strict=True):
+class ProfilingBatch(SequenceBatch):
+    """A ``SequenceBatch`` whose backward pass leaves the ``numbers`` of each layer's keys and values.
+
+    The numbers are the outlier ratio of K, then the sensitivities to the candidates of K and of V: [1 + candidates]
+    float32. A layer that reads the KV of an earlier one adds to the gradients there.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], candidates: Candidates):
+        super().__init__(specs)
+        self.candidates = candidates
+        self.numbers = dict[int, Tensor]()
+        self._readers = dict[int, list[Heads]]()  # gradients of those who read a layer's KV
+
+    def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
+        """See ``SequenceBatch.attend_heads``."""
+        see = partial(self._read if layer in self._readers else self._finish, layer)
+        self._readers.setdefault(layer, [])
+        watched: Callable[..., tuple[Tensor, ...]] = Watched.apply
+        return super().attend_heads(layer, Heads(*watched(see, *heads)), null_logits)
+
+    def _read(self, layer: int, _: Heads, gradient: Heads) -> None:
+        self._readers[layer].append(gradient)
+
+    def _finish(self, layer: int, heads: Heads, gradient: Heads) -> None:
+        gradients = [gradient, *self._readers.pop(layer)]
+        k_gradient, v_gradient = (sum(each[1:], each[0]) for each in list(zip(*gradients, strict=True))[1:])
+        peaks = heads.k.abs().amax(0).float()
+        ratio = peaks.max() / peaks.median().clamp(min=LEAST_MEDIAN)
+        k = side_sensitivities(heads.k, k_gradient, self.candidates.k)
+        v = side_sensitivities(heads.v, v_gradient, self.candidates.v)
+        self.numbers[layer] = torch.cat((ratio[None], k, v))
+
+
+class Watched(torch.autograd.Function):
+    """The heads as they are; the backward pass calls ``see`` with them and their gradients.
+
+    They are saved as any operator saves its inputs, so of a checkpointed layer they exist in its own backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, see: Callable[[Heads, Heads], None], *heads: Tensor) -> tuple[Tensor, ...]:
+        """Shapes of ``Heads``."""
+        ctx.see = see
+        ctx.save_for_backward(*heads)
+        return tuple(x.view_as(x) for x in heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients as they are."""
+        ctx.see(Heads(*ctx.saved_tensors), Heads(*gradient))
+        return None, *gradient
+
+
+@contextmanager
+def weight_norms(model: LlamaForCausalLM) -> Iterator[dict[int, Tensor]]:
+    """Within it a backward pass leaves the Frobenius norms [2] of the gradients of each layer's W_k and W_v.
+
+    Where values are keys they have one matrix, and twice its norm. A gradient lives until its norms are known.
+    """
+    found = dict[int, Tensor]()
+    projections = [each for each in model.modules() if isinstance(each, Linear) and "k_proj" in each.shards]
+
+    def take(layer: int, shards: Mapping[str, Part], weight: Tensor) -> None:
+        assert weight.grad is not None, "called once it is there"
+        parts = dict(zip(shards, torch.split(weight.grad, [rows.size for rows in shards.values()]), strict=True))
+        k = parts["k_proj"]
+        found[layer] = torch.stack([part.float().norm() for part in (k, parts.get("v_proj", k))])
+        weight.grad = None
+
+    hooks = []
+    try:
+        for layer, each in enumerate(projections):
+            weight = each.weight.requires_grad_()
+            hooks.append(weight.register_post_accumulate_grad_hook(partial(take, layer, each.shards)))
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for each in projections:
+            each.weight.requires_grad_(False).grad = None
+
+
+def _loss_gradient(model: LlamaForCausalLM, hidden: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    """The mean loss, and its gradient with respect to the hidden states [N, E] after the final norm."""
+    gradient, count, total = torch.empty_like(hidden), (labels >= 0).sum(), 0.0
+    for rows, targets, out in zip(*(torch.split(t, LOSS_ROWS) for t in (hidden, labels, gradient)), strict=True):
         rows = rows.detach().requires_grad_()
-        loss = F.cross_entropy(compute_logits(model, rows).float(), targets, reduction="sum") / count
+        loss = F.cross_entropy(model.compute_logits(rows).float(), targets, reduction="sum") / count
         out.copy_(torch.autograd.grad(loss, rows)[0])
         total += float(loss.detach())
     return total, gradient
-
-
-def _weight_norms(layer: DecoderLayer, normed: Tensor, qkv_gradient: Tensor) -> Tensor:
-    """Frobenius norms [2] of the gradients of W_k and W_v, the rows of the fused weight that belong to each."""
-    shards = [rows.size for rows in layer.self_attn.qkv_proj.shards.values()]
-    _, k, v = ((part.T @ normed).float().norm() for part in torch.split(qkv_gradient, shards, dim=1))
-    return torch.stack((k, v))
-
-
-def _head_numbers(heads: Heads, k_gradient: Tensor, v_gradient: Tensor, candidates: Candidates) -> Tensor:
-    """The outlier ratio of K, then the sensitivities to the candidates of K and of V: [1 + candidates] float32."""
-    peaks = heads.k.abs().amax(0).float()
-    ratio = peaks.max() / peaks.median().clamp(min=LEAST_MEDIAN)
-    k = side_sensitivities(heads.k, k_gradient, candidates.k)
-    v = side_sensitivities(heads.v, v_gradient, candidates.v)
-    return torch.cat((ratio[None], k, v))

@@ -6,18 +6,21 @@ block's output least wrong when K and V have 4 bits a token. Source: PM-KVQ (arX
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.kernels.formats import PageShape, Side, make_format
-from qkv_engine.models.attention import Attention
+from qkv_engine.models.attention_spec import AttentionSpec
+from qkv_engine.models.key_scale import scalable_attentions
 from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.plan_file import LEAST_SCALE, MOST_SCALE, KeyScale
 
-from .forward import Heads, attend, decoder_layers, embed, run_layer
 from .gradients import Text, checked
 from .sensitivity import pages, round_trip
+from .sequence import Heads, SequenceBatch, run
 
 ALPHAS = tuple(1 - n / 20 for n in range(21))  # exponents to try; 0 leaves a layer as it is
 FORMAT = "int4-token-128"  # stores K and V during the search
@@ -26,43 +29,63 @@ SEARCH_TEXTS, SEARCH_TOKENS = 8, 512  # at most, in the search: each text costs 
 
 @torch.no_grad()
 def key_peaks(model: LlamaForCausalLM, text: Text, position_scale: int = 1) -> Tensor:
-    """The largest magnitude of each rotary pair of K in one text: [layers, H, D / 2] float32. Raises as ``checked``."""
-    found = []
+    """The largest magnitude of each rotary pair of K in one text: [layers, H, D / 2] float32.
+
+    Raises as ``checked``, and ``ConfigError`` for a model whose keys cannot be scaled.
+    """
+    scalable_attentions(model)
+    batch = _Peaks(model.config.attention)
     with checked(model, text):
-        x, rotation = embed(model, _ids(model, text.token_ids), position_scale)
-        for layer in decoder_layers(model):
-            passed = run_layer(layer, x, rotation)
-            x = passed.output
-            first, second = passed.heads.k.abs().amax(0).float().chunk(2, -1)
-            found.append(first.maximum(second))
-    return torch.stack(found)
+        run(model, _ids(model, text.token_ids), batch, position_scale)
+    return torch.stack(batch.found)
 
 
 @torch.no_grad()
 def output_errors(model: LlamaForCausalLM, text: Text, peaks: Tensor, position_scale: int = 1) -> Tensor:
     """Mean squared errors of each attention block's output for each of ``ALPHAS``, in one text: [layers, alphas].
 
-    The input of each block is exact. Shapes:  peaks [layers, H, D / 2]. Raises as ``checked``.
+    The input of each block is exact. Shapes:  peaks [layers, H, D / 2]. Raises as ``key_peaks``.
     """
-    side, found = _side(model), []
+    batch = _Errors(model, peaks)
     with checked(model, text):
-        x, rotation = embed(model, _ids(model, text.token_ids[:SEARCH_TOKENS]), position_scale)
-        for layer, pairs in zip(decoder_layers(model), peaks, strict=True):
-            passed = run_layer(layer, x, rotation)
-            x = passed.output
-            found.append(_block_errors(layer.self_attn, passed.heads, pairs, side))
-    return torch.stack(found)
+        run(model, _ids(model, text.token_ids[:SEARCH_TOKENS]), batch, position_scale)
+    return torch.stack(batch.found)
 
 
-def _block_errors(attention: Attention, heads: Heads, pairs: Tensor, side: Side) -> Tensor:
-    """Mean squared errors [alphas] of one attention block's output, K divided by powers of ``pairs`` [H, D / 2]."""
-    exact = attention.o_proj(attend(heads)).float()
-    rough, errors = heads._replace(v=_rounded(heads.v, side)), []
-    for alpha in ALPHAS:
-        channels = divisors(pairs, alpha).repeat(1, 2)
-        k = (_rounded(heads.k / channels, side) * channels).to(heads.k.dtype)
-        errors.append((attention.o_proj(attend(rough._replace(k=k))).float() - exact).square().mean())
-    return torch.stack(errors)
+class _Peaks(SequenceBatch):
+    """Leaves each layer's ``key_peaks``, in order."""
+
+    def __init__(self, specs: Sequence[AttentionSpec]):
+        super().__init__(specs)
+        self.found: list[Tensor] = []
+
+    def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
+        """See ``SequenceBatch.attend_heads``."""
+        first, second = heads.k.abs().amax(0).float().chunk(2, -1)
+        self.found.append(first.maximum(second))
+        return super().attend_heads(layer, heads, null_logits)
+
+
+class _Errors(SequenceBatch):
+    """Leaves each layer's ``output_errors``, in order. Shapes:  peaks [layers, H, D / 2]"""
+
+    def __init__(self, model: LlamaForCausalLM, peaks: Tensor):
+        super().__init__(model.config.attention)
+        self.attentions, self.peaks, self.side = scalable_attentions(model), peaks, _side(model)
+        self.found: list[Tensor] = []
+
+    def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
+        """See ``SequenceBatch.attend_heads``."""
+        o_proj, rough, errors = self.attentions[layer].o_proj, heads._replace(v=_rounded(heads.v, self.side)), []
+        attended = super().attend_heads(layer, heads, null_logits)
+        exact = o_proj(attended.flatten(1)).float()
+        for alpha in ALPHAS:
+            channels = divisors(self.peaks[layer], alpha).repeat(1, 2)
+            k = (_rounded(heads.k / channels, self.side) * channels).to(heads.k.dtype)
+            output = o_proj(super().attend_heads(layer, rough._replace(k=k), null_logits).flatten(1))
+            errors.append((output.float() - exact).square().mean())
+        self.found.append(torch.stack(errors))
+        return attended
 
 
 def best_key_scale(peaks: Tensor, errors: Tensor) -> KeyScale:

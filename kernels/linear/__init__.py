@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     if x.is_cuda:
         from .triton import can_stream, linear_few_rows
 
-        if can_stream(x):
+        if can_stream(x) and not weight.requires_grad:
             return linear_few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
 

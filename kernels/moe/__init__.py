@@ -19,7 +19,7 @@ def route(logits: Tensor, top_k: int, over: SoftmaxOver) -> Routing:
 
     Shapes:  logits [N, X], contiguous on a GPU, top_k <= X
     """
-    if logits.is_cuda:
+    if logits.is_cuda and not logits.requires_grad:
         from .triton import route_triton
 
         return route_triton(logits, top_k, over)

@@ -12,9 +12,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / rms(x) * weight``: float32 inside, cast back before the weight, like Hugging Face.
 
     Shapes:  x [N, E], contiguous on a GPU;  weight [E];  returns [N, E]; one dtype
-    On a GPU ``weight`` is read while the kernel before may still run: that kernel must not write it.
+    Torch's own operators run where gradients pass through ``x``. Otherwise on a GPU ``weight`` is read while the kernel
+    before may still run: that kernel must not write it.
     """
-    if x.is_cuda:
+    if x.is_cuda and not x.requires_grad:
         from .triton import rms_norm_triton
 
         return rms_norm_triton(x, None, weight, eps)

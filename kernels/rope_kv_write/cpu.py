@@ -38,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, out: Tensor) -> None:
             turns ``cat(-x2, x1) * sin`` into a roll.
     """
     rolled = x.roll(x.shape[-1] // 2, -1)
-    if out.dtype is torch.float32:
+    if out.dtype is torch.float32 and not x.requires_grad:
         torch.mul(x, cos, out=out).addcmul_(rolled, signed_sin)
     else:
         out.copy_((x * cos).addcmul_(rolled, signed_sin))

@@ -12,7 +12,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     Shapes:  gate_up [N, 2 I], gate then up, contiguous on a GPU;  returns [N, I] in its dtype
     """
-    if gate_up.is_cuda:
+    if gate_up.is_cuda and not gate_up.requires_grad:
         from .triton import swiglu_triton
 
         return swiglu_triton(gate_up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,11 +131,24 @@ def make_reference() -> Callable[..., transformers.PreTrainedModel]:
     def make(family: str, **changes: object) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
         config = config_class(family)(**{**TINY, **changes})
+        config._experts_implementation = "eager"  # torch's grouped product takes no odd sizes
         reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         fill(reference)
         return reference
 
     return make
+
+
+@pytest.fixture
+def saved(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path) -> Callable[..., Any]:
+    """Writes a random transformers model into ``tmp_path``, and returns it."""
+
+    def save(family: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
+        reference = make_reference(family, **changes)
+        reference.save_pretrained(tmp_path)
+        return reference
+
+    return save
 
 
 @pytest.fixture

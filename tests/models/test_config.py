@@ -38,6 +38,8 @@ PARAMETERS = {
     "phi-4": 14_659_507_200,
     "gemma-3-12b": 11_766_034_176,  # of the text part
     "demo": 7_739_648,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
 
 
@@ -249,7 +251,9 @@ FAMILY_FIELDS = [
     "logits_scaling", "no_rope_layer_interval", "no_rope_layers", "num_global_key_value_heads", "num_kv_shared_layers",
     "partial_rotary_factor", "per_layer_config", "query_pre_attn_scalar", "residual_multiplier", "rope_local_base_freq",
     "rope_parameters", "rope_theta", "sliding_window", "sliding_window_pattern", "use_sliding_window",
-    "head_dim", "num_hidden_layers", "num_key_value_heads",
+    "head_dim", "num_hidden_layers", "num_key_value_heads", "clip_qkv", "decoder_sparse_step", "mlp_only_layers",
+    "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
+    "shared_intermediate_size", "swiglu_alpha", "swiglu_limit",
 ]  # fmt: skip
 ROPE_FIELDS = ["rope_type", "type", "factor", "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale"]
 ROPE_FIELDS += ["mscale_all_dim", "attention_factor", "low_freq_factor", "original_max_position_embeddings"]

@@ -55,6 +55,15 @@ YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 BY_KIND = {FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, SLIDING: {"rope_theta": 1e4}}
 GEMMA4 = ODD | {
     "num_hidden_layers": 5,
@@ -64,6 +73,20 @@ GEMMA4 = ODD | {
     "hidden_size_per_layer_input": 10,
     "global_head_dim": 40,
 }
+EXPERTS = {"num_local_experts": 7, "num_experts_per_tok": 3}
+OWN_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3}
+GRANITE_MOE = (
+    HIDDEN
+    | EXPERTS
+    | {
+        "attention_multiplier": 0.11,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+    }
+)
+GPT_OSS = ODD | EXPERTS | {"sliding_window": 37, "rope_parameters": YARN_OF_GPT_OSS}
 FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Cohere2", HIDDEN | {"sliding_window": 37, "logit_scale": 3.0}),
     ("Cohere2", HIDDEN | {"layer_types": MIXED, "sliding_window": 23, "attention_bias": True, "logit_scale": 2.0}),
@@ -78,6 +101,8 @@ FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2, "global_head_dim": 20}),
     ("Glm", ODD | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     ("Glm4", ODD | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.6}}),
+    ("GptOss", GPT_OSS),
+    ("GptOss", GPT_OSS | {"layer_types": MIXED, "attention_bias": False, "swiglu_limit": 0.5, "swiglu_alpha": 1.1}),
     (
         "Granite",
         HIDDEN
@@ -89,6 +114,9 @@ FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
             "mlp_bias": True,
         },
     ),
+    ("GraniteMoe", GRANITE_MOE),
+    ("GraniteMoeShared", GRANITE_MOE),
+    ("GraniteMoeShared", GRANITE_MOE | {"shared_intermediate_size": 31}),
     ("HunYuanDenseV1", ODD | {"attention_bias": True}),
     (
         "HunYuanDenseV1",
@@ -98,13 +126,19 @@ FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Ministral3", ODD | {"rope_parameters": YARN}),
     ("Ministral3", ODD | {"rope_parameters": YARN, "sliding_window": 37}),
     ("Mistral", ODD | {"sliding_window": 37}),
+    ("Mixtral", ODD | EXPERTS | {"sliding_window": 37}),
+    ("Mixtral", ODD | {"num_local_experts": 2, "num_experts_per_tok": 1}),
     ("Olmo2", HIDDEN | {"attention_bias": True}),
     ("Olmo3", HIDDEN | {"sliding_window": 37}),
     ("Olmo3", HIDDEN | {"sliding_window": 23, "layer_types": MIXED, "rope_parameters": BY_KIND}),
+    ("Olmoe", HIDDEN | OWN_EXPERTS | {"attention_bias": True}),
+    ("Olmoe", HIDDEN | OWN_EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 6}),
     ("Phi3", HIDDEN | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.6}}),
     ("Phi3", HIDDEN | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024}),
     ("Phi3", HIDDEN | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24, "sliding_window": 37}),
     ("Qwen2", ODD | {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 2, "head_dim": 10}),
+    ("Qwen3Moe", ODD | OWN_EXPERTS | {"moe_intermediate_size": 23, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    ("Qwen3Moe", ODD | OWN_EXPERTS | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 37}),
     ("SeedOss", ODD | {"attention_out_bias": True, "mlp_bias": True}),
     ("SmolLM3", HIDDEN | {"attention_bias": True, "mlp_bias": True}),
     ("SmolLM3", HIDDEN | {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 37}),
@@ -119,16 +153,6 @@ def case_id(value: object) -> str:
     """The family, or what its config has beside ``ODD``."""
     own = {key: x for key, x in value.items() if x != ODD.get(key)} if isinstance(value, dict) else value
     return str(own)[:80]
-
-
-@pytest.fixture
-def saved(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path) -> Callable[..., Any]:
-    def save(family: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
-        reference = make_reference(family, **changes)
-        reference.save_pretrained(tmp_path)
-        return reference
-
-    return save
 
 
 def load_for(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -193,7 +217,8 @@ def test_half_precision_stays_near_float32(
     saved(family, changes)
     ours, half = (logits_of(load_for(tmp_path, dtype), IDS[:60]) for dtype in (torch.float32, torch.bfloat16))
     assert half.dtype is torch.bfloat16
-    assert (half.float() - ours).norm() / ours.norm() < 0.1
+    bound = 0.2 if "num_experts_per_tok" in changes else 0.1  # experts with near logits may be others
+    assert (half.float() - ours).norm() / ours.norm() < bound
 
 
 @pytest.mark.parametrize(("family", "changes"), dict(FAMILY_CASES).items(), ids=case_id)

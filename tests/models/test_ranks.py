@@ -30,13 +30,19 @@ MODELS = [
     ("Cohere2", {"sliding_window": 5}),
     ("Gemma3", {"sliding_window": 5}),
     ("Gemma4", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "global_head_dim": 32}),
+    ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5}),
     ("Granite", {"residual_multiplier": 0.5}),
+    ("GraniteMoe", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    ("GraniteMoeShared", {"num_local_experts": 5, "shared_intermediate_size": 24}),
     ("Glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
     ("HunYuanDenseV1", {}),
     ("Ministral3", {}),
+    ("Mixtral", {"num_local_experts": 5, "sliding_window": 5}),
     ("Olmo2", {"num_key_value_heads": 4}),
     ("Olmo2", {"num_key_value_heads": 2}),
+    ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0, "eos_token_id": 2}),
     ("Phi3", {"pad_token_id": 0}),
+    ("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]}),
 ]
 
 

@@ -21,8 +21,8 @@ make_reference = models.make_reference
 
 
 def plain_model(folder: Path) -> LlamaForCausalLM:
-    """The model of a folder with weights that are not packed."""
-    config = load_model(str(folder), device=CPU).config
+    """The model of a folder with weights that are not packed, for texts of up to 64 tokens."""
+    config = load_model(str(folder), device=CPU).config.for_context(64)
     source = ModelSource("tiny", config, folder)
     return cast(LlamaForCausalLM, load_weights(source, dtype=torch.float32, device=CPU, pack=False).model)
 

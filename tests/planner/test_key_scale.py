@@ -17,27 +17,36 @@ from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.plan_file import plan_bytes
 from qkv_engine.planner import key_scale as search
-from qkv_engine.planner.forward import compute_logits, decoder_layers, embed, run_layer
 from qkv_engine.planner.gradients import Text
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.plan import read_plan
+from qkv_engine.planner.sequence import Heads, SequenceBatch, run
 from qkv_engine.presets import PRESETS, resolve_kv
 
+from ..models.test_families import FAMILY_CASES, case_id
 from ..models.tiny import write_tiny
 from .test_gradients import CPU, FAMILIES, random_ids
 from .test_plan import plan_for
 
+SCALABLE = FAMILIES + [each for each in FAMILY_CASES if each[0] in ("Cohere2", "Gemma3", "Phi3")]
 
+
+class KeysBatch(SequenceBatch):
+    """Keeps the keys of all layers."""
+
+    keys: list[Tensor]
+
+    def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
+        self.keys = [*([] if layer == 0 else self.keys), heads.k]
+        return super().attend_heads(layer, heads, null_logits)
+
+
+@torch.no_grad()
 def keys_and_logits(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """K [layers, N, H, D] after the rotation, and logits [N, V]."""
-    keys = []
-    with torch.no_grad():
-        x, rotation = embed(model, ids)
-        for layer in decoder_layers(model):
-            passed = run_layer(layer, x, rotation)
-            x = passed.output
-            keys.append(passed.heads.k)
-        return torch.stack(keys), compute_logits(model, x)
+    batch = KeysBatch(model.config.attention)
+    logits = model.compute_logits(run(model, ids, batch))
+    return torch.stack(batch.keys), logits
 
 
 def random_scale(model: LlamaForCausalLM) -> Tensor:
@@ -47,16 +56,18 @@ def random_scale(model: LlamaForCausalLM) -> Tensor:
     return 2 ** (6 * torch.rand(shape, generator=torch.Generator().manual_seed(3)) - 3)
 
 
-@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
+@pytest.mark.parametrize(("family", "changes"), SCALABLE, ids=case_id)
 def test_full_precision_attention_is_unchanged(pair):
-    """Golden check 21: biases, grouped queries, and the q/k norm of Qwen3."""
+    """Golden check 21: biases, grouped queries, q/k norms, windows, and heads of which a part rotates."""
     _, model = pair
     ids, scale = torch.tensor(random_ids(40)), random_scale(model)
     keys, logits = keys_and_logits(model, ids)
     fold_key_scale(model, scale.tolist())
     scaled_keys, same_logits = keys_and_logits(model, ids)
     torch.testing.assert_close(same_logits, logits, rtol=1e-5, atol=1e-5 * float(logits.abs().max()))
-    torch.testing.assert_close(scaled_keys * scale.repeat(1, 1, 2).unsqueeze(1), keys, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        scaled_keys * scale.repeat(1, 1, 2).unsqueeze(1), keys, rtol=1e-5, atol=1e-5 * float(keys.abs().max())
+    )
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES[:1], ids=str)
@@ -74,6 +85,13 @@ def test_other_shapes_and_values_are_refused(pair, change: Callable):
     _, model = pair
     with pytest.raises(ConfigError, match=r"key_scale.*Give 2 layers of 2 KV heads of 8 pairs"):
         fold_key_scale(model, change(random_scale(model).tolist()))
+
+
+@pytest.mark.parametrize(("family", "changes"), [each for each in FAMILY_CASES if each[0] == "Olmo2"], ids=case_id)
+def test_keys_normed_otherwise_are_not_scaled(pair):
+    _, model = pair
+    with pytest.raises(ConfigError, match="keys of this model cannot be scaled"):
+        search.key_peaks(model, Text(random_ids(9)))
 
 
 @pytest.mark.parametrize(("family", "changes"), [FAMILIES[0], FAMILIES[3]], ids=str)

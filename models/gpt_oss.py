@@ -1,0 +1,106 @@
+"""gpt-oss: experts with biases and a clamped activation, a null logit of each head, windows in every other layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.moe import SwiGLU
+
+from .attention import Attention, AttentionBatch
+from .config import ModelConfig, read_layer_types
+from .fields import Fields
+from .layers import CheckpointRows, empty_weight
+from .llama import DecoderLayer, LlamaForCausalLM
+from .moe import MoE, MoeConfig, read_moe
+from .ranks import ALONE, Ranks
+from .rope import Rotation, with_default_rope
+
+_DEFAULTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+}
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def read_gpt_oss(fields: Fields) -> ModelConfig:
+    """gpt-oss, whose experts are in the model's dtype."""
+    fields = with_default_rope(fields.given(**_DEFAULTS), _ROPE)
+    bias = fields.boolean("attention_bias", default=True)
+    alpha = fields.number("swiglu_alpha", 1e-3, 1e3, default=1.702)
+    limit = fields.number("swiglu_limit", 1e-3, 1e6, default=7.0)
+    config = MoeConfig.read(
+        fields,
+        layer_types=read_layer_types(fields, lambda layer: (layer + 1) % 2),
+        attention_bias=bias,
+        attention_output_bias=bias,
+        **read_moe(fields),
+        expert_activation=SwiGLU(alpha, limit, shift=1.0),
+        expert_bias=True,
+    )
+    return replace(config, attention=tuple(spec._replace(has_null_logit=True) for spec in config.attention))
+
+
+class GptOssAttention(Attention):
+    """Attention with a learned null logit of each head, which the checkpoint calls a sink."""
+
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
+        super().__init__(config, layer, ranks)
+        self.heads = ranks.part(config.num_heads)
+        self.null_logits = empty_weight(self.heads.size)
+
+    def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+        """See ``Attention.attend``."""
+        return batch.attend(self.layer, qkv, rotation, None, self.null_logits)
+
+    def checkpoint_rows(self) -> Iterator[CheckpointRows]:
+        size, first, whole = self.heads
+        yield CheckpointRows("self_attn.sinks", (whole,), self.null_logits, 0, size, first)
+
+
+class GptOssMoE(MoE):
+    """All experts of a layer are one tensor, transposed, whose columns are gate's and up's by turns."""
+
+    router_name = "mlp.router"
+
+    def expert_rows(self) -> Iterator[CheckpointRows]:
+        """See ``MoE.expert_rows``."""
+        assert self.gate_up_bias is not None and self.down_bias is not None
+        number, hidden, (size, first, whole) = self.num_experts, self.hidden, self.inner
+        gate_up, down = (f"mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+        yield CheckpointRows(f"{gate_up}_bias", (number, 2 * whole), self.gate_up_bias, 0, number, 0, 2 * first)
+        yield CheckpointRows(f"{down}_bias", (number, hidden), self.down_bias, 0, number)
+        for expert in range(number):
+            start, shape = 2 * expert * size, (number, hidden, 2 * whole)
+            columns = (expert * hidden, 2 * first)
+            yield CheckpointRows(gate_up, shape, self.gate_up, start, start + 2 * size, *columns, is_transposed=True)
+            start, shape = expert * hidden, (number, whole, hidden)
+            columns = (expert * whole + first, 0)
+            yield CheckpointRows(down, shape, self.down, start, start + hidden, *columns, is_transposed=True)
+
+    def convert(self) -> None:
+        """Puts gate's rows before up's."""
+        assert self.gate_up_bias is not None
+        for rows in (*self.gate_up, *self.gate_up_bias):
+            rows.copy_(torch.cat((rows[::2], rows[1::2])))
+
+
+class GptOssLayer(DecoderLayer):
+    """Llama's layer with null logits and experts."""
+
+    attention_class = GptOssAttention
+    mlp_class = GptOssMoE
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """gpt-oss."""
+
+    layer_class = GptOssLayer

@@ -1,0 +1,86 @@
+"""Granite-MoE: Granite with a mixture of experts in every layer, and a dense MLP beside it in some models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from .attention import AttentionBatch
+from .config import ModelConfig
+from .fields import Fields
+from .granite import GraniteConfig, GraniteLayer, read_granite_options
+from .layers import CheckpointRows
+from .llama import MLP, LlamaForCausalLM
+from .moe import MoE, MoeConfig, read_moe
+from .ranks import ALONE, Ranks
+from .rope import Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeConfig(GraniteConfig, MoeConfig):
+    """``shared_size``: inner features of the MLP that all tokens share, 0 for none."""
+
+    shared_size: int
+
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """See ``ModelConfig.inner_sizes``."""
+        return (self.expert_size, self.shared_size)
+
+
+def read_granite_moe(fields: Fields) -> ModelConfig:
+    """Granite-MoE."""
+    fields = fields.given(num_experts=8, num_experts_per_tok=2)
+    shared_size = fields.integer("shared_intermediate_size", 0, 2**20, default=0)
+    return GraniteMoeConfig.read(fields, **read_granite_options(fields), **read_moe(fields), shared_size=shared_size)
+
+
+class GraniteMoE(MoE):
+    """All experts of a layer are one tensor, gate's rows then up's of each."""
+
+    router_name = "block_sparse_moe.router.layer"
+
+    def expert_rows(self) -> Iterator[CheckpointRows]:
+        """See ``MoE.expert_rows``."""
+        size, first, whole = self.inner
+        shape = (self.num_experts, 2 * whole, self.hidden)
+        for half in range(2 * self.num_experts):
+            start, row = half * size, half * whole + first
+            yield CheckpointRows("block_sparse_moe.input_linear.weight", shape, self.gate_up, start, start + size, row)
+        shape, rows = (self.num_experts, self.hidden, whole), self.num_experts * self.hidden
+        yield CheckpointRows("block_sparse_moe.output_linear.weight", shape, self.down, 0, rows, 0, first)
+
+
+class SharedMLP(MLP):
+    """The MLP beside the experts."""
+
+    fused_name, down_name = "input_linear", "output_linear"
+
+
+class GraniteMoeLayer(GraniteLayer):
+    """Granite's layer with experts, and with what all tokens share."""
+
+    mlp_class = GraniteMoE
+
+    def __init__(self, config: GraniteMoeConfig, layer: int, ranks: Ranks = ALONE):
+        super().__init__(config, layer, ranks)
+        shared = replace(config, intermediate_size=config.shared_size, fused_gate_up=True)
+        self.shared_mlp = SharedMLP(shared, ranks) if config.shared_size else None
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """See ``DecoderLayer.forward``."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch) * self.multiplier
+        x, residual = self.post_attention_layernorm(x, residual)
+        added = self.mlp(x) if self.shared_mlp is None else self.mlp(x) + self.shared_mlp(x)
+        return added * self.multiplier, residual
+
+
+class GraniteMoeForCausalLM(LlamaForCausalLM):
+    """Granite-MoE, with or without a shared MLP."""
+
+    layer_class = GraniteMoeLayer

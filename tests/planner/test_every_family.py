@@ -1,0 +1,43 @@
+"""A plan of each family, from a folder through the command line to an engine that serves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from qkv_engine import Engine, SamplingParams
+from qkv_engine.cli.main import main
+from qkv_engine.planner.plan import read_plan
+
+from ..models.test_families import FAMILY_CASES, case_id
+from ..models.tiny import write_tiny
+from .test_gradients import UNLIKE
+
+CASES = list({each[0]: each for each in FAMILY_CASES if each not in UNLIKE}.values())
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=case_id)
+def test_a_plan_solves_and_is_served(
+    family: str,
+    changes: dict,
+    make_reference: Callable[..., transformers.PreTrainedModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    folder, path, texts = write_tiny(tmp_path / "model"), tmp_path / "plan.json", tmp_path / "texts.jsonl"
+    make_reference(family, **changes).save_pretrained(folder)
+    words = ["".join(chr(97 + (7 * n + m * m) % 26) for m in range(200)) for n in range(3)]
+    texts.write_text("\n".join(json.dumps({"text": text}) for text in words))
+    options = ["--data", str(texts), "--samples", "3", "--budget", "4bits", "--context", "40000", "-o", str(path)]
+    assert main(["plan", str(folder), *options]) == 0, capsys.readouterr().err
+    plan = read_plan(path)
+    assert plan.model.architecture == f"{family}ForCausalLM" and min(plan.profile.scores.k + plan.profile.scores.v) > 0
+    sides = plan.profile.sensitivities
+    assert all(max(layers) > 0 for side in (sides.k, sides.v) for name, layers in side.items() if name != "dense16")
+    prompt, params = [3 + n % 50 for n in range(400)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with Engine(str(folder), kv=path, kv_memory="16MiB") as engine:
+        assert len(engine.generate([prompt], params)[0].outputs[0].token_ids) == 8
