@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qkv_engine.models.loader import LoadedModel, find_model, load_weights, num_
 from qkv_engine.models.ranks import Ranks
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 
 from .conftest import CPU
 from .test_engine_parity import assert_greedy
@@ -50,7 +52,8 @@ def test_low_precision_stays_near_transformers(
     with torch.inference_mode():
         theirs = reference(IDS[None]).logits[0].log_softmax(-1)[range(first - 1, 299), IDS[first:]]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, num_prefill_tokens=first)
-    with Engine(tmp_path, kv=kv, kv_memory="8MiB", device="cpu") as engine:
+    ladder = replace(PRESETS[kv], narrow_windows=True)
+    with Engine(tmp_path, kv=ladder, kv_memory="8MiB", device="cpu") as engine:
         output = engine.generate([IDS.tolist()], params)[0]
     assert output.kv.lowest_bits == int(kv.removeprefix("int"))
     entries = zip((output.prompt_logprobs or [])[first:], IDS[first:].tolist(), strict=True)
