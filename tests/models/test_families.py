@@ -222,6 +222,7 @@ def test_half_precision_stays_near_float32(
     assert (half.float() - ours).norm() / ours.norm() < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), dict(FAMILY_CASES).items(), ids=case_id)
 def test_random_weights_and_low_precision_run(
     family: str, changes: dict[str, Any], saved: Callable[..., Any], tmp_path: Path

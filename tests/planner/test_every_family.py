@@ -13,14 +13,18 @@ from qkv_engine import Engine, SamplingParams
 from qkv_engine.cli.main import main
 from qkv_engine.planner.plan import read_plan
 
-from ..models.test_families import FAMILY_CASES, case_id
+from ..models.test_families import FAMILY_CASES
 from ..models.tiny import write_tiny
 from .test_gradients import UNLIKE
 
-CASES = list({each[0]: each for each in FAMILY_CASES if each not in UNLIKE}.values())
+FAST = ("Gemma3", "Phi3", "Qwen3Moe")
+CASES = [
+    pytest.param(*each, marks=[] if each[0] in FAST else pytest.mark.slow, id=each[0])
+    for each in {each[0]: each for each in FAMILY_CASES if each not in UNLIKE}.values()
+]
 
 
-@pytest.mark.parametrize(("family", "changes"), CASES, ids=case_id)
+@pytest.mark.parametrize(("family", "changes"), CASES)
 def test_a_plan_solves_and_is_served(
     family: str,
     changes: dict,
