@@ -81,7 +81,7 @@ def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, m
 def test_preempted_and_aborted_requests_leave_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for some of the crowd, and admission that looks at nothing; the second request is aborted."""
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
-    with Engine(kv=eager("xquant-g32", 128), kv_memory="15MiB", prefix_caching=False, device="cpu") as engine:
+    with Engine(kv=eager("xquant-g32", 128), kv_memory="12MiB", prefix_caching=False, device="cpu") as engine:
         recorder, crowd = Recorder(engine, monkeypatch), prompts(4, 200, 250)
         streams = [engine.stream(prompt, LONG) for prompt in crowd]
         next(iter(streams[1]))
