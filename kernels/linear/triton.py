@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
+from ..product_parts import load_bias, load_columns, weight_rows
 
 VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
 
@@ -61,18 +62,18 @@ def linear_sum_kernel(
     let_next_start(OVERLAP)
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     i_p, o_k = tl.program_id(0), tl.arange(0, BLOCK_K)
-    o_n = _weight_rows(i_p, N, GATED, False, BLOCK_N)
+    o_n = weight_rows(i_p, N, GATED, False, BLOCK_N)
     p_weight = weight_ptr + o_n[:, None] * K
     weights = ()
     for part in tl.static_range(PARTS):
-        b_weight = _load_columns(p_weight, part * BLOCK_K + o_k[None, :], K, BLOCK_K, "evict_first")
+        b_weight = load_columns(p_weight, part * BLOCK_K + o_k[None, :], K, BLOCK_K, "evict_first")
         weights += (b_weight,)  # type: ignore[assignment]
-    b_bias = _load_bias(bias_ptr, o_n)
+    b_bias = load_bias(bias_ptr, o_n)
     wait_for_previous(OVERLAP)
 
     b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for part in tl.static_range(PARTS):
-        b_x = _load_columns(x_ptr, part * BLOCK_K + o_k, K, BLOCK_K, "")
+        b_x = load_columns(x_ptr, part * BLOCK_K + o_k, K, BLOCK_K, "")
         b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
     b_out = (tl.sum(b_acc, 1) + b_bias).to(out_ptr.dtype.element_ty)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -96,15 +97,15 @@ def linear_tile_kernel(
     """
     let_next_start(OVERLAP)
     i_p, o_m, o_k = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    o_n = _weight_rows(i_p, N, GATED, FULL, BLOCK_N)
+    o_n = weight_rows(i_p, N, GATED, FULL, BLOCK_N)
     p_weight = weight_ptr + o_n[:, None] * K
-    b_bias = _load_bias(bias_ptr, o_n)
+    b_bias = load_bias(bias_ptr, o_n)
     p_x, m_m = x_ptr + o_m[:, None] * K, (o_m < M)[:, None]
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_previous(OVERLAP)
 
     for i in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        b_weight = _load_columns(p_weight, i + o_k[None, :], K, BLOCK_K, "evict_first")
+        b_weight = load_columns(p_weight, i + o_k[None, :], K, BLOCK_K, "evict_first")
         m_x = m_m if K % BLOCK_K == 0 else m_m & (i + o_k < K)[None, :]
         b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
         b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc)
@@ -116,36 +117,6 @@ def linear_tile_kernel(
     o_out = i_p * OUTS + tl.arange(0, OUTS)
     m_out = (o_m < M)[None, :] & (o_out < num_out)[:, None]
     tl.store(out_ptr + o_m[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
-
-
-@triton.jit
-def _weight_rows(i_p, N, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Int64 numbers [BLOCK_N] of a program's rows of the weight, with GATED a gate's and its up's by turns.
-
-    Rows beyond the last one repeat it, which needs no mask; with FULL there are none, and addresses are simpler.
-    """
-    o_n = i_p.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATED:
-        o_n = o_n // 2 + o_n % 2 * (N // 2)
-    return o_n if FULL else tl.minimum(o_n, N - 1)
-
-
-@triton.jit
-def _load_columns(p, o_k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICTION: tl.constexpr):
-    """Columns ``o_k`` of rows of K, zeros beyond."""
-    if K % BLOCK_K == 0:
-        return tl.load(p + o_k, eviction_policy=EVICTION)
-    else:
-        return tl.load(p + o_k, mask=o_k < K, other=0.0, eviction_policy=EVICTION)
-
-
-@triton.jit
-def _load_bias(bias_ptr, o_n):
-    """Float32 [BLOCK_N], zeros without a bias."""
-    if bias_ptr is None:
-        return tl.zeros_like(o_n).to(tl.float32)
-    else:
-        return tl.load(bias_ptr + o_n).to(tl.float32)
 
 
 @triton.jit

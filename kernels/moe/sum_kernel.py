@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
-from .parts import gate, load_bias, load_columns, weight_rows
+from ..product_parts import load_bias, load_columns, weight_rows
+from .parts import gate
 
 
 @triton.jit

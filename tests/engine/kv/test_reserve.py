@@ -29,20 +29,25 @@ def reserve_of(rungs: list[int], slab_nbytes: int, num_floors: int = 1) -> int:
     return reserve_nbytes([rungs], rungs[0], slab_nbytes, [num_floors])
 
 
-def full_tables(rng: random.Random, ladder: KVSpec, floors: list[int]) -> BlockTables:
-    """Requests that took in turns all that ordinary allocations may take, while some blocks stepped down."""
-    block, slab = ladder.main.widest.nbytes, slab_of(rng, ladder)
-    nbytes = slab * (2 * len(set(floors)) + 2) + rng.randint(2 * block, 30 * block)
-    tables = make_space(nbytes / block, ladder, slab_blocks=slab / block).tables
+def fill(rng: random.Random, tables: BlockTables, floors: list[int], num_turns: int) -> None:
+    """Has a request of each floor take blocks in turns, while some blocks step down."""
     for name, floor in enumerate(floors):
         tables.open(str(name), floor)
-    for _ in range(1000):
+    for _ in range(num_turns):
         name = str(rng.randrange(len(floors)))
         tables.reserve(name, tables.held(name) + 1)
         blocks = [block for block in tables.store.live_blocks() if block.rung < block.floor]
         if blocks and rng.random() < 0.3:
             block = rng.choice(blocks)
             tables.demote([(block, rng.randint(block.rung + 1, block.floor))])
+
+
+def full_tables(rng: random.Random, ladder: KVSpec, floors: list[int]) -> BlockTables:
+    """Requests that took in turns all that ordinary allocations may take, while some blocks stepped down."""
+    block, slab = ladder.main.widest.nbytes, slab_of(rng, ladder)
+    nbytes = slab * (2 * len(set(floors)) + 2) + rng.randint(2 * block, 30 * block)
+    tables = make_space(nbytes / block, ladder, slab_blocks=slab / block).tables
+    fill(rng, tables, floors, 1000)
     return tables
 
 
@@ -95,15 +100,7 @@ def two_full_tables(rng: random.Random, spec: KVSpec, floors: list[int]) -> Bloc
     slab = rng.choice(slabs)
     nbytes = slab * 12 + rng.randint(2 * block, 30 * block)
     tables = make_space(nbytes / block, spec, slab_blocks=slab / block).tables
-    for name, floor in enumerate(floors):
-        tables.open(str(name), floor)
-    for _ in range(200):
-        name = str(rng.randrange(len(floors)))
-        tables.reserve(name, tables.held(name) + 1)
-        blocks = [block for block in tables.store.live_blocks() if block.rung < block.floor]
-        if blocks and rng.random() < 0.3:
-            block = rng.choice(blocks)
-            tables.demote([(block, rng.randint(block.rung + 1, block.floor))])
+    fill(rng, tables, floors, 200)
     return tables
 
 
