@@ -163,6 +163,9 @@ class KVManager:
     def evict(self) -> bool:
         return self.prefix is not None and self.prefix.evict()
 
+    def blocks(self, request: Request) -> Iterator[Block]:
+        return self.tables.blocks(request.request_id)
+
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self._blocks.unsettled(request.request_id, request.num_computed_tokens)
 
