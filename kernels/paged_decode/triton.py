@@ -132,7 +132,8 @@ def kernel_names(bounds: Bounds, batch: int) -> list[Hashable]:
 
     Launches of one name differ in their grids and tensors alone, so that they share a compiled kernel.
     """
-    return [("attention", bounds.is_short, bounds.others > 0), ("merge", *_merge_tile(bounds.num_items, batch))]
+    order = (bounds.others > 0) + (bounds.others > bounds.first)  # all but the first are launched with other options
+    return [("attention", bounds.is_short, order), ("merge", *_merge_tile(bounds.num_items, batch))]
 
 
 def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
