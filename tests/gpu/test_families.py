@@ -31,6 +31,8 @@ SIZES = {
     "head_dim": 64,
     "max_position_embeddings": 2048,
     "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = {"sliding_window": 300, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]}
