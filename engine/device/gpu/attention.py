@@ -41,7 +41,7 @@ class GpuAttentionPlanner:
         num_multiprocessors = 1
         if memory.is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
-        self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads) for spec in specs)
+        self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
         parts = zip(tables.groups, tables.block_words, ladder.groups, strict=True)
         self.groups = [
             GpuGroupPlanner(memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors)
