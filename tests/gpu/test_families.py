@@ -15,14 +15,16 @@ import torch
 import transformers
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
+from qkv_engine.device.gpu.steps import DecodeShape
 from qkv_engine.models.loader import read_config
 
+from ..engine import test_gpu_steps
 from ..models.conftest import config_class, fill
 
 pytestmark = pytest.mark.gpu
 
 SIZES = {
-    "vocab_size": 997,
+    "vocab_size": 1009,
     "hidden_size": 256,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -48,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
         "global_head_dim": 128,
         "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 997,
+        "vocab_size_per_layer_input": 1009,
         "hidden_size_per_layer_input": 32,
     },
     "GptOss": MIXED | EXPERTS,
@@ -87,7 +89,7 @@ PRESSURE = 1536  # tokens whose KV fits, about half of what the prompts and thei
 # In float32 what differs is the order of sums, by some 1e-6 of a layer's values, and 1e-4 of a log-probability.
 BOUND = 1e-3
 # Blocks step down at other steps on either device, but what that costs is alike in the mean over 700 tokens.
-ERROR_RATIO, LEAST_ERROR = 1.5, 0.01
+ERROR_RATIO, LEAST_ERROR = 1.5, 0.003
 
 
 def save(family: str, folder: Path) -> Path:
@@ -170,3 +172,17 @@ def test_low_precision_costs_what_it_costs_the_cpu(
         found[name] = sum(errors) / len(errors)
     report.append(f"{family}, auto under pressure: " + ", ".join(f"{name} {x:.4f}" for name, x in found.items()))
     assert max(found.values()) <= ERROR_RATIO * found["cpu"] + LEAST_ERROR
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Gemma4", "GptOss", "GraniteMoe", "Mistral", "Qwen3Moe"])
+def test_graphs_do_not_change_tokens(family: str, tmp_path: Path, device: str = "cuda") -> None:
+    """Batches of one to eight, with a preemption; in float32, since the rows of a step decide on its experts' tiles."""
+    folder = save(family, tmp_path)
+    options = {"model": str(folder), "kv": "fp32", "kv_memory": under_pressure(folder, 4), "dtype": "float32"}
+    options |= {"device": device, "seqs": 8, "max_model_len": 1024}
+    captured, core = test_gpu_steps.serve(test_gpu_steps.GREEDY, **options)
+    graphs = core.runner.backend.steps._graphs
+    batches = {shape.batch for shape in graphs._graphs if isinstance(shape, DecodeShape)}
+    assert graphs._works and len(batches) >= 3 and core.scheduler.num_preemptions
+    plain, _ = test_gpu_steps.serve(test_gpu_steps.GREEDY, cuda_graphs=False, **options)
+    assert captured == plain
