@@ -40,7 +40,7 @@ def with_capacity(row: RatedRow, kv: KVConfig, config: ModelConfig) -> ParetoRow
     """``row`` with the capacity of the KV memory that its engine had; without one if it had none."""
     ladder = make_ladder(kv, config, config.dtype)
     try:
-        num_tokens = capacity(ladder.spec, row.kv_bytes_total or 0, ladder.last)
+        num_tokens = capacity(ladder.spec, row.kv_bytes_total or 0, ladder.last, config.max_position_embeddings)
     except CapacityError:
         num_tokens = None
     floor = ladder.narrowest

@@ -186,8 +186,7 @@ def _capacities(ladder: Ladder, nbytes: int, context: int) -> tuple[list[int], i
         tables = make_tables(ladder.spec, nbytes)
     except CapacityError as error:
         return [0] * len(ladder.names), 0, error
-    most = None if ladder.main.visible is None else context
-    found = [tables.max_tokens(number, most=most) for number in range(len(ladder.names))]
+    found = [tables.max_tokens(number, context=context) for number in range(len(ladder.names))]
     return found, tables.arena.reserve_nbytes, None
 
 
@@ -204,14 +203,14 @@ def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for number, (name, capacity) in enumerate(zip(ladder.names, capacities, strict=True)):
         found = ladder.at(number)
-        formats = [found[group].layers[index] for group, index in ladder.places]
+        formats = ladder.stored(number)
         code_nbytes = sum(rung.codes_nbytes + rung.dense_nbytes for rung in found)
         rows.append(
             {
                 "rung": name,
-                "k": by_layers([k.name for k, _ in formats]),
-                "v": by_layers([v.name for _, v in formats]),
-                "block_bytes": sum(rung.block_nbytes for rung in found),
+                "k": by_layers(formats.formats("k", len(ladder.places))),
+                "v": by_layers(formats.formats("v", len(ladder.places))),
+                "block_bytes": ladder.block_nbytes(number),
                 "bytes_per_token": sum(rung.token_nbytes for rung in found),
                 "code_bits": 8 * code_nbytes / sum(rung.num_elements for rung in found),
                 "effective_bits": ladder.effective_bits(number),
