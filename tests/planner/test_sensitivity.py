@@ -78,7 +78,7 @@ def test_layers_with_unlike_heads_have_the_same_candidates_each_with_bytes_of_it
     small, large = LayerKV(2, 33), LayerKV(1, 128, 512)
     found = Candidates.of_layers([small, large, small], torch.float32)
     assert [list(each.k) for each in found] == [list(found[0].k)] * 3 and "int1-token-128" not in found[1].v
-    assert [each.k["dense16"].nbytes for each in found] == [128 * 2 * 33 * 4, 128 * 128 * 4, 128 * 2 * 33 * 4]
+    assert [each.k["dense16"].nbytes for each in found] == [128 * 2 * 33 * 2, 128 * 128 * 2, 128 * 2 * 33 * 2]
     assert list(found[0].k) == [name for name in Candidates.of(2, 33, torch.float32).k if name in found[1].k]
 
 
