@@ -60,7 +60,7 @@ def kv_gradients(attention: torch.nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         keys = attention.config.num_key_value_heads * attention.head_dim
         yield attention.qkv_proj.weight.grad[-2 * keys :].chunk(2)
     elif getattr(attention, "k_proj", None) is not None:
-        yield attention.k_proj.weight.grad, attention.v_proj.weight.grad
+        yield attention.k_proj.weight.grad, (attention.v_proj or attention.k_proj).weight.grad
 
 
 @each_family
