@@ -222,4 +222,6 @@ def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:
     bits = [8 * side.codes_nbytes // elements for side in (page.k, page.v)]
     num_warps, num_stages = (2, 2) if min(bits) > 4 else (1, 4) if max(bits) > 3 else (1, 5)
     tiles = min_tiles if block_g <= 4 or min(bits) > 4 else 4
+    if shape.head_dim > 256:
+        return Tuning(WIDE_TUNING.num_warps, 1 if min(bits) > 4 else 2, shape.num_tokens // tiles)
     return Tuning(num_warps * max(1, block_g // 8), num_stages, shape.num_tokens // tiles)

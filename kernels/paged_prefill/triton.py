@@ -191,7 +191,7 @@ def prefill_variant(
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
     tuning = tuning or TUNING
     if block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
-        tuning = replace(tuning, num_warps=8, tile=32)
+        tuning = replace(tuning, num_warps=8, num_stages=min(4, tuning.num_stages), tile=32)
     if block_d > 256:
         tuning = replace(tuning, num_stages=2, tile=16)
     if dtype == torch.float32:  # float32 dots have no matrix instructions and take every register

@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gemma 3": (4, 2, 256, {"window": 1024}),
     "gemma 4": (1, 8, 256, {"window": 512}),
     "gemma 4 full": (1, 8, 512, {}),
+    "gemma 4 full, few heads": (1, 4, 512, {}),
     "gpt-oss": (8, 8, 64, {"window": 128}),
     "mistral": (8, 4, 128, {"window": 4096}),
 }
@@ -38,7 +39,7 @@ def attention() -> Iterator[Case]:
     """Decode over dense and sealed pages, prefill with and without null logits."""
     for name, (heads, group, head_dim, rule) in LAYERS.items():
         dense = dense_page(torch.bfloat16, heads, head_dim)
-        for kind, page in (("dense", dense), ("int8", uniform_page(8, heads, head_dim))):
+        for kind, page in (("dense", dense), *((f"int{n}", uniform_page(n, heads, head_dim)) for n in (8, 4))):
             kernel, constexprs, tuning = decode_variant(page, group, sink_tokens=32, **rule)
             yield f"{name} decode {kind}", kernel, {**constexprs, **NO_BANKS, "OVERLAP": True}, tuning
         block_m = WIDE_BLOCK_M if head_dim > 256 else BLOCK_M

@@ -176,6 +176,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "int8": (uniform_page(8, 1, 64), 64),
         "int4": (uniform_page(4, 1, 128), 128),
         "kivi-2": (uniform_page(2, 1, 64, group=32), 64),
+        "int8 512": (uniform_page(8, 1, 512), 512),
         "int3": (uniform_page(3, 1, 96), 96),
         "K4 V2": (uniform_page((4, 2), 1, 64), 64),
         "int4 K per token": (uniform_page(4, 1, 64, k_axis="token"), 64),
