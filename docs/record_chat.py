@@ -19,12 +19,12 @@ from pathlib import Path
 COLUMNS, ROWS = 92, 30
 COMMAND = ["qkv-engine", "chat", "--kv", "auto-2", "--kv-memory", "6MiB"]
 LEDGER = (
-    "Accounts: Tom 29, Gus 21, Van 18, Zoe 12, Eli 61. 1) Van pays 0. 2) Eli gives Van 5. 3) Tom earns 0. 4) Van pays 3. "
-    "5) Van gives Eli 2. 6) Van pays 8. 7) Gus gives Zoe 5. 8) Eli gives Van 1. 9) Eli pays 4. 10) Eli earns 6. "
-    "11) Zoe earns 3. 12) Tom gives Eli 1. 13) Van gives Zoe 6. 14) Gus gives Tom 7. 15) Zoe earns 5. 16) Eli gives Van 9. "
-    "17) Van gives Tom 1. 18) Van pays 9. 19) Tom earns 2. 20) Tom gives Eli 6. 21) Van pays 2. 22) Van gives Eli 1. "
-    "23) Zoe pays 9. 24) Tom earns 3. 25) Van earns 6. 26) Gus earns 0. 27) Zoe gives Gus 6. 28) Van pays 1. "
-    "29) Gus gives Zoe 4. 30) Tom gives Eli 3. What are the balances?"
+    "Accounts: Tom 29, Gus 21, Van 18, Zoe 12, Eli 61. 1) Van pays 0. 2) Eli gives Van 5. 3) Tom earns 0. 4) Van "
+    "pays 3. 5) Van gives Eli 2. 6) Van pays 8. 7) Gus gives Zoe 5. 8) Eli gives Van 1. 9) Eli pays 4. 10) Eli "
+    "earns 6. 11) Zoe earns 3. 12) Tom gives Eli 1. 13) Van gives Zoe 6. 14) Gus gives Tom 7. 15) Zoe earns 5. "
+    "16) Eli gives Van 9. 17) Van gives Tom 1. 18) Van pays 9. 19) Tom earns 2. 20) Tom gives Eli 6. 21) Van pays "
+    "2. 22) Van gives Eli 1. 23) Zoe pays 9. 24) Tom earns 3. 25) Van earns 6. 26) Gus earns 0. 27) Zoe gives Gus "
+    "6. 28) Van pays 1. 29) Gus gives Zoe 4. 30) Tom gives Eli 3. What are the balances?"
 )
 PICTURE = Path(__file__).parent / "images" / "chat.svg"
 
