@@ -15,6 +15,8 @@ from qkv_engine.kernels.linear import linear, pack_weight
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
 
 from .ranks import Part, Ranks
+from .weights.format import WeightFormat, format_nbytes
+from .weights.plain import PLAIN
 
 
 class Layer(nn.Module):
@@ -37,6 +39,10 @@ class Layer(nn.Module):
 
     def pack(self) -> None:
         """Called once after loading: weights may change to their operators' fastest layout."""
+
+    def weight_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the module's own weights, for activations of ``dtype``; asked before they are packed."""
+        return sum(parameter.numel() for parameter in self.parameters(recurse=False)) * dtype.itemsize
 
 
 class CheckpointRows(NamedTuple):
@@ -91,6 +97,8 @@ class Linear(Layer):
     With ``fused_name`` the checkpoint has them as one tensor. ``pack`` ends loading; after it the weight is opaque.
     """
 
+    format: WeightFormat = PLAIN
+
     def __init__(
         self, in_features: int | Part, shards: Mapping[str, int | Part], *, bias: bool, fused_name: str | None = None
     ):
@@ -119,6 +127,11 @@ class Linear(Layer):
             if self.bias is not None:
                 yield CheckpointRows(f"{name}.bias", (num_rows,), self.bias, start, stop, first)
             start, before = stop, before + rows.whole
+
+    def weight_nbytes(self, dtype: torch.dtype) -> int:
+        """See ``Layer.weight_nbytes``."""
+        bias = 0 if self.bias is None else self.bias.numel() * dtype.itemsize
+        return bias + format_nbytes(self.format, *self.weight.shape, dtype)
 
     def pack(self) -> None:
         """Replaces the weight by the fastest product's layout and frees the original."""

@@ -160,9 +160,8 @@ def num_parameters(config: ModelConfig) -> int:
 
 def weights_nbytes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
     """Bytes of a rank's weights of a model in ``dtype``, a tied output embedding counted once."""
-    if num_ranks == 1:
-        return num_parameters(config) * dtype.itemsize
-    return sum(weight.numel() for weight in build_model(config, Ranks(0, num_ranks)).parameters()) * dtype.itemsize
+    net = build_model(config, Ranks(0, num_ranks))
+    return sum(module.weight_nbytes(dtype) for _, module in layers_with_weights(net, config))
 
 
 def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> int:
@@ -178,13 +177,18 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, n
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, list[CheckpointRows]]:
     """Checkpoint names of an unpacked model with the targets of each. A tied output embedding has no tensor."""
     wanted: dict[str, list[CheckpointRows]] = {}
-    for path, module in net.named_modules():
-        if not isinstance(module, Layer) or (path == "lm_head" and config.tie_word_embeddings):
-            continue
+    for path, module in layers_with_weights(net, config):
         parent = path.rpartition(".")[0]
         for part in module.checkpoint_rows():
             wanted.setdefault(f"{parent}.{part.name}" if parent else part.name, []).append(part)
     return wanted
+
+
+def layers_with_weights(net: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Layer]]:
+    """Paths and layers of a model, but for an output embedding that is the input's."""
+    for path, module in net.named_modules():
+        if isinstance(module, Layer) and not (path == "lm_head" and config.tie_word_embeddings):
+            yield path, module
 
 
 def find_folder(

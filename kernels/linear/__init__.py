@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ..swiglu import swiglu
 from . import cpu
+from .codes import Float8Weight, IntegerWeight
 from .cpu import PackedWeight
+
+Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight  # what a linear layer may hold
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
@@ -67,4 +70,20 @@ def padded_rows(num_rows: int, device: torch.device) -> int:
     return -(-num_rows // step) * step
 
 
-__all__ = ["PackedWeight", "linear", "linear_swiglu", "pack_weight", "padded_rows"]
+def weight_nbytes(weight: Weight) -> int:
+    """Bytes of a weight's tensors."""
+    parts = (weight,) if isinstance(weight, Tensor) else weight
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+__all__ = [
+    "Float8Weight",
+    "IntegerWeight",
+    "PackedWeight",
+    "Weight",
+    "linear",
+    "linear_swiglu",
+    "pack_weight",
+    "padded_rows",
+    "weight_nbytes",
+]
