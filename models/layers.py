@@ -131,7 +131,8 @@ class Linear(Layer):
     def weight_nbytes(self, dtype: torch.dtype) -> int:
         """See ``Layer.weight_nbytes``."""
         bias = 0 if self.bias is None else self.bias.numel() * dtype.itemsize
-        return bias + format_nbytes(self.format, *self.weight.shape, dtype)
+        rows, columns = self.weight.shape
+        return bias + format_nbytes(self.format, rows, columns, dtype)
 
     def pack(self) -> None:
         """Replaces the weight by the fastest product's layout and frees the original."""

@@ -10,14 +10,33 @@ from torch import Tensor
 
 from qkv_engine.kernels.linear import Weight, weight_nbytes
 
+from ..ranks import Part
+
 Found = Mapping[str, Tensor]  # tensors of a checkpoint by the ends of their names
 
 
 class Dim(NamedTuple):
-    """A dimension of a stored tensor: rows of the weight, its columns, or neither; ``per`` of them an element."""
+    """A dimension of a stored tensor: rows of the weight, its columns, or neither; ``per`` of them an element.
+
+    Ranks cannot have parts of an ``indivisible`` one.
+    """
 
     of: str | None
     per: int = 1
+    indivisible: bool = False
+
+    def of_part(self, rows: Part, columns: Part) -> Part | None:
+        """The elements of a part of the weight; ``None`` if it has parts of elements."""
+        if self.of is None:
+            return Part.all(1)
+        size, first, whole = rows if self.of == "rows" else columns
+        stop, elements = first + size, -(-whole // self.per)
+        if (first, stop) == (0, whole):
+            return Part.all(elements)
+        if self.indivisible or first % self.per or (stop % self.per and stop != whole):
+            return None
+        first //= self.per
+        return Part(-(-stop // self.per) - first, first, elements)
 
 
 ROWS, COLUMNS = Dim("rows"), Dim("columns")
@@ -29,6 +48,10 @@ class CheckpointTensor(NamedTuple):
     suffix: str
     dtypes: tuple[str, ...]  # safetensors' names of those that are read
     dims: tuple[Dim, ...]
+
+    def parts(self, rows: Part, columns: Part) -> tuple[Part | None, ...]:
+        """The elements of each dimension that a part of the weight has."""
+        return tuple(dim.of_part(rows, columns) for dim in self.dims)
 
 
 class WeightFormat(Protocol):
@@ -42,6 +65,11 @@ class WeightFormat(Protocol):
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
         """What a checkpoint has of a projection."""
+        ...
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether some rows of a projection can be built at a time."""
         ...
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Weight:

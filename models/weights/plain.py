@@ -16,6 +16,8 @@ class Plain:
     name = "plain"
     tensors = (CheckpointTensor("weight", FLOATS, (ROWS, COLUMNS)),)
 
+    is_streamed = False
+
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """See ``WeightFormat.empty``."""
         return torch.empty(rows, columns, dtype=dtype)
