@@ -90,6 +90,15 @@ class CheckpointRows(NamedTuple):
             (target if self.is_broadcast else target[start:stop]).copy_(rows)
 
 
+class Projection(NamedTuple):
+    """Rows ``[start, start + rows.size)`` of a linear layer's weight, a part of what a checkpoint calls ``name``."""
+
+    name: str  # below the path of the module's parent
+    rows: Part
+    columns: Part
+    start: int
+
+
 class Linear(Layer):
     """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
@@ -115,18 +124,24 @@ class Linear(Layer):
         return linear(x, self.weight, self.bias)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
-        start = before = 0
-        columns, fused_rows = self.columns, sum(rows.whole for rows in self.shards.values())
-        for name, rows in self.shards.items():
-            stop, first, num_rows = start + rows.size, rows.first, rows.whole
-            if self.fused_name is not None:
-                name, first, num_rows = self.fused_name, before + first, fused_rows
-            assert isinstance(self.weight, nn.Parameter), "asked for before packing"
-            shape = (num_rows, columns.whole)
-            yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, first, columns.first)
+        for name, rows, columns, start in self.projections():
+            stop, shape = start + rows.size, (rows.whole, columns.whole)
+            if self.format is PLAIN:
+                assert isinstance(self.weight, nn.Parameter), "asked for before packing"
+                yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, rows.first, columns.first)
             if self.bias is not None:
-                yield CheckpointRows(f"{name}.bias", (num_rows,), self.bias, start, stop, first)
-            start, before = stop, before + rows.whole
+                yield CheckpointRows(f"{name}.bias", shape[:1], self.bias, start, stop, rows.first)
+
+    def projections(self) -> Iterator[Projection]:
+        """What the weight is made of, in order."""
+        start = before = 0
+        fused_rows = sum(rows.whole for rows in self.shards.values())
+        for name, rows in self.shards.items():
+            found = rows
+            if self.fused_name is not None:
+                name, found = self.fused_name, Part(rows.size, before + rows.first, fused_rows)
+            yield Projection(name, found, self.columns, start)
+            start, before = start + rows.size, before + rows.whole
 
     def weight_nbytes(self, dtype: torch.dtype) -> int:
         """See ``Layer.weight_nbytes``."""

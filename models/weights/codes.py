@@ -56,6 +56,15 @@ def empty_float8(rows: int, columns: int, *, blocks: bool) -> Float8Weight:
     return Float8Weight(torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(shape))
 
 
+def row_tensors(weight: Tensor | IntegerWeight | Float8Weight) -> list[Tensor]:
+    """The tensors of a weight that have its rows; a permutation of rows is one of each of theirs."""
+    if isinstance(weight, IntegerWeight):
+        return [each for each in weight[:3] if each is not None]
+    if isinstance(weight, Float8Weight):
+        return [weight.codes.view(torch.uint8), *([] if weight.is_blockwise else [weight.scales])]
+    return [weight]
+
+
 def put_rows(target: IntegerWeight | Float8Weight, start: int, part: IntegerWeight | Float8Weight) -> bool:
     """Copies ``part`` to rows of ``target`` from ``start`` on; false if they cannot stand in one container.
 

@@ -52,7 +52,7 @@ class OnLoad(NamedTuple):
     def build(self, found: Found, dtype: torch.dtype) -> IntegerWeight | Float8Weight:
         """See ``WeightFormat.build``."""
         weight = found["weight"]
-        pieces = weight.split(max(1, _PIECE // weight.shape[1]))
+        pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))
         if self.kind == "fp8":
             floats = [_float8(piece.float()) for piece in pieces]
             return Float8Weight(torch.cat([codes for codes, _ in floats]), torch.cat([scales for _, scales in floats]))

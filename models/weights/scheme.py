@@ -1,10 +1,10 @@
-"""The format of each weight of a model, as ``quantization_config`` of its ``config.json`` says, or an option at load."""
+"""The format of each weight of a model, as ``quantization_config`` of its ``config.json`` says, or an option."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qkv_engine.errors import ModelError
 
@@ -198,7 +198,7 @@ def _linear(name: str, found: WeightFormat, ignored: tuple[str, ...]) -> Scheme:
     return Scheme(name, (Rule(("Linear",), found),), ("lm_head", *ignored))
 
 
-METHODS: dict[str, Callable[[Fields], Any]] = {
+METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "auto-round": _auto_round,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
