@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qkv_engine.models.loader import layers_with_weights
 from qkv_engine.models.moe import MoE
 from qkv_engine.models.registry import build_model
 
@@ -41,16 +42,16 @@ def count_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     experts = {parameter for moe in moes for parameter in moe.expert_parameters()}
     chosen = moes[0].top_k / moes[0].num_experts if moes else 1.0
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(layer.weight_nbytes(dtype) for _, layer in layers_with_weights(model, config))
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     matrices = sum(each.numel() for each in model.parameters() if each.dim() == 2 and each not in experts)
     expert_matrices = sum(each.numel() for each in experts if each.dim() == 3)
-    expert_total, itemsize = sum(each.numel() for each in experts), dtype.itemsize
+    expert_nbytes = sum(each.numel() for each in experts) * dtype.itemsize
     return Weights(
-        nbytes=total * itemsize,
-        read_nbytes=(total - unread - expert_total) * itemsize,
+        nbytes=total,
+        read_nbytes=total - unread * dtype.itemsize - expert_nbytes,
         multiplied=matrices - unread + round(expert_matrices * chosen),
-        expert_nbytes=expert_total * itemsize,
+        expert_nbytes=expert_nbytes,
         chosen=chosen,
     )
 

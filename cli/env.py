@@ -107,7 +107,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     kv_config = resolve_kv(DEFAULT_KV if args.kv is None else args.kv)
     ladder = make_ladder(kv_config, config, dtype, num_ranks, context)
     facts = _device(device)
-    weights, free = weights_nbytes(config, dtype, num_ranks), facts["free_bytes"]
+    weights, free = weights_nbytes(config, dtype, num_ranks, device), facts["free_bytes"]
     threads = choose_threads(args.num_threads, weights)
     facts |= {"threads": threads.number, "threads_reason": threads.reason}
     nbytes = _kv_nbytes(args, ladder, context, weights, device)

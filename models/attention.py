@@ -6,10 +6,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from qkv_engine.errors import ModelError
+from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight
+
 from .config import ModelConfig
 from .layers import HeadNorm, Layer, Linear, RowParallelLinear
 from .ranks import ALONE, Ranks
 from .rope import Rotation
+from .weights.codes import row_tensors
 
 
 class AttentionBatch(Protocol):
@@ -70,7 +74,11 @@ class Attention(Layer):
         """Puts the channels of q and k in the order in which ``Rotation`` pairs them."""
         if self._channel_order is None:
             return
-        for rows in (self.qkv_proj.weight, self.qkv_proj.bias):
+        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+        if isinstance(weight, Float8Weight) and weight.is_blockwise and BLOCK % self.head_dim:
+            message = f"blocks of {BLOCK} rows have parts of heads of {self.head_dim}, whose order changes"
+            raise ModelError(message, field="quantization_config")
+        for rows in (*row_tensors(weight), bias):
             if rows is not None:
                 heads = rows.view(-1, self.head_dim, *rows.shape[1:])[: self.num_heads + self.num_kv_heads]
                 heads.copy_(heads[:, self._channel_order])

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -34,11 +34,14 @@ from qkv_engine.model_files import (
 )
 from qkv_engine.sizes import format_size
 
+from .ranks import Part
+
 logger = logging.getLogger("qkv_engine")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TENSOR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_READ_DTYPES = TENSOR_DTYPES | {"I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 
 _ITEM_BITS = {  # of an element, by safetensors' name of its dtype
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -76,7 +79,7 @@ class StoredTensor(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows of the last dimension, or elements of a vector."""
-        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+        return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape[:-1])
 
 
 class Checkpoint:
@@ -119,7 +122,7 @@ class Checkpoint:
         Each piece is valid until the next one is asked for.
         """
         stored = self.tensors[name]
-        dtype = TENSOR_DTYPES[stored.dtype]
+        dtype = _READ_DTYPES[stored.dtype]
         row_bytes = stored.nbytes // stored.num_rows
         rows = stored.num_rows if count is None else count
         step = max(1, _PIECE_BYTES // row_bytes)
@@ -129,6 +132,15 @@ class Checkpoint:
             offset = stored.offset + (first + start) * row_bytes
             read_into(self._files[stored.file_name], offset, piece, stored.file_name)
             yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:][-1:])
+
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        """A part of a tensor of one or two dimensions, on the CPU."""
+        dtype = _READ_DTYPES[self.tensors[name].dtype]
+        found = torch.empty([part.size for part in parts], dtype=dtype, device="cpu")
+        for start, stop, piece in self.pieces(name, parts[0].first, parts[0].size):
+            columns = piece if len(parts) == 1 else piece[:, parts[1].first :][:, : parts[1].size]
+            found[start:stop].copy_(columns)
+        return found
 
     def first_elements(self, name: str, count: int) -> Tensor:
         """The first ``count`` elements of a tensor, or all it has."""

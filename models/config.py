@@ -16,6 +16,7 @@ from qkv_engine.errors import ConfigError, ModelError
 from .attention_spec import AttentionSpec
 from .fields import Fields
 from .rope import RopeConfig
+from .weights.scheme import UNQUANTIZED, Scheme
 
 DTYPES = {
     "float32": torch.float32,
@@ -46,7 +47,7 @@ class ModelConfig:
     ``qk_norm`` is a norm over each head of q and k. ``norm_offset`` is added to the checkpoint's norm weights;
     ``layer_norm`` stands for LayerNorm without bias in place of RMSNorm. ``fused_qkv`` and ``fused_gate_up``: these
     projections are one checkpoint tensor. ``dtype`` is the checkpoint's. ``is_nested``: the checkpoint has parts
-    beside the decoder, such as a vision tower.
+    beside the decoder, such as a vision tower. ``weights`` has the format of each linear layer.
     """
 
     architecture: str = ""  # the name in the registry
@@ -75,6 +76,7 @@ class ModelConfig:
     dtype: torch.dtype = torch.float32
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    weights: Scheme = UNQUANTIZED
 
     @classmethod
     def read(

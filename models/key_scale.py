@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv_engine.errors import ConfigError
+from qkv_engine.kernels.linear import Float8Weight
 
 from .attention import Attention
 
@@ -48,13 +49,19 @@ def scalable_attentions(net: nn.Module) -> list[Attention]:
 
 def _fold(attention: Attention, divisor: Tensor) -> None:
     """Folds one layer's divisors into its weights. Shapes:  divisor [H, D / 2]"""
-    channels = divisor.repeat(1, 2).to(attention.o_proj.weight.device)
+    weight, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
+    if not isinstance(weight, Tensor):  # codes times scales of their rows
+        if isinstance(weight, Float8Weight) and weight.is_blockwise:
+            message = "keys cannot be scaled, rows of a block of the weight share a scale"
+            raise ConfigError(message, field="key_scale", remedy="Make a plan without it")
+        weight = weight.scales
+    channels = divisor.repeat(1, 2).to(weight.device)
     queries = channels.repeat_interleave(attention.num_heads // attention.num_kv_heads, dim=0)
     factors = torch.cat((queries, 1 / channels))
     if attention.qk_norm is not None:
         attention.qk_norm.weight.mul_(factors)
         return
-    for rows in (attention.qkv_proj.weight, attention.qkv_proj.bias):
+    for rows in (weight, bias):
         if rows is not None:
             heads = rows.view(-1, attention.head_dim, *rows.shape[1:])[: len(factors)]
             heads.mul_(factors.view(*factors.shape, *(1 for _ in rows.shape[1:])))

@@ -15,6 +15,8 @@ from qkv_engine.kernels.linear import linear, pack_weight
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
 
 from .ranks import Part, Ranks
+from .weights.format import WeightFormat, format_nbytes
+from .weights.plain import PLAIN
 
 
 class Layer(nn.Module):
@@ -37,6 +39,10 @@ class Layer(nn.Module):
 
     def pack(self) -> None:
         """Called once after loading: weights may change to their operators' fastest layout."""
+
+    def weight_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the module's own weights, for activations of ``dtype``; asked before they are packed."""
+        return sum(parameter.numel() for parameter in self.parameters(recurse=False)) * dtype.itemsize
 
 
 class CheckpointRows(NamedTuple):
@@ -84,12 +90,23 @@ class CheckpointRows(NamedTuple):
             (target if self.is_broadcast else target[start:stop]).copy_(rows)
 
 
+class Projection(NamedTuple):
+    """Rows ``[start, start + rows.size)`` of a linear layer's weight, a part of what a checkpoint calls ``name``."""
+
+    name: str  # below the path of the module's parent
+    rows: Part
+    columns: Part
+    start: int
+
+
 class Linear(Layer):
     """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
     ``shards`` maps each projection's name to its rows, of which the rank may hold a part: a column-parallel layer.
     With ``fused_name`` the checkpoint has them as one tensor. ``pack`` ends loading; after it the weight is opaque.
     """
+
+    format: WeightFormat = PLAIN
 
     def __init__(
         self, in_features: int | Part, shards: Mapping[str, int | Part], *, bias: bool, fused_name: str | None = None
@@ -107,18 +124,30 @@ class Linear(Layer):
         return linear(x, self.weight, self.bias)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
-        start = before = 0
-        columns, fused_rows = self.columns, sum(rows.whole for rows in self.shards.values())
-        for name, rows in self.shards.items():
-            stop, first, num_rows = start + rows.size, rows.first, rows.whole
-            if self.fused_name is not None:
-                name, first, num_rows = self.fused_name, before + first, fused_rows
-            assert isinstance(self.weight, nn.Parameter), "asked for before packing"
-            shape = (num_rows, columns.whole)
-            yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, first, columns.first)
+        for name, rows, columns, start in self.projections():
+            stop, shape = start + rows.size, (rows.whole, columns.whole)
+            if self.format is PLAIN:
+                assert isinstance(self.weight, nn.Parameter), "asked for before packing"
+                yield CheckpointRows(f"{name}.weight", shape, self.weight, start, stop, rows.first, columns.first)
             if self.bias is not None:
-                yield CheckpointRows(f"{name}.bias", (num_rows,), self.bias, start, stop, first)
-            start, before = stop, before + rows.whole
+                yield CheckpointRows(f"{name}.bias", shape[:1], self.bias, start, stop, rows.first)
+
+    def projections(self) -> Iterator[Projection]:
+        """What the weight is made of, in order."""
+        start = before = 0
+        fused_rows = sum(rows.whole for rows in self.shards.values())
+        for name, rows in self.shards.items():
+            found = rows
+            if self.fused_name is not None:
+                name, found = self.fused_name, Part(rows.size, before + rows.first, fused_rows)
+            yield Projection(name, found, self.columns, start)
+            start, before = start + rows.size, before + rows.whole
+
+    def weight_nbytes(self, dtype: torch.dtype) -> int:
+        """See ``Layer.weight_nbytes``."""
+        bias = 0 if self.bias is None else self.bias.numel() * dtype.itemsize
+        rows, columns = self.weight.shape
+        return bias + format_nbytes(self.format, rows, columns, dtype)
 
     def pack(self) -> None:
         """Replaces the weight by the fastest product's layout and frees the original."""

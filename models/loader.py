@@ -5,13 +5,14 @@ Reads configurations and safetensors only. No remote code, no pickle, no tokeniz
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,6 +30,10 @@ from .llama import LlamaForCausalLM
 from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
 from .shapes import SHAPES
+from .weights.loading import UNUSED, check_quantized, load_quantized, quantize_layers, quantized_layers
+from .weights.scheme import UNQUANTIZED
+
+logger = logging.getLogger("qkv_engine")
 
 LOAD_FORMATS = ("auto", "random")
 _RANDOM_STD = 0.02  # of random weights, as transformers initialises them
@@ -102,6 +107,8 @@ def find_model(
         model, revision=revision, token=token, weights=not is_random, check=lambda folder: check(read_config(folder))
     )
     config = read_config(folder)
+    if is_random:
+        config = replace(config, weights=UNQUANTIZED)  # codes of a checkpoint are not made up
     check(config)
     return ModelSource(model, config, folder)
 
@@ -126,14 +133,19 @@ def load_weights(
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """
+    unpack = not pack or is_unpacked(device)
+    if unpack and pack and source.config.weights != UNQUANTIZED:
+        logger.info("%s weights are unpacked: %s multiplies floats faster", source.config.weights.name, device)
     net: nn.Module
     if load_format == "random":
         net = build_model(source.config, ranks)
         _materialize(net, dtype, device)
         _fill_randomly(net, source.config, ranks, seed, stopped)
+        if not unpack:
+            quantize_layers(net, dtype)
     else:
         assert source.folder is not None, "only random weights have no folder"
-        net = _load_checkpoint(source.folder, source.config, dtype, device, stopped, ranks)
+        net = _load_checkpoint(source.folder, source.config, dtype, device, stopped, ranks, unpack)
     prepare(net)
     for module in net.modules():
         if pack and isinstance(module, Layer):
@@ -154,15 +166,28 @@ def read_config(folder: Path) -> ModelConfig:
 @lru_cache(maxsize=16)
 def num_parameters(config: ModelConfig) -> int:
     """Elements of all checkpoint tensors, a tied output embedding counted once."""
-    wanted = expected_tensors(build_model(config), config)
+    wanted = expected_tensors(build_model(replace(config, weights=UNQUANTIZED)), config)
     return sum(math.prod(parts[0].shape) for parts in wanted.values())
 
 
-def weights_nbytes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
-    """Bytes of a rank's weights of a model in ``dtype``, a tied output embedding counted once."""
-    if num_ranks == 1:
-        return num_parameters(config) * dtype.itemsize
-    return sum(weight.numel() for weight in build_model(config, Ranks(0, num_ranks)).parameters()) * dtype.itemsize
+def is_unpacked(device: torch.device) -> bool:
+    """Whether quantized weights are unpacked on ``device`` when they are loaded: torch's products of codes are slower
+    than those of floats on a CPU.
+    """
+    return device.type == "cpu"
+
+
+def weights_nbytes(
+    config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, device: torch.device | None = None
+) -> int:
+    """Bytes of a rank's weights of a model in ``dtype`` as ``device`` keeps them; a tied output embedding counts once.
+
+    Without a device no weight is unpacked.
+    """
+    if device is not None and is_unpacked(device):
+        config = replace(config, weights=UNQUANTIZED)
+    net = build_model(config, Ranks(0, num_ranks))
+    return sum(module.weight_nbytes(dtype) for _, module in layers_with_weights(net, config))
 
 
 def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> int:
@@ -172,19 +197,24 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, n
     where the input embedding shares the matrix.
     """
     packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
-    return weights_nbytes(config, dtype, num_ranks) + packed
+    return weights_nbytes(config, dtype, num_ranks, device) + packed
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, list[CheckpointRows]]:
     """Checkpoint names of an unpacked model with the targets of each. A tied output embedding has no tensor."""
     wanted: dict[str, list[CheckpointRows]] = {}
-    for path, module in net.named_modules():
-        if not isinstance(module, Layer) or (path == "lm_head" and config.tie_word_embeddings):
-            continue
+    for path, module in layers_with_weights(net, config):
         parent = path.rpartition(".")[0]
         for part in module.checkpoint_rows():
             wanted.setdefault(f"{parent}.{part.name}" if parent else part.name, []).append(part)
     return wanted
+
+
+def layers_with_weights(net: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Layer]]:
+    """Paths and layers of a model, but for an output embedding that is the input's."""
+    for path, module in net.named_modules():
+        if isinstance(module, Layer) and not (path == "lm_head" and config.tie_word_embeddings):
+            yield path, module
 
 
 def find_folder(
@@ -226,12 +256,18 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter of a meta model memory; parameters that are shared stay shared."""
+def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, *, unpack: bool = True) -> None:
+    """Give every parameter of a meta model memory; parameters that are shared stay shared.
+
+    Those whose weights are not plain have none unless they are to be unpacked.
+    """
+    later = set() if unpack else {layer.weight for _, layer in quantized_layers(net)}
     made: dict[Tensor, nn.Parameter] = {}
     try:
         for module in net.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in later:
+                    continue
                 if parameter not in made:
                     empty = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[parameter] = nn.Parameter(empty, requires_grad=False)
@@ -279,10 +315,12 @@ def _load_checkpoint(
     device: torch.device,
     stopped: Callable[[], bool],
     ranks: Ranks,
+    unpack: bool,
 ) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
         # No supported dtype takes less than a byte an element: the config cannot belong to these files.
-        if num_parameters(config) > checkpoint.nbytes:
+        least = 1 if config.weights == UNQUANTIZED else 2  # elements of a byte
+        if num_parameters(config) > least * checkpoint.nbytes:
             raise ModelError(
                 f"config.json describes {num_parameters(config):,} parameters, "
                 f"but {', '.join(checkpoint.file_names[:3])} hold {checkpoint.nbytes:,} bytes in all"
@@ -291,7 +329,8 @@ def _load_checkpoint(
             checkpoint.take_text_part()
         net = build_model(config, ranks)
         _check_tensors(checkpoint, net, config)
-        _materialize(net, dtype, device)
+        _materialize(net, dtype, device, unpack=unpack)
+        load_quantized(checkpoint, net, dtype, device, unpack=unpack, stopped=stopped)
         _fill(checkpoint, expected_tensors(net, config), stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
             _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
@@ -307,7 +346,10 @@ def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelC
     missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:
         raise ModelError(f"{files} lack {_some(missing)}, which config.json calls for")
-    extra = {name for name in checkpoint.tensors.keys() - wanted.keys() if not net.ignores(name)}
+    extra = checkpoint.tensors.keys() - wanted.keys() - check_quantized(checkpoint, net)
+    extra = {name for name in extra if not net.ignores(name)}
+    if config.weights != UNQUANTIZED:
+        extra = {name for name in extra if not name.endswith(UNUSED)}
     expected = {name: parts[0].shape for name, parts in wanted.items()}
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")

@@ -22,14 +22,18 @@ from .gpt_oss import GptOssForCausalLM, read_gpt_oss
 from .granite import GraniteForCausalLM, read_granite
 from .granite_moe import GraniteMoeForCausalLM, read_granite_moe
 from .hunyuan import HunyuanForCausalLM, read_hunyuan
+from .layers import Linear
 from .llama import LlamaForCausalLM, read_llama, read_mistral, read_phi3, read_qwen2, read_qwen3, read_seed_oss
 from .ministral import Ministral3ForCausalLM, read_ministral, read_ministral3
 from .mixtral import MixtralForCausalLM, read_mixtral
+from .moe import MoE
 from .olmo import OlmoForCausalLM, read_olmo2, read_olmo3
 from .olmoe import OlmoeForCausalLM, read_olmoe
 from .qwen3_moe import Qwen3MoeForCausalLM, read_qwen3_moe
 from .ranks import ALONE, Ranks
 from .smollm import read_smollm3
+from .weights.plain import PLAIN
+from .weights.scheme import UNQUANTIZED, read_scheme
 
 logger = logging.getLogger("qkv_engine")
 
@@ -99,20 +103,36 @@ def config_from_hf(hf: object) -> ModelConfig:
     if wrapper is not None:
         fields = _text_fields(fields, wrapper)
         architecture = _architecture(fields, FAMILIES)
-    for name in ("quantization_config", "compression_config"):
-        if fields.get(name) is not None:
-            remedy = "Use the original float32, bfloat16 or float16 checkpoint"
-            raise fields.error(name, "quantized weights are not supported", remedy)
+    weights = read_scheme(fields)
     if fields.get("auto_map") is not None:
         logger.warning("config.json names custom code (auto_map); it is ignored, built-in model code is used")
     config = FAMILIES[architecture].read(fields)
-    return replace(config, architecture=architecture, is_nested=wrapper is not None)
+    return replace(config, architecture=architecture, is_nested=wrapper is not None, weights=weights)
 
 
 def build_model(config: ModelConfig, ranks: Ranks = ALONE) -> LlamaForCausalLM:
     """The model on the meta device: its parameters have shapes and no memory."""
     with torch.device("meta"):
-        return FAMILIES[config.architecture].model(config, ranks)
+        net = FAMILIES[config.architecture].model(config, ranks)
+    if config.weights != UNQUANTIZED:
+        _set_formats(net, config)
+    return net
+
+
+def _set_formats(net: LlamaForCausalLM, config: ModelConfig) -> None:
+    """Gives each linear layer the format of its projections. Raises ``ModelError`` if they differ, and of experts."""
+    for path, module in net.named_modules():
+        parent = path.rpartition(".")[0]
+        if isinstance(module, MoE) and config.weights.format_of(f"{path}.experts.0.gate_proj") is not PLAIN:
+            raise ModelError("quantized experts are not supported", field="quantization_config", value=path)
+        if not isinstance(module, Linear) or (path == "lm_head" and config.tie_word_embeddings):
+            continue
+        names = [f"{parent}.{each.name}" if parent else each.name for each in module.projections()]
+        formats = {config.weights.format_of(name) for name in names}
+        if len(formats) > 1:
+            message = f"{', '.join(names)} are one matrix here and have different formats"
+            raise ModelError(message, field="quantization_config", value=config.weights.name)
+        module.format = formats.pop()
 
 
 def _text_fields(fields: Fields, wrapper: Wrapper) -> Fields:

@@ -11,19 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..swiglu import swiglu
-from . import cpu
+from . import codes_reference, cpu
+from .codes import Float8Weight, IntegerWeight
 from .cpu import PackedWeight
 
+Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight  # what a linear layer may hold
 
-def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
+
+def pack_weight(weight: Weight) -> Weight:
     """Weight ``[O, I]`` in the layout of the fastest ``linear``; the same tensor where there is none.
 
     A packed weight can be used by ``linear`` alone.
     """
-    return cpu.pack_weight(weight) if cpu.can_pack(weight) else weight
+    return cpu.pack_weight(weight) if isinstance(weight, Tensor) and cpu.can_pack(weight) else weight
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """A weight that is not packed as a plain matrix ``[O, I]``."""
+    assert not isinstance(weight, PackedWeight)
+    return (weight if isinstance(weight, Tensor) else codes_reference.dequantize(weight)).to(dtype)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; result [M, O]; one dtype.
@@ -31,6 +40,8 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     """
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias)
+    if not isinstance(weight, Tensor):
+        return F.linear(x, dequantize(weight, x.dtype), bias)
     if x.is_cuda:
         from .triton import can_stream, linear_few_rows
 
@@ -39,16 +50,15 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     return F.linear(x, weight, bias)
 
 
-def linear_swiglu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``swiglu(linear(x, weight, bias))``, its bits and roundings.
 
     Shapes: x [M, I]; weight [2 O, I], gate's rows then up's; bias [2 O]; result [M, O]. Otherwise as ``linear``.
     """
-    if x.is_cuda:
+    if x.is_cuda and isinstance(weight, Tensor):
         from .triton import can_stream, linear_few_rows
 
         if can_stream(x):
-            assert isinstance(weight, Tensor), "packed on the CPU alone"
             return linear_few_rows(x, weight, bias, gated=True)
     return swiglu(linear(x, weight, bias))
 
@@ -67,4 +77,21 @@ def padded_rows(num_rows: int, device: torch.device) -> int:
     return -(-num_rows // step) * step
 
 
-__all__ = ["PackedWeight", "linear", "linear_swiglu", "pack_weight", "padded_rows"]
+def weight_nbytes(weight: Weight) -> int:
+    """Bytes of a weight's tensors."""
+    parts = (weight,) if isinstance(weight, Tensor) else weight
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+__all__ = [
+    "Float8Weight",
+    "IntegerWeight",
+    "PackedWeight",
+    "Weight",
+    "dequantize",
+    "linear",
+    "linear_swiglu",
+    "pack_weight",
+    "padded_rows",
+    "weight_nbytes",
+]

@@ -1,0 +1,87 @@
+"""What a weight format is: the tensors that a checkpoint has of a weight, and how the weight is built from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.linear import Weight, weight_nbytes
+
+from ..ranks import Part
+
+Found = Mapping[str, Tensor]  # tensors of a checkpoint by the ends of their names
+
+
+class Dim(NamedTuple):
+    """A dimension of a stored tensor: rows of the weight, its columns, or neither; ``per`` of them an element.
+
+    Ranks cannot have parts of an ``indivisible`` one.
+    """
+
+    of: str | None
+    per: int = 1
+    indivisible: bool = False
+
+    def of_part(self, rows: Part, columns: Part) -> Part | None:
+        """The elements of a part of the weight; ``None`` if it has parts of elements."""
+        if self.of is None:
+            return Part.all(1)
+        size, first, whole = rows if self.of == "rows" else columns
+        stop, elements = first + size, -(-whole // self.per)
+        if (first, stop) == (0, whole):
+            return Part.all(elements)
+        if self.indivisible or first % self.per or (stop % self.per and stop != whole):
+            return None
+        first //= self.per
+        return Part(-(-stop // self.per) - first, first, elements)
+
+
+ROWS, COLUMNS = Dim("rows"), Dim("columns")
+
+
+class CheckpointTensor(NamedTuple):
+    """A tensor that a checkpoint has of each projection, under its name and a dot and ``suffix``."""
+
+    suffix: str
+    dtypes: tuple[str, ...]  # safetensors' names of those that are read
+    dims: tuple[Dim, ...]
+
+    def parts(self, rows: Part, columns: Part) -> tuple[Part | None, ...]:
+        """The elements of each dimension that a part of the weight has."""
+        return tuple(dim.of_part(rows, columns) for dim in self.dims)
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint stores the weights of linear layers. A format is a value: equal ones are alike."""
+
+    @property
+    def name(self) -> str:
+        """The format's name, for people."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        """What a checkpoint has of a projection."""
+        ...
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether some rows of a projection can be built at a time."""
+        ...
+
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Weight:
+        """A weight ``[rows, columns]`` without values, for activations of ``dtype``."""
+        ...
+
+    def build(self, found: Found, dtype: torch.dtype) -> Weight:
+        """The weight of the rows and columns whose part of each tensor is ``found``."""
+        ...
+
+
+def format_nbytes(each: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes of a weight ``[rows, columns]``."""
+    with torch.device("meta"):
+        return weight_nbytes(each.empty(rows, columns, dtype))

@@ -1,0 +1,130 @@
+"""Weights of linear layers that are not plain, from a checkpoint: checked by names, shapes and dtypes, then built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from qkv_engine.errors import ModelError
+from qkv_engine.kernels.linear import dequantize
+
+from ..checkpoint import Checkpoint
+from ..layers import Linear, Projection
+from ..ranks import Part
+from .codes import put_rows
+from .format import CheckpointTensor
+from .plain import PLAIN
+
+_STREAMED_ROWS = 4096  # of a projection that is quantized while it is read, at a time
+# Ends of names of what a quantized checkpoint has beside the weights: scales of activations and KV, and shapes.
+UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".input_scale_ub")
+
+
+class QuantizedTensor(NamedTuple):
+    """A tensor that the checkpoint must have."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+def quantized_layers(net: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Paths and layers whose weights are not plain."""
+    for path, module in net.named_modules():
+        if isinstance(module, Linear) and module.format is not PLAIN:
+            yield path, module
+
+
+def quantized_tensors(net: nn.Module) -> Iterator[QuantizedTensor]:
+    """What the checkpoint has of these layers. Raises ``ModelError`` for a projection that cannot be split so."""
+    for path, layer in quantized_layers(net):
+        for projection in layer.projections():
+            whole = Part.all(projection.rows.whole), Part.all(projection.columns.whole)
+            for each in layer.format.tensors:
+                name = f"{_full_name(path, projection)}.{each.suffix}"
+                _parts(name, each, projection.rows, projection.columns)
+                shape = tuple(part.whole for part in _parts(name, each, *whole))
+                yield QuantizedTensor(name, shape, each.dtypes)
+
+
+def check_quantized(checkpoint: Checkpoint, net: nn.Module) -> set[str]:
+    """Names of the tensors that these layers read. Raises ``ModelError`` for shapes and dtypes that do not fit."""
+    names = set()
+    for name, shape, dtypes in quantized_tensors(net):
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            raise ModelError(f"{', '.join(checkpoint.file_names[:3])} lack {name}, which config.json calls for")
+        where = f"{stored.file_name}: tensor {name}"
+        if stored.dtype not in dtypes:
+            raise ModelError(f"{where} is {stored.dtype}", remedy=f"Supported: {', '.join(dtypes)}")
+        if stored.shape != shape and not (stored.shape == () and shape == (1,)):
+            raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
+        names.add(name)
+    return names
+
+
+def load_quantized(
+    checkpoint: Checkpoint,
+    net: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    unpack: bool,
+    stopped: Callable[[], bool],
+) -> None:
+    """Builds the weights layer by layer; with ``unpack`` they fill the plain matrices that the layers then have."""
+    for path, layer in quantized_layers(net):
+        rows, columns = layer.weight.shape
+        with torch.device(device):
+            target: Any = layer.weight if unpack else layer.format.empty(rows, columns, dtype)
+        for projection in layer.projections():
+            name = _full_name(path, projection)
+            for part in _pieces(projection, layer.format.is_streamed):
+                if stopped():
+                    raise CancelledError
+                parts = {each.suffix: _parts(name, each, part.rows, part.columns) for each in layer.format.tensors}
+                found = {suffix: checkpoint.read(f"{name}.{suffix}", parts[suffix]) for suffix in parts}
+                try:
+                    built: Any = layer.format.build({end: each.to(device) for end, each in found.items()}, dtype)
+                except ModelError as error:
+                    raise ModelError(f"{name} {error}") from error
+                if unpack:
+                    target[part.start : part.start + part.rows.size] = dequantize(built, dtype)
+                elif not put_rows(target, part.start, built):
+                    message = f"{name} cannot stand in one matrix with others: blocks or the order of columns differ"
+                    raise ModelError(message)
+        if not unpack:
+            del layer.weight
+            layer.weight = target
+
+
+def quantize_layers(net: nn.Module, dtype: torch.dtype) -> None:
+    """Quantizes the plain matrices of layers that are quantized on load, one after another."""
+    for _, layer in quantized_layers(net):
+        weight = layer.weight
+        del layer.weight
+        layer.weight = layer.format.build({"weight": weight.detach()}, dtype)
+
+
+def _pieces(projection: Projection, is_streamed: bool) -> Iterator[Projection]:
+    name, (size, first, whole), columns, start = projection
+    step = _STREAMED_ROWS if is_streamed else size
+    for row in range(0, size, step):
+        yield Projection(name, Part(min(step, size - row), first + row, whole), columns, start + row)
+
+
+def _parts(name: str, each: CheckpointTensor, rows: Part, columns: Part) -> tuple[Part, ...]:
+    found = tuple(part for part in each.parts(rows, columns) if part is not None)
+    if len(found) < len(each.dims):
+        message = f"{name} cannot be split over the ranks: a part would have a part of a group, a word or an order"
+        raise ModelError(message, remedy="Use fewer ranks, or none")
+    return found
+
+
+def _full_name(path: str, projection: Projection) -> str:
+    parent = path.rpartition(".")[0]
+    return f"{parent}.{projection.name}" if parent else projection.name

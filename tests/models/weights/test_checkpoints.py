@@ -1,0 +1,117 @@
+"""Quantized checkpoints give what their values in float32 give, unpacked at load and as codes, alone and on ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from qkv_engine.errors import ModelError
+from qkv_engine.kernels.linear import Float8Weight, IntegerWeight, weight_nbytes
+from qkv_engine.models import loader
+from qkv_engine.models.loader import find_model, load_weights, num_parameters, weights_nbytes
+from qkv_engine.models.weights.awq import Awq
+from qkv_engine.models.weights.codes import unpack_words
+from qkv_engine.models.weights.loading import quantized_layers
+
+from ..conftest import CPU
+from ..test_ranks import logits_of as rank_logits
+from ..test_ranks import on_ranks
+from .writers import FORMS, quantize
+
+IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def source(make_reference, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    make_reference("Llama", **SHAPE, head_dim=32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_values_are_those_of_the_unpacked_weights(name, source, tmp_path, load, logits_of):
+    plain = quantize(source, tmp_path / "model", FORMS[name])
+    assert torch.equal(logits_of(load(tmp_path / "model"), IDS), logits_of(load(plain), IDS))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_codes_are_kept_where_they_are_multiplied(name, source, tmp_path, load, logits_of, monkeypatch):
+    plain = quantize(source, tmp_path / "model", FORMS[name])
+    expected = logits_of(load(plain), IDS)
+    monkeypatch.setattr(loader, "is_unpacked", lambda device: False)
+    loaded = load(tmp_path / "model")
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=1e-3, atol=1e-4)
+    layers = [layer for _, layer in quantized_layers(loaded.model)]
+    assert len(layers) == (6 if "ignore" in FORMS[name].config else 8)
+    assert all(isinstance(layer.weight, (IntegerWeight, Float8Weight)) for layer in layers)
+    counted = sum(
+        layer.weight_nbytes(torch.float32) for _, layer in quantized_layers(loader.build_model(loaded.config))
+    )
+    assert counted == sum(weight_nbytes(layer.weight) for layer in layers)
+    assert weights_nbytes(loaded.config, torch.float32) < 4 * num_parameters(loaded.config)
+
+
+@pytest.mark.parametrize("is_unpacked", [True, False])
+@pytest.mark.parametrize("name", ["int4 zeros", "int8 channel", "awq", "gptq zeros", "fp8"])
+def test_ranks_have_parts_of_packed_tensors(name, is_unpacked, source, tmp_path, monkeypatch):
+    quantize(source, tmp_path / "model", FORMS[name])
+    monkeypatch.setattr(loader, "is_unpacked", lambda device: is_unpacked)
+    found = find_model(str(tmp_path / "model"))
+
+    def run(ranks):
+        return rank_logits(load_weights(found, dtype=torch.float32, device=CPU, ranks=ranks), ranks)
+
+    expected = on_ranks(1, run)[0]
+    for logits in on_ranks(2, run):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "fp8 blocks"])
+def test_parts_of_groups_are_refused_by_name(name, source, tmp_path):
+    quantize(source, tmp_path / "model", FORMS[name])
+    found = find_model(str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.\w_proj\.\w+ cannot be split over the ranks"):
+        on_ranks(2, lambda ranks: load_weights(found, dtype=torch.float32, device=CPU, ranks=ranks))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, r"quant_method='bitsandbytes'"),
+        ({"quant_method": "modelopt"}, r"quant_method='modelopt'"),
+        (FORMS["awq"].config | {"bits": 3}, r"bits=3"),
+        (FORMS["awq"].config | {"version": "gemv"}, r"version='gemv'"),
+        (FORMS["gptq"].config | {"bits": 2}, r"bits=2"),
+        (FORMS["gptq"].config | {"checkpoint_format": "marlin"}, r"checkpoint_format='marlin'"),
+        (FORMS["fp8 blocks"].config | {"weight_block_size": [1, 128]}, r"weight_block_size=\[1, 128\]"),
+        (FORMS["int4"].config | {"format": "nvfp4-pack-quantized"}, r"format='nvfp4-pack-quantized'"),
+        (FORMS["int4"].config | {"ignore": ["re:("]}, r"ignore"),
+        (FORMS["int4"].config | {"config_groups": []}, r"config_groups"),
+        (
+            FORMS["int4"].config | {"ignore": ["q_proj", "lm_head"]},
+            r"q_proj.*one matrix here and have different formats",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_weights_are_read(config, message, source, tmp_path, load):
+    contents = json.loads((source / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        loader.num_parameters(find_model(str(tmp_path)).config)
+        weights_nbytes(find_model(str(tmp_path)).config, torch.float32)
+
+
+def test_words_are_read_as_public_readers_do():
+    """compressed-tensors and GPTQ: 0x76543210 is 0 to 7; AutoAWQ packs rows 0 2 4 6 1 3 5 7 into places 0 to 7."""
+    word = torch.tensor([[0x76543210]], dtype=torch.int32)
+    assert unpack_words(word, 4).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert unpack_words(word, 8).tolist() == [[0x10, 0x32, 0x54, 0x76]]
+    word = torch.tensor([[0x75316420]], dtype=torch.int32)  # place 0 has row 0, place 1 row 2, place 4 row 1
+    ones = {"qweight": word.repeat(2, 1), "qzeros": torch.full((1, 1), 0x11111111), "scales": torch.ones(1, 8)}
+    weight = Awq(2).build(ones | {"qzeros": ones["qzeros"].int()}, torch.float32)
+    assert weight.codes[:, 0].tolist() == [row * 17 for row in range(8)]
+    assert weight.zeros is not None and weight.zeros.flatten().tolist() == [1] * 8
