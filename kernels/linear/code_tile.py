@@ -1,0 +1,117 @@
+"""Products with quantized weights in Triton on tensor cores: codes become 16-bit floats in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..overlap import let_next_start, wait_for_previous
+from ..product_parts import load_bias, weight_rows
+from .triton import swiglu_tile
+from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
+
+
+@triton.jit(do_not_specialize=["M"])
+def code_tile_kernel(
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
+    K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
+    GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    SPANS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
+
+    A step takes SPANS spans of columns, which have one scale a row: their sums are scaled, not their elements. With
+    SLICES each warp has columns of its own. BLOCKS: the scales are those of 128 x 128 elements.
+
+    Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
+             out [M, N], with GATED [M, N / 2]
+    Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M))
+    """
+    let_next_start(OVERLAP)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = SPAN // 2 if KIND == "int4" else SPAN  # bytes of a span
+    NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
+    PART: tl.constexpr = NUMBER // SLICES  # spans of a slice
+    ROW: tl.constexpr = NUMBER * WIDTH if KIND == "int4" else K
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    IS_CHANNEL: tl.constexpr = GROUPS == 1
+    i_p = tl.program_id(0)
+    o_n = weight_rows(i_p, N, GATED, FULL, BLOCK_N)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < M
+    o_k = tl.arange(0, WIDTH)
+    o_row = tl.minimum(o_m, M - 1).to(tl.int64) * K
+    o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
+    b_bias = load_bias(bias_ptr, o_n)
+    if SLICES == 1:
+        o_code, o_x, m_x = o_n[:, None] * ROW + o_k[None, :], o_row[:, None] + o_k[None, :], m_m[:, None]
+        b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        o_slice = tl.arange(0, SLICES) * PART
+        o_code = (o_slice * WIDTH)[:, None, None] + (o_n[:, None] * ROW + o_k[None, :])[None, :, :]
+        o_x = (o_slice * SPAN)[:, None, None] + (o_row[:, None] + o_k[None, :])[None, :, :]
+        m_x = m_m[None, :, None]
+        if not IS_CHANNEL:
+            o_scale = o_scale[None, :] + (o_slice * SPAN // GROUP)[:, None]
+        b_acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    scales = ()
+    for part in tl.static_range(SPANS):
+        scales += (tl.load(scales_ptr + o_scale + part * SPAN // GROUP),)  # type: ignore[assignment]
+    wait_for_previous(OVERLAP)
+
+    for i in tl.range(0, PART, SPANS, num_stages=STAGES):
+        if not IS_CHANNEL:
+            ahead = ()  # scales of the next step, on their way during this one
+            for part in tl.static_range(SPANS):
+                span = tl.minimum(i + SPANS + part, PART - 1)
+                ahead += (tl.load(scales_ptr + o_scale + span * SPAN // GROUP),)  # type: ignore[assignment]
+        for part in tl.static_range(SPANS):
+            span = i + part
+            b_part = b_acc if IS_CHANNEL else tl.zeros_like(b_acc)
+            p_codes, p_x = codes_ptr + o_code + span * WIDTH, x_ptr + o_x + span * SPAN
+            b_x = _load_x(p_x, m_x, span * SPAN + o_k, K, SPAN)
+            if KIND == "int4":
+                b_minus = None
+                if zeros_ptr is not None:
+                    b_zeros = tl.load(zeros_ptr + o_scale + span * SPAN // GROUP)
+                    b_minus = tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
+                b_low, b_high = unpack_4_bits(tl.load(p_codes, eviction_policy="evict_first"), b_minus, DTYPE, ASM)
+                b_part = _product(b_low, b_x, b_part, SLICES)
+                b_x = _load_x(p_x + WIDTH, m_x, span * SPAN + WIDTH + o_k, K, SPAN)
+                b_part = _product(b_high, b_x, b_part, SLICES)
+            else:
+                m_codes = None if K % SPAN == 0 else span * SPAN + o_k < K
+                b_codes = tl.load(p_codes, mask=m_codes, eviction_policy="evict_first")
+                b_part = _product(unpack_8_bits(b_codes, KIND, DTYPE, ASM), b_x, b_part, SLICES)
+            b_acc = b_part if IS_CHANNEL else b_acc + b_part * tl.expand_dims(scales[part].to(tl.float32), -1)  # type: ignore[misc]
+        if not IS_CHANNEL:
+            scales = ahead
+    if SLICES > 1:
+        b_acc = tl.sum(b_acc, 0)
+    if IS_CHANNEL:
+        b_acc *= scales[0].to(tl.float32)[:, None]
+    b_out = (b_acc + tl.reshape(b_bias, [BLOCK_N, 1])).to(DTYPE)
+    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_out = N // 2 if GATED else N
+    if GATED:
+        b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
+    o_out = i_p * OUTS + tl.arange(0, OUTS)
+    m_out = m_m[None, :] & (o_out < num_out)[:, None]
+    tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+
+
+@triton.jit
+def _load_x(p_x, m_x, o_k, K: tl.constexpr, SPAN: tl.constexpr):
+    """Columns ``o_k`` of a tile of rows, zeros beyond K."""
+    if K % SPAN != 0:
+        m_x = m_x & (o_k < K)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def _product(b_weight, b_x, b_acc, SLICES: tl.constexpr):
+    """Tiles [N, K] and [M, K] -> [N, M], of each slice."""
+    if SLICES == 1:
+        return tl.dot(b_weight, tl.trans(b_x), b_acc)
+    else:
+        return tl.dot(b_weight, tl.permute(b_x, (0, 2, 1)), b_acc)

@@ -1,0 +1,377 @@
+"""Checks and times products with quantized weights on a GPU, beside bf16, and tries launch parameters.
+
+python -m studies.kernels.linear_codes [--check] [--time] [--tune] [--shape qwen3-8b] [--rows 1,16,256] [--budget 240]
+
+Lines of JSON; times are those of graph replays over copies of a weight that exceed L2. ``share`` is bytes of the
+weight / (time * 4.3e12 B/s). The sums at the end are all products of a step, with the output embedding at 8 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from qkv_engine.bench.roofline import BANDWIDTH
+from qkv_engine.kernels.fusion import FUSED
+from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
+from qkv_engine.kernels.linear.code_tile import code_tile_kernel
+from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear.dequantize import dequantize
+from qkv_engine.kernels.linear.float8 import linear_float8, quantize_rows
+from qkv_engine.kernels.linear.integer import CodeTuning, linear_integer, linear_tiles, tile_variant
+from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.overlap import overlap_options
+from qkv_engine.kernels.rms_norm import add_rms_norm
+from qkv_engine.kernels.swiglu import swiglu
+from qkv_engine.models.registry import config_from_hf
+from qkv_engine.models.shapes import SHAPES
+
+from .bench_linear import sizes
+from .timing import time_calls
+
+WEIGHTS_NBYTES = 400 << 20  # of the copies of a weight, eight times the L2 cache
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
+KINDS = ("int4", "int8", "float8")
+GROUP = 128  # of 4 bits; the others have a scale a channel
+MAX_ERROR = 4e-3  # of ||out||: a rounding to bf16 is 1e-3
+MAX_FLOAT8_ERROR = 5e-2  # with activations of 8 bits
+FORMATS = (
+    "int4/32",
+    "int4/128 zeros",
+    "int4/128 order",
+    "int4/channel",
+    "int8/128",
+    "int8/channel",
+    "float8",
+    "float8 blocks",
+)
+
+
+def print_line(**fields: Any) -> None:
+    """One line of JSON; floats to five digits."""
+    print(json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in fields.items()}), flush=True)
+
+
+def random_weight(
+    kind: str, num_out: int, size: int, dtype: torch.dtype = torch.bfloat16
+) -> IntegerWeight | Float8Weight:
+    """Random codes on the GPU; ``kind``: "int4/128 zeros" and the like."""
+    name, *options = kind.split()
+    name, _, group = name.partition("/")
+    if name == "float8":
+        codes = torch.randn(num_out, size, device="cuda", dtype=torch.float16).mul_(100).clamp_(-448, 448)
+        blocks = (-(-num_out // 128), -(-size // 128)) if options else (num_out, 1)
+        return Float8Weight(codes.to(torch.float8_e4m3fn), torch.rand(blocks, device="cuda") / 1000 + 1e-4)
+    columns = size if group in ("", "channel") else int(group)
+    scales = (torch.rand(num_out, size // columns, device="cuda") / 100 + 1e-3).to(dtype)
+    if name == "int8":
+        return IntegerWeight(torch.randint(-128, 128, (num_out, size), device="cuda", dtype=torch.int8), scales)
+    codes = torch.randint(0, 256, (num_out, size // 2), device="cuda", dtype=torch.uint8)
+    zeros = torch.randint(0, 16, scales.shape, device="cuda", dtype=torch.uint8) if options else None
+    order = torch.randperm(size, device="cuda", dtype=torch.int32) if options == ["order"] else None
+    return IntegerWeight(codes, scales, zeros, order)
+
+
+def timed_weight(kind: str, num_out: int, size: int) -> PackedCodes:
+    """As it is timed: 4 bits in groups."""
+    return pack(random_weight(f"{kind}/{GROUP}" if kind == "int4" else kind, num_out, size))
+
+
+def random_rows(num_rows: int, size: int) -> Tensor:
+    """In bf16 on the GPU."""
+    return torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16)
+
+
+def product_of(kind: str) -> Callable[..., Tensor]:
+    return linear_float8 if kind.startswith("float8") else linear_integer
+
+
+def relative_error(out: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: Tensor | None) -> float:
+    """||out - exact|| / ||exact||."""
+    exact = F.linear(x.float(), codes_reference.dequantize(weight), None if bias is None else bias.float())
+    return float((out.float() - exact).norm() / exact.norm())
+
+
+def check(
+    shapes: Iterable[tuple[int, int]], formats: Iterable[str], row_numbers: Iterable[int], dtype: torch.dtype
+) -> int:
+    """The number of wrong results. A NaN or a difference from SwiGLU behind the product is one."""
+    wrong = 0
+    for (num_out, size), kind in ((s, f) for s in shapes for f in formats):
+        weight = random_weight(kind, num_out, size, dtype)
+        packed, bias = pack(weight), torch.randn(num_out, device="cuda").to(dtype)
+        for num_rows in row_numbers:
+            x = torch.randn(num_rows, size, device="cuda").to(dtype)
+            fields = {"check": kind, "rows": num_rows, "shape": [num_out, size], "dtype": str(dtype)[6:]}
+            try:
+                out = product_of(kind)(x, packed, bias)
+                error = relative_error(out, x, weight, bias)
+                gated = product_of(kind)(x, packed, bias, gated=True)
+                is_same = torch.equal(gated, swiglu(out)) and torch.equal(out, product_of(kind)(x, packed, bias))
+                most = MAX_FLOAT8_ERROR if kind.startswith("float8") and num_rows > 32 else MAX_ERROR
+                is_right = error <= most and is_same
+                if not is_right or num_rows in (1, 600):
+                    print_line(**fields, error=error, same=is_same, right=is_right)
+            except Exception as failure:
+                is_right = False
+                print_line(**fields, failed=f"{type(failure).__name__}: {failure}"[:300])
+            wrong += not is_right
+    return wrong
+
+
+def check_all(shapes: dict[str, tuple[int, int]]) -> int:
+    """Formats at odd shapes, in both dtypes, and the real shapes."""
+    row_numbers = (1, 2, 5, 16, 31, 64, 100, 256, 600)
+    wrong = sum(check([(1000, 1152)], FORMATS, row_numbers, dtype) for dtype in (torch.bfloat16, torch.float16))
+    wrong += check([(74, 96)], ("int4/32", "int8", "float8"), (1, 3, 33), torch.bfloat16)
+    real = [shape for name, shape in shapes.items() if name != "lm_head"]
+    return wrong + check(real, ("int4/128", "int8", "float8"), (1, 16, 256), torch.bfloat16)
+
+
+class Wanted(NamedTuple):
+    """One kernel to compile."""
+
+    weight: PackedCodes
+    num_rows: int
+    gated: bool
+    tuning: CodeTuning | None = None
+
+
+def compile_all(kernels: Iterable[Wanted]) -> None:
+    """Several at a time; those that fail do so again when they are launched."""
+    options = overlap_options(torch.device("cuda", torch.cuda.current_device())) | FUSED
+    with ThreadPoolExecutor(16) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for weight, num_rows, gated, tuning in kernels:
+            constexprs, num_warps = tile_variant(weight, num_rows, gated=gated, tuning=tuning)
+            dtype, zeros = torch.bfloat16, None if weight.zeros is None else torch.uint8
+            operands = dtype, torch.uint8, weight.scales.dtype, zeros, None, dtype, weight.shape[0], num_rows
+            code_tile_kernel.warmup(*operands, grid=(1, 1), num_warps=num_warps, **constexprs, **options)
+
+
+def copies(make: Callable[[], Any], nbytes: int) -> list[Any]:
+    return [make() for _ in range(max(2, -(-WEIGHTS_NBYTES // nbytes)))]
+
+
+def nbytes_of(weight: Tensor | PackedCodes) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.codes.nbytes + weight.scales.nbytes
+
+
+def float8_product(x: Tensor, weight: PackedCodes, *, fast: bool) -> Tensor:
+    """Torch's product of 8-bit floats, whatever the number of rows."""
+    codes, scales = quantize_rows(x)
+    return torch._scaled_mm(codes, weight.codes.T, scales, weight.scales.T, out_dtype=x.dtype, use_fast_accum=fast)
+
+
+def ways(kind: str, num_rows: int, gated: bool) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """Names of ways to multiply, and functions of ``x`` and a weight."""
+    if kind == "bf16":
+        yield "bf16", linear_swiglu if gated else linear
+        return
+    yield "ours", partial(product_of(kind), gated=gated)
+    if num_rows >= 64:
+        yield "tiles", partial(linear_tiles, gated=gated)
+        yield "written out", lambda x, weight: F.linear(x, dequantize(weight, x.dtype))
+    if kind == "float8" and num_rows >= 8:
+        yield "scaled_mm", partial(float8_product, fast=False)
+        yield "scaled_mm fast", partial(float8_product, fast=True)
+
+
+def time_all(shapes: dict[str, tuple[int, int]], row_numbers: list[int], layers: int) -> None:
+    """Every product, and then the sums of a step."""
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for kind in ("bf16", *KINDS):
+        for name, (num_out, size) in shapes.items():
+            make: Callable[[], Any] = partial(timed_weight, kind, num_out, size)
+            if kind == "bf16":
+                make = partial(random_rows, num_out, size)
+            elif name == "lm_head" and kind == "int4":
+                continue
+            first = make()
+            nbytes = nbytes_of(first)
+            weights, gated = [first, *copies(make, nbytes)[1:]], name == "gate_up"
+            for num_rows in row_numbers:
+                if name == "lm_head" and num_rows > 256:
+                    continue
+                x = random_rows(num_rows, size)
+                for way, product in ways(kind, num_rows, gated):
+                    fields = {"time": kind, "product": name, "rows": num_rows, "way": way}
+                    try:
+                        us = 1e6 * time_calls([partial(product, x, weight) for weight in weights])
+                    except Exception as failure:
+                        print_line(**fields, failed=f"{type(failure).__name__}: {failure}"[:300])
+                        continue
+                    print_line(**fields, us=us, share=nbytes / (us * 1e-6 * BANDWIDTH))
+                    found.setdefault((kind, way, num_rows), {})[name] = us
+            del weights, first
+    for (kind, way, num_rows), times in found.items():
+        layer = sum(us for name, us in times.items() if name != "lm_head")
+        if len(times) < len(shapes) - 1:
+            continue
+        head = found.get((kind if kind != "int4" else "int8", "ours" if kind == "int4" else way, num_rows), {}).get(
+            "lm_head", 0.0
+        )
+        print_line(
+            sum=kind, way=way, rows=num_rows, layer_us=layer, head_us=head, step_ms=(layer * layers + head) / 1e3
+        )
+
+
+def run_layer(
+    product: Callable[..., Tensor], gated: Callable[..., Tensor], rows: list[Tensor], weights: list[Any]
+) -> None:
+    """A layer's norms and products; ``rows``: x, the residual, attention's result, a norm's weight."""
+    x, residual, attended, norm = rows
+    qkv, o, gate_up, down = weights
+    product(add_rms_norm(x, residual, norm, 1e-6), qkv)
+    product(gated(add_rms_norm(product(attended, o), residual, norm, 1e-6), gate_up), down)
+
+
+def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> None:
+    """Layers without attention one after another, over several layers of weights."""
+    layer_shapes = [shape for name, shape in shapes.items() if name != "lm_head"]
+    hidden, heads = layer_shapes[0][1], layer_shapes[1][1]
+    for kind in ("bf16", *KINDS):
+        product: Callable[..., Tensor] = linear if kind == "bf16" else product_of(kind)
+        gated = linear_swiglu if kind == "bf16" else partial(product, gated=True)
+        make = random_rows if kind == "bf16" else partial(timed_weight, kind)
+        weights: list[Any] = [[make(*shape) for shape in layer_shapes] for _ in range(4 if kind == "bf16" else 8)]
+        for num_rows in row_numbers:
+            rows = [random_rows(num_rows, size) for size in (hidden, hidden, heads)]
+            rows.append(random_rows(1, hidden)[0])
+            try:
+                us = 1e6 * time_calls([partial(run_layer, product, gated, rows, of_layer) for of_layer in weights])
+                print_line(layer=kind, rows=num_rows, us=us)
+            except Exception as failure:
+                print_line(layer=kind, rows=num_rows, failed=f"{type(failure).__name__}: {failure}"[:300])
+        del weights
+
+
+def candidates(kind: str, num_rows: int) -> list[CodeTuning]:
+    """Launch parameters to try, the likeliest first."""
+    if num_rows <= 16:
+        block_m = 8 if num_rows <= 8 else 16
+        spans = (1, 2, 4) if kind == "int4" else (1, 2)
+        found = [
+            CodeTuning(block_m, block_n, slices, s, slices, stages)
+            for block_n in (16, 32, 64)
+            for slices in (4, 8)
+            for s in spans
+            for stages in (3, 4)
+            if block_n * slices <= 256 and block_n * slices * s * stages <= 2048
+        ]
+        return found + [CodeTuning(block_m, 64, 1, s, 4, 4) for s in (1, 2)]
+    if num_rows <= 64:
+        block_m = 32 if num_rows <= 32 else 64
+        tiles = [
+            (n, w, s, stages) for n, w in ((32, 2), (64, 4), (128, 4), (128, 8)) for s in (1, 2) for stages in (3, 4)
+        ]
+        sliced = [CodeTuning(block_m, n, s, 1, s, 3) for n, s in ((16, 4), (32, 4), (16, 8))]
+        return [CodeTuning(block_m, n, 1, s, w, stages) for n, w, s, stages in tiles] + sliced
+    shapes = (
+        (128, 128, 8),
+        (128, 64, 4),
+        (64, 128, 4),
+        (64, 128, 8),
+        (64, 64, 4),
+        (128, 128, 4),
+        (256, 64, 4),
+        (256, 128, 8),
+    )
+    return [CodeTuning(m, n, 1, 1, w, stages) for m, n, w in shapes for stages in (2, 3, 4)]
+
+
+def tune(shapes: dict[str, tuple[int, int]], budget: float) -> None:
+    """The best launch parameters of each kind and number of rows, for a layer's products together and for each."""
+    end = time.monotonic() + budget
+    order = [("int4", 1), ("int8", 1), ("int4", 16), ("int8", 16), ("int4", 256), ("int8", 256), ("float8", 1)]
+    order += [("int4", 8), ("int4", 32), ("int8", 8), ("int4", 64), ("int8", 32), ("int4", 128), ("int8", 64)]
+    layer = {name: shape for name, shape in shapes.items() if name != "lm_head"}
+    weights: dict[str, dict[str, list[PackedCodes]]] = {}
+    for kind, num_rows in order:
+        if time.monotonic() > end:
+            print_line(tune=kind, rows=num_rows, skipped="the budget is spent")
+            continue
+        if kind not in weights:
+            weights.clear()
+            weights[kind] = {
+                n: copies(partial(timed_weight, kind, *s), s[0] * s[1] // (2 if kind == "int4" else 1))
+                for n, s in layer.items()
+            }
+        tunings = candidates(kind, num_rows)
+        compile_all(Wanted(weights[kind][n][0], num_rows, n == "gate_up", t) for t in tunings for n in layer)
+        results: dict[CodeTuning, dict[str, float]] = {}
+        for tuning in tunings:
+            if time.monotonic() > end:
+                break
+            for name, (_, size) in layer.items():
+                x = random_rows(num_rows, size)
+                call = partial(linear_tiles, x, gated=name == "gate_up", tuning=tuning)
+                try:
+                    us = 1e6 * time_calls([partial(call, weight) for weight in weights[kind][name]])
+                except Exception as failure:
+                    print_line(tune=kind, rows=num_rows, tuning=tuple(tuning), product=name, failed=str(failure)[:100])
+                    break
+                results.setdefault(tuning, {})[name] = us
+        whole = {t: us for t, us in results.items() if len(us) == len(layer)}
+        for tuning in sorted(whole, key=lambda t: sum(whole[t].values()))[:6]:
+            parts = {n: round(t, 2) for n, t in whole[tuning].items()}
+            print_line(tune=kind, rows=num_rows, layer_us=sum(parts.values()), tuning=tuple(tuning), **parts)
+        for name in layer:
+            best = min((t for t in results if name in results[t]), key=lambda t: results[t][name], default=None)
+            if best is not None:
+                print_line(tune=kind, rows=num_rows, product=name, us=results[best][name], tuning=tuple(best))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of --tune")
+    args = parser.parse_args()
+    config, row_numbers = config_from_hf(SHAPES[args.shape]), [int(n) for n in args.rows.split(",")]
+    shapes, started = sizes(config), time.monotonic()
+    print_line(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
+    if args.check or args.time:
+        firsts = {
+            (k, n): timed_weight(k, *s) for k in KINDS for n, s in shapes.items() if (k, n) != ("int4", "lm_head")
+        }
+        compile_all(
+            Wanted(weight, num_rows, name == "gate_up")
+            for (_, name), weight in firsts.items()
+            for num_rows in row_numbers
+            if num_rows <= 512
+        )
+        del firsts
+        print_line(compiled_s=time.monotonic() - started)
+    wrong = 0
+    for is_wanted, work in (
+        (args.check, lambda: check_all(shapes)),
+        (args.time, lambda: time_all(shapes, row_numbers, config.num_layers)),
+        (args.time, lambda: time_layers(shapes, row_numbers)),
+        (args.tune, lambda: tune(shapes, args.budget)),
+    ):
+        if is_wanted:
+            try:
+                wrong += work() or 0
+            except Exception:
+                traceback.print_exc()
+                wrong += 1
+            print_line(after_s=time.monotonic() - started)
+    print_line(wrong=wrong)
+
+
+if __name__ == "__main__":
+    main()
