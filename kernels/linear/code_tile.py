@@ -16,12 +16,13 @@ def code_tile_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
     K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
     GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    SPANS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    SPANS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
 
     A step takes SPANS spans of columns, which have one scale a row: their sums are scaled, not their elements. With
-    SLICES each warp has columns of its own. BLOCKS: the scales are those of 128 x 128 elements.
+    SLICES each warp has columns of its own. AHEAD: lines of 128 bytes of each row, or slice of one, that are asked for
+    before ``x`` is waited for. BLOCKS: the scales are those of 128 x 128 elements.
 
     Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
              out [M, N], with GATED [M, N / 2]
@@ -57,6 +58,10 @@ def code_tile_kernel(
     scales = ()
     for part in tl.static_range(SPANS):
         scales += (tl.load(scales_ptr + o_scale + part * SPAN // GROUP),)  # type: ignore[assignment]
+    if AHEAD > 0 and ASM:
+        o_line = tl.arange(0, SLICES) * (PART * WIDTH)
+        o_line = (o_n * ROW)[:, None] + o_line[None, :]
+        prefetch(codes_ptr + o_line[:, :, None] + tl.arange(0, AHEAD)[None, None, :] * 128)
     wait_for_previous(OVERLAP)
 
     for i in tl.range(0, PART, SPANS, num_stages=STAGES):
@@ -98,6 +103,13 @@ def code_tile_kernel(
     o_out = i_p * OUTS + tl.arange(0, OUTS)
     m_out = m_m[None, :] & (o_out < num_out)[:, None]
     tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Asks the L2 cache for the lines of ``pointers``."""
+    ASK: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(ASK, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

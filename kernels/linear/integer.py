@@ -20,7 +20,8 @@ from .packed import PackedCodes
 class CodeTuning(NamedTuple):
     """Launch parameters of ``code_tile_kernel``.
 
-    ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step.
+    ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``ahead``: lines of
+    a slice of a row that are asked for before the kernel before has ended.
     """
 
     block_m: int
@@ -29,6 +30,7 @@ class CodeTuning(NamedTuple):
     spans: int
     num_warps: int
     num_stages: int
+    ahead: int = 0
 
 
 # By the bits of a code and the most rows that each serves; beyond the last entry weights are written out.
@@ -86,7 +88,7 @@ def tile_variant(
     """Compile-time arguments and warps for ``num_rows``."""
     if tuning is None:
         tunings = TUNINGS[4 if weight.kind == "int4" else 8]
-        tuning = next(tuning for most, tuning in tunings.items() if num_rows <= most)
+        tuning = tunings[min((most for most in tunings if num_rows <= most), default=max(tunings))]
     number = triton.cdiv(weight.num_columns, weight.span)
     slices, spans, num_warps = tuning.slices, tuning.spans, tuning.num_warps
     while number % slices:
@@ -97,4 +99,6 @@ def tile_variant(
         num_warps = slices
     constexprs = {"GATED": gated, "FULL": weight.shape[0] % tuning.block_n == 0, "BLOCK_M": tuning.block_m}
     constexprs |= {"BLOCK_N": tuning.block_n, "SLICES": slices, "SPANS": spans, "STAGES": tuning.num_stages}
+    lines = weight.codes.shape[1] // slices // 128
+    constexprs["AHEAD"] = min(tuning.ahead, 1 << lines.bit_length() >> 1)
     return weight.constexprs | constexprs, num_warps

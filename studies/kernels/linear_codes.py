@@ -9,12 +9,14 @@ weight / (time * 4.3e12 B/s). The sums at the end are all products of a step, wi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +30,8 @@ from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
 from qkv_engine.kernels.linear.code_tile import code_tile_kernel
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
-from qkv_engine.kernels.linear.float8 import linear_float8, quantize_rows
-from qkv_engine.kernels.linear.integer import CodeTuning, linear_integer, linear_tiles, tile_variant
+from qkv_engine.kernels.linear.float8 import MIN_ROWS, linear_float8, quantize_rows
+from qkv_engine.kernels.linear.integer import MAX_TILE_ROWS, CodeTuning, linear_integer, linear_tiles, tile_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm
@@ -70,16 +72,16 @@ def random_weight(
     name, *options = kind.split()
     name, _, group = name.partition("/")
     if name == "float8":
-        codes = torch.randn(num_out, size, device="cuda", dtype=torch.float16).mul_(100).clamp_(-448, 448)
+        codes = torch.randn(num_out, size, dtype=torch.float16).mul_(100).clamp_(-448, 448)
         blocks = (-(-num_out // 128), -(-size // 128)) if options else (num_out, 1)
-        return Float8Weight(codes.to(torch.float8_e4m3fn), torch.rand(blocks, device="cuda") / 1000 + 1e-4)
+        return Float8Weight(codes.to(torch.float8_e4m3fn), torch.rand(blocks) / 1000 + 1e-4)
     columns = size if group in ("", "channel") else int(group)
-    scales = (torch.rand(num_out, size // columns, device="cuda") / 100 + 1e-3).to(dtype)
+    scales = (torch.rand(num_out, size // columns) / 100 + 1e-3).to(dtype)
     if name == "int8":
-        return IntegerWeight(torch.randint(-128, 128, (num_out, size), device="cuda", dtype=torch.int8), scales)
-    codes = torch.randint(0, 256, (num_out, size // 2), device="cuda", dtype=torch.uint8)
-    zeros = torch.randint(0, 16, scales.shape, device="cuda", dtype=torch.uint8) if options else None
-    order = torch.randperm(size, device="cuda", dtype=torch.int32) if options == ["order"] else None
+        return IntegerWeight(torch.randint(-128, 128, (num_out, size), dtype=torch.int8), scales)
+    codes = torch.randint(0, 256, (num_out, size // 2), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if options else None
+    order = torch.randperm(size, dtype=torch.int32) if options == ["order"] else None
     return IntegerWeight(codes, scales, zeros, order)
 
 
@@ -90,7 +92,7 @@ def timed_weight(kind: str, num_out: int, size: int) -> PackedCodes:
 
 def random_rows(num_rows: int, size: int) -> Tensor:
     """In bf16 on the GPU."""
-    return torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(num_rows, size, dtype=torch.bfloat16)
 
 
 def product_of(kind: str) -> Callable[..., Tensor]:
@@ -103,24 +105,45 @@ def relative_error(out: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight,
     return float((out.float() - exact).norm() / exact.norm())
 
 
-def check(
-    shapes: Iterable[tuple[int, int]], formats: Iterable[str], row_numbers: Iterable[int], dtype: torch.dtype
-) -> int:
-    """The number of wrong results. A NaN or a difference from SwiGLU behind the product is one."""
+class Check(NamedTuple):
+    """Products to check: formats, shapes of weights, numbers of rows and dtype."""
+
+    formats: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    row_numbers: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    def cases(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        yield from itertools.product(self.formats, self.shapes)
+
+
+def checks(shapes: dict[str, tuple[int, int]]) -> list[Check]:
+    """Every format at an odd shape, and the real shapes."""
+    some, real = ("int4/128 zeros", "int8/128", "float8"), tuple(shapes[name] for name in ("o", "gate_up", "down"))
+    return [
+        Check(FORMATS, ((1000, 1152),), (1, 5, 16, 31, 100, 256, 600)),
+        Check(some, ((1000, 1152),), (1, 16, 100), torch.float16),
+        Check(("int4/32", "int8", "float8"), ((74, 96),), (1, 3, 33)),
+        Check(("int4/128", "int8", "float8"), real, (1, 16, 256)),
+    ]
+
+
+def check(work: Check) -> int:
+    """The number of wrong results. A NaN, other bits in a second run or in SwiGLU behind the product are wrong."""
     wrong = 0
-    for (num_out, size), kind in ((s, f) for s in shapes for f in formats):
-        weight = random_weight(kind, num_out, size, dtype)
-        packed, bias = pack(weight), torch.randn(num_out, device="cuda").to(dtype)
-        for num_rows in row_numbers:
-            x = torch.randn(num_rows, size, device="cuda").to(dtype)
-            fields = {"check": kind, "rows": num_rows, "shape": [num_out, size], "dtype": str(dtype)[6:]}
+    for kind, (num_out, size) in work.cases():
+        weight = random_weight(kind, num_out, size, work.dtype)
+        packed, bias = pack(weight), torch.randn(num_out).to(work.dtype)
+        for num_rows in work.row_numbers:
+            x = torch.randn(num_rows, size).to(work.dtype)
+            fields = {"check": kind, "rows": num_rows, "shape": [num_out, size], "dtype": str(work.dtype)[6:]}
             try:
                 out = product_of(kind)(x, packed, bias)
                 error = relative_error(out, x, weight, bias)
                 gated = product_of(kind)(x, packed, bias, gated=True)
                 is_same = torch.equal(gated, swiglu(out)) and torch.equal(out, product_of(kind)(x, packed, bias))
-                most = MAX_FLOAT8_ERROR if kind.startswith("float8") and num_rows > 32 else MAX_ERROR
-                is_right = error <= most and is_same
+                is_quantized = kind == "float8" and num_rows >= MIN_ROWS
+                is_right = error <= (MAX_FLOAT8_ERROR if is_quantized else MAX_ERROR) and is_same
                 if not is_right or num_rows in (1, 600):
                     print_line(**fields, error=error, same=is_same, right=is_right)
             except Exception as failure:
@@ -130,33 +153,53 @@ def check(
     return wrong
 
 
-def check_all(shapes: dict[str, tuple[int, int]]) -> int:
-    """Formats at odd shapes, in both dtypes, and the real shapes."""
-    row_numbers = (1, 2, 5, 16, 31, 64, 100, 256, 600)
-    wrong = sum(check([(1000, 1152)], FORMATS, row_numbers, dtype) for dtype in (torch.bfloat16, torch.float16))
-    wrong += check([(74, 96)], ("int4/32", "int8", "float8"), (1, 3, 33), torch.bfloat16)
-    real = [shape for name, shape in shapes.items() if name != "lm_head"]
-    return wrong + check(real, ("int4/128", "int8", "float8"), (1, 16, 256), torch.bfloat16)
-
-
 class Wanted(NamedTuple):
-    """One kernel to compile."""
+    """One kernel to compile; with a bias where the dtype is said."""
 
-    weight: PackedCodes
+    kind: str
+    shape: tuple[int, int]
     num_rows: int
     gated: bool
     tuning: CodeTuning | None = None
+    dtype: torch.dtype | None = None
 
 
-def compile_all(kernels: Iterable[Wanted]) -> None:
-    """Several at a time; those that fail do so again when they are launched."""
-    options = overlap_options(torch.device("cuda", torch.cuda.current_device())) | FUSED
-    with ThreadPoolExecutor(16) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for weight, num_rows, gated, tuning in kernels:
-            constexprs, num_warps = tile_variant(weight, num_rows, gated=gated, tuning=tuning)
-            dtype, zeros = torch.bfloat16, None if weight.zeros is None else torch.uint8
-            operands = dtype, torch.uint8, weight.scales.dtype, zeros, None, dtype, weight.shape[0], num_rows
-            code_tile_kernel.warmup(*operands, grid=(1, 1), num_warps=num_warps, **constexprs, **options)
+def compile_kernel(wanted: Wanted) -> str | None:
+    """Compiles into Triton's cache, which processes share; what went wrong."""
+    kind, shape, num_rows, gated, tuning, dtype = wanted
+    try:
+        with torch.device("meta"):
+            weight = pack(random_weight(kind, *shape, dtype or torch.bfloat16))
+        constexprs, num_warps = tile_variant(weight, num_rows, gated=gated, tuning=tuning)
+        options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
+        bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
+        operands = dtype, torch.uint8, weight.scales.dtype, zeros, bias, dtype, shape[0], num_rows
+        code_tile_kernel.warmup(*operands, grid=(1, 1), **constexprs | {"ASM": True}, **options)
+    except Exception as error:
+        return f"{wanted}: {type(error).__name__}: {error}"[:300]
+    return None
+
+
+def timed(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> Iterator[Wanted]:
+    """Kernels that are timed."""
+    for kind, (name, shape), num_rows in itertools.product(KINDS, shapes.items(), row_numbers):
+        if num_rows <= MAX_TILE_ROWS and (kind, name) != ("int4", "lm_head"):
+            yield Wanted(f"int4/{GROUP}" if kind == "int4" else kind, shape, num_rows, name == "gate_up")
+
+
+def checked(shapes: dict[str, tuple[int, int]]) -> Iterator[Wanted]:
+    """Kernels that are checked."""
+    for work in checks(shapes):
+        for (kind, shape), num_rows, gated in itertools.product(work.cases(), work.row_numbers, (False, True)):
+            if num_rows <= MAX_TILE_ROWS:
+                yield Wanted(kind, shape, num_rows, gated, None, work.dtype)
+
+
+def compile_all(pool: Pool, kernels: Iterable[Wanted]) -> None:
+    """Several at a time; those that fail are named, and do so again when they are launched."""
+    start, wanted = time.monotonic(), list(kernels)
+    failed = [error for error in pool.map(compile_kernel, wanted, chunksize=1) if error]
+    print_line(compiled=len(wanted), seconds=time.monotonic() - start, failed=failed[:4])
 
 
 def copies(make: Callable[[], Any], nbytes: int) -> list[Any]:
@@ -260,16 +303,29 @@ def candidates(kind: str, num_rows: int) -> list[CodeTuning]:
     """Launch parameters to try, the likeliest first."""
     if num_rows <= 16:
         block_m = 8 if num_rows <= 8 else 16
-        spans = (1, 2, 4) if kind == "int4" else (1, 2)
-        found = [
-            CodeTuning(block_m, block_n, slices, s, slices, stages)
-            for block_n in (16, 32, 64)
-            for slices in (4, 8)
-            for s in spans
-            for stages in (3, 4)
-            if block_n * slices <= 256 and block_n * slices * s * stages <= 2048
+        tiles = [
+            (16, 4, 2, 4),
+            (16, 4, 4, 3),
+            (16, 8, 1, 4),
+            (16, 8, 2, 3),
+            (32, 4, 1, 4),
+            (32, 4, 2, 3),
+            (32, 4, 2, 4),
         ]
-        return found + [CodeTuning(block_m, 64, 1, s, 4, 4) for s in (1, 2)]
+        tiles += [
+            (32, 8, 1, 4),
+            (32, 8, 2, 3),
+            (64, 4, 1, 4),
+            (64, 4, 2, 3),
+            (64, 8, 1, 3),
+            (32, 2, 4, 4),
+            (64, 2, 2, 4),
+        ]
+        return [
+            CodeTuning(block_m, n, slices, spans if kind == "int4" else max(1, spans // 2), slices, stages, ahead)
+            for ahead in (0, 4)
+            for n, slices, spans, stages in tiles
+        ]
     if num_rows <= 64:
         block_m = 32 if num_rows <= 32 else 64
         tiles = [
@@ -290,7 +346,7 @@ def candidates(kind: str, num_rows: int) -> list[CodeTuning]:
     return [CodeTuning(m, n, 1, 1, w, stages) for m, n, w in shapes for stages in (2, 3, 4)]
 
 
-def tune(shapes: dict[str, tuple[int, int]], budget: float) -> None:
+def tune(pool: Pool, shapes: dict[str, tuple[int, int]], budget: float) -> None:
     """The best launch parameters of each kind and number of rows, for a layer's products together and for each."""
     end = time.monotonic() + budget
     order = [("int4", 1), ("int8", 1), ("int4", 16), ("int8", 16), ("int4", 256), ("int8", 256), ("float8", 1)]
@@ -308,7 +364,8 @@ def tune(shapes: dict[str, tuple[int, int]], budget: float) -> None:
                 for n, s in layer.items()
             }
         tunings = candidates(kind, num_rows)
-        compile_all(Wanted(weights[kind][n][0], num_rows, n == "gate_up", t) for t in tunings for n in layer)
+        name_of = f"int4/{GROUP}" if kind == "int4" else kind
+        compile_all(pool, [Wanted(name_of, s, num_rows, n == "gate_up", t) for t in tunings for n, s in layer.items()])
         results: dict[CodeTuning, dict[str, float]] = {}
         for tuning in tunings:
             if time.monotonic() > end:
@@ -343,25 +400,17 @@ def main() -> None:
     args = parser.parse_args()
     config, row_numbers = config_from_hf(SHAPES[args.shape]), [int(n) for n in args.rows.split(",")]
     shapes, started = sizes(config), time.monotonic()
+    pool = get_context("fork").Pool(14)  # before this process has a CUDA context, which no child may inherit
+    torch.set_default_device("cuda")
     print_line(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
     if args.check or args.time:
-        firsts = {
-            (k, n): timed_weight(k, *s) for k in KINDS for n, s in shapes.items() if (k, n) != ("int4", "lm_head")
-        }
-        compile_all(
-            Wanted(weight, num_rows, name == "gate_up")
-            for (_, name), weight in firsts.items()
-            for num_rows in row_numbers
-            if num_rows <= 512
-        )
-        del firsts
-        print_line(compiled_s=time.monotonic() - started)
+        compile_all(pool, {**dict.fromkeys(timed(shapes, row_numbers)), **dict.fromkeys(checked(shapes))})
     wrong = 0
     for is_wanted, work in (
-        (args.check, lambda: check_all(shapes)),
+        (args.check, lambda: sum(map(check, checks(shapes)))),
         (args.time, lambda: time_all(shapes, row_numbers, config.num_layers)),
         (args.time, lambda: time_layers(shapes, row_numbers)),
-        (args.tune, lambda: tune(shapes, args.budget)),
+        (args.tune, lambda: tune(pool, shapes, args.budget)),
     ):
         if is_wanted:
             try:
