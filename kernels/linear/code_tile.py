@@ -16,23 +16,25 @@ def code_tile_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
     K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
     GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    SPANS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    SPANS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SCALED: tl.constexpr,
+    SPLITS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
 
-    A step takes SPANS spans of columns, which have one scale a row: their sums are scaled, not their elements. With
-    SLICES each warp has columns of its own. AHEAD: lines of 128 bytes of each row, or slice of one, that are asked for
-    before ``x`` is waited for. BLOCKS: the scales are those of 128 x 128 elements.
+    A step takes SPANS spans of columns, which have one scale a row: their sums are scaled, or with SCALED the elements,
+    which are then rounded. With SLICES each warp has columns of its own, with SPLITS each program, which then leaves
+    sums for ``add_splits_kernel``. AHEAD: lines of 128 bytes of each row, or slice of one, that are asked for before
+    ``x`` is waited for. BLOCKS: the scales are those of 128 x 128 elements.
 
     Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
-             out [M, N], with GATED [M, N / 2]
-    Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M))
+             out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, N]
+    Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLITS)
     """
     let_next_start(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDTH: tl.constexpr = SPAN // 2 if KIND == "int4" else SPAN  # bytes of a span
     NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
-    PART: tl.constexpr = NUMBER // SLICES  # spans of a slice
+    PART: tl.constexpr = NUMBER // (SLICES * SPLITS)  # spans of a slice
     ROW: tl.constexpr = NUMBER * WIDTH if KIND == "int4" else K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     IS_CHANNEL: tl.constexpr = GROUPS == 1
@@ -43,7 +45,11 @@ def code_tile_kernel(
     o_k = tl.arange(0, WIDTH)
     o_row = tl.minimum(o_m, M - 1).to(tl.int64) * K
     o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
-    b_bias = load_bias(bias_ptr, o_n)
+    first = tl.program_id(2) * (SLICES * PART)
+    if not IS_CHANNEL:
+        o_scale += first * SPAN // GROUP
+    codes_ptr += first * WIDTH
+    x_ptr += first * SPAN
     if SLICES == 1:
         o_code, o_x, m_x = o_n[:, None] * ROW + o_k[None, :], o_row[:, None] + o_k[None, :], m_m[:, None]
         b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -72,37 +78,69 @@ def code_tile_kernel(
                 ahead += (tl.load(scales_ptr + o_scale + span * SPAN // GROUP),)  # type: ignore[assignment]
         for part in tl.static_range(SPANS):
             span = i + part
-            b_part = b_acc if IS_CHANNEL else tl.zeros_like(b_acc)
+            b_part = b_acc if IS_CHANNEL or SCALED else tl.zeros_like(b_acc)
             p_codes, p_x = codes_ptr + o_code + span * WIDTH, x_ptr + o_x + span * SPAN
-            b_x = _load_x(p_x, m_x, span * SPAN + o_k, K, SPAN)
+            o_column = (first + span) * SPAN + o_k
+            b_x = _load_x(p_x, m_x, o_column, K, SPAN)
             if KIND == "int4":
                 b_minus = None
                 if zeros_ptr is not None:
                     b_zeros = tl.load(zeros_ptr + o_scale + span * SPAN // GROUP)
                     b_minus = tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
-                b_low, b_high = unpack_4_bits(tl.load(p_codes, eviction_policy="evict_first"), b_minus, DTYPE, ASM)
+                b_scale = tl.expand_dims(scales[part].to(DTYPE), -1) if SCALED else None  # type: ignore[misc]
+                b_codes = tl.load(p_codes, eviction_policy="evict_first")
+                b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = _product(b_low, b_x, b_part, SLICES)
-                b_x = _load_x(p_x + WIDTH, m_x, span * SPAN + WIDTH + o_k, K, SPAN)
+                b_x = _load_x(p_x + WIDTH, m_x, o_column + WIDTH, K, SPAN)
                 b_part = _product(b_high, b_x, b_part, SLICES)
             else:
-                m_codes = None if K % SPAN == 0 else span * SPAN + o_k < K
+                m_codes = None if K % SPAN == 0 else o_column < K
                 b_codes = tl.load(p_codes, mask=m_codes, eviction_policy="evict_first")
                 b_part = _product(unpack_8_bits(b_codes, KIND, DTYPE, ASM), b_x, b_part, SLICES)
-            b_acc = b_part if IS_CHANNEL else b_acc + b_part * tl.expand_dims(scales[part].to(tl.float32), -1)  # type: ignore[misc]
+            if IS_CHANNEL or SCALED:
+                b_acc = b_part
+            else:
+                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)  # type: ignore[misc]
         if not IS_CHANNEL:
             scales = ahead
     if SLICES > 1:
         b_acc = tl.sum(b_acc, 0)
     if IS_CHANNEL:
         b_acc *= scales[0].to(tl.float32)[:, None]
-    b_out = (b_acc + tl.reshape(b_bias, [BLOCK_N, 1])).to(DTYPE)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    m_out = m_m[None, :] & (o_out < num_out)[:, None]
-    tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+    if SPLITS > 1:
+        o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
+        tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
+    else:
+        b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(DTYPE)
+        OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        num_out = N // 2 if GATED else N
+        if GATED:
+            b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
+        o_out = i_p * OUTS + tl.arange(0, OUTS)
+        m_out = m_m[None, :] & (o_out < num_out)[:, None]
+        tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+
+
+@triton.jit
+def add_splits_kernel(
+    sums_ptr, bias_ptr, out_ptr, SIZE,
+    N: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The sum of ``sums``, and of ``bias``.
+
+    Shapes:  sums float32 [SPLITS, M, N];  bias [N] or None;  out [M, N]
+    Grid:    (cdiv(M N, TILE),)
+    """
+    let_next_start(OVERLAP)
+    o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    m = o < SIZE
+    b_sum = tl.zeros([TILE], tl.float32)
+    if bias_ptr is not None:
+        b_sum += tl.load(bias_ptr + o % N).to(tl.float32)
+    wait_for_previous(OVERLAP)
+    for split in tl.static_range(SPLITS):
+        b_sum += tl.load(sums_ptr + split * SIZE + o, mask=m, other=0.0)
+    tl.store(out_ptr + o, b_sum.to(out_ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def dequantize_kernel(
         if zeros_ptr is not None:
             b_minus = minus_zeros(tl.load(zeros_ptr + o_scale), DTYPE)[:, None]
         b_codes = tl.load(codes_ptr + o_n[:, None] * (NUMBER * WIDTH) + (span * WIDTH + o_k)[None, :])
-        b_low, b_high = unpack_4_bits(b_codes, b_minus, DTYPE, ASM)
+        b_low, b_high = unpack_4_bits(b_codes, b_minus, None, DTYPE, ASM)
         m_high = m_n[:, None] & (span * SPAN + WIDTH + o_k < K)[None, :]
         wait_for_previous(OVERLAP)
         tl.store(p_out + WIDTH, (b_high.to(tl.float32) * b_scale).to(DTYPE), mask=m_high)

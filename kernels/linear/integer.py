@@ -12,7 +12,7 @@ from torch import Tensor
 from ..fusion import FUSED
 from ..overlap import overlap_options
 from ..swiglu import swiglu
-from .code_tile import code_tile_kernel
+from .code_tile import add_splits_kernel, code_tile_kernel
 from .dequantize import dequantize
 from .packed import PackedCodes
 
@@ -21,7 +21,9 @@ class CodeTuning(NamedTuple):
     """Launch parameters of ``code_tile_kernel``.
 
     ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``ahead``: lines of
-    a slice of a row that are asked for before the kernel before has ended.
+    a slice of a row that are asked for before the kernel before has ended. ``scaled``: elements of 4 bits are scaled in
+    place of the sums of a group. ``splits``: parts of the columns, at most, a program each, where programs are few and
+    there is no gate.
     """
 
     block_m: int
@@ -31,6 +33,8 @@ class CodeTuning(NamedTuple):
     num_warps: int
     num_stages: int
     ahead: int = 0
+    scaled: bool = False
+    splits: int = 1
 
 
 # By the bits of a code and the most rows that each serves; beyond the last entry weights are written out.
@@ -38,19 +42,21 @@ TUNINGS: dict[int, dict[int, CodeTuning]] = {
     4: {
         8: CodeTuning(8, 32, 4, 2, 4, 3),
         16: CodeTuning(16, 32, 4, 2, 4, 3),
-        32: CodeTuning(32, 64, 1, 1, 4, 4),
-        64: CodeTuning(64, 64, 1, 1, 4, 4),
-        512: CodeTuning(128, 128, 1, 1, 8, 3),
+        32: CodeTuning(32, 64, 1, 1, 4, 4, splits=4),
+        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
+        512: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=4),
     },
     8: {
         8: CodeTuning(8, 32, 4, 1, 4, 4),
         16: CodeTuning(16, 32, 4, 1, 4, 4),
-        32: CodeTuning(32, 64, 1, 1, 4, 4),
-        64: CodeTuning(64, 64, 1, 1, 4, 4),
-        512: CodeTuning(128, 128, 1, 1, 8, 3),
+        32: CodeTuning(32, 64, 1, 1, 4, 4, splits=4),
+        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
+        512: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=4),
     },
 }
 MAX_TILE_ROWS = 512
+SPLIT_PROGRAMS = 264  # two on each multiprocessor of an H200; splits make up to as many
+ADD_TILE = 1024  # elements of a program that adds splits
 
 
 def linear_integer(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
@@ -74,11 +80,16 @@ def linear_tiles(
     num_rows, num_out = len(x), len(weight.codes)
     assert x.is_contiguous() and x.shape[1] == weight.num_columns
     constexprs, num_warps = tile_variant(weight, num_rows, gated=gated, tuning=tuning)
+    splits = constexprs["SPLITS"]
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
-    grid = (triton.cdiv(num_out, constexprs["BLOCK_N"]), triton.cdiv(num_rows, constexprs["BLOCK_M"]))
-    operands = x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, out, num_out, num_rows
+    to = out if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
+    grid = (triton.cdiv(num_out, constexprs["BLOCK_N"]), triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
+    operands = x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, to, num_out, num_rows
     options = overlap_options(x.device) | FUSED
     code_tile_kernel[grid](*operands, **constexprs, num_warps=num_warps, **options)
+    if splits > 1:
+        constexprs = {"N": num_out, "SPLITS": splits, "TILE": ADD_TILE}
+        add_splits_kernel[(triton.cdiv(out.numel(), ADD_TILE),)](to, bias, out, out.numel(), **constexprs, **options)
     return out
 
 
@@ -91,14 +102,20 @@ def tile_variant(
         tuning = tunings[min((most for most in tunings if num_rows <= most), default=max(tunings))]
     number = triton.cdiv(weight.num_columns, weight.span)
     slices, spans, num_warps = tuning.slices, tuning.spans, tuning.num_warps
+    programs = triton.cdiv(weight.shape[0], tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
+    splits = 1 if gated or programs > SPLIT_PROGRAMS // 2 else min(tuning.splits, SPLIT_PROGRAMS // programs)
     while number % slices:
         slices //= 2
-    while number // slices % spans:
+    while number // slices % splits:
+        splits -= 1
+    while number // slices // splits % spans:
         spans //= 2
     if tuning.slices > 1:
         num_warps = slices
     constexprs = {"GATED": gated, "FULL": weight.shape[0] % tuning.block_n == 0, "BLOCK_M": tuning.block_m}
     constexprs |= {"BLOCK_N": tuning.block_n, "SLICES": slices, "SPANS": spans, "STAGES": tuning.num_stages}
-    lines = weight.codes.shape[1] // slices // 128
+    constexprs["SCALED"] = tuning.scaled and weight.kind == "int4" and weight.group < weight.num_columns
+    constexprs["SPLITS"] = splits
+    lines = weight.codes.shape[1] // slices // splits // 128
     constexprs["AHEAD"] = min(tuning.ahead, 1 << lines.bit_length() >> 1)
     return weight.constexprs | constexprs, num_warps

@@ -17,21 +17,25 @@ _BF16 = ("bf16", 0x3F803F80, 0x43434343, 0xC308C308)  # 128 + code - 136
 _FP16 = ("f16", 0x3C003C00, 0x64646464, 0xE408E408)  # 1024 + code - 1032
 
 
-def _four_bits(kind: str, one: int, magic: int, minus: int, *, zeros: bool) -> tl.constexpr:
-    """Low halves of four bytes and then high ones; with ``zeros`` operands say what is added."""
-    lines = ["{ .reg .b32 lo, hi, one, minus;", "and.b32 lo, $4, 0x0F0F0F0F; shr.u32 hi, $4, 4;"]
+def _four_bits(kind: str, one: int, magic: int, minus: int, *, zeros: bool, scaled: bool) -> tl.constexpr:
+    """Low halves of four bytes and then high ones; operands behind the bytes say what is added, and the scales."""
+    lines = ["{ .reg .b32 lo, hi, one, minus, none;", "and.b32 lo, $4, 0x0F0F0F0F; shr.u32 hi, $4, 4;"]
     lines.append(f"and.b32 hi, hi, 0x0F0F0F0F; mov.b32 one, {one:#x}; mov.b32 minus, {minus:#x};")
+    lines.append("mov.b32 none, 0x80008000;")
     for number, (half, places) in enumerate((("lo", 0x4140), ("lo", 0x4342), ("hi", 0x4140), ("hi", 0x4342))):
-        addend = f"${5 + number % 2}" if zeros else "minus"
+        addend, scale = f"${5 + number % 2}" if zeros else "minus", f"${5 + 2 * zeros + number % 2}"
         lines.append(f"prmt.b32 ${number}, {half}, {magic:#x}, {places:#x};")
         lines.append(f"fma.rn.{kind}x2 ${number}, ${number}, one, {addend};")
+        if scaled:
+            lines.append(f"fma.rn.{kind}x2 ${number}, ${number}, {scale}, none;")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-FOUR_BITS_BF16, FOUR_BITS_FP16 = _four_bits(*_BF16, zeros=False), _four_bits(*_FP16, zeros=False)
-ZEROS_BF16, ZEROS_FP16 = _four_bits(*_BF16, zeros=True), _four_bits(*_FP16, zeros=True)
-
-_FOUR, _FOUR_ZEROS = tl.constexpr("=r,=r,=r,=r,r"), tl.constexpr("=r,=r,=r,=r,r,r,r")
+FOUR_BITS_BF16, FOUR_BITS_FP16 = (_four_bits(*of, zeros=False, scaled=False) for of in (_BF16, _FP16))
+ZEROS_BF16, ZEROS_FP16 = (_four_bits(*of, zeros=True, scaled=False) for of in (_BF16, _FP16))
+SCALED_BF16, SCALED_FP16 = (_four_bits(*of, zeros=False, scaled=True) for of in (_BF16, _FP16))
+BOTH_BF16, BOTH_FP16 = (_four_bits(*of, zeros=True, scaled=True) for of in (_BF16, _FP16))
+_OUT, _ONE, _TWO = (tl.constexpr("=r,=r,=r,=r,r" + more) for more in ("", ",r,r", ",r,r,r,r"))
 _BF16_PAIR, _FP16_PAIR = tl.constexpr((tl.bfloat16, tl.bfloat16)), tl.constexpr((tl.float16, tl.float16))
 
 # The sign bit lies where bf16's exponent ends: 128 + its low seven bits, less 128 or 256.
@@ -75,28 +79,35 @@ def unpack_8_bits(b_codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.cons
 
 
 @triton.jit
-def unpack_4_bits(b_codes, b_minus, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Floats of ``DTYPE`` of the low and of the high halves of bytes, less their zeros.
+def unpack_4_bits(b_codes, b_minus, b_scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Floats of ``DTYPE`` of the low and of the high halves of bytes, less their zeros, and scaled where there is one.
 
-    ``b_minus``: from ``minus_zeros``, broadcast to ``b_codes``; None: 8 is zero.
+    ``b_minus``: from ``minus_zeros``; None: 8 is zero. It and ``b_scale`` have one column, and the scale that dtype.
     """
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
     if not ASM:
         SHIFT: tl.constexpr = 128.0 if IS_BF16 else 1024.0
         b_add = -8.0 if b_minus is None else b_minus.to(tl.float32) + SHIFT
-        b_low = ((b_codes & 15).to(tl.float32) + b_add).to(DTYPE)
-        return b_low, ((b_codes >> 4).to(tl.float32) + b_add).to(DTYPE)
+        b_low, b_high = (b_codes & 15).to(tl.float32) + b_add, (b_codes >> 4).to(tl.float32) + b_add
+        if b_scale is not None:
+            b_low, b_high = b_low * b_scale.to(tl.float32), b_high * b_scale.to(tl.float32)
+        return b_low.to(DTYPE), b_high.to(DTYPE)
+    elif b_minus is None and b_scale is None:
+        return _call(FOUR_BITS_BF16, FOUR_BITS_FP16, _OUT, [b_codes], IS_BF16)
+    elif b_scale is None:
+        return _call(ZEROS_BF16, ZEROS_FP16, _ONE, [b_codes, b_minus], IS_BF16)
     elif b_minus is None:
-        if IS_BF16:
-            return tl.inline_asm_elementwise(FOUR_BITS_BF16, _FOUR, [b_codes], _BF16_PAIR, is_pure=True, pack=4)
-        else:
-            return tl.inline_asm_elementwise(FOUR_BITS_FP16, _FOUR, [b_codes], _FP16_PAIR, is_pure=True, pack=4)
+        return _call(SCALED_BF16, SCALED_FP16, _ONE, [b_codes, b_scale], IS_BF16)
     else:
-        codes = [b_codes, b_minus]
-        if IS_BF16:
-            return tl.inline_asm_elementwise(ZEROS_BF16, _FOUR_ZEROS, codes, _BF16_PAIR, is_pure=True, pack=4)
-        else:
-            return tl.inline_asm_elementwise(ZEROS_FP16, _FOUR_ZEROS, codes, _FP16_PAIR, is_pure=True, pack=4)
+        return _call(BOTH_BF16, BOTH_FP16, _TWO, [b_codes, b_minus, b_scale], IS_BF16)
+
+
+@triton.jit
+def _call(BF16: tl.constexpr, FP16: tl.constexpr, REGISTERS: tl.constexpr, operands, IS_BF16: tl.constexpr):
+    if IS_BF16:
+        return tl.inline_asm_elementwise(BF16, REGISTERS, operands, _BF16_PAIR, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(FP16, REGISTERS, operands, _FP16_PAIR, is_pure=True, pack=4)
 
 
 @triton.jit

@@ -173,7 +173,8 @@ def compile_kernel(wanted: Wanted) -> str | None:
         constexprs, num_warps = tile_variant(weight, num_rows, gated=gated, tuning=tuning)
         options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
         bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
-        operands = dtype, torch.uint8, weight.scales.dtype, zeros, bias, dtype, shape[0], num_rows
+        out = dtype if constexprs["SPLITS"] == 1 else torch.float32
+        operands = dtype, torch.uint8, weight.scales.dtype, zeros, bias, out, shape[0], num_rows
         code_tile_kernel.warmup(*operands, grid=(1, 1), **constexprs | {"ASM": True}, **options)
     except Exception as error:
         return f"{wanted}: {type(error).__name__}: {error}"[:300]
@@ -328,22 +329,27 @@ def candidates(kind: str, num_rows: int) -> list[CodeTuning]:
         ]
     if num_rows <= 64:
         block_m = 32 if num_rows <= 32 else 64
-        tiles = [
-            (n, w, s, stages) for n, w in ((32, 2), (64, 4), (128, 4), (128, 8)) for s in (1, 2) for stages in (3, 4)
+        warps = [
+            (32, 2, 1, 4),
+            (32, 2, 2, 3),
+            (64, 4, 1, 3),
+            (64, 4, 1, 4),
+            (64, 4, 2, 3),
+            (128, 4, 1, 3),
+            (128, 8, 1, 4),
         ]
         sliced = [CodeTuning(block_m, n, s, 1, s, 3) for n, s in ((16, 4), (32, 4), (16, 8))]
-        return [CodeTuning(block_m, n, 1, s, w, stages) for n, w, s, stages in tiles] + sliced
-    shapes = (
-        (128, 128, 8),
-        (128, 64, 4),
-        (64, 128, 4),
-        (64, 128, 8),
-        (64, 64, 4),
-        (128, 128, 4),
-        (256, 64, 4),
-        (256, 128, 8),
-    )
-    return [CodeTuning(m, n, 1, 1, w, stages) for m, n, w in shapes for stages in (2, 3, 4)]
+        return sliced + [
+            CodeTuning(block_m, n, 1, s, w, stages, scaled=scaled, splits=splits)
+            for splits in (1, 4, 8)
+            for n, w, s, stages in warps
+            for scaled in (False, True)[: 1 + (kind == "int4")]
+        ]
+    shapes = [(128, 128, 8, 3, 2), (128, 128, 8, 3, 4), (128, 128, 8, 4, 2), (256, 128, 8, 2, 4), (256, 128, 8, 2, 8)]
+    shapes += [(128, 128, 8, 3, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 4), (128, 64, 4, 4, 1), (64, 128, 4, 3, 4)]
+    shapes += [(128, 256, 8, 2, 4), (64, 64, 4, 4, 4), (64, 256, 8, 3, 4), (64, 128, 8, 3, 4), (256, 64, 4, 2, 4)]
+    found = [CodeTuning(m, n, 1, 1, w, stages, scaled=True, splits=splits) for m, n, w, stages, splits in shapes]
+    return found + [CodeTuning(128, 128, 1, 1, 8, 3, splits=4)] * (kind == "int4")
 
 
 def tune(pool: Pool, shapes: dict[str, tuple[int, int]], budget: float) -> None:

@@ -14,7 +14,7 @@ from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
 from qkv_engine.kernels.linear.float8 import quantize_rows
 from qkv_engine.kernels.linear.integer import CodeTuning, linear_integer, linear_tiles
-from qkv_engine.kernels.linear.packed import pack
+from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
@@ -24,6 +24,7 @@ SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in floa
 TILES = {
     "warps share columns": CodeTuning(block_m=8, block_n=64, slices=1, spans=2, num_warps=4, num_stages=3),
     "slices": CodeTuning(block_m=16, block_n=32, slices=2, spans=1, num_warps=2, num_stages=2),
+    "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
     "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
 }
 
@@ -75,6 +76,12 @@ def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: 
     size = x.double().abs() @ values.T + (0 if bias is None else bias.double().abs())
     allowed = torch.finfo(found.dtype).eps / 2 * exact.abs() + SUM_UNIT * size
     return float(((found.double() - exact).abs() / allowed).max())
+
+
+def rounded_tiles(x: Tensor, weight: PackedCodes, bias: Tensor | None, tuning: CodeTuning) -> Tensor:
+    """Scales are powers of two, so that scaled elements have no roundings of their own."""
+    weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
+    return linear_tiles(x, weight, bias, tuning=tuning)
 
 
 def gated(weight: IntegerWeight | Float8Weight, num_rows: int) -> float:
@@ -130,6 +137,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "int4/128 order": lambda d: integer_weight(9, 256, 4, 128, d, zeros=True, order=True),
         "int4 channel": lambda d: integer_weight(37, 80, 4, 80, d),
         "int4 channel long": lambda d: integer_weight(37, 1104, 4, 1104, d, zeros=True),
+        "int4 channel sliced": lambda d: integer_weight(37, 1024, 4, 1024, d, zeros=True),
         "int8/32": lambda d: integer_weight(37, 96, 8, 32, d),
         "int8/128": lambda d: integer_weight(33, 384, 8, 128, d),
         "int8 channel": lambda d: integer_weight(37, 1104, 8, 1104, d),
@@ -144,6 +152,10 @@ def cases() -> dict[str, Callable[[], float]]:
                     m(d), n, d, linear_integer, b
                 )
             found[f"written out {name} {dtype}"] = lambda m=make, d=DTYPES[dtype]: written_out(m(d), d)
+    scaled = CodeTuning(64, 64, 1, 1, 4, 2, scaled=True)
+    found["scaled elements"] = lambda: product(
+        integer_weight(35, 192, 4, 64, torch.float16, zeros=True), 70, torch.float16, rounded_tiles, True, tuning=scaled
+    )
     for name, tuning in TILES.items():
         for form in ("int4/128", "int8 channel", "float8 blocks"):
             found[f"{name} {form}"] = lambda m=formats[form], t=tuning: product(
