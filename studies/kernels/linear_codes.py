@@ -129,7 +129,7 @@ def checks(shapes: dict[str, tuple[int, int]]) -> list[Check]:
 
 
 def check(work: Check) -> int:
-    """The number of wrong results. A NaN, other bits in a second run or in SwiGLU behind the product are wrong."""
+    """The number of wrong results. A NaN, other bits in a second run or another SwiGLU are wrong."""
     wrong = 0
     for kind, (num_out, size) in work.cases():
         weight = random_weight(kind, num_out, size, work.dtype)
@@ -141,7 +141,9 @@ def check(work: Check) -> int:
                 out = product_of(kind)(x, packed, bias)
                 error = relative_error(out, x, weight, bias)
                 gated = product_of(kind)(x, packed, bias, gated=True)
-                is_same = torch.equal(gated, swiglu(out)) and torch.equal(out, product_of(kind)(x, packed, bias))
+                expected = swiglu(out).float()  # sums of columns may be added in another order
+                is_same = torch.equal(out, product_of(kind)(x, packed, bias))
+                is_same &= float((gated.float() - expected).norm() / expected.norm()) <= MAX_ERROR
                 is_quantized = kind == "float8" and num_rows >= MIN_ROWS
                 is_right = error <= (MAX_FLOAT8_ERROR if is_quantized else MAX_ERROR) and is_same
                 if not is_right or num_rows in (1, 600):
