@@ -30,7 +30,8 @@ from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
 from qkv_engine.kernels.linear.code_tile import code_tile_kernel
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
-from qkv_engine.kernels.linear.float8 import MIN_ROWS, linear_float8, quantize_rows
+from qkv_engine.kernels.linear.float8 import MIN_ROWS, linear_float8, scaled_product
+from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
 from qkv_engine.kernels.linear.integer import MAX_TILE_ROWS, CodeTuning, linear_integer, linear_tiles, tile_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.overlap import overlap_options
@@ -235,12 +236,6 @@ def nbytes_of(weight: Tensor | PackedCodes) -> int:
     return weight.nbytes if isinstance(weight, Tensor) else weight.codes.nbytes + weight.scales.nbytes
 
 
-def float8_product(x: Tensor, weight: PackedCodes, *, fast: bool) -> Tensor:
-    """Torch's product of 8-bit floats, whatever the number of rows."""
-    codes, scales = quantize_rows(x)
-    return torch._scaled_mm(codes, weight.codes.T, scales, weight.scales.T, out_dtype=x.dtype, use_fast_accum=fast)
-
-
 def ways(kind: str, num_rows: int, gated: bool) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Names of ways to multiply, and functions of ``x`` and a weight."""
     if kind == "bf16":
@@ -251,8 +246,8 @@ def ways(kind: str, num_rows: int, gated: bool) -> Iterator[tuple[str, Callable[
         yield "tiles", partial(linear_tiles, gated=gated)
         yield "written out", lambda x, weight: F.linear(x, dequantize(weight, x.dtype))
     if kind == "float8" and num_rows >= 8:
-        yield "scaled_mm", partial(float8_product, fast=False)
-        yield "scaled_mm fast", partial(float8_product, fast=True)
+        yield "scaled_mm exact", lambda x, weight: scaled_product(quantize_rows(x), weight, fast=False)
+        yield "scaled_mm", lambda x, weight: scaled_product(quantize_rows(x), weight)
 
 
 def time_all(shapes: dict[str, tuple[int, int]], row_numbers: list[int], layers: int) -> None:
@@ -304,6 +299,16 @@ def run_layer(
     product(gated(add_rms_norm(product(attended, o), residual, norm, 1e-6), gate_up), down)
 
 
+def run_float8_layer(rows: list[Tensor], weights: list[PackedCodes]) -> None:
+    """``run_layer`` of many rows, which norms and SwiGLU quantize."""
+    x, residual, attended, norm = rows
+    qkv, o, gate_up, down = weights
+    scaled_product(norm_rows(x, residual, norm, 1e-6), qkv)
+    hidden = scaled_product(quantize_rows(attended), o)
+    gate_up_rows = scaled_product(norm_rows(hidden, residual, norm, 1e-6), gate_up)
+    scaled_product(quantize_rows(gate_up_rows, gated=True), down)
+
+
 def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> None:
     """Layers without attention one after another, over several layers of weights."""
     layer_shapes = [shape for name, shape in shapes.items() if name != "lm_head"]
@@ -316,11 +321,15 @@ def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> N
         for num_rows in row_numbers:
             rows = [random_rows(num_rows, size) for size in (hidden, hidden, heads)]
             rows.append(random_rows(1, hidden)[0])
-            try:
-                us = 1e6 * time_calls([partial(run_layer, product, gated, rows, of_layer) for of_layer in weights])
-                print_line(layer=kind, rows=num_rows, us=us)
-            except Exception as failure:
-                print_line(layer=kind, rows=num_rows, failed=f"{type(failure).__name__}: {failure}"[:300])
+            forms: dict[str, Callable[..., None]] = {kind: partial(run_layer, product, gated, rows)}
+            if kind == "float8" and num_rows >= MIN_ROWS:
+                forms["float8 fused"] = partial(run_float8_layer, rows)
+            for form, run in forms.items():
+                try:
+                    us = 1e6 * time_calls([partial(run, of_layer) for of_layer in weights])
+                    print_line(layer=form, rows=num_rows, us=us)
+                except Exception as failure:
+                    print_line(layer=form, rows=num_rows, failed=f"{type(failure).__name__}: {failure}"[:300])
         del weights
 
 

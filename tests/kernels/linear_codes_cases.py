@@ -12,9 +12,10 @@ from torch import Tensor
 from qkv_engine.kernels.linear import codes_reference
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
-from qkv_engine.kernels.linear.float8 import quantize_rows
+from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
 from qkv_engine.kernels.linear.integer import CodeTuning, linear_integer, linear_tiles
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
@@ -108,10 +109,24 @@ def quantized_rows(size: int, num_rows: int) -> float:
     """Largest difference of rows from what their codes mean, in units of the row's largest step."""
     x = torch.randn(num_rows, size).bfloat16() * torch.logspace(-3, 3, num_rows)[:, None].bfloat16()
     x[0] = 0
-    with patch.object(torch, "empty_like", _filled_like), patch.object(torch.Tensor, "new_empty", _filled):
+    with patch.object(torch.Tensor, "new_empty", _filled):
         codes, scales = quantize_rows(x)
     step = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 * 16  # half of the distance of the largest codes
     return float(((codes.float() * scales - x.float()).abs() / step).max())
+
+
+def fused_rows(size: int) -> float:
+    """Codes, scales and the residual's sum are those of kernels one after another."""
+    x, residual, weight = (torch.randn(shape).bfloat16() for shape in ((3, size), (3, size), (size,)))
+    gate_up, summed = torch.randn(3, 2 * size).bfloat16(), residual.clone()
+    pairs = [(quantize_rows(gate_up, gated=True), quantize_rows(swiglu_triton(gate_up)))]
+    pairs.append((norm_rows(x, None, weight, 1e-6), quantize_rows(rms_norm_triton(x, None, weight, 1e-6))))
+    separate = quantize_rows(rms_norm_triton(x, summed, weight, 1e-6))
+    pairs.append((norm_rows(x, residual, weight, 1e-6), separate))
+    is_same = all(
+        torch.equal(a.view(torch.int8), b.view(torch.int8)) for pair in pairs for a, b in zip(*pair, strict=True)
+    )
+    return float(not (is_same and torch.equal(residual, summed)))
 
 
 def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -121,10 +136,6 @@ def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: 
 
 def _filled_anew(*shape: Any, dtype: torch.dtype, **_: Any) -> Tensor:
     return torch.full(tuple(shape), float("nan"), dtype=dtype)
-
-
-def _filled_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.full(tensor.shape, 0x7F, dtype=torch.uint8).view(dtype)
 
 
 def cases() -> dict[str, Callable[[], float]]:
@@ -165,6 +176,7 @@ def cases() -> dict[str, Callable[[], float]]:
         weight = integer_weight(74, 256, 4, 128, torch.bfloat16)
         found[f"gated int4 {num_rows}"] = lambda w=weight, m=num_rows: gated(w, m)
         found[f"gated float8 {num_rows}"] = lambda m=num_rows: gated(float8_weight(300, 256, blocks=True), m)
+    found["equal fused rows"] = lambda: fused_rows(272)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
     return found
 
