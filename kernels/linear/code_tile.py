@@ -87,7 +87,7 @@ def code_tile_kernel(
                 if zeros_ptr is not None:
                     b_zeros = tl.load(zeros_ptr + o_scale + span * SPAN // GROUP)
                     b_minus = tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
-                b_scale = tl.expand_dims(scales[part].to(DTYPE), -1) if SCALED else None  # type: ignore[misc]
+                b_scale = tl.expand_dims(scales[part].to(DTYPE), -1) if SCALED else None
                 b_codes = tl.load(p_codes, eviction_policy="evict_first")
                 b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = _product(b_low, b_x, b_part, SLICES)
@@ -100,13 +100,13 @@ def code_tile_kernel(
             if IS_CHANNEL or SCALED:
                 b_acc = b_part
             else:
-                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)  # type: ignore[misc]
+                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
         if not IS_CHANNEL:
             scales = ahead
     if SLICES > 1:
         b_acc = tl.sum(b_acc, 0)
     if IS_CHANNEL:
-        b_acc *= scales[0].to(tl.float32)[:, None]
+        b_acc *= scales[0].to(tl.float32)[:, None]  # type: ignore[misc]
     if SPLITS > 1:
         o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
         tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
