@@ -12,6 +12,7 @@ from .interpreted import run_cases
 pytest.importorskip("triton")
 
 from qkv_engine.kernels.linear.packed import pack, unpack
+from studies.kernels.compiled import code_kernels, compile_kernel, describe
 
 from .linear_codes_cases import float8_weight, integer_weight
 
@@ -20,7 +21,7 @@ def test_linear_codes_cases() -> None:
     figures = run_cases(Path(__file__).with_name("linear_codes_cases.py"))
     equal = ("equal", "gated", "written out")  # bit for bit
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
-    assert len(figures) == 136 and not wrong
+    assert len(figures) == 151 and not wrong
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -37,3 +38,14 @@ def test_layouts_are_undone(bits: int, size: int, group: int) -> None:
 def test_floats_are_kept() -> None:
     weight = float8_weight(130, 272, blocks=True)
     assert pack(weight).is_blockwise and unpack(pack(weight)).codes is weight.codes
+
+
+@pytest.mark.parametrize("case", code_kernels(), ids=lambda case: case[0])
+def test_codes_become_floats_in_registers(case) -> None:
+    """Nothing spills, few rows' codes are read 16 bytes at a time, and no instruction converts one element."""
+    _, kernel, constexprs, tuning = case
+    built = compile_kernel(kernel, constexprs, tuning)
+    found = describe(built)
+    assert found["spilled"] <= 16 and (found["HMMA"] or found["HGMMA"])
+    assert "cp.async.cg" in built.asm["ptx"] and (found["HGMMA"] or "cp.async.ca" not in built.asm["ptx"])
+    assert not {"I2F", "I2FP", "F2F"} & set(found["mix"])
