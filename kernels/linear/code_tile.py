@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..overlap import let_next_start, wait_for_previous
+from ..fusion import FUSED
+from ..overlap import let_next_start, overlap_options, wait_for_previous
 from ..product_parts import load_bias, weight_rows
 from .triton import swiglu_tile
 from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
+
+ADD_TILE = 1024  # elements of a program that adds splits
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -39,7 +43,7 @@ def code_tile_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     IS_CHANNEL: tl.constexpr = GROUPS == 1
     i_p = tl.program_id(0)
-    o_n = weight_rows(i_p, N, GATED, FULL, BLOCK_N)
+    o_n = weight_rows(i_p, N, GATED and SPLITS == 1, FULL, BLOCK_N)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < M
     o_k = tl.arange(0, WIDTH)
@@ -124,23 +128,45 @@ def code_tile_kernel(
 @triton.jit
 def add_splits_kernel(
     sums_ptr, bias_ptr, out_ptr, SIZE,
-    N: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    N: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The sum of ``sums``, and of ``bias``.
+    """The sum of ``sums``, and of ``bias``, or with GATED its SwiGLU.
 
-    Shapes:  sums float32 [SPLITS, M, N];  bias [N] or None;  out [M, N]
-    Grid:    (cdiv(M N, TILE),)
+    Shapes:  sums float32 [SPLITS, M, N], of SIZE each;  bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Grid:    (M cdiv(N, TILE),), with GATED of N / 2
     """
     let_next_start(OVERLAP)
-    o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    m = o < SIZE
-    b_sum = tl.zeros([TILE], tl.float32)
-    if bias_ptr is not None:
-        b_sum += tl.load(bias_ptr + o % N).to(tl.float32)
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    i_m = (tl.program_id(0) // TILES).to(tl.int64)
+    o_n = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    m_n = o_n < WIDTH
+    o_sum = i_m * N + o_n
     wait_for_previous(OVERLAP)
+    b_out = _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS).to(out_ptr.dtype.element_ty)
+    if GATED:
+        b_up = _sum_splits(sums_ptr, bias_ptr, o_sum + WIDTH, o_n + WIDTH, m_n, SIZE, SPLITS).to(b_out.dtype)
+        b_out = swiglu_tile(b_out, b_up)
+    tl.store(out_ptr + i_m * WIDTH + o_n, b_out, mask=m_n)
+
+
+@triton.jit
+def _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS: tl.constexpr):
+    b_sum = tl.zeros_like(o_n).to(tl.float32)
+    if bias_ptr is not None:
+        b_sum += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     for split in tl.static_range(SPLITS):
-        b_sum += tl.load(sums_ptr + split * SIZE + o, mask=m, other=0.0)
-    tl.store(out_ptr + o, b_sum.to(out_ptr.dtype.element_ty), mask=m)
+        b_sum += tl.load(sums_ptr + split * SIZE + o_sum, mask=m_n, other=0.0)
+    return b_sum
+
+
+def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -> None:
+    """Writes the sum of ``sums`` [SPLITS, M, O] and ``bias`` to ``out`` [M, O], or with ``gated`` its SwiGLU."""
+    splits, num_rows, num_out = sums.shape
+    constexprs = {"N": num_out, "GATED": gated, "SPLITS": splits, "TILE": ADD_TILE}
+    options = overlap_options(out.device) | FUSED
+    grid = (num_rows * triton.cdiv(out.shape[1], ADD_TILE),)
+    add_splits_kernel[grid](sums, bias, out, num_rows * num_out, **constexprs, **options)
 
 
 @triton.jit

@@ -23,7 +23,6 @@ from triton.compiler import ASTSource
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
-from qkv_engine.kernels.linear.code_tile import code_tile_kernel
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.packed import pack
 from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
@@ -161,10 +160,10 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
     for weight, gated in product((int4, int8, float8), (False, True)):
         for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
-            constexprs, num_warps = integer.tile_variant(weight, num_rows, gated=gated)
+            kernel, constexprs, launch = integer.code_variant(weight, num_rows, gated=gated)
             constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
             name = f"{weight.kind} {num_rows} rows" + gated * " gated"
-            yield name, code_tile_kernel, constexprs, Tuning(num_warps, constexprs["STAGES"])
+            yield name, kernel, constexprs, Tuning(launch["num_warps"], constexprs.get("STAGES", 1))
 
 
 def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

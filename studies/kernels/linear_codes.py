@@ -27,12 +27,25 @@ from torch import Tensor
 from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
-from qkv_engine.kernels.linear.code_tile import code_tile_kernel
+from qkv_engine.kernels.linear.code_sum import code_sum_kernel
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
-from qkv_engine.kernels.linear.float8 import MIN_ROWS, linear_float8, scaled_product
+from qkv_engine.kernels.linear.float8 import (
+    MIN_ROWS,
+    Float8Tuning,
+    linear_float8,
+    scaled_product,
+    scaled_tiles,
+    scaled_variant,
+)
 from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
-from qkv_engine.kernels.linear.integer import MAX_TILE_ROWS, CodeTuning, linear_integer, linear_tiles, tile_variant
+from qkv_engine.kernels.linear.float8_tile import float8_tile_kernel
+from qkv_engine.kernels.linear.integer import (
+    MAX_TILE_ROWS,
+    code_variant,
+    linear_codes,
+    linear_integer,
+)
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.rms_norm import add_rms_norm
@@ -41,6 +54,7 @@ from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
 from .bench_linear import sizes
+from .code_tunings import TUNED, AnyTuning, candidates
 from .timing import time_calls
 
 WEIGHTS_NBYTES = 400 << 20  # of the copies of a weight, eight times the L2 cache
@@ -185,7 +199,7 @@ class Wanted(NamedTuple):
     shape: tuple[int, int]
     num_rows: int
     gated: bool
-    tuning: CodeTuning | None = None
+    tuning: AnyTuning | None = None
     dtype: torch.dtype | None = None
 
 
@@ -195,15 +209,33 @@ def compile_kernel(wanted: Wanted) -> str | None:
     try:
         with torch.device("meta"):
             weight = pack(random_weight(kind, *shape, dtype or torch.bfloat16))
-        constexprs, num_warps = tile_variant(weight, num_rows, gated=gated, tuning=tuning)
-        options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
+        if isinstance(tuning, Float8Tuning) or (kind == "float8" and tuning is None and num_rows >= MIN_ROWS):
+            compile_float8(wanted, weight)
+            return None
+        kernel, constexprs, launch = code_variant(weight, num_rows, gated=gated, tuning=tuning)
+        options = overlap_options(torch.device("cuda", 0)) | FUSED | launch
         bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
-        out = dtype if constexprs["SPLITS"] == 1 else torch.float32
-        operands = dtype, torch.uint8, weight.scales.dtype, zeros, bias, out, shape[0], num_rows
-        code_tile_kernel.warmup(*operands, grid=(1, 1), **constexprs | {"ASM": True}, **options)
+        out = dtype if constexprs.get("SPLITS", 1) == 1 else torch.float32
+        operands = weight.scales.dtype, zeros, bias, out, shape[0]
+        if kernel is code_sum_kernel:
+            arguments = dtype, torch.int32, *operands
+        else:
+            arguments = dtype, torch.uint8, *operands, num_rows
+        kernel.warmup(*arguments, grid=(1, 1), **constexprs | {"ASM": True}, **options)
     except Exception as error:
         return f"{wanted}: {type(error).__name__}: {error}"[:300]
     return None
+
+
+def compile_float8(wanted: Wanted, weight: PackedCodes) -> None:
+    """Of products of 8-bit floats."""
+    _, shape, num_rows, gated, tuning, bias = wanted
+    assert tuning is None or isinstance(tuning, Float8Tuning)
+    constexprs, num_warps = scaled_variant(weight, num_rows, gated=gated, tuning=tuning)
+    out = torch.bfloat16 if constexprs["SPLITS"] == 1 else torch.float32
+    operands = torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, torch.float32, bias, out, shape[0], num_rows
+    options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
+    float8_tile_kernel.warmup(*operands, grid=(1, 1), **constexprs, **options)
 
 
 def timed(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> Iterator[Wanted]:
@@ -242,11 +274,11 @@ def ways(kind: str, num_rows: int, gated: bool) -> Iterator[tuple[str, Callable[
         yield "bf16", linear_swiglu if gated else linear
         return
     yield "ours", partial(product_of(kind), gated=gated)
-    if num_rows >= 64:
-        yield "tiles", partial(linear_tiles, gated=gated)
+    if num_rows >= 64 and kind != "float8":
+        yield "tiles", partial(linear_codes, gated=gated)
         yield "written out", lambda x, weight: F.linear(x, dequantize(weight, x.dtype))
     if kind == "float8" and num_rows >= 8:
-        yield "scaled_mm exact", lambda x, weight: scaled_product(quantize_rows(x), weight, fast=False)
+        yield "float8 tiles", lambda x, weight: scaled_tiles(quantize_rows(x), weight, gated=gated)
         yield "scaled_mm", lambda x, weight: scaled_product(quantize_rows(x), weight)
 
 
@@ -333,96 +365,48 @@ def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> N
         del weights
 
 
-def candidates(kind: str, num_rows: int) -> list[CodeTuning]:
-    """Launch parameters to try, the likeliest first."""
-    if num_rows <= 16:
-        block_m = 8 if num_rows <= 8 else 16
-        tiles = [
-            (16, 4, 2, 4),
-            (16, 4, 4, 3),
-            (16, 8, 1, 4),
-            (16, 8, 2, 3),
-            (32, 4, 1, 4),
-            (32, 4, 2, 3),
-            (32, 4, 2, 4),
-        ]
-        tiles += [
-            (32, 8, 1, 4),
-            (32, 8, 2, 3),
-            (64, 4, 1, 4),
-            (64, 4, 2, 3),
-            (64, 8, 1, 3),
-            (32, 2, 4, 4),
-            (64, 2, 2, 4),
-        ]
-        return [
-            CodeTuning(block_m, n, slices, spans if kind == "int4" else max(1, spans // 2), slices, stages, ahead)
-            for ahead in (0, 4)
-            for n, slices, spans, stages in tiles
-        ]
-    if num_rows <= 64:
-        block_m = 32 if num_rows <= 32 else 64
-        warps = [
-            (32, 2, 1, 4),
-            (32, 2, 2, 3),
-            (64, 4, 1, 3),
-            (64, 4, 1, 4),
-            (64, 4, 2, 3),
-            (128, 4, 1, 3),
-            (128, 8, 1, 4),
-        ]
-        sliced = [CodeTuning(block_m, n, s, 1, s, 3) for n, s in ((16, 4), (32, 4), (16, 8))]
-        return sliced + [
-            CodeTuning(block_m, n, 1, s, w, stages, scaled=scaled, splits=splits)
-            for splits in (1, 4, 8)
-            for n, w, s, stages in warps
-            for scaled in (False, True)[: 1 + (kind == "int4")]
-        ]
-    shapes = [(128, 128, 8, 3, 2), (128, 128, 8, 3, 4), (128, 128, 8, 4, 2), (256, 128, 8, 2, 4), (256, 128, 8, 2, 8)]
-    shapes += [(128, 128, 8, 3, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 4), (128, 64, 4, 4, 1), (64, 128, 4, 3, 4)]
-    shapes += [(128, 256, 8, 2, 4), (64, 64, 4, 4, 4), (64, 256, 8, 3, 4), (64, 128, 8, 3, 4), (256, 64, 4, 2, 4)]
-    found = [CodeTuning(m, n, 1, 1, w, stages, scaled=True, splits=splits) for m, n, w, stages, splits in shapes]
-    return found + [CodeTuning(128, 128, 1, 1, 8, 3, splits=4)] * (kind == "int4")
-
-
 def tune(pool: Pool, shapes: dict[str, tuple[int, int]], budget: float) -> None:
     """The best launch parameters of each kind and number of rows, for a layer's products together and for each."""
     end = time.monotonic() + budget
-    order = [("int4", 1), ("int8", 1), ("int4", 16), ("int8", 16), ("int4", 256), ("int8", 256), ("float8", 1)]
-    order += [("int4", 8), ("int4", 32), ("int8", 8), ("int4", 64), ("int8", 32), ("int4", 128), ("int8", 64)]
     layer = {name: shape for name, shape in shapes.items() if name != "lm_head"}
     weights: dict[str, dict[str, list[PackedCodes]]] = {}
-    for kind, num_rows in order:
+    for kind, num_rows in TUNED:
         if time.monotonic() > end:
             print_line(tune=kind, rows=num_rows, skipped="the budget is spent")
             continue
-        if kind not in weights:
-            weights.clear()
-            weights[kind] = {
-                n: copies(partial(timed_weight, kind, *s), s[0] * s[1] // (2 if kind == "int4" else 1))
-                for n, s in layer.items()
+        form = kind.split()[0]
+        if form not in weights:
+            weights[form] = {
+                n: copies(partial(timed_weight, form, *s), s[0] * s[1] // (2 if form == "int4" else 1))
+                for n, s in (layer if form == "int4" else shapes).items()
             }
         tunings = candidates(kind, num_rows)
-        name_of = f"int4/{GROUP}" if kind == "int4" else kind
-        compile_all(pool, [Wanted(name_of, s, num_rows, n == "gate_up", t) for t in tunings for n, s in layer.items()])
-        results: dict[CodeTuning, dict[str, float]] = {}
+        name_of = f"int4/{GROUP}" if form == "int4" else form
+        products = shapes if form != "int4" and num_rows in (1, 16, 256) else layer
+        compile_all(
+            pool, [Wanted(name_of, s, num_rows, n == "gate_up", t) for t in tunings for n, s in products.items()]
+        )
+        results: dict[AnyTuning, dict[str, float]] = {}
         for tuning in tunings:
             if time.monotonic() > end:
                 break
-            for name, (_, size) in layer.items():
+            for name, (_, size) in products.items():
                 x = random_rows(num_rows, size)
-                call = partial(linear_tiles, x, gated=name == "gate_up", tuning=tuning)
+                if isinstance(tuning, Float8Tuning):
+                    call: Any = partial(scaled_tiles, quantize_rows(x), gated=name == "gate_up", tuning=tuning)
+                else:
+                    call = partial(linear_codes, x, gated=name == "gate_up", tuning=tuning)
                 try:
-                    us = 1e6 * time_calls([partial(call, weight) for weight in weights[kind][name]])
+                    us = 1e6 * time_calls([partial(call, weight) for weight in weights[form][name]])
                 except Exception as failure:
                     print_line(tune=kind, rows=num_rows, tuning=tuple(tuning), product=name, failed=str(failure)[:100])
-                    break
+                    continue
                 results.setdefault(tuning, {})[name] = us
-        whole = {t: us for t, us in results.items() if len(us) == len(layer)}
-        for tuning in sorted(whole, key=lambda t: sum(whole[t].values()))[:6]:
-            parts = {n: round(t, 2) for n, t in whole[tuning].items()}
-            print_line(tune=kind, rows=num_rows, layer_us=sum(parts.values()), tuning=tuple(tuning), **parts)
-        for name in layer:
+        whole = {t: sum(us[n] for n in layer) for t, us in results.items() if layer.keys() <= us.keys()}
+        for tuning in sorted(whole, key=lambda t: whole[t])[:6]:
+            parts = {n: round(t, 2) for n, t in results[tuning].items()}
+            print_line(tune=kind, rows=num_rows, layer_us=whole[tuning], tuning=tuple(tuning), **parts)
+        for name in products:
             best = min((t for t in results if name in results[t]), key=lambda t: results[t][name], default=None)
             if best is not None:
                 print_line(tune=kind, rows=num_rows, product=name, us=results[best][name], tuning=tuple(best))

@@ -100,7 +100,18 @@ def _use_true_float8() -> None:
         codes = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.float8_e4m3fn).view(torch.uint8)
         return TensorHandle(codes.numpy(), tl.float8e4nv)
 
-    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    plain_dot = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, value(a), value(b), *rest)
+
+    def value(x: Any) -> Any:
+        if x.dtype.scalar != tl.float8e4nv:
+            return x
+        codes = torch.from_numpy(np.ascontiguousarray(x.data).view(np.uint8)).view(torch.float8_e4m3fn)
+        return TensorHandle(codes.float().numpy(), tl.float32)
+
+    InterpreterBuilder.create_fp_to_fp, InterpreterBuilder.create_dot = create_fp_to_fp, create_dot
 
 
 def _use_less_time() -> None:

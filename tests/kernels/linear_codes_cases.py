@@ -12,8 +12,9 @@ from torch import Tensor
 from qkv_engine.kernels.linear import codes_reference
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
+from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
 from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
-from qkv_engine.kernels.linear.integer import CodeTuning, linear_integer, linear_tiles
+from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
@@ -22,11 +23,17 @@ from .fused_cases import DTYPES, fenced
 from .interpreted import report
 
 SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in float32
-TILES = {
+TILES: dict[str, Tuning] = {
     "warps share columns": CodeTuning(block_m=8, block_n=64, slices=1, spans=2, num_warps=4, num_stages=3),
+    "sums": CodeSums(block_n=8, num_warps=2),
     "slices": CodeTuning(block_m=16, block_n=32, slices=2, spans=1, num_warps=2, num_stages=2),
     "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
     "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
+}
+
+FLOAT8 = {
+    "tiles": Float8Tuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
+    "splits": Float8Tuning(block_m=16, block_n=32, num_warps=2, num_stages=2, splits=2),
 }
 
 
@@ -82,7 +89,7 @@ def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: 
 def rounded_tiles(x: Tensor, weight: PackedCodes, bias: Tensor | None, tuning: CodeTuning) -> Tensor:
     """Scales are powers of two, so that scaled elements have no roundings of their own."""
     weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
-    return linear_tiles(x, weight, bias, tuning=tuning)
+    return linear_codes(x, weight, bias, tuning=tuning)
 
 
 def gated(weight: IntegerWeight | Float8Weight, num_rows: int) -> float:
@@ -113,6 +120,20 @@ def quantized_rows(size: int, num_rows: int) -> float:
         codes, scales = quantize_rows(x)
     step = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 * 16  # half of the distance of the largest codes
     return float(((codes.float() * scales - x.float()).abs() / step).max())
+
+
+def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False) -> float:
+    """Products of 8-bit floats, against their values'."""
+    weight, bias = float8_weight(272, 400), fenced(272, dtype=torch.bfloat16)[0]
+    x = quantize_rows(fenced(num_rows, 400, dtype=torch.bfloat16)[0])
+    packed = pack(weight)
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        found = scaled_tiles(x, packed, bias, tuning=tuning)
+        if gated:
+            return float(
+                not torch.equal(scaled_tiles(x, packed, bias, gated=True, tuning=tuning), swiglu_triton(found))
+            )
+    return error(found, x.codes.double() * x.scales.double(), weight, bias)
 
 
 def fused_rows(size: int) -> float:
@@ -163,19 +184,28 @@ def cases() -> dict[str, Callable[[], float]]:
                     m(d), n, d, linear_integer, b
                 )
             found[f"written out {name} {dtype}"] = lambda m=make, d=DTYPES[dtype]: written_out(m(d), d)
-    scaled = CodeTuning(64, 64, 1, 1, 4, 2, scaled=True)
+    of_elements = CodeTuning(64, 64, 1, 1, 4, 2, scaled=True)
     found["scaled elements"] = lambda: product(
-        integer_weight(35, 192, 4, 64, torch.float16, zeros=True), 70, torch.float16, rounded_tiles, True, tuning=scaled
+        integer_weight(35, 192, 4, 64, torch.float16, zeros=True),
+        70,
+        torch.float16,
+        rounded_tiles,
+        True,
+        tuning=of_elements,
     )
     for name, tuning in TILES.items():
         for form in ("int4/128", "int8 channel", "float8 blocks"):
             found[f"{name} {form}"] = lambda m=formats[form], t=tuning: product(
-                m(torch.bfloat16), 70, torch.bfloat16, linear_tiles, True, tuning=t
+                m(torch.bfloat16), 1 if isinstance(t, CodeSums) else 70, torch.bfloat16, linear_codes, True, tuning=t
             )
     for num_rows in (1, 9, 40):
         weight = integer_weight(74, 256, 4, 128, torch.bfloat16)
         found[f"gated int4 {num_rows}"] = lambda w=weight, m=num_rows: gated(w, m)
         found[f"gated float8 {num_rows}"] = lambda m=num_rows: gated(float8_weight(300, 256, blocks=True), m)
+    for name, float8 in FLOAT8.items():
+        for num_rows in (3, 70):
+            found[f"scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t)
+            found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
     found["equal fused rows"] = lambda: fused_rows(272)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
     return found
