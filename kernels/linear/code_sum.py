@@ -125,12 +125,12 @@ def code_sum_kernel(
             b_part = _product_of_8(codes[part], b_x, b_y, ASM)
             if zeros_ptr is not None:
                 if not IS_CHANNEL:
-                    b_zero = zeros[part].to(tl.float32)  # type: ignore[misc]
+                    b_zero = zeros[part].to(tl.float32)
                 b_sum = b_x[0] + b_x[1] + b_x[2] + b_x[3] + (b_y[0] + b_y[1] + b_y[2] + b_y[3])
                 b_part += (8.0 - b_zero) * tl.sum(b_sum, 2)
         else:
             b_part = _product_of_4(codes[part], _load_four(x_ptr, o_byte, K, IS_WHOLE, ASM), KIND, ASM)
-        b_acc += b_part if IS_CHANNEL else b_part * scales[part].to(tl.float32)  # type: ignore[misc]
+        b_acc += b_part if IS_CHANNEL else b_part * scales[part].to(tl.float32)
     b_out = tl.sum(b_acc, 0)
     if IS_CHANNEL:
         b_out *= b_scale

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qkv_engine.kernels.linear.float8 import Float8Tuning
 from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning
 
@@ -15,7 +17,7 @@ TUNED = (
 )
 
 
-def candidates(kind: str, num_rows: int) -> list[AnyTuning]:
+def candidates(kind: str, num_rows: int) -> Sequence[AnyTuning]:
     """Launch parameters to try, the likeliest first."""
     if kind == "float8 tiles":
         return float8_candidates(num_rows)
@@ -77,7 +79,7 @@ def candidates(kind: str, num_rows: int) -> list[AnyTuning]:
     ]
 
 
-def float8_candidates(num_rows: int) -> list[AnyTuning]:
+def float8_candidates(num_rows: int) -> Sequence[AnyTuning]:
     """The same of products of 8-bit floats."""
     block_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
     shapes = [(128, 4, 4, 128), (128, 8, 4, 128), (64, 4, 4, 128), (64, 4, 3, 256), (128, 8, 3, 256), (128, 4, 3, 128)]
@@ -85,4 +87,4 @@ def float8_candidates(num_rows: int) -> list[AnyTuning]:
     if num_rows > 128:
         found += [Float8Tuning(256, 128, 8, stages, splits) for stages in (3, 4) for splits in (1, 2, 4)]
         found += [Float8Tuning(64, 128, 4, 4, splits) for splits in (1, 2)]
-    return list(found)
+    return found

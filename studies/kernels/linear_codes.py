@@ -217,11 +217,9 @@ def compile_kernel(wanted: Wanted) -> str | None:
         bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
         out = dtype if constexprs.get("SPLITS", 1) == 1 else torch.float32
         operands = weight.scales.dtype, zeros, bias, out, shape[0]
-        if kernel is code_sum_kernel:
-            arguments = dtype, torch.int32, *operands
-        else:
-            arguments = dtype, torch.uint8, *operands, num_rows
-        kernel.warmup(*arguments, grid=(1, 1), **constexprs | {"ASM": True}, **options)
+        rows = () if kernel is code_sum_kernel else (num_rows,)
+        codes = torch.uint8 if rows else torch.int32
+        kernel.warmup(dtype, codes, *operands, *rows, grid=(1, 1), **constexprs | {"ASM": True}, **options)
     except Exception as error:
         return f"{wanted}: {type(error).__name__}: {error}"[:300]
     return None
