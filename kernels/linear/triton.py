@@ -79,7 +79,7 @@ def linear_sum_kernel(
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_out = N // 2 if GATED else N
     if GATED:
-        b_out = _swiglu(*tl.split(tl.reshape(b_out, [OUTS, 2])))
+        b_out = swiglu_tile(*tl.split(tl.reshape(b_out, [OUTS, 2])))
     o_out = i_p * OUTS + tl.arange(0, OUTS)
     tl.store(out_ptr + o_out, b_out, mask=o_out < num_out)
 
@@ -113,14 +113,14 @@ def linear_tile_kernel(
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_out = N // 2 if GATED else N
     if GATED:
-        b_out = _swiglu(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
+        b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
     o_out = i_p * OUTS + tl.arange(0, OUTS)
     m_out = (o_m < M)[None, :] & (o_out < num_out)[:, None]
     tl.store(out_ptr + o_m[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
 
 
 @triton.jit
-def _swiglu(b_gate, b_up):
+def swiglu_tile(b_gate, b_up):
     """As ``swiglu_kernel`` rounds."""
     b_wide = b_gate.to(tl.float32)
     b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)

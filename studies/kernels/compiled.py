@@ -22,6 +22,9 @@ from triton.compiler import ASTSource
 
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
+from qkv_engine.kernels.linear import integer
+from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear.packed import pack
 from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
@@ -53,6 +56,7 @@ POINTERS |= {
 NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
 BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source", "inner", "pairs")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
+POINTERS |= {"codes_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
 FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited", "weights")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
@@ -147,6 +151,21 @@ def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
             yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
+def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Products with quantized weights, for the shapes of Qwen3 8B."""
+    with torch.device("meta"):
+        scales = torch.empty(4096, 32, dtype=torch.bfloat16)
+        int4 = pack(IntegerWeight(torch.empty(4096, 2048, dtype=torch.uint8), scales))
+        int8 = pack(IntegerWeight(torch.empty(4096, 4096, dtype=torch.int8), scales[:, :1]))
+        float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
+    for weight, gated in product((int4, int8, float8), (False, True)):
+        for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
+            kernel, constexprs, launch = integer.code_variant(weight, num_rows, gated=gated)
+            constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
+            name = f"{weight.kind} {num_rows} rows" + gated * " gated"
+            yield name, kernel, constexprs, Tuning(launch["num_warps"], constexprs.get("STAGES", 1))
+
+
 def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Mixture of experts, for the shape of Qwen3 30B-A3B."""
     size, inner, num, top_k = 2048, 768, 128, 8
@@ -232,6 +251,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     yield from seal_kernels()
     yield from fused_kernels()
     yield from linear_kernels()
+    yield from code_kernels()
     yield from moe_kernels()
     yield from sample_kernels()
 

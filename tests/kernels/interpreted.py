@@ -30,6 +30,7 @@ def report(cases: dict[str, Callable[[], float]]) -> None:
     """Child side: runs every case and prints its figure; a case that raises reports the error."""
     _use_true_bf16()
     _use_true_fma()
+    _use_true_float8()
     _use_less_time()
     figures: dict[str, Any] = {}
     for name, case in cases.items():
@@ -82,6 +83,35 @@ def _use_true_bf16() -> None:
         return TensorHandle(nearest.astype(np.uint16), tl.bfloat16)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+
+
+def _use_true_float8() -> None:
+    """Gives the interpreter 8-bit floats as on a GPU; its own forget to carry where a mantissa is rounded up."""
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, *rest: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.float8e4nv):
+            return plain(self, src, dst_type, *rest)
+        codes = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.float8_e4m3fn).view(torch.uint8)
+        return TensorHandle(codes.numpy(), tl.float8e4nv)
+
+    plain_dot = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, value(a), value(b), *rest)
+
+    def value(x: Any) -> Any:
+        if x.dtype.scalar != tl.float8e4nv:
+            return x
+        codes = torch.from_numpy(np.ascontiguousarray(x.data).view(np.uint8)).view(torch.float8_e4m3fn)
+        return TensorHandle(codes.float().numpy(), tl.float32)
+
+    InterpreterBuilder.create_fp_to_fp, InterpreterBuilder.create_dot = create_fp_to_fp, create_dot
 
 
 def _use_less_time() -> None:

@@ -1,0 +1,193 @@
+"""Products with quantized weights in Triton on tensor cores: codes become 16-bit floats in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..fusion import FUSED
+from ..overlap import let_next_start, overlap_options, wait_for_previous
+from ..product_parts import load_bias, weight_rows
+from .triton import swiglu_tile
+from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
+
+ADD_TILE = 1024  # elements of a program that adds splits
+
+
+@triton.jit(do_not_specialize=["M"])
+def code_tile_kernel(
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
+    K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
+    GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    SPANS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SCALED: tl.constexpr,
+    SPLITS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
+
+    A step takes SPANS spans of columns, which have one scale a row: their sums are scaled, or with SCALED the elements,
+    which are then rounded. With SLICES each warp has columns of its own, with SPLITS each program, which then leaves
+    sums for ``add_splits_kernel``. AHEAD: lines of 128 bytes of each row, or slice of one, that are asked for before
+    ``x`` is waited for. BLOCKS: the scales are those of 128 x 128 elements.
+
+    Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
+             out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, N]
+    Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLITS)
+    """
+    let_next_start(OVERLAP)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = SPAN // 2 if KIND == "int4" else SPAN  # bytes of a span
+    NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
+    PART: tl.constexpr = NUMBER // (SLICES * SPLITS)  # spans of a slice
+    ROW: tl.constexpr = NUMBER * WIDTH if KIND == "int4" else K
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    IS_CHANNEL: tl.constexpr = GROUPS == 1
+    i_p = tl.program_id(0)
+    o_n = weight_rows(i_p, N, GATED and SPLITS == 1, FULL, BLOCK_N)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < M
+    o_k = tl.arange(0, WIDTH)
+    o_row = tl.minimum(o_m, M - 1).to(tl.int64) * K
+    o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
+    first = tl.program_id(2) * (SLICES * PART)
+    if not IS_CHANNEL:
+        o_scale += first * SPAN // GROUP
+    codes_ptr += first * WIDTH
+    x_ptr += first * SPAN
+    if SLICES == 1:
+        o_code, o_x, m_x = o_n[:, None] * ROW + o_k[None, :], o_row[:, None] + o_k[None, :], m_m[:, None]
+        b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        o_slice = tl.arange(0, SLICES) * PART
+        o_code = (o_slice * WIDTH)[:, None, None] + (o_n[:, None] * ROW + o_k[None, :])[None, :, :]
+        o_x = (o_slice * SPAN)[:, None, None] + (o_row[:, None] + o_k[None, :])[None, :, :]
+        m_x = m_m[None, :, None]
+        if not IS_CHANNEL:
+            o_scale = o_scale[None, :] + (o_slice * SPAN // GROUP)[:, None]
+        b_acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    scales = ()
+    for part in tl.static_range(SPANS):
+        scales += (tl.load(scales_ptr + o_scale + part * SPAN // GROUP),)  # type: ignore[assignment]
+    if AHEAD > 0 and ASM:
+        o_line = tl.arange(0, SLICES) * (PART * WIDTH)
+        o_line = (o_n * ROW)[:, None] + o_line[None, :]
+        prefetch(codes_ptr + o_line[:, :, None] + tl.arange(0, AHEAD)[None, None, :] * 128)
+    wait_for_previous(OVERLAP)
+
+    for i in tl.range(0, PART, SPANS, num_stages=STAGES):
+        if not IS_CHANNEL:
+            ahead = ()  # scales of the next step, on their way during this one
+            for part in tl.static_range(SPANS):
+                span = tl.minimum(i + SPANS + part, PART - 1)
+                ahead += (tl.load(scales_ptr + o_scale + span * SPAN // GROUP),)  # type: ignore[assignment]
+        for part in tl.static_range(SPANS):
+            span = i + part
+            b_part = b_acc if IS_CHANNEL or SCALED else tl.zeros_like(b_acc)
+            p_codes, p_x = codes_ptr + o_code + span * WIDTH, x_ptr + o_x + span * SPAN
+            o_column = (first + span) * SPAN + o_k
+            b_x = _load_x(p_x, m_x, o_column, K, SPAN)
+            if KIND == "int4":
+                b_minus = None
+                if zeros_ptr is not None:
+                    b_zeros = tl.load(zeros_ptr + o_scale + span * SPAN // GROUP)
+                    b_minus = tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
+                b_scale = tl.expand_dims(scales[part].to(DTYPE), -1) if SCALED else None
+                b_codes = tl.load(p_codes, eviction_policy="evict_first")
+                b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
+                b_part = _product(b_low, b_x, b_part, SLICES)
+                b_x = _load_x(p_x + WIDTH, m_x, o_column + WIDTH, K, SPAN)
+                b_part = _product(b_high, b_x, b_part, SLICES)
+            else:
+                m_codes = None if K % SPAN == 0 else o_column < K
+                b_codes = tl.load(p_codes, mask=m_codes, eviction_policy="evict_first")
+                b_part = _product(unpack_8_bits(b_codes, KIND, DTYPE, ASM), b_x, b_part, SLICES)
+            if IS_CHANNEL or SCALED:
+                b_acc = b_part
+            else:
+                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
+        if not IS_CHANNEL:
+            scales = ahead
+    if SLICES > 1:
+        b_acc = tl.sum(b_acc, 0)
+    if IS_CHANNEL:
+        b_acc *= scales[0].to(tl.float32)[:, None]  # type: ignore[misc]
+    if SPLITS > 1:
+        o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
+        tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
+    else:
+        b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(DTYPE)
+        OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        num_out = N // 2 if GATED else N
+        if GATED:
+            b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
+        o_out = i_p * OUTS + tl.arange(0, OUTS)
+        m_out = m_m[None, :] & (o_out < num_out)[:, None]
+        tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+
+
+@triton.jit
+def add_splits_kernel(
+    sums_ptr, bias_ptr, out_ptr, SIZE,
+    N: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The sum of ``sums``, and of ``bias``, or with GATED its SwiGLU.
+
+    Shapes:  sums float32 [SPLITS, M, N], of SIZE each;  bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Grid:    (M cdiv(N, TILE),), with GATED of N / 2
+    """
+    let_next_start(OVERLAP)
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    i_m = (tl.program_id(0) // TILES).to(tl.int64)
+    o_n = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    m_n = o_n < WIDTH
+    o_sum = i_m * N + o_n
+    wait_for_previous(OVERLAP)
+    b_out = _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS).to(out_ptr.dtype.element_ty)
+    if GATED:
+        b_up = _sum_splits(sums_ptr, bias_ptr, o_sum + WIDTH, o_n + WIDTH, m_n, SIZE, SPLITS).to(b_out.dtype)
+        b_out = swiglu_tile(b_out, b_up)
+    tl.store(out_ptr + i_m * WIDTH + o_n, b_out, mask=m_n)
+
+
+@triton.jit
+def _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS: tl.constexpr):
+    b_sum = tl.zeros_like(o_n).to(tl.float32)
+    if bias_ptr is not None:
+        b_sum += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    for split in tl.static_range(SPLITS):
+        b_sum += tl.load(sums_ptr + split * SIZE + o_sum, mask=m_n, other=0.0)
+    return b_sum
+
+
+def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -> None:
+    """Writes the sum of ``sums`` [SPLITS, M, O] and ``bias`` to ``out`` [M, O], or with ``gated`` its SwiGLU."""
+    splits, num_rows, num_out = sums.shape
+    constexprs = {"N": num_out, "GATED": gated, "SPLITS": splits, "TILE": ADD_TILE}
+    options = overlap_options(out.device) | FUSED
+    grid = (num_rows * triton.cdiv(out.shape[1], ADD_TILE),)
+    add_splits_kernel[grid](sums, bias, out, num_rows * num_out, **constexprs, **options)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Asks the L2 cache for the lines of ``pointers``."""
+    ASK: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(ASK, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _load_x(p_x, m_x, o_k, K: tl.constexpr, SPAN: tl.constexpr):
+    """Columns ``o_k`` of a tile of rows, zeros beyond K."""
+    if K % SPAN != 0:
+        m_x = m_x & (o_k < K)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def _product(b_weight, b_x, b_acc, SLICES: tl.constexpr):
+    """Tiles [N, K] and [M, K] -> [N, M], of each slice."""
+    if SLICES == 1:
+        return tl.dot(b_weight, tl.trans(b_x), b_acc)
+    else:
+        return tl.dot(b_weight, tl.permute(b_x, (0, 2, 1)), b_acc)

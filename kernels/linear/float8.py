@@ -1,0 +1,123 @@
+"""Products with weights of 8-bit floats on a GPU: of many rows by the tensor cores for such floats."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..fusion import FUSED
+from ..overlap import overlap_options
+from ..swiglu import swiglu
+from .code_tile import add_splits
+from .float8_rows import Float8Rows, quantize_rows
+from .float8_tile import float8_tile_kernel
+from .integer import linear_integer, num_splits
+from .packed import PackedCodes
+
+MIN_ROWS = 33  # fewer are bound by the weight's bytes, whatever multiplies
+VECTOR = 16  # rows and columns of the weight are multiples of it
+
+
+class Float8Tuning(NamedTuple):
+    """Launch parameters of ``float8_tile_kernel``; ``splits``: as in ``CodeTuning``."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    block_k: int = 128
+
+
+# By the most rows that each serves; beyond the last entry torch's product is faster.
+TUNINGS = {
+    64: Float8Tuning(64, 128, 4, 4, splits=4),
+    512: Float8Tuning(128, 128, 8, 4, splits=4),
+}
+MAX_ROWS = max(TUNINGS)
+
+
+@cache
+def has_float8(device: torch.device) -> bool:
+    """Whether the device has tensor cores for 8-bit floats."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def linear_float8(
+    x: Tensor | Float8Rows, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False
+) -> Tensor:
+    """As ``linear_integer``; activations of many rows are quantized, too, where the device multiplies 8-bit floats.
+
+    They may come quantized if ``can_scale`` says so of what they were.
+    """
+    if isinstance(x, Tensor):
+        if not can_scale(x, weight):
+            return linear_integer(x, weight, bias, gated=gated)
+        x = quantize_rows(x)
+    if len(x.codes) <= MAX_ROWS:
+        return scaled_tiles(x, weight, bias, gated=gated)
+    out = scaled_product(x, weight, bias)
+    return swiglu(out) if gated else out
+
+
+def can_scale(x: Tensor, weight: PackedCodes) -> bool:
+    """Whether products of 8-bit floats take the operands, and are worth it."""
+    is_aligned = all(size % VECTOR == 0 for size in weight.shape)
+    is_taken = x.dtype is torch.bfloat16 and is_aligned and not weight.is_blockwise and has_float8(x.device)
+    return len(x) >= MIN_ROWS and is_taken
+
+
+def scaled_product(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None, *, fast: bool = True) -> Tensor:
+    """Torch's product, bfloat16 [M, O]; ``fast``: tensor cores add up with fewer bits."""
+    codes, scales = weight.codes.T, weight.scales.T
+    return torch._scaled_mm(x.codes, codes, x.scales, scales, bias, None, torch.bfloat16, use_fast_accum=fast)
+
+
+def scaled_tiles(
+    x: Float8Rows,
+    weight: PackedCodes,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    tuning: Float8Tuning | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The same by ``float8_tile_kernel``, or with ``gated`` its SwiGLU, [M, O / 2]."""
+    num_rows, num_out = len(x.codes), len(weight.codes)
+    constexprs, num_warps = scaled_variant(weight, num_rows, gated=gated, tuning=tuning)
+    splits, options = constexprs["SPLITS"], overlap_options(x.codes.device) | FUSED
+    out = x.codes.new_empty(num_rows, num_out // 2 if gated else num_out, dtype=dtype)
+    to = out if splits == 1 else out.new_empty(splits, num_rows, num_out, dtype=torch.float32)
+    grid = (triton.cdiv(num_out, constexprs["BLOCK_N"]), triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
+    operands = x.codes, x.scales, weight.codes, weight.scales, bias, to, num_out, num_rows
+    float8_tile_kernel[grid](*operands, **constexprs, num_warps=num_warps, **options)
+    if splits > 1:
+        add_splits(to, bias, out, gated=gated)
+    return out
+
+
+def scaled_variant(
+    weight: PackedCodes, num_rows: int, *, gated: bool = False, tuning: Float8Tuning | None = None
+) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps for ``num_rows``."""
+    if tuning is None:
+        tuning = TUNINGS[min((most for most in TUNINGS if num_rows <= most), default=MAX_ROWS)]
+    num_out, size = weight.shape
+    programs = triton.cdiv(num_out, tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
+    constexprs = {
+        "K": size,
+        "BLOCKS": weight.is_blockwise,
+        "GATED": gated,
+        "FULL": num_out % tuning.block_n == 0,
+        "BLOCK_M": tuning.block_m,
+        "BLOCK_N": tuning.block_n,
+        "BLOCK_K": tuning.block_k,
+        "STAGES": tuning.num_stages,
+        "SPLITS": num_splits(tuning.splits, programs, triton.cdiv(size, tuning.block_k)),
+    }
+    return constexprs, tuning.num_warps

@@ -1,0 +1,71 @@
+"""Products of 8-bit floats by 8-bit floats in Triton, for fewer rows than torch's scaled product is made for."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..overlap import let_next_start, wait_for_previous
+from ..product_parts import load_bias, load_columns, weight_rows
+from .triton import swiglu_tile
+
+
+@triton.jit(do_not_specialize=["M"])
+def float8_tile_kernel(
+    x_ptr, x_scales_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, N, M,
+    K: tl.constexpr, BLOCKS: tl.constexpr, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
+
+    With SPLITS each program has columns of its own and leaves sums for ``add_splits_kernel``. With BLOCKS, where
+    BLOCK_K is 128, scales are those of 128 x 128 elements of the weight and of 128 columns of ``x``.
+
+    Shapes:  x [M, K];  x_scales [M], with BLOCKS [cdiv(K, 128), M];  codes [N, K];  bias [N] or None
+             scales [N], with BLOCKS [cdiv(N, 128), cdiv(K, 128)]
+             out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, N]
+    Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLITS)
+    """
+    let_next_start(OVERLAP)
+    NUMBER: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PART: tl.constexpr = NUMBER // SPLITS
+    i_p = tl.program_id(0)
+    o_n = weight_rows(i_p, N, GATED and SPLITS == 1, FULL, BLOCK_N)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < M
+    o_x = tl.minimum(o_m, M - 1)
+    o_k = tl.arange(0, BLOCK_K)
+    first = tl.program_id(2) * PART
+    p_codes, p_x = codes_ptr + o_n[:, None] * K, x_ptr + o_x.to(tl.int64)[:, None] * K
+    p_scales = scales_ptr + (o_n // 128 * NUMBER + first if BLOCKS else o_n)
+    p_x_scales = x_scales_ptr + (first * M + o_x if BLOCKS else o_x)
+    b_scale = tl.load(p_scales)
+    b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_previous(OVERLAP)
+
+    b_x_scale = tl.load(p_x_scales)
+    for i in tl.range(0, PART, num_stages=STAGES):
+        o_column = ((first + i) * BLOCK_K + o_k)[None, :]
+        b_codes = load_columns(p_codes, o_column, K, BLOCK_K, "evict_first" if BLOCK_M <= 32 else "")
+        b_x = load_columns(p_x, o_column, K, BLOCK_K, "")
+        if BLOCKS:
+            b_now, b_x_now = b_scale, b_x_scale
+            ahead = tl.minimum(i + 1, PART - 1)  # scales of the next step, on their way during this one
+            b_scale, b_x_scale = tl.load(p_scales + ahead), tl.load(p_x_scales + ahead * M)
+            b_acc += tl.dot(b_codes, tl.trans(b_x)) * (b_now[:, None] * b_x_now[None, :])
+        else:
+            b_acc = tl.dot(b_codes, tl.trans(b_x), b_acc)
+    if not BLOCKS:
+        b_acc *= b_scale[:, None] * b_x_scale[None, :]
+    if SPLITS > 1:
+        o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
+        tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
+    else:
+        b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(out_ptr.dtype.element_ty)
+        OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        num_out = N // 2 if GATED else N
+        if GATED:
+            b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
+        o_out = i_p * OUTS + tl.arange(0, OUTS)
+        m_out = m_m[None, :] & (o_out < num_out)[:, None]
+        tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)

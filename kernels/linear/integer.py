@@ -1,0 +1,164 @@
+"""Products with quantized weights on a GPU: the kernel, and its launch parameters, by the number of rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from ..fusion import FUSED
+from ..overlap import overlap_options
+from ..swiglu import swiglu
+from .code_sum import code_sum_kernel
+from .code_tile import add_splits, code_tile_kernel
+from .dequantize import dequantize
+from .packed import PackedCodes
+
+
+class CodeTuning(NamedTuple):
+    """Launch parameters of ``code_tile_kernel``.
+
+    ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``ahead``: lines of
+    a slice of a row that are asked for before the kernel before has ended. ``scaled``: elements of 4 bits are scaled in
+    place of the sums of a group. ``splits``: parts of the columns, at most, a program each, where programs are few.
+    ``registers`` of a thread, at most.
+    """
+
+    block_m: int
+    block_n: int
+    slices: int
+    spans: int
+    num_warps: int
+    num_stages: int
+    ahead: int = 0
+    scaled: bool = False
+    splits: int = 1
+    registers: int | None = None
+
+
+class CodeSums(NamedTuple):
+    """Launch parameters of ``code_sum_kernel``: rows of the weight a program, and warps that share them."""
+
+    block_n: int
+    num_warps: int
+
+
+Tuning = CodeTuning | CodeSums
+
+# By the bits of a code and the most rows that each serves; beyond the last entry weights are written out.
+TUNINGS: dict[int, dict[int, Tuning]] = {
+    4: {
+        1: CodeSums(block_n=4, num_warps=4),
+        8: CodeTuning(8, 32, 4, 2, 4, 3),
+        16: CodeTuning(16, 32, 4, 2, 4, 3),
+        32: CodeTuning(32, 64, 1, 1, 4, 4, splits=4),
+        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
+        512: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=4),
+    },
+    8: {
+        1: CodeSums(block_n=4, num_warps=8),
+        8: CodeTuning(8, 32, 4, 1, 4, 4),
+        16: CodeTuning(16, 32, 4, 1, 4, 4),
+        32: CodeTuning(32, 64, 1, 1, 4, 4, splits=4),
+        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
+        512: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=4),
+    },
+}
+MAX_TILE_ROWS = 512
+SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
+
+
+def linear_integer(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+    """``x @ weight.T + bias``, or with ``gated`` its SwiGLU; the values of codes and all sums in float32.
+
+    Shapes: x [M, I], float16 or bfloat16, contiguous; weight [O, I]; bias [O]; result [M, O], gated [M, O / 2].
+    The weight and ``bias`` may be read while the kernel before still runs: that kernel must not write them.
+    """
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if len(x) > MAX_TILE_ROWS:
+        out = F.linear(x, dequantize(weight, x.dtype), bias)
+        return swiglu(out) if gated else out
+    return linear_codes(x, weight, bias, gated=gated)
+
+
+def linear_codes(
+    x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False, tuning: Tuning | None = None
+) -> Tensor:
+    """``linear_integer`` by a kernel of ours, columns of ``x`` in the order of the codes.
+
+    ``tuning``: launch parameters, and with them the kernel; ``CodeSums`` serves one row alone.
+    """
+    num_rows, num_out = len(x), len(weight.codes)
+    assert x.is_contiguous() and x.shape[1] == weight.num_columns
+    out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
+    kernel, constexprs, launch = code_variant(weight, num_rows, gated=gated, tuning=tuning)
+    launch |= overlap_options(x.device) | FUSED
+    programs = triton.cdiv(num_out, constexprs["BLOCK_N"])
+    operands = weight.scales, weight.zeros, bias
+    if kernel is code_sum_kernel:
+        kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch)
+        return out
+    splits = constexprs["SPLITS"]
+    to = out if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
+    grid = (programs, triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
+    kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch)
+    if splits > 1:
+        add_splits(to, bias, out, gated=gated)
+    return out
+
+
+def code_variant(
+    weight: PackedCodes, num_rows: int, *, gated: bool = False, tuning: Tuning | None = None
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Kernel, compile-time arguments and launch options for ``num_rows``."""
+    if tuning is None:
+        tunings = TUNINGS[4 if weight.kind == "int4" else 8]
+        least = 1 if can_sum(weight) else 2
+        tuning = tunings[min((most for most in tunings if max(least, num_rows) <= most), default=max(tunings))]
+    constexprs = weight.constexprs | {"GATED": gated, "BLOCK_N": tuning.block_n}
+    if isinstance(tuning, CodeSums):
+        return code_sum_kernel, constexprs | {"BLOCK_Q": 32 * tuning.num_warps}, {"num_warps": tuning.num_warps}
+    found, launch = _tile_variant(weight, num_rows, tuning)
+    return code_tile_kernel, constexprs | found, launch
+
+
+def can_sum(weight: PackedCodes) -> bool:
+    """Whether rows of the weight are vectors of 16 bytes."""
+    return weight.codes.shape[1] % 16 == 0 and weight.num_columns % 4 == 0
+
+
+def num_splits(most: int, programs: int, number: int) -> int:
+    """Parts of a ``number`` of spans, ``most`` at most and so that ``programs`` become no more than are useful."""
+    splits = max(1, min(most, SPLIT_PROGRAMS // programs))
+    while number % splits:
+        splits -= 1
+    return splits
+
+
+def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tuple[dict[str, Any], dict[str, Any]]:
+    number = triton.cdiv(weight.num_columns, weight.span)
+    slices, spans, num_warps = tuning.slices, tuning.spans, tuning.num_warps
+    programs = triton.cdiv(weight.shape[0], tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
+    while number % slices:
+        slices //= 2
+    splits = num_splits(tuning.splits, programs, number // slices)
+    while number // slices // splits % spans:
+        spans //= 2
+    if tuning.slices > 1:
+        num_warps = slices
+    lines = weight.codes.shape[1] // slices // splits // 128
+    found = {
+        "FULL": weight.shape[0] % tuning.block_n == 0,
+        "BLOCK_M": tuning.block_m,
+        "SLICES": slices,
+        "SPANS": spans,
+        "STAGES": tuning.num_stages,
+        "AHEAD": min(tuning.ahead, 1 << lines.bit_length() >> 1),
+        "SCALED": tuning.scaled and weight.kind == "int4" and weight.group < weight.num_columns,
+        "SPLITS": splits,
+    }
+    return found, {"num_warps": num_warps, "maxnreg": tuning.registers}

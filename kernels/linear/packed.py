@@ -1,0 +1,91 @@
+"""Layout of quantized weights that the kernels read.
+
+Codes of 4 bits lie so that the two halves of neighbouring bytes are columns of the same half of a span: in registers
+nothing has to change its place.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codes import BLOCK, Float8Weight, IntegerWeight
+
+MAX_SPAN = 128  # columns
+
+
+class PackedCodes(NamedTuple):
+    """A quantized weight [O, I] as kernels read it.
+
+    ``codes`` of 4 bits: uint8 [O, ceil(I / span) span / 2], in each span byte j has column j in its low half, column
+    j + span / 2 in its high one. Of 8 bits: int8 or float8_e4m3fn [O, I]. ``span``: columns that kernels read
+    together, which share a row's scale. ``scales``, ``zeros`` and ``order`` are those of the containers.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    num_columns: int
+    group: int
+    span: int
+
+    @property
+    def kind(self) -> str:
+        """What ``kernels.linear.unpack`` calls the codes."""
+        return {torch.uint8: "int4", torch.int8: "int8"}.get(self.codes.dtype, "float8")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight, ``(O, I)``."""
+        return self.codes.shape[0], self.num_columns
+
+    @property
+    def is_blockwise(self) -> bool:
+        """Whether rows share scales, too."""
+        return self.kind == "float8" and self.scales.shape != (len(self.codes), 1)
+
+    @property
+    def constexprs(self) -> dict[str, object]:
+        """Compile-time arguments of the kernels that read it."""
+        found = {"K": self.num_columns, "GROUP": self.group, "SPAN": self.span, "KIND": self.kind}
+        return found | {"BLOCKS": self.is_blockwise, "ASM": has_asm(self.codes.device)}
+
+
+@cache
+def has_asm(device: torch.device) -> bool:
+    """Whether kernels may use instructions of NVIDIA's, and are not interpreted."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def pack(weight: IntegerWeight | Float8Weight) -> PackedCodes:
+    """``weight`` as kernels read it; codes of 8 bits are kept as they are."""
+    num_columns = weight.shape[1]
+    if isinstance(weight, Float8Weight):
+        group = BLOCK if weight.is_blockwise else num_columns
+        return PackedCodes(weight.codes, weight.scales, None, None, num_columns, group, MAX_SPAN)
+    span = min(weight.group, MAX_SPAN) if weight.group < num_columns else MAX_SPAN
+    codes = weight.codes if weight.bits == 8 else _split(weight.codes, span)
+    return PackedCodes(codes, weight.scales, weight.zeros, weight.order, num_columns, weight.group, span)
+
+
+def unpack(packed: PackedCodes) -> IntegerWeight | Float8Weight:
+    """The container that ``pack`` was given."""
+    codes = packed.codes
+    if packed.kind == "float8":
+        return Float8Weight(codes, packed.scales)
+    if packed.kind == "int4":
+        codes = codes.view(len(codes), -1, 1, packed.span // 2)
+        halves = torch.cat([codes & 15, codes >> 4], 2).flatten(1)[:, : packed.num_columns]
+        codes = halves[:, ::2] | halves[:, 1::2] << 4
+    return IntegerWeight(codes, packed.scales, packed.zeros, packed.order)
+
+
+def _split(codes: Tensor, span: int) -> Tensor:
+    """Bytes of neighbouring columns as bytes of both halves of a span, the last one filled with zeros."""
+    halves = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
+    halves = torch.nn.functional.pad(halves, (0, -halves.shape[1] % span)).view(len(codes), -1, 2, span // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)

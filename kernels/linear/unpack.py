@@ -1,0 +1,117 @@
+"""Device functions that turn codes of weights into floats of 16 bits.
+
+In registers four bytes at a time: a code is put into the mantissa of a float whose exponent makes it an integer, and
+what the exponent adds is taken away. That is exact, and half of what conversions one by one would cost. Bits of an
+8-bit float move to their places, and a power of two mends the exponent.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INT4, INT8, FLOAT8 = tl.constexpr("int4"), tl.constexpr("int8"), tl.constexpr("float8")
+
+# Of two 16-bit floats: their name, 1.0, the exponent that makes a code an integer, and what it adds to a 4-bit code.
+_BF16 = ("bf16", 0x3F803F80, 0x43434343, 0xC308C308)  # 128 + code - 136
+_FP16 = ("f16", 0x3C003C00, 0x64646464, 0xE408E408)  # 1024 + code - 1032
+
+
+def _four_bits(kind: str, one: int, magic: int, minus: int, *, zeros: bool, scaled: bool) -> tl.constexpr:
+    """Low halves of four bytes and then high ones; operands behind the bytes say what is added, and the scales."""
+    lines = ["{ .reg .b32 lo, hi, one, minus, none;", "and.b32 lo, $4, 0x0F0F0F0F; shr.u32 hi, $4, 4;"]
+    lines.append(f"and.b32 hi, hi, 0x0F0F0F0F; mov.b32 one, {one:#x}; mov.b32 minus, {minus:#x};")
+    lines.append("mov.b32 none, 0x80008000;")
+    for number, (half, places) in enumerate((("lo", 0x4140), ("lo", 0x4342), ("hi", 0x4140), ("hi", 0x4342))):
+        addend, scale = f"${5 + number % 2}" if zeros else "minus", f"${5 + 2 * zeros + number % 2}"
+        lines.append(f"prmt.b32 ${number}, {half}, {magic:#x}, {places:#x};")
+        lines.append(f"fma.rn.{kind}x2 ${number}, ${number}, one, {addend};")
+        if scaled:
+            lines.append(f"fma.rn.{kind}x2 ${number}, ${number}, {scale}, none;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+FOUR_BITS_BF16, FOUR_BITS_FP16 = (_four_bits(*of, zeros=False, scaled=False) for of in (_BF16, _FP16))
+ZEROS_BF16, ZEROS_FP16 = (_four_bits(*of, zeros=True, scaled=False) for of in (_BF16, _FP16))
+SCALED_BF16, SCALED_FP16 = (_four_bits(*of, zeros=False, scaled=True) for of in (_BF16, _FP16))
+BOTH_BF16, BOTH_FP16 = (_four_bits(*of, zeros=True, scaled=True) for of in (_BF16, _FP16))
+_OUT, _ONE, _TWO = (tl.constexpr("=r,=r,=r,=r,r" + more) for more in ("", ",r,r", ",r,r,r,r"))
+_BF16_PAIR, _FP16_PAIR = tl.constexpr((tl.bfloat16, tl.bfloat16)), tl.constexpr((tl.float16, tl.float16))
+
+# The sign bit lies where bf16's exponent ends: 128 + its low seven bits, less 128 or 256.
+EIGHT_BITS_BF16 = tl.constexpr("""{ .reg .b32 a, b, minus;
+mov.b32 minus, 0xBF80BF80;
+prmt.b32 a, $2, 0x43434343, 0x4140; and.b32 b, a, 0xFF80FF80; and.b32 a, a, 0xFF7FFF7F;
+fma.rn.bf16x2 $0, b, minus, a;
+prmt.b32 a, $2, 0x43434343, 0x4342; and.b32 b, a, 0xFF80FF80; and.b32 a, a, 0xFF7FFF7F;
+fma.rn.bf16x2 $1, b, minus, a; }""")
+EIGHT_BITS_FP16 = tl.constexpr("""{ .reg .b32 a, one, minus;
+xor.b32 a, $2, 0x80808080; mov.b32 one, 0x3C003C00; mov.b32 minus, 0xE480E480;
+prmt.b32 $0, a, 0x64646464, 0x4140; fma.rn.f16x2 $0, $0, one, minus;
+prmt.b32 $1, a, 0x64646464, 0x4342; fma.rn.f16x2 $1, $1, one, minus; }""")
+
+
+def _float8(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
+    """Sign, exponent and mantissa in their places, times a power of two; subnormal numbers are mended, too."""
+    lines = [f"{{ .reg .b32 a, b, factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, 0x80008000;"]
+    for number, places in enumerate((0x1404, 0x3424)):
+        lines.append(f"prmt.b32 a, $2, 0, {places:#x}; shr.u32 b, a, {shift}; and.b32 b, b, {mask:#x};")
+        lines.append(f"and.b32 a, a, 0x80008000; or.b32 a, a, b; fma.rn.{kind}x2 ${number}, a, factor, none;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+FLOAT8_BF16 = _float8("bf16", 4, 0x07F007F0, 0x7B807B80)  # 2^120
+FLOAT8_FP16 = _float8("f16", 1, 0x3F803F80, 0x5C005C00)  # 2^8
+
+
+@triton.jit
+def unpack_8_bits(b_codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Floats of ``DTYPE`` of 8-bit codes, given as bytes."""
+    if not ASM:
+        SOURCE: tl.constexpr = tl.int8 if KIND == INT8 else tl.float8e4nv
+        return b_codes.to(SOURCE, bitcast=True).to(tl.float32).to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        BF16: tl.constexpr = EIGHT_BITS_BF16 if KIND == INT8 else FLOAT8_BF16
+        return tl.inline_asm_elementwise(BF16, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        FP16: tl.constexpr = EIGHT_BITS_FP16 if KIND == INT8 else FLOAT8_FP16
+        return tl.inline_asm_elementwise(FP16, "=r,=r,r", [b_codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def unpack_4_bits(b_codes, b_minus, b_scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Floats of ``DTYPE`` of the low and of the high halves of bytes, less their zeros, and scaled where there is one.
+
+    ``b_minus``: from ``minus_zeros``; None: 8 is zero. It and ``b_scale`` have one column, and the scale that dtype.
+    """
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    if not ASM:
+        SHIFT: tl.constexpr = 128.0 if IS_BF16 else 1024.0
+        b_add = -8.0 if b_minus is None else b_minus.to(tl.float32) + SHIFT
+        b_low, b_high = (b_codes & 15).to(tl.float32) + b_add, (b_codes >> 4).to(tl.float32) + b_add
+        if b_scale is not None:
+            b_low, b_high = b_low * b_scale.to(tl.float32), b_high * b_scale.to(tl.float32)
+        return b_low.to(DTYPE), b_high.to(DTYPE)
+    elif b_minus is None and b_scale is None:
+        return _call(FOUR_BITS_BF16, FOUR_BITS_FP16, _OUT, [b_codes], IS_BF16)
+    elif b_scale is None:
+        return _call(ZEROS_BF16, ZEROS_FP16, _ONE, [b_codes, b_minus], IS_BF16)
+    elif b_minus is None:
+        return _call(SCALED_BF16, SCALED_FP16, _ONE, [b_codes, b_scale], IS_BF16)
+    else:
+        return _call(BOTH_BF16, BOTH_FP16, _TWO, [b_codes, b_minus, b_scale], IS_BF16)
+
+
+@triton.jit
+def _call(BF16: tl.constexpr, FP16: tl.constexpr, REGISTERS: tl.constexpr, operands, IS_BF16: tl.constexpr):
+    if IS_BF16:
+        return tl.inline_asm_elementwise(BF16, REGISTERS, operands, _BF16_PAIR, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(FP16, REGISTERS, operands, _FP16_PAIR, is_pure=True, pack=4)
+
+
+@triton.jit
+def minus_zeros(b_zeros, DTYPE: tl.constexpr):
+    """What ``unpack_4_bits`` adds for codes that mean zero."""
+    SHIFT: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
+    return (-SHIFT - b_zeros.to(tl.float32)).to(DTYPE)

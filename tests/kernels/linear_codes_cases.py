@@ -1,0 +1,215 @@
+"""Cases of products with quantized weights for Triton's interpreter: the largest error, of what rounding allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.linear import codes_reference
+from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear.dequantize import dequantize
+from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
+from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
+from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
+from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
+from qkv_engine.kernels.swiglu.triton import swiglu_triton
+
+from .fused_cases import DTYPES, fenced
+from .interpreted import report
+
+SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in float32
+TILES: dict[str, Tuning] = {
+    "warps share columns": CodeTuning(block_m=8, block_n=64, slices=1, spans=2, num_warps=4, num_stages=3),
+    "sums": CodeSums(block_n=8, num_warps=2),
+    "slices": CodeTuning(block_m=16, block_n=32, slices=2, spans=1, num_warps=2, num_stages=2),
+    "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
+    "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
+}
+
+FLOAT8 = {
+    "tiles": Float8Tuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
+    "splits": Float8Tuning(block_m=16, block_n=32, num_warps=2, num_stages=2, splits=2),
+}
+
+
+def integer_weight(
+    num_out: int, size: int, bits: int, group: int, dtype: torch.dtype, *, zeros: bool = False, order: bool = False
+) -> IntegerWeight:
+    """Random codes, the largest and smallest among them."""
+    low, high, kind, width = (-128, 128, torch.int8, size) if bits == 8 else (0, 256, torch.uint8, size // 2)
+    scales = fenced(num_out, size // group, dtype=dtype)[0].abs_().add_(0.5)
+    return IntegerWeight(
+        torch.randint(low, high, (num_out, width), dtype=kind),
+        scales,
+        torch.randint(0, 16, (num_out, size // group), dtype=torch.uint8) if zeros else None,
+        torch.randperm(size, dtype=torch.int32) if order else None,
+    )
+
+
+def float8_weight(num_out: int, size: int, *, blocks: bool = False) -> Float8Weight:
+    """Random codes of all sizes, subnormal ones among them."""
+    codes = torch.randint(0, 0x7F, (num_out, size), dtype=torch.uint8) | torch.randint(0, 2, (num_out, size)) << 7
+    shape = (-(-num_out // 128), -(-size // 128)) if blocks else (num_out, 1)
+    return Float8Weight(codes.to(torch.uint8).view(torch.float8_e4m3fn), torch.rand(shape) + 0.5)
+
+
+def product(
+    weight: IntegerWeight | Float8Weight,
+    num_rows: int,
+    dtype: torch.dtype,
+    call: Callable[..., Tensor],
+    bias: bool = False,
+    **options: Any,
+) -> float:
+    """NaNs lie around the operands and in the result before it is written."""
+    num_out, size = weight.shape
+    biases = fenced(num_out, dtype=dtype)[0] if bias else None
+    x = fenced(num_rows, size, dtype=dtype)[0]
+    packed = pack(weight)
+    with patch.object(torch.Tensor, "new_empty", _filled), patch.object(torch, "empty", _filled_anew):
+        found = call(x, packed, biases, **options)
+    assert found.shape == (num_rows, num_out) and found.dtype == dtype
+    return error(found, x, weight, biases)
+
+
+def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: Tensor | None) -> float:
+    """Largest difference from the product in float64, of half a rounding of the result and ``SUM_UNIT``."""
+    exact = codes_reference.linear(x.double(), weight, bias)
+    values = codes_reference.dequantize(weight).double().abs()
+    size = x.double().abs() @ values.T + (0 if bias is None else bias.double().abs())
+    allowed = torch.finfo(found.dtype).eps / 2 * exact.abs() + SUM_UNIT * size
+    return float(((found.double() - exact).abs() / allowed).max())
+
+
+def rounded_tiles(x: Tensor, weight: PackedCodes, bias: Tensor | None, tuning: CodeTuning) -> Tensor:
+    """Scales are powers of two, so that scaled elements have no roundings of their own."""
+    weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
+    return linear_codes(x, weight, bias, tuning=tuning)
+
+
+def gated(weight: IntegerWeight | Float8Weight, num_rows: int) -> float:
+    """The bits of the product, then SwiGLU."""
+    num_out, size = weight.shape
+    bias, x = torch.randn(num_out).bfloat16(), torch.randn(num_rows, size).bfloat16() / 64
+    packed = pack(weight)
+    expected = swiglu_triton(linear_integer(x, packed, bias))
+    return float(not torch.equal(linear_integer(x, packed, bias, gated=True), expected))
+
+
+def written_out(weight: IntegerWeight | Float8Weight, dtype: torch.dtype) -> float:
+    """The matrix of 16 bits is the rounded one."""
+    packed = pack(weight._replace(order=None) if isinstance(weight, IntegerWeight) else weight)
+    with patch.object(torch, "empty", _filled_anew):
+        found = dequantize(packed, dtype)
+    expected = codes_reference.dequantize(weight).to(dtype)
+    if packed.order is None and isinstance(weight, IntegerWeight) and weight.order is not None:
+        expected = expected[:, weight.order.long()]
+    return float(not torch.equal(found, expected))
+
+
+def quantized_rows(size: int, num_rows: int) -> float:
+    """Largest difference of rows from what their codes mean, in units of the row's largest step."""
+    x = torch.randn(num_rows, size).bfloat16() * torch.logspace(-3, 3, num_rows)[:, None].bfloat16()
+    x[0] = 0
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        codes, scales = quantize_rows(x)
+    step = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 * 16  # half of the distance of the largest codes
+    return float(((codes.float() * scales - x.float()).abs() / step).max())
+
+
+def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False) -> float:
+    """Products of 8-bit floats, against their values'."""
+    weight, bias = float8_weight(272, 400), fenced(272, dtype=torch.bfloat16)[0]
+    x = quantize_rows(fenced(num_rows, 400, dtype=torch.bfloat16)[0])
+    packed = pack(weight)
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        found = scaled_tiles(x, packed, bias, tuning=tuning)
+        if gated:
+            return float(
+                not torch.equal(scaled_tiles(x, packed, bias, gated=True, tuning=tuning), swiglu_triton(found))
+            )
+    return error(found, x.codes.double() * x.scales.double(), weight, bias)
+
+
+def fused_rows(size: int) -> float:
+    """Codes, scales and the residual's sum are those of kernels one after another."""
+    x, residual, weight = (torch.randn(shape).bfloat16() for shape in ((3, size), (3, size), (size,)))
+    gate_up, summed = torch.randn(3, 2 * size).bfloat16(), residual.clone()
+    pairs = [(quantize_rows(gate_up, gated=True), quantize_rows(swiglu_triton(gate_up)))]
+    pairs.append((norm_rows(x, None, weight, 1e-6), quantize_rows(rms_norm_triton(x, None, weight, 1e-6))))
+    separate = quantize_rows(rms_norm_triton(x, summed, weight, 1e-6))
+    pairs.append((norm_rows(x, residual, weight, 1e-6), separate))
+    is_same = all(
+        torch.equal(a.view(torch.int8), b.view(torch.int8)) for pair in pairs for a, b in zip(*pair, strict=True)
+    )
+    return float(not (is_same and torch.equal(residual, summed)))
+
+
+def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    dtype = dtype or tensor.dtype
+    return tensor.new_full(tuple(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def _filled_anew(*shape: Any, dtype: torch.dtype, **_: Any) -> Tensor:
+    return torch.full(tuple(shape), float("nan"), dtype=dtype)
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    torch.manual_seed(0)
+    found: dict[str, Callable[[], float]] = {}
+    formats: dict[str, Callable[[torch.dtype], IntegerWeight | Float8Weight]] = {
+        "int4/32": lambda d: integer_weight(37, 96, 4, 32, d),
+        "int4/64 zeros": lambda d: integer_weight(35, 192, 4, 64, d, zeros=True),
+        "int4/128": lambda d: integer_weight(40, 1024, 4, 128, d),
+        "int4/128 order": lambda d: integer_weight(9, 256, 4, 128, d, zeros=True, order=True),
+        "int4 channel": lambda d: integer_weight(37, 80, 4, 80, d),
+        "int4 channel long": lambda d: integer_weight(37, 1104, 4, 1104, d, zeros=True),
+        "int4 channel sliced": lambda d: integer_weight(37, 1024, 4, 1024, d, zeros=True),
+        "int8/32": lambda d: integer_weight(37, 96, 8, 32, d),
+        "int8/128": lambda d: integer_weight(33, 384, 8, 128, d),
+        "int8 channel": lambda d: integer_weight(37, 1104, 8, 1104, d),
+        "int8 channel order": lambda d: integer_weight(37, 80, 8, 80, d, order=True),
+        "float8 channel": lambda d: float8_weight(37, 272),
+        "float8 blocks": lambda d: float8_weight(150, 400, blocks=True),
+    }
+    for name, make in formats.items():
+        for dtype in ("bf16", "fp16"):
+            for num_rows, bias in ((1, True), (3, False), (16, True), (33, True)):
+                found[f"{name} {dtype} {num_rows} rows"] = lambda m=make, n=num_rows, d=DTYPES[dtype], b=bias: product(
+                    m(d), n, d, linear_integer, b
+                )
+            found[f"written out {name} {dtype}"] = lambda m=make, d=DTYPES[dtype]: written_out(m(d), d)
+    of_elements = CodeTuning(64, 64, 1, 1, 4, 2, scaled=True)
+    found["scaled elements"] = lambda: product(
+        integer_weight(35, 192, 4, 64, torch.float16, zeros=True),
+        70,
+        torch.float16,
+        rounded_tiles,
+        True,
+        tuning=of_elements,
+    )
+    for name, tuning in TILES.items():
+        for form in ("int4/128", "int8 channel", "float8 blocks"):
+            found[f"{name} {form}"] = lambda m=formats[form], t=tuning: product(
+                m(torch.bfloat16), 1 if isinstance(t, CodeSums) else 70, torch.bfloat16, linear_codes, True, tuning=t
+            )
+    for num_rows in (1, 9, 40):
+        weight = integer_weight(74, 256, 4, 128, torch.bfloat16)
+        found[f"gated int4 {num_rows}"] = lambda w=weight, m=num_rows: gated(w, m)
+        found[f"gated float8 {num_rows}"] = lambda m=num_rows: gated(float8_weight(300, 256, blocks=True), m)
+    for name, float8 in FLOAT8.items():
+        for num_rows in (3, 70):
+            found[f"scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t)
+            found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
+    found["equal fused rows"] = lambda: fused_rows(272)
+    found["quantized rows"] = lambda: quantized_rows(272, 5)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases())
