@@ -14,8 +14,9 @@ from ..swiglu import swiglu
 from . import codes_reference, cpu
 from .codes import Float8Weight, IntegerWeight
 from .cpu import PackedWeight
+from .packed import PackedCodes, pack, unpack
 
-Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight  # what a linear layer may hold
+Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | PackedCodes  # what a linear layer may hold
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -23,12 +24,16 @@ def pack_weight(weight: Weight) -> Weight:
 
     A packed weight can be used by ``linear`` alone.
     """
+    if isinstance(weight, IntegerWeight | Float8Weight):
+        return pack(weight) if weight.codes.is_cuda else weight
     return cpu.pack_weight(weight) if isinstance(weight, Tensor) and cpu.can_pack(weight) else weight
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A weight that is not packed as a plain matrix ``[O, I]``."""
+    """A weight that the CPU has not packed as a plain matrix ``[O, I]``."""
     assert not isinstance(weight, PackedWeight)
+    if isinstance(weight, PackedCodes):
+        weight = unpack(weight)
     return (weight if isinstance(weight, Tensor) else codes_reference.dequantize(weight)).to(dtype)
 
 
@@ -41,7 +46,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias)
     if not isinstance(weight, Tensor):
-        return F.linear(x, dequantize(weight, x.dtype), bias)
+        return _linear_codes(x, weight, bias, gated=False)
     if x.is_cuda:
         from .triton import can_stream, linear_few_rows
 
@@ -55,12 +60,26 @@ def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
 
     Shapes: x [M, I]; weight [2 O, I], gate's rows then up's; bias [2 O]; result [M, O]. Otherwise as ``linear``.
     """
+    if isinstance(weight, PackedCodes):
+        return _linear_codes(x, weight, bias, gated=True)
     if x.is_cuda and isinstance(weight, Tensor):
         from .triton import can_stream, linear_few_rows
 
         if can_stream(x):
             return linear_few_rows(x, weight, bias, gated=True)
     return swiglu(linear(x, weight, bias))
+
+
+def _linear_codes(x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool) -> Tensor:
+    """The product with a quantized weight: by kernels for activations of 16 bits, otherwise with the plain matrix."""
+    if isinstance(weight, PackedCodes) and x.dtype.itemsize == 2:
+        from .float8 import linear_float8
+        from .integer import linear_integer
+
+        product = linear_float8 if weight.kind == "float8" else linear_integer
+        return product(x, weight, bias, gated=gated)
+    out = F.linear(x, dequantize(weight, x.dtype), bias)
+    return swiglu(out) if gated else out
 
 
 def padded_rows(num_rows: int, device: torch.device) -> int:
@@ -80,12 +99,13 @@ def padded_rows(num_rows: int, device: torch.device) -> int:
 def weight_nbytes(weight: Weight) -> int:
     """Bytes of a weight's tensors."""
     parts = (weight,) if isinstance(weight, Tensor) else weight
-    return sum(part.nbytes for part in parts if part is not None)
+    return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
 
 __all__ = [
     "Float8Weight",
     "IntegerWeight",
+    "PackedCodes",
     "PackedWeight",
     "Weight",
     "dequantize",
