@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 SHAPE = {**SIZES, "hidden_size": 512, "intermediate_size": 768, "tie_word_embeddings": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 SCORE = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-# Rounding of bfloat16 makes the same mean difference with plain weights. Activations of 8 bits, which prompts have where
-# weights are 8-bit floats, add theirs.
+# Plain weights differ as much in bfloat16. Activations of 8 bits, which prompts have where
+# weights are 8-bit floats, add to it.
 ERROR_RATIO = {"int8": 1.5, "int4": 1.5, "fp8": 6.0}
 PROMPTS_AND_BATCHES = [*PROMPTS, *([*HEAD, 40 + i] for i in range(33))]  # steps of 40 rows, too
 
