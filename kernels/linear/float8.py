@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -13,12 +14,14 @@ from ..fusion import FUSED
 from ..overlap import overlap_options
 from ..swiglu import swiglu
 from .code_tile import add_splits
+from .codes import BLOCK
 from .float8_rows import Float8Rows, quantize_rows
 from .float8_tile import float8_tile_kernel
 from .integer import linear_integer, num_splits
 from .packed import PackedCodes
 
 MIN_ROWS = 33  # fewer are bound by the weight's bytes, whatever multiplies
+MIN_BLOCK_ROWS = 65  # the same, of torch's product of blocks
 VECTOR = 16  # rows and columns of the weight are multiples of it
 
 
@@ -42,10 +45,12 @@ MAX_ROWS = max(TUNINGS)
 
 
 @cache
-def has_float8(device: torch.device) -> bool:
-    """Whether the device has tensor cores for 8-bit floats."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+def has_float8(device: torch.device, *, blocks: bool = False) -> bool:
+    """Whether the device has tensor cores for 8-bit floats, and torch's product of ``blocks``."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability == (9, 0) if blocks else capability >= (8, 9)
 
 
 def linear_float8(
@@ -53,13 +58,13 @@ def linear_float8(
 ) -> Tensor:
     """As ``linear_integer``; activations of many rows are quantized, too, where the device multiplies 8-bit floats.
 
-    They may come quantized if ``can_scale`` says so of what they were.
+    They may come quantized if ``can_scale`` says so of what they were, in blocks for a weight in blocks.
     """
     if isinstance(x, Tensor):
         if not can_scale(x, weight):
             return linear_integer(x, weight, bias, gated=gated)
-        x = quantize_rows(x)
-    if len(x.codes) <= MAX_ROWS:
+        x = quantize_rows(x, blocks=weight.is_blockwise)
+    if len(x.codes) <= MAX_ROWS and not weight.is_blockwise:
         return scaled_tiles(x, weight, bias, gated=gated)
     out = scaled_product(x, weight, bias)
     return swiglu(out) if gated else out
@@ -67,15 +72,23 @@ def linear_float8(
 
 def can_scale(x: Tensor, weight: PackedCodes) -> bool:
     """Whether products of 8-bit floats take the operands, and are worth it."""
-    is_aligned = all(size % VECTOR == 0 for size in weight.shape)
-    is_taken = x.dtype is torch.bfloat16 and is_aligned and not weight.is_blockwise and has_float8(x.device)
-    return len(x) >= MIN_ROWS and is_taken
+    num_out, size = weight.shape
+    if weight.is_blockwise:
+        is_aligned, least = num_out % BLOCK == 0 and size % (4 * BLOCK) == 0, MIN_BLOCK_ROWS
+    else:
+        is_aligned, least = num_out % VECTOR == 0 and size % VECTOR == 0, MIN_ROWS
+    has_units = has_float8(x.device, blocks=weight.is_blockwise)
+    return len(x) >= least and x.dtype is torch.bfloat16 and is_aligned and has_units
 
 
-def scaled_product(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None, *, fast: bool = True) -> Tensor:
-    """Torch's product, bfloat16 [M, O]; ``fast``: tensor cores add up with fewer bits."""
+def scaled_product(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
+    """Torch's product, bfloat16 [M, O]."""
     codes, scales = weight.codes.T, weight.scales.T
-    return torch._scaled_mm(x.codes, codes, x.scales, scales, bias, None, torch.bfloat16, use_fast_accum=fast)
+    if not weight.is_blockwise:
+        return torch._scaled_mm(x.codes, codes, x.scales, scales, bias, None, torch.bfloat16, use_fast_accum=True)
+    of_x, of_weight = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    out = F.scaled_mm(x.codes, codes, x.scales, of_x, scales, of_weight, output_dtype=torch.bfloat16)
+    return out if bias is None else out.add_(bias)
 
 
 def scaled_tiles(

@@ -33,6 +33,7 @@ from qkv_engine.kernels.linear.dequantize import dequantize
 from qkv_engine.kernels.linear.float8 import (
     MIN_ROWS,
     Float8Tuning,
+    can_scale,
     linear_float8,
     scaled_product,
     scaled_tiles,
@@ -105,28 +106,6 @@ def timed_weight(kind: str, num_out: int, size: int) -> PackedCodes:
     return pack(random_weight(f"{kind}/{GROUP}" if kind == "int4" else kind, num_out, size))
 
 
-def probe_blocks() -> None:
-    """Which forms of scales torch's product of 8-bit floats takes, of 1 x 128 activations and blocks of the weight."""
-    num_rows, num_out, size = 256, 4096, 12288
-    weight = random_weight("float8 blocks", num_out, size)
-    assert isinstance(weight, Float8Weight)
-    x = torch.randn(num_rows, size // 128, 128)
-    x_scales = x.abs().amax(2) / 448
-    codes = (x / x_scales[:, :, None]).to(torch.float8_e4m3fn).flatten(1)
-    exact = codes.float().view_as(x).mul(x_scales[:, :, None]).flatten(1) @ codes_reference.dequantize(weight).T
-    x_forms = {"rows": x_scales, "columns": x_scales.T.contiguous().T}
-    forms = {"N K": weight.scales, "K N": weight.scales.T, "K N contiguous": weight.scales.T.contiguous()}
-    for (x_form, of_x), (form, of_weight) in itertools.product(x_forms.items(), forms.items()):
-        fields = {"probe": "float8 blocks", "x": x_form, "weight": form}
-        try:
-            kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-            call = partial(F.scaled_mm, codes, weight.codes.T, of_x, kinds[0], of_weight, kinds[1])
-            error = float((call().float() - exact).norm() / exact.norm())
-            print_line(**fields, error=error, us=1e6 * time_calls([call]))
-        except Exception as failure:
-            print_line(**fields, failed=f"{type(failure).__name__}: {failure}"[:160])
-
-
 def random_rows(num_rows: int, size: int) -> Tensor:
     """In bf16 on the GPU."""
     return torch.randn(num_rows, size, dtype=torch.bfloat16)
@@ -162,6 +141,7 @@ def checks(shapes: dict[str, tuple[int, int]]) -> list[Check]:
         Check(some, ((1000, 1152),), (1, 16, 100), torch.float16),
         Check(("int4/32", "int8", "float8"), ((74, 96),), (1, 3, 33)),
         Check(("int4/128", "int8", "float8"), real, (1, 16, 256)),
+        Check(("float8 blocks",), (shapes["o"],), (64, 100, 600)),
     ]
 
 
@@ -181,7 +161,7 @@ def check(work: Check) -> int:
                 expected = swiglu(out).float()  # sums of columns may be added in another order
                 is_same = torch.equal(out, product_of(kind)(x, packed, bias))
                 is_same &= float((gated.float() - expected).norm() / expected.norm()) <= MAX_ERROR
-                is_quantized = kind == "float8" and num_rows >= MIN_ROWS
+                is_quantized = kind.startswith("float8") and can_scale(x, packed)
                 is_right = error <= (MAX_FLOAT8_ERROR if is_quantized else MAX_ERROR) and is_same
                 if not is_right or num_rows in (1, 600):
                     print_line(**fields, error=error, same=is_same, right=is_right)
@@ -431,7 +411,6 @@ def main() -> None:
         (args.check, lambda: sum(map(check, checks(shapes)))),
         (args.time, lambda: time_all(shapes, row_numbers, config.num_layers)),
         (args.time, lambda: time_layers(shapes, row_numbers)),
-        (args.check, probe_blocks),
         (args.tune, lambda: tune(pool, shapes, args.budget)),
     ):
         if is_wanted:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.linear import codes_reference
-from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
-from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
+from qkv_engine.kernels.linear.float8_rows import Float8Rows, norm_rows, quantize_rows
 from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
@@ -112,20 +112,20 @@ def written_out(weight: IntegerWeight | Float8Weight, dtype: torch.dtype) -> flo
     return float(not torch.equal(found, expected))
 
 
-def quantized_rows(size: int, num_rows: int) -> float:
+def quantized_rows(size: int, num_rows: int, blocks: bool = False) -> float:
     """Largest difference of rows from what their codes mean, in units of the row's largest step."""
     x = torch.randn(num_rows, size).bfloat16() * torch.logspace(-3, 3, num_rows)[:, None].bfloat16()
     x[0] = 0
     with patch.object(torch.Tensor, "new_empty", _filled):
-        codes, scales = quantize_rows(x)
+        rows = quantize_rows(x, blocks=blocks)
     step = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 * 16  # half of the distance of the largest codes
-    return float(((codes.float() * scales - x.float()).abs() / step).max())
+    return float(((values(rows) - x.double()).abs() / step).max())
 
 
-def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False) -> float:
+def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False, blocks: bool = False) -> float:
     """Products of 8-bit floats, against their values'."""
-    weight, bias = float8_weight(272, 400), fenced(272, dtype=torch.bfloat16)[0]
-    x = quantize_rows(fenced(num_rows, 400, dtype=torch.bfloat16)[0])
+    weight, bias = float8_weight(272, 400, blocks=blocks), fenced(272, dtype=torch.bfloat16)[0]
+    x = quantize_rows(fenced(num_rows, 400, dtype=torch.bfloat16)[0], blocks=blocks)
     packed = pack(weight)
     with patch.object(torch.Tensor, "new_empty", _filled):
         found = scaled_tiles(x, packed, bias, tuning=tuning)
@@ -133,7 +133,13 @@ def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False) -> float:
             return float(
                 not torch.equal(scaled_tiles(x, packed, bias, gated=True, tuning=tuning), swiglu_triton(found))
             )
-    return error(found, x.codes.double() * x.scales.double(), weight, bias)
+    return error(found, values(x), weight, bias)
+
+
+def values(x: Float8Rows) -> Tensor:
+    """What rows mean."""
+    scales = x.scales.double().repeat_interleave(BLOCK if x.scales.shape[1] > 1 else x.codes.shape[1], 1)
+    return x.codes.double() * scales[:, : x.codes.shape[1]]
 
 
 def fused_rows(size: int) -> float:
@@ -144,9 +150,7 @@ def fused_rows(size: int) -> float:
     pairs.append((norm_rows(x, None, weight, 1e-6), quantize_rows(rms_norm_triton(x, None, weight, 1e-6))))
     separate = quantize_rows(rms_norm_triton(x, summed, weight, 1e-6))
     pairs.append((norm_rows(x, residual, weight, 1e-6), separate))
-    is_same = all(
-        torch.equal(a.view(torch.int8), b.view(torch.int8)) for pair in pairs for a, b in zip(*pair, strict=True)
-    )
+    is_same = all(torch.equal(a.float(), b.float()) for pair in pairs for a, b in zip(*pair, strict=True))
     return float(not (is_same and torch.equal(residual, summed)))
 
 
@@ -208,6 +212,9 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
     found["equal fused rows"] = lambda: fused_rows(272)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
+    found["quantized blocks"] = lambda: quantized_rows(384, 5, blocks=True)
+    found["scaled blocks"] = lambda: scaled(70, FLOAT8["tiles"], blocks=True)
+    found["scaled blocks of splits"] = lambda: scaled(3, FLOAT8["splits"], blocks=True)
     return found
 
 
