@@ -71,13 +71,13 @@ _OF_FP16 = tl.constexpr(
 
 @triton.jit
 def code_sum_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N,
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N,
     K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = weight @ x + bias``, or with GATED its SwiGLU. A step takes BLOCK_Q vectors of four words of each row.
 
-    Shapes:  x [K];  codes int32 [N, words];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
+    Shapes:  x [K];  words int32 [N, words];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
              out [N], with GATED [N / 2]
     Grid:    (cdiv(N, BLOCK_N),)
     """
@@ -92,7 +92,7 @@ def code_sum_kernel(
     IS_WHOLE: tl.constexpr = VECTORS % BLOCK_Q == 0 and (K % SPAN == 0 or not IS_INT4)
     i_p, o_word = tl.program_id(0), tl.arange(0, 4)
     o_n = weight_rows(i_p, N, GATED, False, BLOCK_N)
-    p_codes = codes_ptr + (o_n * (VECTORS * 4))[None, :, None] + o_word[None, None, :]
+    p_codes = words_ptr + (o_n * (VECTORS * 4))[None, :, None] + o_word[None, None, :]
     o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
     codes, scales, zeros = (), (), ()
     for part in tl.static_range(PARTS):

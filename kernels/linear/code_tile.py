@@ -75,7 +75,7 @@ def code_tile_kernel(
     wait_for_previous(OVERLAP)
 
     for i in tl.range(0, PART, SPANS, num_stages=STAGES):
-        if not IS_CHANNEL:
+        if not (IS_CHANNEL or SCALED):
             ahead = ()  # scales of the next step, on their way during this one
             for part in tl.static_range(SPANS):
                 span = tl.minimum(i + SPANS + part, PART - 1)
@@ -91,7 +91,9 @@ def code_tile_kernel(
                 if zeros_ptr is not None:
                     b_zeros = tl.load(zeros_ptr + o_scale + span * SPAN // GROUP)
                     b_minus = tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
-                b_scale = tl.expand_dims(scales[part].to(DTYPE), -1) if SCALED else None
+                b_scale = None
+                if SCALED:
+                    b_scale = tl.expand_dims(tl.load(scales_ptr + o_scale + span * SPAN // GROUP).to(DTYPE), -1)
                 b_codes = tl.load(p_codes, eviction_policy="evict_first")
                 b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = _product(b_low, b_x, b_part, SLICES)
@@ -105,7 +107,7 @@ def code_tile_kernel(
                 b_acc = b_part
             else:
                 b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
-        if not IS_CHANNEL:
+        if not (IS_CHANNEL or SCALED):
             scales = ahead
     if SLICES > 1:
         b_acc = tl.sum(b_acc, 0)

@@ -9,15 +9,13 @@ weight / (time * 4.3e12 B/s). The sums at the end are all products of a step, wi
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,217 +23,32 @@ import triton
 from torch import Tensor
 
 from qkv_engine.bench.roofline import BANDWIDTH
-from qkv_engine.kernels.fusion import FUSED
-from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
-from qkv_engine.kernels.linear.code_sum import code_sum_kernel
-from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear import linear, linear_swiglu
 from qkv_engine.kernels.linear.dequantize import dequantize
 from qkv_engine.kernels.linear.float8 import (
     MIN_ROWS,
     Float8Tuning,
-    can_scale,
-    linear_float8,
     scaled_product,
     scaled_tiles,
-    scaled_variant,
 )
 from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
-from qkv_engine.kernels.linear.float8_tile import float8_tile_kernel
 from qkv_engine.kernels.linear.integer import (
-    MAX_TILE_ROWS,
-    code_variant,
     linear_codes,
-    linear_integer,
 )
-from qkv_engine.kernels.linear.packed import PackedCodes, pack
-from qkv_engine.kernels.overlap import overlap_options
+from qkv_engine.kernels.linear.packed import PackedCodes
 from qkv_engine.kernels.rms_norm import add_rms_norm
-from qkv_engine.kernels.swiglu import swiglu
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
 from .bench_linear import sizes
+from .code_checks import check, checks
+from .code_compiling import KINDS, Wanted, checked, compile_all, timed
 from .code_tunings import TUNED, AnyTuning, candidates
+from .code_weights import GROUP, print_line, product_of, random_rows, timed_weight
 from .timing import time_calls
 
 WEIGHTS_NBYTES = 400 << 20  # of the copies of a weight, eight times the L2 cache
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
-KINDS = ("int4", "int8", "float8")
-GROUP = 128  # of 4 bits; the others have a scale a channel
-MAX_ERROR = 4e-3  # of ||out||: a rounding to bf16 is 1e-3
-MAX_FLOAT8_ERROR = 5e-2  # with activations of 8 bits
-FORMATS = (
-    "int4/32",
-    "int4/128 zeros",
-    "int4/128 order",
-    "int4/channel",
-    "int8/128",
-    "int8/channel",
-    "float8",
-    "float8 blocks",
-)
-
-
-def print_line(**fields: Any) -> None:
-    """One line of JSON; floats to five digits."""
-    print(json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in fields.items()}), flush=True)
-
-
-def random_weight(
-    kind: str, num_out: int, size: int, dtype: torch.dtype = torch.bfloat16
-) -> IntegerWeight | Float8Weight:
-    """Random codes on the GPU; ``kind``: "int4/128 zeros" and the like."""
-    name, *options = kind.split()
-    name, _, group = name.partition("/")
-    if name == "float8":
-        codes = torch.randn(num_out, size, dtype=torch.float16).mul_(100).clamp_(-448, 448)
-        blocks = (-(-num_out // 128), -(-size // 128)) if options else (num_out, 1)
-        return Float8Weight(codes.to(torch.float8_e4m3fn), torch.rand(blocks) / 1000 + 1e-4)
-    columns = size if group in ("", "channel") else int(group)
-    scales = (torch.rand(num_out, size // columns) / 100 + 1e-3).to(dtype)
-    if name == "int8":
-        return IntegerWeight(torch.randint(-128, 128, (num_out, size), dtype=torch.int8), scales)
-    codes = torch.randint(0, 256, (num_out, size // 2), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if options else None
-    order = torch.randperm(size, dtype=torch.int32) if options == ["order"] else None
-    return IntegerWeight(codes, scales, zeros, order)
-
-
-def timed_weight(kind: str, num_out: int, size: int) -> PackedCodes:
-    """As it is timed: 4 bits in groups."""
-    return pack(random_weight(f"{kind}/{GROUP}" if kind == "int4" else kind, num_out, size))
-
-
-def random_rows(num_rows: int, size: int) -> Tensor:
-    """In bf16 on the GPU."""
-    return torch.randn(num_rows, size, dtype=torch.bfloat16)
-
-
-def product_of(kind: str) -> Callable[..., Tensor]:
-    return linear_float8 if kind.startswith("float8") else linear_integer
-
-
-def relative_error(out: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: Tensor | None) -> float:
-    """||out - exact|| / ||exact||."""
-    exact = F.linear(x.float(), codes_reference.dequantize(weight), None if bias is None else bias.float())
-    return float((out.float() - exact).norm() / exact.norm())
-
-
-class Check(NamedTuple):
-    """Products to check: formats, shapes of weights, numbers of rows and dtype."""
-
-    formats: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-    row_numbers: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-
-    def cases(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        yield from itertools.product(self.formats, self.shapes)
-
-
-def checks(shapes: dict[str, tuple[int, int]]) -> list[Check]:
-    """Every format at an odd shape, and the real shapes."""
-    some, real = ("int4/128 zeros", "int8/128", "float8"), tuple(shapes[name] for name in ("o", "gate_up", "down"))
-    return [
-        Check(FORMATS, ((1000, 1152),), (1, 5, 16, 31, 100, 256, 600)),
-        Check(some, ((1000, 1152),), (1, 16, 100), torch.float16),
-        Check(("int4/32", "int8", "float8"), ((74, 96),), (1, 3, 33)),
-        Check(("int4/128", "int8", "float8"), real, (1, 16, 256)),
-        Check(("float8 blocks",), (shapes["o"],), (64, 100, 600)),
-    ]
-
-
-def check(work: Check) -> int:
-    """The number of wrong results. A NaN, other bits in a second run or another SwiGLU are wrong."""
-    wrong = 0
-    for kind, (num_out, size) in work.cases():
-        weight = random_weight(kind, num_out, size, work.dtype)
-        packed, bias = pack(weight), torch.randn(num_out).to(work.dtype)
-        for num_rows in work.row_numbers:
-            x = torch.randn(num_rows, size).to(work.dtype)
-            fields = {"check": kind, "rows": num_rows, "shape": [num_out, size], "dtype": str(work.dtype)[6:]}
-            try:
-                out = product_of(kind)(x, packed, bias)
-                error = relative_error(out, x, weight, bias)
-                gated = product_of(kind)(x, packed, bias, gated=True)
-                expected = swiglu(out).float()  # sums of columns may be added in another order
-                is_same = torch.equal(out, product_of(kind)(x, packed, bias))
-                is_same &= float((gated.float() - expected).norm() / expected.norm()) <= MAX_ERROR
-                is_quantized = kind.startswith("float8") and can_scale(x, packed)
-                is_right = error <= (MAX_FLOAT8_ERROR if is_quantized else MAX_ERROR) and is_same
-                if not is_right or num_rows in (1, 600):
-                    print_line(**fields, error=error, same=is_same, right=is_right)
-            except Exception as failure:
-                is_right = False
-                print_line(**fields, failed=f"{type(failure).__name__}: {failure}"[:300])
-            wrong += not is_right
-    return wrong
-
-
-class Wanted(NamedTuple):
-    """One kernel to compile; with a bias where the dtype is said."""
-
-    kind: str
-    shape: tuple[int, int]
-    num_rows: int
-    gated: bool
-    tuning: AnyTuning | None = None
-    dtype: torch.dtype | None = None
-
-
-def compile_kernel(wanted: Wanted) -> str | None:
-    """Compiles into Triton's cache, which processes share; what went wrong."""
-    kind, shape, num_rows, gated, tuning, dtype = wanted
-    try:
-        with torch.device("meta"):
-            weight = pack(random_weight(kind, *shape, dtype or torch.bfloat16))
-        if isinstance(tuning, Float8Tuning) or (kind == "float8" and tuning is None and num_rows >= MIN_ROWS):
-            compile_float8(wanted, weight)
-            return None
-        kernel, constexprs, launch = code_variant(weight, num_rows, gated=gated, tuning=tuning)
-        options = overlap_options(torch.device("cuda", 0)) | FUSED | launch
-        bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
-        out = dtype if constexprs.get("SPLITS", 1) == 1 else torch.float32
-        operands = weight.scales.dtype, zeros, bias, out, shape[0]
-        rows = () if kernel is code_sum_kernel else (num_rows,)
-        codes = torch.uint8 if rows else torch.int32
-        kernel.warmup(dtype, codes, *operands, *rows, grid=(1, 1), **constexprs | {"ASM": True}, **options)
-    except Exception as error:
-        return f"{wanted}: {type(error).__name__}: {error}"[:300]
-    return None
-
-
-def compile_float8(wanted: Wanted, weight: PackedCodes) -> None:
-    """Of products of 8-bit floats."""
-    _, shape, num_rows, gated, tuning, bias = wanted
-    assert tuning is None or isinstance(tuning, Float8Tuning)
-    constexprs, num_warps = scaled_variant(weight, num_rows, gated=gated, tuning=tuning)
-    out = torch.bfloat16 if constexprs["SPLITS"] == 1 else torch.float32
-    operands = torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, torch.float32, bias, out, shape[0], num_rows
-    options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
-    float8_tile_kernel.warmup(*operands, grid=(1, 1), **constexprs, **options)
-
-
-def timed(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> Iterator[Wanted]:
-    """Kernels that are timed."""
-    for kind, (name, shape), num_rows in itertools.product(KINDS, shapes.items(), row_numbers):
-        if num_rows <= MAX_TILE_ROWS and (kind, name) != ("int4", "lm_head"):
-            yield Wanted(f"int4/{GROUP}" if kind == "int4" else kind, shape, num_rows, name == "gate_up")
-
-
-def checked(shapes: dict[str, tuple[int, int]]) -> Iterator[Wanted]:
-    """Kernels that are checked."""
-    for work in checks(shapes):
-        for (kind, shape), num_rows, gated in itertools.product(work.cases(), work.row_numbers, (False, True)):
-            if num_rows <= MAX_TILE_ROWS:
-                yield Wanted(kind, shape, num_rows, gated, None, work.dtype)
-
-
-def compile_all(pool: Pool, kernels: Iterable[Wanted]) -> None:
-    """Several at a time; those that fail are named, and do so again when they are launched."""
-    start, wanted = time.monotonic(), list(kernels)
-    failed = [error for error in pool.map(compile_kernel, wanted, chunksize=1) if error]
-    print_line(compiled=len(wanted), seconds=time.monotonic() - start, failed=failed[:4])
 
 
 def copies(make: Callable[[], Any], nbytes: int) -> list[Any]:
