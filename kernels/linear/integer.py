@@ -14,7 +14,7 @@ from ..overlap import overlap_options
 from ..swiglu import swiglu
 from .code_sum import code_sum_kernel
 from .code_tile import add_splits, code_tile_kernel
-from .dequantize import dequantize
+from .dequantize_kernel import dequantize
 from .packed import PackedCodes
 
 

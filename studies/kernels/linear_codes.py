@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.linear import linear, linear_swiglu
-from qkv_engine.kernels.linear.dequantize import dequantize
+from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import (
     MIN_ROWS,
     Float8Tuning,

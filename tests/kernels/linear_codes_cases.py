@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkv_engine.kernels.linear import codes_reference
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight, IntegerWeight
-from qkv_engine.kernels.linear.dequantize import dequantize
+from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
 from qkv_engine.kernels.linear.float8_rows import Float8Rows, norm_rows, quantize_rows
 from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
