@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qkv_engine.config import KVConfig
+from qkv_engine.config import BLOCK_TOKENS, KVConfig
 from qkv_engine.errors import CapacityError
 from qkv_engine.kv.slabs import capacity
 from qkv_engine.presets import PRESETS
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class ParetoRow(RatedRow):
     """A rated row, and its KV memory with all blocks on the ladder's last rung.
 
-    ``capacity_tokens`` is the longest request that fits alone; ``floor_bytes_per_token`` and ``floor_bits`` are bytes
+    ``capacity_tokens`` is the longest request that fits alone, at most the model's context where all layers have
+    windows; ``floor_bytes_per_token`` and ``floor_bits`` are bytes
     of a token and bits of a KV element, all metadata counted, in a block there.
     """
 
@@ -40,15 +41,14 @@ def with_capacity(row: RatedRow, kv: KVConfig, config: ModelConfig) -> ParetoRow
     """``row`` with the capacity of the KV memory that its engine had; without one if it had none."""
     ladder = make_ladder(kv, config, config.dtype)
     try:
-        num_tokens = capacity(ladder.spec, row.kv_bytes_total or 0, ladder.last)
+        num_tokens = capacity(ladder.spec, row.kv_bytes_total or 0, ladder.last, config.max_position_embeddings)
     except CapacityError:
         num_tokens = None
-    floor = ladder.narrowest
     return ParetoRow(
         **vars(row),
         capacity_tokens=num_tokens,
-        floor_bytes_per_token=round(floor.token_nbytes, 3),
-        floor_bits=round(floor.effective_bits, 4),
+        floor_bytes_per_token=round(ladder.block_nbytes(ladder.last) / BLOCK_TOKENS, 3),
+        floor_bits=round(ladder.effective_bits(ladder.last), 4),
     )
 
 

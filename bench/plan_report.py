@@ -62,9 +62,9 @@ class RungRow:
 
 
 def layer_rows(plan: KVPlan) -> list[LayerRow]:
-    """The layers of ``plan`` in order."""
-    number, profile = plan.model.num_layers, plan.profile
-    rungs = [rung.config() for rung in plan.ladder.rungs]
+    """The layers of ``plan`` in order, with the formats that their blocks really take."""
+    number, profile, ladder = plan.model.num_layers, plan.profile, ladder_of(plan.config("plan"), plan.model)
+    rungs = [ladder.stored(rung) for rung in range(len(ladder.names))]
     k, v = ([rung.formats(side, number) for rung in rungs] for side in SIDES)
     reference = REFERENCE_V if isinstance(plan.settings, PMKVQ) else REFERENCE_K
     k_nats = profile.sensitivities.k.get(reference, [None] * number)
@@ -89,18 +89,18 @@ def layer_rows(plan: KVPlan) -> list[LayerRow]:
 
 def rung_rows(plan: KVPlan, memory: int | None = None) -> list[RungRow]:
     """The rungs of ``plan``, widest first; ``memory`` is the cache in bytes whose capacity is told."""
-    kv = plan.config("plan")
-    ladder, context = ladder_of(kv, plan.model), None if isinstance(plan.settings, KVmix) else plan.settings.context
+    ladder = ladder_of(plan.config("plan"), plan.model)
+    context = None if isinstance(plan.settings, KVmix) else plan.settings.context
     tables = None if memory is None else make_tables(ladder.spec, memory)
     return [
         RungRow(
-            config.name,
-            rung.effective_bits,
-            predicted_loss(config, plan.profile),
-            None if tables is None else tables.max_tokens(number),
+            name,
+            ladder.effective_bits(number),
+            predicted_loss(ladder.stored(number), plan.profile),
+            None if tables is None else tables.max_tokens(number, context=plan.profile.context),
             None if tables is None or context is None else tables.max_requests(context, number),
         )
-        for number, (config, rung) in enumerate(zip(kv.rungs, ladder.rungs, strict=True))
+        for number, name in enumerate(ladder.names)
     ]
 
 

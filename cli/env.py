@@ -55,6 +55,7 @@ rungs, from the widest to the floor:
                         once
   bits                  the same with all metadata counted
   capacity tokens       of one request whose blocks all stand on the rung
+  capacity requests     of the whole context together, if layers have windows
 groups, if some layers see a window of tokens or have other heads:
   block                 bytes of a block of 128 tokens in these layers, at first
   most blocks           of a request that decodes, whatever its length
@@ -175,19 +176,21 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
-def _capacities(ladder: Ladder, nbytes: int, context: int) -> tuple[list[int], int, CapacityError | None]:
-    """Tokens that ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits.
+def _capacities(ladder: Ladder, nbytes: int, context: int) -> tuple[list[dict[str, int]], int, CapacityError | None]:
+    """What ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits.
 
-    Where all layers have windows any length fits, up to the ``context``.
+    Tokens of one request, at most ``context`` where all layers have windows; with windows also requests of ``context``.
     """
     from qkv_engine.kv.slabs import make_tables
 
     try:
         tables = make_tables(ladder.spec, nbytes)
     except CapacityError as error:
-        return [0] * len(ladder.names), 0, error
-    most = None if ladder.main.visible is None else context
-    found = [tables.max_tokens(number, most=most) for number in range(len(ladder.names))]
+        return [{"capacity_tokens": 0}] * len(ladder.names), 0, error
+    found = [{"capacity_tokens": tables.max_tokens(rung, context=context)} for rung in range(len(ladder.names))]
+    if ladder.spec.has_windows:
+        for rung, row in enumerate(found):
+            row["capacity_requests"] = tables.max_requests(context, rung)
     return found, tables.arena.reserve_nbytes, None
 
 
@@ -200,22 +203,22 @@ def _slots(ladder: Ladder) -> dict[str, int]:
     return found
 
 
-def _rungs(ladder: Ladder, capacities: Sequence[int]) -> list[dict[str, Any]]:
+def _rungs(ladder: Ladder, capacities: Sequence[dict[str, int]]) -> list[dict[str, Any]]:
     rows = []
     for number, (name, capacity) in enumerate(zip(ladder.names, capacities, strict=True)):
         found = ladder.at(number)
-        formats = [found[group].layers[index] for group, index in ladder.places]
+        formats = ladder.stored(number)
         code_nbytes = sum(rung.codes_nbytes + rung.dense_nbytes for rung in found)
         rows.append(
             {
                 "rung": name,
-                "k": by_layers([k.name for k, _ in formats]),
-                "v": by_layers([v.name for _, v in formats]),
-                "block_bytes": sum(rung.block_nbytes for rung in found),
+                "k": by_layers(formats.formats("k", len(ladder.places))),
+                "v": by_layers(formats.formats("v", len(ladder.places))),
+                "block_bytes": ladder.block_nbytes(number),
                 "bytes_per_token": sum(rung.token_nbytes for rung in found),
                 "code_bits": 8 * code_nbytes / sum(rung.num_elements for rung in found),
                 "effective_bits": ladder.effective_bits(number),
-                "capacity_tokens": capacity,
+                **capacity,
             }
         )
     return rows

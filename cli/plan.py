@@ -196,6 +196,7 @@ def _empty_profile(args: argparse.Namespace, config: ModelConfig, texts: TextSet
 def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> tuple[Profile, str | None]:
     """The profile of the model that ``config`` names, and the digest of its weights; None for random ones."""
     from qkv_engine.device.cpu.threads import computing_with
+    from qkv_engine.layer_kv import kv_of_layers
     from qkv_engine.loading import load, resolve_device
     from qkv_engine.models.checkpoint import weights_digest
     from qkv_engine.models.key_scale import fold_key_scale
@@ -208,13 +209,13 @@ def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> 
         if plan_settings.wants_key_scale(args):
             key_scale = _key_scale(model, texts, scale)
             fold_key_scale(model, key_scale)
-        candidates, found = Candidates.of(model.config.num_kv_heads, model.config.head_dim, dtype), []
+        candidates, found = Candidates.of_layers(kv_of_layers(model.config), dtype), []
         with progress_bar(len(texts.texts)) as bar:
             bar.begin(f"profiling {len(texts.texts)} texts")
             for profile in profile_texts(model, texts.texts, candidates, scale):
                 found.append(profile)
                 bar.reach(len(found))
-    mean = mean_profile(found, model.config, dtype, candidates, texts.prompts, scale, key_scale)
+    mean = mean_profile(found, model.config, dtype, candidates[0], texts.prompts, scale, key_scale)
     if config.load_format == "random":
         return mean, None
     assert loaded.folder is not None, "only random weights have no folder"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from .errors import ConfigError
+from .layer_kv import MAX_GROUPS, LayerKV, kv_of_layers
 
 if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
@@ -15,10 +17,11 @@ MAX_SHOWN_CHARS = 80  # of a value in a message; in a hostile file it may have m
 _SHAPE = ("architecture", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
 
 
-class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Shape of a model and a digest of its weights. ``name`` is for people and never compared.
 
-    ``weights``: SHA-256 of a sample of the checkpoint, in hex; None for random weights.
+    ``weights``: SHA-256 of a sample of the checkpoint, in hex; None for random weights. ``layers``: KV of each layer;
+    empty where all layers have equal heads and no window.
     """
 
     name: str
@@ -29,10 +32,24 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hidden_size: int
     vocab_size: int
     weights: str | None
+    layers: tuple[LayerKV, ...] = ()
 
     @classmethod
     def of(cls, name: str, config: ModelConfig, weights: str | None) -> ModelFingerprint:
-        return cls(name=name, weights=weights, **{field: getattr(config, field) for field in _SHAPE})
+        shape = {field: getattr(config, field) for field in _SHAPE}
+        return cls(name=name, weights=weights, layers=_layers(config), **shape)
+
+    def __post_init__(self) -> None:
+        if len(self.layers) not in (0, self.num_layers):
+            raise ValueError(f"layers has {len(self.layers)} entries for {self.num_layers} layers")
+        numbers = (number for number in chain(*self.layers) if number is not None)
+        if len(set(self.layers)) > MAX_GROUPS or any(number < 1 for number in numbers):
+            raise ValueError(f"layers are not of up to {MAX_GROUPS} kinds, all numbers positive")
+
+    @property
+    def kv_of_layers(self) -> list[LayerKV]:
+        """The KV of each layer."""
+        return list(self.layers) or [LayerKV(self.num_kv_heads, self.head_dim)] * self.num_layers
 
     def check_shape(self, config: ModelConfig, kv: str, option: str = "kv") -> None:
         """Raises ``ConfigError`` unless ``config`` has this shape; ``kv`` is the value of ``option``."""
@@ -40,6 +57,8 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             mine, found = getattr(self, field), getattr(config, field)
             if mine != found:
                 raise self._refusal(kv, option, f"{field} is {str(mine)[:MAX_SHOWN_CHARS]} there and {found} here")
+        if self.layers != _layers(config):
+            raise self._refusal(kv, option, "other layers have windows, or other numbers or sizes of KV heads")
 
     def check_weights(self, weights: str, kv: str, option: str = "kv") -> None:
         """Raises ``ConfigError`` unless the checkpoint has this digest; ``kv`` is the value of ``option``."""
@@ -50,3 +69,9 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         remedy = "Make one for this model with qkv-engine plan MODEL -o plan.json"
         message = f"a plan for another model ({self.name[:MAX_SHOWN_CHARS]}): {why}"
         return ConfigError(message, field=option, value=kv, remedy=remedy)
+
+
+def _layers(config: ModelConfig) -> tuple[LayerKV, ...]:
+    """The KV of each layer of ``config``; empty where it is that of the first heads everywhere, without windows."""
+    found = tuple(kv_of_layers(config))
+    return () if set(found) == {LayerKV(config.num_kv_heads, config.head_dim)} else found

@@ -20,12 +20,12 @@ from qkv_engine.models.ranks import ALONE, Ranks
 from .config import EngineConfig, KVConfig
 from .device.backend import Backend
 from .device.cpu.backend import CpuBackend
-from .device.layouts import Ladder, LayerKV, group_layers, ladder_of_layers
+from .device.layouts import Ladder, group_layers, ladder_of_layers
 from .device.logits import CausalLM
 from .device.memory import free_memory, memory_or_error
 from .errors import CapacityError, ConfigError, ModelError
-from .kv.spec import MAX_GROUPS
 from .kv.table_rows import TableLayout
+from .layer_kv import MAX_GROUPS, kv_of_layers
 from .own_thread import in_own_thread
 from .sizes import format_size
 
@@ -51,15 +51,6 @@ def rank_ladder(
     No request is longer than ``max_model_len``, by default the model's context.
     """
     return ladder_of_layers(kv, kv_of_layers(model.share(num_ranks), max_model_len), dtype)
-
-
-def kv_of_layers(model: ModelConfig, max_model_len: int | None = None) -> list[LayerKV]:
-    """What the KV of each layer is. A window that no request outgrows counts as none."""
-    most = max_model_len or model.max_position_embeddings
-    windows = [spec.window if spec.window is not None and spec.window < most else None for spec in model.attention]
-    return [
-        LayerKV(spec.num_kv_heads, spec.head_dim, window) for spec, window in zip(model.attention, windows, strict=True)
-    ]
 
 
 def make_backend(model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Backend:

@@ -6,14 +6,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig
-from qkv_engine.device.layouts import Ladder, build_ladder
+from qkv_engine.device.layouts import SLOT_ALIGN, WINDOW_BITS, Ladder, ladder_of_layers
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kv.slabs import make_tables
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
 
 from .allocate import Choice, allocate
@@ -31,8 +33,9 @@ _REMEDY = 'Give effective bits such as "2.5bits", or bytes such as "6GiB"'
 class Budget:
     """Memory for requests of ``context`` tokens: ``bits`` an element of each, or ``nbytes`` for ``requests`` at once.
 
-    A request's sink, recent window and open block are at 16 bits, its other blocks on the floor. One of ``bits`` and
-    ``nbytes`` is None. Raises ``ConfigError`` for a value out of range.
+    The elements are K and V of the tokens that the request's last one sees, layer by layer. A request's sink, recent
+    window and open block are at 16 bits, its other blocks on the floor. One of ``bits`` and ``nbytes`` is None. Raises
+    ``ConfigError`` for a value out of range.
     """
 
     context: int
@@ -61,30 +64,40 @@ class Budget:
             raise ConfigError("neither bits nor a size", field="budget", value=text, remedy=_REMEDY)
         return cls(context, requests, nbytes=parse_size(text, field="budget", free=MAX_SIZE))
 
-    def block_nbytes(self, ladder: Ladder) -> int:
-        """The most bytes that a block on the floor may take beside the dense blocks and the slots of ``ladder``.
+    def shares(self, ladder: Ladder) -> list[Fraction]:
+        """For each layer the number of a request's blocks on the floor, in parts of the most of any layer.
 
-        Raises ``ConfigError`` if no block of a request ever leaves the window.
+        Raises ``ConfigError`` if no block of a request ever leaves the recent window.
         """
-        dense, narrow = self._split(ladder)
-        if not narrow:
+        narrow = [narrow for _, narrow in self._splits(ladder)]
+        most = max(narrow)
+        if not most:
             remedy = f"Give more than {ladder.sink + ladder.window.num_tokens + 2 * BLOCK_TOKENS:,} tokens"
             raise ConfigError("no block leaves the window", field="context", value=self.context, remedy=remedy)
+        return [Fraction(narrow[group], most) for group, _ in ladder.places]
+
+    def room(self, ladder: Ladder) -> int:
+        """The most bytes of a block on the floor beside what is dense in ``ladder``, each layer's counted by its share.
+
+        Raises ``ConfigError`` as ``shares``.
+        """
+        most = max(narrow for _, narrow in self._splits(ladder))
         if self.nbytes is not None:
             each = self.nbytes / self.requests
         else:
             each = (self.bits or 0) * self._num_elements(ladder) / 8
-        return max(0, int((each - self._dense_nbytes(ladder, dense)) / narrow))
+        return max(0, int((each - self._dense_nbytes(ladder)) / most))
 
-    def bits_at(self, ladder: Ladder, floor_nbytes: int) -> float:
-        """Effective bits an element of a request whose blocks on the floor take ``floor_nbytes`` each."""
-        dense, narrow = self._split(ladder)
-        return 8 * (self._dense_nbytes(ladder, dense) + narrow * floor_nbytes) / self._num_elements(ladder)
+    def bits_at(self, ladder: Ladder) -> float:
+        """Effective bits an element of a request at the floor of ``ladder``."""
+        splits = zip(ladder.groups, self._splits(ladder), strict=True)
+        narrow = sum(number * group.narrowest.block_nbytes for group, (_, number) in splits)
+        return 8 * (self._dense_nbytes(ladder) + narrow) / self._num_elements(ladder)
 
     def holds(self, ladder: Ladder) -> bool:
         """Whether requests at the floor of ``ladder`` fit the budget; one in bytes is tried on a cache's books."""
         if self.nbytes is None:
-            return self.bits_at(ladder, ladder.narrowest.block_nbytes) <= (self.bits or 0)
+            return self.bits_at(ladder) <= (self.bits or 0)
         try:
             tables = make_tables(ladder.spec, self.nbytes)
         except CapacityError:
@@ -94,7 +107,7 @@ class Budget:
     def least(self, ladder: Ladder) -> str:
         """The smallest budget that ``ladder`` fits, in the unit of this one."""
         if self.nbytes is None:
-            return f"{math.ceil(100 * self.bits_at(ladder, ladder.narrowest.block_nbytes)) / 100:g}bits"
+            return f"{math.ceil(100 * self.bits_at(ladder)) / 100:g}bits"
         low, high = 0, self.nbytes
         while not Budget(self.context, self.requests, nbytes=high).holds(ladder):
             low, high = high, 2 * high
@@ -104,15 +117,20 @@ class Budget:
             low, high = (low, middle) if fits else (middle, high)
         return format_least(high).replace(" ", "")
 
-    def _split(self, ladder: Ladder) -> tuple[int, int]:
-        """Numbers of a request's blocks at 16 bits and on the floor."""
-        return ladder.spec.main.split(self.context, 1)
+    def _splits(self, ladder: Ladder) -> list[tuple[int, int]]:
+        """Numbers of a request's blocks at 16 bits and on the floor, by group of layers."""
+        return [group.split(self.context, 1) for group in ladder.spec.groups]
 
-    def _dense_nbytes(self, ladder: Ladder, num_blocks: int) -> int:
-        return num_blocks * ladder.widest.block_nbytes + sum(slot.nbytes for slot in ladder.slots)
+    def _dense_nbytes(self, ladder: Ladder) -> int:
+        splits = zip(ladder.groups, self._splits(ladder), strict=True)
+        blocks = sum(number * group.widest.block_nbytes for group, (number, _) in splits)
+        return blocks + sum(slot.nbytes for group in ladder.groups for slot in group.slots)
 
     def _num_elements(self, ladder: Ladder) -> int:
-        return ladder.widest.num_elements * self.context // BLOCK_TOKENS
+        return sum(
+            group.widest.num_elements * min(self.context, group.visible or self.context) // BLOCK_TOKENS
+            for group in ladder.groups
+        )
 
 
 def check_least_bits(bits: int) -> None:
@@ -124,13 +142,12 @@ def check_least_bits(bits: int) -> None:
 
 def ladder_of(kv: KVConfig, model: ModelFingerprint) -> Ladder:
     """The ladder of ``kv`` for a model of this shape; the model's dtype changes no bytes of a plan."""
-    return build_ladder(
-        kv,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=torch.bfloat16,
-    )
+    return ladder_of_layers(kv, model.kv_of_layers, torch.bfloat16)
+
+
+def least_bits(layer: LayerKV, bits: int) -> int:
+    """The fewest bits of codes in a plan whose settings allow ``bits``: blocks of windows take no rungs below 8."""
+    return bits if layer.window is None else max(bits, WINDOW_BITS)
 
 
 def solve(
@@ -143,8 +160,9 @@ def solve(
 ) -> KVConfig:
     """The ladder of at most ``num_rungs`` rungs that ``make`` builds on the floor of least cost within ``budget``.
 
-    ``text`` is the budget as its user wrote it. Raises ``CapacityError``, naming the smallest budget that has a floor,
-    if this one has none, and ``ConfigError`` if an item has no choice.
+    ``items`` are equally many of each layer, in order. ``text`` is the budget as its user wrote it. Raises
+    ``CapacityError``, naming the smallest budget that has a floor, if this one has none, and ``ConfigError`` if an item
+    has no choice.
     """
 
     def ladder_on(floor: Sequence[Choice]) -> Ladder:
@@ -153,15 +171,29 @@ def solve(
     if not all(items):
         remedy = "Profile the model again with qkv-engine plan"
         raise ConfigError("no format in it fits the model's heads and least_bits", field="profile", remedy=remedy)
-    narrowest = allocate(items, sum(min(choice.nbytes for choice in choices) for choices in items))
+    shares = budget.shares(ladder_on([choices[0] for choices in items]))
+    weighed = [_weighed(choices, shares[item * len(shares) // len(items)]) for item, choices in enumerate(items)]
+
+    def floor_in(nbytes: int) -> list[Choice] | None:
+        picked = allocate(weighed, nbytes)
+        if picked is None:
+            return None
+        return [next(c for c in choices if c.name == one.name) for choices, one in zip(items, picked, strict=True)]
+
+    narrowest = floor_in(sum(min(choice.nbytes for choice in choices) for choices in weighed))
     assert narrowest is not None, "every item has a choice of its fewest bytes"
     least = ladder_on(narrowest)
-    room = budget.block_nbytes(least)
+    room = budget.room(least)
     if not budget.holds(least):
         remedy = f"Give at least {budget.least(least)}"
         raise CapacityError("no plan is as small", field="budget", value=text, remedy=remedy)
-    floor = allocate(items, room) or narrowest
+    floor = floor_in(room) or narrowest
     while floor != narrowest and not budget.holds(ladder_on(floor)):
         room = int(room * SHRINK)
-        floor = allocate(items, room) or narrowest
+        floor = floor_in(room) or narrowest
     return make(floor, num_rungs)
+
+
+def _weighed(choices: Sequence[Choice], share: Fraction) -> list[Choice]:
+    """``choices`` of a layer with ``share`` of its bytes: few sizes with a large divisor, so that tables stay small."""
+    return [choice._replace(nbytes=math.ceil(choice.nbytes * share / SLOT_ALIGN) * SLOT_ALIGN) for choice in choices]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.errors import CapacityError, ModelError
+from qkv_engine.layer_kv import kv_of_layers
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.layers import Linear
@@ -59,7 +60,7 @@ def mean_profile(
     position_scale: int = 1,
     key_scale: KeyScale | None = None,
 ) -> Profile:
-    """The mean of the profiles of texts. Raises ``ModelError`` if anything is not finite."""
+    """The mean of the profiles of texts; ``candidates`` of any layer. Raises ``ModelError`` for what is not finite."""
     k, v = (
         {name: mean([getattr(text, side)[index] for text in found]) for index, name in enumerate(names)}
         for side, names in (("k", candidates.k), ("v", candidates.v))
@@ -79,28 +80,18 @@ def mean_profile(
 
 
 def empty_profile(config: ModelConfig, prompts: Prompts, position_scale: int = 1) -> Profile:
-    """A profile of zeros, with which settings are checked before the passes over the texts.
-
-    Raises ``ModelError`` for a model whose layers have KV heads of several shapes.
-    """
-    _check_model(config)
-    candidates = Candidates.of(config.num_kv_heads, config.head_dim, config.dtype)
+    """A profile of zeros, with which settings are checked before the passes over the texts."""
+    candidates = Candidates.of_layers(kv_of_layers(config), config.dtype)[0]
     nothing = [0.0] * config.num_layers
     k, v = ([nothing] * len(names) for names in candidates)
     text = TextProfile(LayerScores(nothing, nothing), k, v, nothing)
     return mean_profile([text], config, config.dtype, candidates, prompts, position_scale)
 
 
-def _check_model(config: ModelConfig) -> None:
-    if len({(spec.num_kv_heads, spec.head_dim) for spec in config.attention}) > 1:
-        message, remedy = "plans are not supported for layers with unlike KV heads", "Use a KV preset"
-        raise ModelError(message, field="architecture", value=config.architecture, remedy=remedy)
-
-
 def profile_texts(
-    model: LlamaForCausalLM, texts: Sequence[Text], candidates: Candidates, position_scale: int = 1
+    model: LlamaForCausalLM, texts: Sequence[Text], candidates: Sequence[Candidates], position_scale: int = 1
 ) -> Iterator[TextProfile]:
-    """Yields the profile of each of ``texts``.
+    """Yields the profile of each of ``texts``; ``candidates`` of each layer, the same formats in all.
 
     Raises ``ModelError`` for a token that the model does not have, ``CapacityError`` if the device has no memory for a
     text.
@@ -124,8 +115,10 @@ def checked(model: LlamaForCausalLM, text: Text) -> Iterator[None]:
         raise CapacityError(message, field="max_tokens", remedy=remedy) from error
 
 
-def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, position_scale: int = 1) -> TextProfile:
-    """The profile of one text of at least two tokens."""
+def profile_text(
+    model: LlamaForCausalLM, text: Text, candidates: Sequence[Candidates], position_scale: int = 1
+) -> TextProfile:
+    """The profile of one text of at least two tokens; see ``profile_texts``."""
     ids = torch.tensor(text.token_ids, device=model.model.norm.weight.device)
     labels = ids[1:].clone()
     labels[: text.first_label - 1] = -100  # the label that cross_entropy ignores
@@ -136,7 +129,7 @@ def profile_text(model: LlamaForCausalLM, text: Text, candidates: Candidates, po
         torch.autograd.backward(hidden, gradient)
     found = [torch.cat((norms[layer], batch.numbers[layer])) for layer in range(model.config.num_layers)]
     k, v, outliers, *rest = torch.stack(found).T.tolist()
-    number = len(candidates.k)
+    number = len(candidates[0].k)
     return TextProfile(LayerScores(k, v), rest[:number], rest[number:], outliers, loss)
 
 
@@ -147,7 +140,7 @@ class ProfilingBatch(SequenceBatch):
     float32. A layer that reads the KV of an earlier one adds to the gradients there.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], candidates: Candidates):
+    def __init__(self, specs: Sequence[AttentionSpec], candidates: Sequence[Candidates]):
         super().__init__(specs)
         self.candidates = candidates
         self.numbers = dict[int, Tensor]()
@@ -168,8 +161,8 @@ class ProfilingBatch(SequenceBatch):
         k_gradient, v_gradient = (sum(each[1:], each[0]) for each in list(zip(*gradients, strict=True))[1:])
         peaks = heads.k.abs().amax(0).float()
         ratio = peaks.max() / peaks.median().clamp(min=LEAST_MEDIAN)
-        k = side_sensitivities(heads.k, k_gradient, self.candidates.k)
-        v = side_sensitivities(heads.v, v_gradient, self.candidates.v)
+        k = side_sensitivities(heads.k, k_gradient, self.candidates[layer].k)
+        v = side_sensitivities(heads.v, v_gradient, self.candidates[layer].v)
         self.numbers[layer] = torch.cat((ratio[None], k, v))
 
 

@@ -17,7 +17,7 @@ from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import Side, check_step, make_format
 
 from .allocate import Choice, allocate
-from .budget import Budget, check_least_bits, solve
+from .budget import Budget, check_least_bits, least_bits, solve
 from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
@@ -52,11 +52,12 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
         """The ladder of least predicted loss. Raises ``CapacityError``, naming the smallest budget that has one."""
-        candidates = Candidates.of_shape(model)
-        k = self._choices(profile.sensitivities.k, candidates.k, model.num_layers)
-        v = self._choices(profile.sensitivities.v, candidates.v, model.num_layers)
-        items = [choices for pair in zip(k, v, strict=True) for choices in pair]
-        sides = [candidates.k, candidates.v] * model.num_layers
+        items, sides = list[list[Choice]](), list[Mapping[str, Side]]()
+        layers = zip(model.kv_of_layers, Candidates.of_layers(model.kv_of_layers, torch.bfloat16), strict=True)
+        for layer, (kv, candidates) in enumerate(layers):
+            for costs, each in ((profile.sensitivities.k, candidates.k), (profile.sensitivities.v, candidates.v)):
+                items.append(self._choices(costs, each, layer, least_bits(kv, self.least_bits)))
+                sides.append(each)
 
         def make(floor: Sequence[Choice], number: int) -> KVConfig:
             return self._ladder(nested(floor, items, sides, number))
@@ -64,20 +65,16 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return solve(self.parsed(), self.budget, items, make, LEAST_RUNGS if self.eager else self.rungs, model)
 
     def _choices(
-        self, sensitivities: Mapping[str, Sequence[float]], sides: Mapping[str, Side], num_layers: int
-    ) -> list[list[Choice]]:
-        """The formats that K, or V, of each layer may have at the floor."""
+        self, costs: Mapping[str, Sequence[float]], sides: Mapping[str, Side], layer: int, least_bits: int
+    ) -> list[Choice]:
+        """The formats that K, or V, of a layer may have at the floor."""
         wide = [sides[name] for name in sides if name != DENSE and _bits(name) == WIDE_BITS]
-        fits = {
-            name: side
-            for name, side in sides.items()
-            if name in sensitivities
-            and _bits(name) >= self.least_bits
-            and (self.eager or name == DENSE or any(can_step(old, side) for old in wide))
-        }
         return [
-            [Choice(name, side.nbytes, sensitivities[name][layer]) for name, side in fits.items()]
-            for layer in range(num_layers)
+            Choice(name, side.nbytes, costs[name][layer])
+            for name, side in sides.items()
+            if name in costs
+            and _bits(name) >= least_bits
+            and (self.eager or name == DENSE or any(can_step(old, side) for old in wide))
         ]
 
     def _ladder(self, levels: Sequence[Sequence[Choice]]) -> KVConfig:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+import torch
 
 from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 
 from .allocate import Choice
-from .budget import Budget, check_least_bits, solve
+from .budget import Budget, check_least_bits, least_bits, solve
 from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
@@ -55,8 +56,11 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
         """The ladder of least predicted loss. Raises ``CapacityError``, naming the smallest budget that has one."""
-        candidates = Candidates.of_shape(model)
-        items = [self._choices(profile, candidates, layer) for layer in range(model.num_layers)]
+        candidates = Candidates.of_layers(model.kv_of_layers, torch.bfloat16)
+        items = [
+            self._choices(profile, each, layer, least_bits(kv, self.least_bits))
+            for layer, (kv, each) in enumerate(zip(model.kv_of_layers, candidates, strict=True))
+        ]
 
         def make(floors: Sequence[Choice], num_rungs: int) -> KVConfig:
             """The ladder of some floors; ``WIDTHS`` fixes its rungs, whatever ``num_rungs`` is."""
@@ -64,9 +68,10 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
         return solve(self.parsed(), self.budget, items, make, len(WIDTHS), model)
 
-    def _choices(self, profile: Profile, candidates: Candidates, layer: int) -> list[Choice]:
+    def _choices(self, profile: Profile, candidates: Candidates, layer: int, least_bits: int) -> list[Choice]:
         """The widths that K and V of a layer may have, both the same."""
         k, v = profile.sensitivities.k, profile.sensitivities.v
+        most_bits = max(self.most_bits, least_bits)
         return [
             Choice(
                 str(width),
@@ -74,7 +79,7 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 k[name][layer] + v[name][layer],
             )
             for width, name in FORMATS.items()
-            if self.least_bits <= width <= self.most_bits and name in candidates.k and name in k and name in v
+            if least_bits <= width <= most_bits and name in candidates.k and name in k and name in v
         ]
 
 

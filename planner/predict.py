@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qkv_engine.config import KVConfig, RungConfig
+from qkv_engine.config import RungConfig
 from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import ConfigError
 from qkv_engine.presets import PRESETS
@@ -34,13 +34,18 @@ def predicted_loss(rung: RungConfig, profile: Profile) -> float | None:
 def as_good(plan: KVPlan) -> Iterator[tuple[str, float]]:
     """Presets that are no larger at the floor and predicted to lose about as little: (name, predicted loss)."""
     kv = plan.config("plan")
-    loss = predicted_loss(kv.rungs[-1], plan.profile)
+    ladder = ladder_of(kv, plan.model)
+    loss = predicted_loss(ladder.stored(ladder.last), plan.profile)
     if loss is None:
         return
-    nbytes = ladder_of(kv, plan.model).narrowest.block_nbytes
     for preset in PRESETS.values():
-        theirs = predicted_loss(preset.rungs[-1], plan.profile)
-        if theirs is not None and theirs <= AS_GOOD * loss and _floor_nbytes(preset, plan) <= nbytes:
+        try:
+            other = ladder_of(preset, plan.model)
+        except ConfigError:  # does not fit these heads
+            continue
+        theirs = predicted_loss(other.stored(other.last), plan.profile)
+        is_smaller = other.block_nbytes(other.last) <= ladder.block_nbytes(ladder.last)
+        if is_smaller and theirs is not None and theirs <= AS_GOOD * loss:
             yield preset.name, theirs
 
 
@@ -49,10 +54,3 @@ def outlier_layers(profile: Profile) -> list[int]:
     if profile.has_qk_norm:
         return []
     return [layer for layer, ratio in enumerate(profile.key_outliers) if ratio >= OUTLIERS]
-
-
-def _floor_nbytes(preset: KVConfig, plan: KVPlan) -> float:
-    try:
-        return ladder_of(preset, plan.model).narrowest.block_nbytes
-    except ConfigError:  # does not fit these heads
-        return float("inf")

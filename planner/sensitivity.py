@@ -6,7 +6,7 @@ where the release multiplies a layer's errors with the gradients of its mirror i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import ConfigError
-from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import FAMILIES, PageShape, Side, SideBytes, make_format
 from qkv_engine.kernels.formats.family import SideName
+from qkv_engine.layer_kv import LayerKV
 
 DENSE = "dense16"
 SINK = 32  # first tokens of a text, dense in every plan: their errors are not counted
@@ -36,9 +36,21 @@ class Candidates(NamedTuple):
         return cls(_sides(shape, "k", dtype), _sides(shape, "v", dtype))
 
     @classmethod
-    def of_shape(cls, model: ModelFingerprint) -> Candidates:
-        """``of`` for a model known by its fingerprint alone: the dtype changes no bytes."""
-        return cls.of(model.num_kv_heads, model.head_dim, torch.bfloat16)
+    def of_layers(cls, layers: Sequence[LayerKV], dtype: torch.dtype) -> list[Candidates]:
+        """The candidates of each layer: the formats that fit the heads of all layers, in the same order."""
+        shapes = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers)
+        found = {shape: cls.of(*shape, dtype) for shape in shapes}
+        k, v = (_shared([getattr(each, side) for each in found.values()]) for side in cls._fields)
+        same = {
+            shape: cls({name: each.k[name] for name in k}, {name: each.v[name] for name in v})
+            for shape, each in found.items()
+        }
+        return [same[layer.num_kv_heads, layer.head_dim] for layer in layers]
+
+
+def _shared(sides: Sequence[Mapping[str, Side]]) -> list[str]:
+    """The formats that all of ``sides`` have, in the order of the first."""
+    return [name for name in sides[0] if all(name in each for each in sides)]
 
 
 def _sides(shape: PageShape, side: SideName, dtype: torch.dtype) -> dict[str, Side]:

@@ -112,14 +112,49 @@ def eligible(
     return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]
 
 
-def count_eligible(
-    space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]
-) -> Counter[tuple[int, int, int]]:
-    """Numbers of eligible blocks by group, rung and floor."""
+def eligible_blocks(space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]) -> list[BlockLike]:
+    """The blocks of ``eligible``, each once, in no order."""
     blocks = [block for request in ranks for block, age in space.unsettled(request) if age >= 0]
     if any(block.is_shared for block in blocks):
         blocks = [candidate.block for candidate in eligible(space, running, ranks)]
-    return Counter((block.group, block.rung, block.floor) for block in blocks)
+    return blocks
+
+
+class Tally:
+    """Numbers of eligible ``blocks`` by group, rung and floor, kept while they step down and requests begin."""
+
+    def __init__(self, blocks: Iterable[BlockLike]):
+        self._kinds = {block: (block.group, block.rung, block.floor) for block in blocks}
+        self._numbers = Counter(self._kinds.values())
+
+    def items(self) -> Iterable[tuple[tuple[int, int, int], int]]:
+        """The kinds of blocks that there are, each with their number."""
+        return (+self._numbers).items()
+
+    def stepped_down(self, blocks: Iterable[BlockLike]) -> None:
+        """Counts ``blocks`` on their new rungs."""
+        for block in blocks:
+            if self._drop(block):
+                self._count(block)
+
+    def joined(self, space: KVSpace, request: Request) -> None:
+        """Counts the blocks that ``request`` begins with, which other requests may hold, as it allows."""
+        counted = {block for block in space.blocks(request) if self._drop(block)}
+        for block, age in space.unsettled(request):
+            if age >= 0 and (block in counted or not block.is_shared):
+                self._count(block)
+
+    def _count(self, block: BlockLike) -> None:
+        if block.rung < block.floor:
+            kind = self._kinds[block] = block.group, block.rung, block.floor
+            self._numbers[kind] += 1
+
+    def _drop(self, block: BlockLike) -> bool:
+        """Counts ``block`` out; whether it was counted."""
+        kind = self._kinds.pop(block, None)
+        if kind is not None:
+            self._numbers[kind] -= 1
+        return kind is not None
 
 
 def _have_shared(space: KVSpace, requests: Iterable[Request]) -> bool:

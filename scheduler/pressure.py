@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from qkv_engine.request import Request, RequestStatus
 
-from .coldest import Candidate, Coldest, count_eligible, eligible
+from .coldest import Candidate, Coldest, Tally, eligible, eligible_blocks
 from .queue import RequestQueue
 from .space import KVSpace, ShortageLike
 
@@ -35,11 +35,18 @@ class Pressure:
         self._has_quota = space.over_quota(2**62)
         self._coldest: Coldest | None = None  # blocks that may step down in this step
         self._tenant: str | None = None  # that ``_coldest`` was found for
+        self._tally: Tally | None = None  # of blocks that may step down in this step
         self._lacking: set[Request] | None = None  # running requests without room for their next token
 
     def forget(self) -> None:
         """Drops the blocks found; to be called when blocks changed hands."""
+        self._coldest = self._tally = None
+
+    def joined(self, request: Request) -> None:
+        """Notes that ``request`` begins on blocks that others may hold."""
         self._coldest = None
+        if self._tally is not None:
+            self._tally.joined(self.space, request)
 
     def left(self, request: Request) -> None:
         """Drops ``request``, which runs no more and whose blocks were taken back."""
@@ -105,8 +112,11 @@ class Pressure:
     def _could_start(self, request: Request, spare: int) -> bool:
         """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
         shortage = self.space.shortage(request, request.num_computed_tokens + 1, spare)
-        ranks, enough = self._ranks(request.params.tenant, self.space.aged(self.running)), False
-        for steps, number in count_eligible(self.space, self.running, ranks).items():
+        if self._tally is None or self._has_quota:  # without quotas all tenants' blocks may step down
+            ranks = self._ranks(request.params.tenant, self.space.aged(self.running))
+            self._tally = Tally(eligible_blocks(self.space, self.running, ranks))
+        enough = False
+        for steps, number in self._tally.items():
             enough = shortage.eased(*steps, number)
         return enough
 
@@ -186,6 +196,8 @@ class Pressure:
         done = self.space.demote([(candidate.block, rung) for candidate, rung in chosen])
         if any(candidate.block.rung != rung for candidate, rung in chosen):
             self.forget()  # its order assumed that every block reaches its rung
+        elif self._tally is not None:
+            self._tally.stepped_down(candidate.block for candidate, _ in chosen)
         if logger.isEnabledFor(logging.INFO):
             self._explain([candidate for candidate, _ in chosen], before)
         return done

@@ -201,7 +201,7 @@ class Scheduler:
         request.num_computed_tokens = self.space.open(request)
         self.running.add(request)
         if request.num_computed_tokens:
-            self.pressure.forget()  # the blocks it shares are its own too now
+            self.pressure.joined(request)  # the blocks it shares are its own too now
         wanted = self._wanted(request, budget)
         num_tokens = self.pressure.stretch(request, request.num_computed_tokens + wanted)
         num_tokens -= request.num_computed_tokens

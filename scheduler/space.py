@@ -103,6 +103,10 @@ class KVSpace(Protocol):
         """Gives up one cached block that no request uses."""
         ...
 
+    def blocks(self, request: Request) -> Iterator[BlockLike]:
+        """All blocks of ``request``, and its slots."""
+        ...
+
     def unsettled(self, request: Request) -> Iterator[tuple[BlockLike, int]]:
         """Blocks that may still step down, each with its age: tokens beyond the recent window, negative inside it."""
         ...

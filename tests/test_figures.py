@@ -14,6 +14,8 @@ from qkv_engine.serve import bodies
 
 from .doc_pages import ROOT
 from .sim.mutants import MUTANTS, QUICK
+from .sim.mutants_cases import BUGS
+from .sim.mutants_groups import GROUP_BUGS
 
 STATED = {
     "docs/kv_cache.md": [
@@ -24,7 +26,10 @@ STATED = {
         f"within the next {BLOCK_TOKENS // AHEAD_SHARE} steps",
         f"counted with {OPEN_END_BLOCKS * BLOCK_TOKENS:,} more tokens",
     ],
-    "docs/reliability.md": [f"| {len(QUICK)} of {len(QUICK)} | {len(MUTANTS)} of {len(MUTANTS)};"],
+    "docs/reliability.md": [
+        f"| {len(QUICK)} of {len(QUICK)} | {len(MUTANTS)} of {len(MUTANTS)};",
+        f"| {len(BUGS) + len(GROUP_BUGS)} of {len(BUGS) + len(GROUP_BUGS)} |",
+    ],
     "docs/serving.md": [f"more than {bodies.MAX_PARTS:,} lists and objects"],
 }
 

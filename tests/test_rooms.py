@@ -18,7 +18,7 @@ FOLDERS = tomllib.loads((HERE / "pyproject.toml").read_text("utf-8"))["tool"]["s
 
 # Plain data comes first. A room is a package, or some modules of the package root.
 ROOMS: tuple[str, ...] = (
-    "errors sizes window layer_schedule input_files model_files closable own_thread request fingerprint config"
+    "errors sizes window layer_schedule input_files model_files closable own_thread request layer_kv fingerprint config"
     " validation metrics plan_file table_words",
     "sandbox",
     "text",

@@ -45,8 +45,8 @@ class KVCache:
 
         If all layers have windows, no length is too much, and it is the model's context.
         """
-        most = None if self.ladder.main.visible is None else self._context
-        return self.tables.max_tokens(0, most=most), self.tables.max_tokens(self.ladder.last, most=most)
+        first, last = (self.tables.max_tokens(rung, context=self._context) for rung in (0, self.ladder.last))
+        return first, last
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from math import lcm
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from qkv_engine.kernels.formats import (
     BlockLayout,
@@ -23,6 +23,7 @@ from qkv_engine.kernels.formats.family import SideName
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
 from ..kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
+from ..layer_kv import LayerKV
 from ..window import RecentWindow
 
 if TYPE_CHECKING:
@@ -101,14 +102,6 @@ class Rung:
     def effective_bits(self) -> float:
         """Bits per KV element with every byte of the slot counted."""
         return 8 * self.block_nbytes / self.num_elements
-
-
-class LayerKV(NamedTuple):
-    """The KV of a layer; layers with equal ones form a group. ``window``: tokens that a token sees, None for all."""
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -219,10 +212,19 @@ class Ladder:
         """What the ladder's ``rung`` is in each group."""
         return [group.rungs[group.floors[rung]] for group in self.groups]
 
+    def block_nbytes(self, rung: int) -> int:
+        """Bytes of a block on the ladder's ``rung`` in all layers."""
+        return sum(each.block_nbytes for each in self.at(rung))
+
     def effective_bits(self, rung: int) -> float:
         """Bits per KV element of all layers on the ladder's ``rung``, with every byte of the slots counted."""
+        return 8 * self.block_nbytes(rung) / sum(each.num_elements for each in self.at(rung))
+
+    def stored(self, rung: int) -> RungConfig:
+        """The formats of K and V in which each layer stores blocks on the ladder's ``rung``."""
         found = self.at(rung)
-        return 8 * sum(each.block_nbytes for each in found) / sum(each.num_elements for each in found)
+        k, v = zip(*(found[group].layers[index] for group, index in self.places), strict=True)
+        return RungConfig(self.names[rung], *(tuple(fmt.name for fmt in side) for side in (k, v)))
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:

@@ -163,6 +163,9 @@ class KVManager:
     def evict(self) -> bool:
         return self.prefix is not None and self.prefix.evict()
 
+    def blocks(self, request: Request) -> Iterator[Block]:
+        return self.tables.blocks(request.request_id)
+
     def unsettled(self, request: Request) -> Iterator[tuple[Block, int]]:
         return self._blocks.unsettled(request.request_id, request.num_computed_tokens)
 
@@ -174,7 +177,8 @@ class KVManager:
         if self._floor_epoch != epoch:
             self._demotable_at.clear()
             self._floor_epoch = epoch
-        return [r for r in running if r.num_computed_tokens >= self._demotable_at.get(r, 0) and self._has_aged(r)]
+        demotable_at = self._demotable_at.get  # asked of each running request in each step
+        return [r for r in running if r.num_computed_tokens >= demotable_at(r, 0) and self._has_aged(r)]
 
     def _has_aged(self, request: Request) -> bool:
         demotable_at = self._demotable_at[request] = self._blocks.next_demotable_at(request.request_id)

@@ -27,9 +27,12 @@ def make_tables(spec: KVSpec, nbytes: int) -> BlockTables:
     return BlockTables(make_arena(spec, nbytes), spec)
 
 
-def capacity(spec: KVSpec, nbytes: int, rung: int) -> int:
-    """Tokens of one request that fits alone on ``rung`` in ``nbytes``. Raises ``CapacityError`` as ``make_tables``."""
-    return make_tables(spec, nbytes).max_tokens(rung)
+def capacity(spec: KVSpec, nbytes: int, rung: int, context: int) -> int:
+    """Tokens of one request of a model with ``context`` that fits alone on ``rung`` in ``nbytes``.
+
+    Raises ``CapacityError`` as ``make_tables``.
+    """
+    return make_tables(spec, nbytes).max_tokens(rung, context=context)
 
 
 def make_arena(spec: KVSpec, nbytes: int) -> Arena:

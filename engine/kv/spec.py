@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..layer_kv import MAX_GROUPS
 from ..window import RecentWindow
-
-MAX_GROUPS = 2  # each more multiplies the steps that are captured
 
 
 class RungSize(NamedTuple):

@@ -85,15 +85,15 @@ class BlockTables:
             self._reserves[key] = max(self._least_reserve, most)
         return self._reserves[key]
 
-    def max_tokens(self, rung: int, share: float = 1.0, *, most: int | None = None) -> int:
+    def max_tokens(self, rung: int, share: float = 1.0, *, context: int | None = None) -> int:
         """Tokens of the longest request that fits alone on ``rung`` in ``share`` of the arena.
 
-        At most ``most``: groups that all have windows hold requests of any length.
+        Groups that all have windows hold requests of any length: of the model's ``context``, if it is given.
         """
-        any_length = self.arena.nbytes * self.spec.block_tokens
-        return _largest(
-            any_length if most is None else most, lambda number: self.fits(self.demand(number, rung), share)
-        )
+        most = self.arena.nbytes * self.spec.block_tokens
+        if context is not None and self.spec.main.visible is not None:
+            most = context
+        return _largest(most, lambda number: self.fits(self.demand(number, rung), share))
 
     def max_requests(self, num_tokens: int, rung: int) -> int:
         """Requests of ``num_tokens`` that fit together on ``rung``."""

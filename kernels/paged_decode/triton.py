@@ -40,6 +40,7 @@ class Tuning:
 
 # A page's address is itself loaded first, so 5 stages hold two pages (3 or 4 only one).
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
+WIDE_TUNING = Tuning(num_warps=8, num_stages=3, tile=16)  # of more than 256 channels: nothing spills
 
 SHORT_STAGES = 2  # for short items: more programs on a multiprocessor gain more than deeper prefetch
 
@@ -132,7 +133,8 @@ def kernel_names(bounds: Bounds, batch: int) -> list[Hashable]:
 
     Launches of one name differ in their grids and tensors alone, so that they share a compiled kernel.
     """
-    return [("attention", bounds.is_short, bounds.others > 0), ("merge", *_merge_tile(bounds.num_items, batch))]
+    order = (bounds.others > 0) + (bounds.others > bounds.first)  # all but the first are launched with other options
+    return [("attention", bounds.is_short, order), ("merge", *_merge_tile(bounds.num_items, batch))]
 
 
 def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
@@ -189,6 +191,8 @@ def decode_variant(
     if tuning is None:
         is_16_bit = page.k.dense_dtype is not None and page.k.dense_dtype.itemsize == 2
         tuning = FLOAT_TUNING if is_16_bit or block_d < 128 else replace(FLOAT_TUNING, num_warps=4)
+        if block_d > 256:
+            tuning = WIDE_TUNING
         if is_short:
             tuning = replace(tuning, num_stages=SHORT_STAGES)
     return (
@@ -218,4 +222,6 @@ def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:
     bits = [8 * side.codes_nbytes // elements for side in (page.k, page.v)]
     num_warps, num_stages = (2, 2) if min(bits) > 4 else (1, 4) if max(bits) > 3 else (1, 5)
     tiles = min_tiles if block_g <= 4 or min(bits) > 4 else 4
+    if shape.head_dim > 256:
+        return Tuning(WIDE_TUNING.num_warps, 1 if min(bits) > 4 else 2, shape.num_tokens // tiles)
     return Tuning(num_warps * max(1, block_g // 8), num_stages, shape.num_tokens // tiles)

@@ -26,14 +26,17 @@ from .plan import PrefillWork
 from .stage import stage_kernel
 
 BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
+WIDE_BLOCK_M = 32  # of heads with more than 256 channels, whose sums take twice the registers a row
 TUNING = Tuning(num_warps=4, num_stages=5, tile=64)  # of 16-bit pages with head dims up to 128
 TAIL_STAGES = 3  # of the loop that masks; with more, two programs no longer fit a multiprocessor's shared memory
 STAGED_NBYTES = 256 << 20  # of dense pages written out at a time; more saves launches, less saves memory
 
 
-def tile_tokens(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:
+def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_m: int = BLOCK_M) -> int:
     """Tokens of a query tile, an argument of ``PrefillWork.build``."""
-    return block_m // (num_heads // num_kv_heads)
+    if head_dim > 256:
+        block_m = min(block_m, WIDE_BLOCK_M)
+    return max(1, block_m // (num_heads // num_kv_heads))
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,9 @@ def prefill_variant(
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
     tuning = tuning or TUNING
     if block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
-        tuning = replace(tuning, num_warps=8, tile=32)
+        tuning = replace(tuning, num_warps=8, num_stages=min(4, tuning.num_stages), tile=32)
+    if block_d > 256:
+        tuning = replace(tuning, num_stages=2, tile=16)
     if dtype == torch.float32:  # float32 dots have no matrix instructions and take every register
         tuning = replace(tuning, num_stages=1)
     constexprs = {

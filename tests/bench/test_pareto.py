@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,20 @@ def test_capacity_is_that_of_the_floor() -> None:
     assert 3 * (wide.capacity_tokens or 0) < (auto.capacity_tokens or 0) < 64 * 2**20 / 2192
     (row,) = rate([make_row(status="does not fit", kv_bytes_total=None)], {})
     assert with_capacity(row, PRESETS["bf16"], DEMO).capacity_tokens is None
+
+
+def test_capacity_counts_all_groups_and_no_length_that_no_request_has() -> None:
+    (row,) = rate([make_row(kv="int4", kv_bytes_total=64 * 2**20)], {})
+    half, windows = (
+        replace(DEMO, attention=tuple(s._replace(window=w) for s, w in zip(DEMO.attention, found, strict=True)))
+        for found in ([None, 300] * 4, [300] * 8)
+    )
+    both, alone = (with_capacity(row, PRESETS["int4"], config) for config in (half, windows))
+    plain = with_capacity(row, PRESETS["int4"], DEMO)
+    assert both.floor_bytes_per_token == ((plain.floor_bytes_per_token or 0) + 8192) / 2
+    assert both.floor_bits == round(((plain.floor_bits or 0) + 16) / 2, 4)
+    assert (both.capacity_tokens or 0) > 1.8 * (plain.capacity_tokens or 0)
+    assert (alone.capacity_tokens, alone.floor_bits) == (DEMO.max_position_embeddings, 16)
 
 
 def test_the_table_marks_both_frontiers() -> None:

@@ -1,13 +1,17 @@
 """Memory in requests: exactly so many of them run together at 16 bits."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from qkv_engine import Engine
 from qkv_engine.bench.batches import parse_requests
-from qkv_engine.bench.sizing import nbytes_for
+from qkv_engine.bench.sizing import largest_batch, make_ladder, nbytes_for
 from qkv_engine.errors import ConfigError
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import PRESETS
 
 
 def test_sizes_in_requests() -> None:
@@ -26,3 +30,13 @@ def test_the_engine_runs_that_many_together_and_no_more(num_requests: int, num_t
     if nbytes < 2**27:
         with Engine(kv="bf16", kv_memory=nbytes, max_model_len=max(2, num_tokens)) as engine:
             assert f"at most {num_requests} request" in engine.describe()[1]
+
+
+@pytest.mark.parametrize("num_tokens", [2000, 20_000])
+def test_windows_alone_hold_so_many_requests_whatever_their_length(num_tokens: int) -> None:
+    """Four blocks of a window of 300 tokens, 1 MiB each at 16 bits."""
+    config = config_from_hf(SHAPES["demo"])
+    config = replace(config, attention=tuple(spec._replace(window=300) for spec in config.attention))
+    ladder = make_ladder(PRESETS["bf16"], config, torch.bfloat16)
+    assert [largest_batch(ladder, n * 2**20, num_tokens) for n in (3, 4, 7, 40)] == [0, 1, 1, 10]
+    assert nbytes_for(config, 10, num_tokens) == 40 * 2**20

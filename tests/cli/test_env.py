@@ -88,6 +88,31 @@ def test_a_shape_needs_no_weights(capsys: pytest.CaptureFixture[str], monkeypatc
     assert found["model"]["does_not_fit"] is None
 
 
+def test_windows_are_counted_in_groups_and_requests(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Gemma 3 12B at 16 bits: 8 layers that see all, and 40 with a window of 1,024 tokens, which are 9 blocks."""
+    with_free(monkeypatch, 2**37)
+    words = (
+        "--kv",
+        "bf16",
+        "--kv-memory",
+        "40GiB",
+        "--max-model-len",
+        "32768",
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+    )
+    found = facts(capsys, "gemma-3-12b", *words)["kv"]
+    assert [(group["window"], group["most_blocks"]) for group in found["groups"]] == [(1024, 9), ("all", "any")]
+    window, full = (group["block_bytes"] for group in found["groups"])
+    assert (window, full) == (40 * 2**20, 8 * 2**20) and found["rungs"][0]["block_bytes"] == 48 * 2**20
+    one = 256 * full + 9 * window
+    assert 40 * 2**30 // one - 1 <= found["rungs"][0]["capacity_requests"] <= 40 * 2**30 // one
+
+
 @pytest.mark.parametrize(
     ("free", "reason"),
     [

@@ -42,6 +42,7 @@ def test_a_single_row_moves_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
         assert engine.asked.acquire(timeout=10) and engine.asked.acquire(timeout=10)
         assert (task.description, task.completed, task.total) == ("bf16, batch 4", 0.125, 1)
     assert task.completed == 0.25
+    monkeypatch.setattr(progress, "POLL_SECONDS", 60.0)
     with bar.watch(Work("bf16, batch 4", 4, 160, 30, share=0.25), engine):
         assert task.completed == 0.25
     bar.reach(1)

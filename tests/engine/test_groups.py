@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from qkv_engine.device import layouts
-from qkv_engine.device.layouts import LayerKV, ladder_of_layers
+from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.errors import ConfigError
 from qkv_engine.kv.slabs import make_tables
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.loading import rank_ladder
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES

@@ -127,6 +127,11 @@ def read(engine: Engine, *args: Any, **kwargs: Any) -> None:
         next(stream)
 
 
+def nearly_full(engine: Engine) -> list[int]:
+    """A prompt that leaves an answer without a limit two tokens."""
+    return [8] * (engine.max_model_len - 2)
+
+
 @pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
 def test_a_parameter_of_any_value(demo_engine: Engine, victim: Callable[[], None], field: str):
     found = {
@@ -148,7 +153,9 @@ CALLS: dict[str, Callable[[Engine, Any], object]] = {
     "generate(prompts)": lambda engine, value: engine.generate(value, SamplingParams(**SHORT)),
     "generate([prompt])": lambda engine, value: engine.generate([[9], value], SamplingParams(**SHORT)),
     "generate({prompt})": lambda engine, value: engine.generate({"prompt": value}, SamplingParams(**SHORT)),
-    "generate([params])": lambda engine, value: engine.generate([[9], [8]], [SamplingParams(**SHORT), value]),
+    "generate([params])": lambda engine, value: engine.generate(
+        [[9], nearly_full(engine)], [SamplingParams(**SHORT), value]
+    ),
     "generate(request_id)": lambda engine, value: engine.generate([[9]], SamplingParams(**SHORT), request_id=value),
     "chat(messages)": lambda engine, value: engine.chat(value, SamplingParams(**SHORT)),
     "chat([message])": lambda engine, value: engine.chat([value], SamplingParams(**SHORT)),

@@ -63,7 +63,8 @@ def test_killed_between_renders(template: ChatTemplate) -> None:
             time.sleep(0.1)  # dead for a while, and not yet dead
 
 
-def test_killed_while_it_renders(template: ChatTemplate) -> None:
+def test_killed_while_it_renders(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template._sandbox, "_job", replace(chat_template.JOB, seconds=60))
     template.render(say("a"))
     first = pid_of(template)
     threading.Timer(0.03, os.kill, (first, signal.SIGKILL)).start()

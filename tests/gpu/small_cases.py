@@ -25,6 +25,7 @@ from ..kernels import (
     sample_cases,
     triton_decode_cases,
     triton_prefill_cases,
+    window_cases,
 )
 from ..kernels.format_pages import all_sides, make_blocks
 
@@ -40,6 +41,16 @@ def attention() -> None:
     chunks = [(0, 40), (331, 70)]
     case, q, counts = triton_prefill_cases.build([pages[0], pages[2]], chunks, 3, 20, BF16, device="cuda")
     assert triton_prefill_cases.attend(case, q, counts).isfinite().all()
+
+
+def windows() -> None:
+    """Decode and prefill over dense and sealed pages with a window, a soft cap and null logits."""
+    pages = [dense_page(BF16, HEADS, DIM), uniform_page(8, HEADS, DIM)]
+    rule = {"softcap": 30.0, "nulls": torch.randn(3 * HEADS, device="cuda")}
+    case = make_case(pages, [1, 140, 700], group=3, sink_tokens=20, lookahead=0, device="cuda")
+    assert window_cases.decode_error(case, 150, **rule) < 3e-3
+    case, q, counts = triton_prefill_cases.build(pages, [(0, 40), (531, 70)], 3, 20, BF16, device="cuda")
+    assert window_cases.prefill_error(case, q, counts, 300, **rule) < 3e-3
 
 
 def page_formats() -> None:
@@ -75,13 +86,15 @@ def products() -> None:
 
 
 def experts() -> None:
-    """Routers, plans, and both kinds of products, with a last program that is not full."""
+    """Routers, plans, and both kinds of products with both activations, and a last program that is not full."""
     with torch.device("cuda"):
         for over in SoftmaxOver:
             assert moe_cases.routing_error(moe_cases.odd_logits(5, 60), 3, over) < 1e-5
         assert not moe_cases.plan(33, 16, 4, 8)
         for tuning in moe_cases.TUNINGS.values():
-            moe_cases.mlp_error(9, moe_cases.make_experts(5, 80, 37, BF16, bias=True), 2, tuning)
+            for activation in (moe_cases.PLAIN, moe_cases.GPT_OSS):
+                weights = moe_cases.make_experts(5, 80, 37, BF16, bias=True, activation=activation)
+                assert moe_cases.mlp_error(9, weights, 2, tuning) < 4e-3
 
 
 def sampling() -> None:
@@ -111,7 +124,7 @@ def all_kernels() -> dict[str, JITFunction]:
 
 def main() -> None:
     torch.manual_seed(0)
-    for cases in (attention, page_formats, fused, products, experts, sampling, block_tables):
+    for cases in (attention, windows, page_formats, fused, products, experts, sampling, block_tables):
         cases()
         torch.cuda.synchronize()
     ran = {name for name, kernel in all_kernels().items() if any(cache[0] for cache in kernel.device_caches.values())}

@@ -12,8 +12,10 @@ from qkv_engine.kernels.sample import triton as sample_kernels
 from .kernel_cases import CASES, Figure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic")]
-SEEDS = [
-    pytest.param(case, seed, id=f"{case.__name__}-{seed}") for case, number in CASES.items() for seed in range(number)
+SEEDS = [  # most compile kernels of their own, so that the second half is slow
+    pytest.param(case, seed, id=f"{case.__name__}-{seed}", marks=[pytest.mark.slow] if seed > (number - 1) // 2 else [])
+    for case, number in CASES.items()
+    for seed in range(number)
 ]
 
 

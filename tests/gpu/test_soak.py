@@ -11,7 +11,7 @@ from qkv_engine import Engine
 
 from .soak import Load, Memory, Watch, soak
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SECONDS = float(os.environ.get("QKV_SOAK_SECONDS", 600))  # of both presets together; an arena takes 20 to fill
 WARM_UP = min(60.0, SECONDS / 4)  # of each

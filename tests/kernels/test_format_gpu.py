@@ -1,4 +1,8 @@
-"""Page-format kernels on a GPU: bytes equal to the references'."""
+"""Page-format kernels on a GPU: bytes equal to the references'.
+
+Each side and each step is a kernel of its own, which is compiled first. So all of them run for one head dim, and for
+each other one a share, the next one in turn; the rest is slow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.formats import FAMILIES, PageShape, Side
@@ -17,7 +22,18 @@ from .subordinate_sides import all_pairs, pair_steps
 
 pytestmark = pytest.mark.gpu
 
-CASES = [(head_dim, torch.bfloat16) for head_dim in (6, *HEAD_DIMS)] + [(80, torch.float16), (80, torch.float32)]
+BF16 = torch.bfloat16
+CASES = [(80, BF16), *((d, BF16) for d in (6, *HEAD_DIMS) if d != 80), (80, torch.float16), (80, torch.float32)]
+SHARES = 4  # of a head dim's sides; so many make a case
+
+
+def shares(cases: list[tuple[int, torch.dtype]]) -> list[ParameterSet]:
+    """The cases with the number of each share, slow unless all or that one run."""
+    return [
+        pytest.param(*case, share, marks=[pytest.mark.slow] if number and share != number % SHARES else [])
+        for number, case in enumerate(cases)
+        for share in range(SHARES)
+    ]
 
 
 def all_sides(head_dim: int, dtype: torch.dtype) -> list[Side]:
@@ -26,9 +42,9 @@ def all_sides(head_dim: int, dtype: torch.dtype) -> list[Side]:
     return [side for side in sides if side.dense_dtype in (None, dtype)]
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), CASES)
-def test_seal(head_dim: int, dtype: torch.dtype) -> None:
-    _seal(all_sides(head_dim, dtype), dtype)
+@pytest.mark.parametrize(("head_dim", "dtype", "share"), shares(CASES))
+def test_seal(head_dim: int, dtype: torch.dtype, share: int) -> None:
+    _seal(all_sides(head_dim, dtype)[share::SHARES], dtype)
 
 
 def test_seal_subordinate_sides() -> None:
@@ -46,11 +62,12 @@ def _seal(sides: list[Side], dtype: torch.dtype) -> None:
     assert torch.equal(memory.cpu(), blocks.memory)
 
 
-@pytest.mark.parametrize("head_dim", [6, *HEAD_DIMS])
-def test_demote(head_dim: int) -> None:
-    _demote(family_steps(all_sides(head_dim, torch.bfloat16)))
+@pytest.mark.parametrize(("head_dim", "dtype", "share"), shares([case for case in CASES if case[1] == BF16]))
+def test_demote(head_dim: int, dtype: torch.dtype, share: int) -> None:
+    _demote(family_steps(all_sides(head_dim, dtype))[share::SHARES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_of", [calibrated_steps, pair_steps], ids=["calibrated", "subordinate"])
 def test_demote_to_sides_beyond_the_registry(steps_of: Callable[[PageShape], list[tuple[Side, Side]]]) -> None:
     _demote(steps_of(PageShape(3, 128, 128)))

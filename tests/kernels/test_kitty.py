@@ -301,7 +301,7 @@ def test_a_page_is_fetched_ahead_and_once(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [6, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [80, 128, *(pytest.param(d, marks=pytest.mark.slow) for d in (6, 24, 64, 256))])
 def test_bytes_on_a_gpu(head_dim: int) -> None:
     """At every share and by every ranking, sealed and stepped down, beside the references."""
     from .kitty_cases import kitty_sides

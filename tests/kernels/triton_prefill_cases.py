@@ -27,7 +27,7 @@ def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = No
         case.lengths - tokens,
         tokens,
         num_rungs=len(case.pages),
-        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads),
+        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads, q.shape[2]),
         sink_tokens=case.sink_tokens,
         block_tokens=T,
         banks=case.banks,

@@ -114,7 +114,7 @@ def prefill_error(
         (case.lengths - tokens).cpu(),
         tokens.cpu(),
         num_rungs=len(case.pages),
-        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads),
+        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads, q.shape[2]),
         sink_tokens=case.sink_tokens,
         block_tokens=T,
         banks=None if case.banks is None else case.banks.cpu(),
@@ -160,7 +160,7 @@ def plain_window() -> float:
 
 
 def cases() -> dict[str, Callable[[], float]]:
-    dense = {d: dense_page(FP32, 1, d) for d in (64, 96, 128, 256)}
+    dense = {d: dense_page(FP32, 1, d) for d in (64, 96, 128, 256, 512)}
     lengths, around = [1, 31, 128, 149, 300, 700], (1, 5, 100, 128, 129, 256, 281, 299, 5000)
     found = {
         "exact beyond the context": plain_window,
@@ -168,6 +168,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "dense, sink": decode([dense[64]], around, lengths, sink=20),
         "dense, sink of a tile": decode([dense[96]], (120, 280, 300), lengths, group=7, sink=32),
         "dense 256": decode([dense[256]], (60, 250), [300], group=1),
+        "dense 512": decode([dense[512]], (None, 60), [300], group=4, sink=20),
         "dense, soft cap": decode([dense[128]], (None, 130), [300, 7], softcap=2.0),
         "dense, null logits": decode([dense[64]], (None, 130), [300, 7], has_nulls=True, group=3),
     }
@@ -175,6 +176,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "int8": (uniform_page(8, 1, 64), 64),
         "int4": (uniform_page(4, 1, 128), 128),
         "kivi-2": (uniform_page(2, 1, 64, group=32), 64),
+        "int8 512": (uniform_page(8, 1, 512), 512),
         "int3": (uniform_page(3, 1, 96), 96),
         "K4 V2": (uniform_page((4, 2), 1, 64), 64),
         "int4 K per token": (uniform_page(4, 1, 64, k_axis="token"), 64),
@@ -196,6 +198,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "prefill dense, sink": prefill([dense[64]], (5, 128, 140, 300, 450, 5000), chunks, sink=20),
         "prefill dense 96 group 7": prefill([dense[96]], (100,), [(300, 40)], group=7, sink=32),
         "prefill dense 256": prefill([dense[256]], (100,), [(150, 40)], group=1),
+        "prefill dense 512": prefill([dense[512]], (None, 100), [(150, 20)], group=4, sink=20),
         "prefill dense, soft cap": prefill([dense[128]], (None, 130), [(200, 40)], softcap=2.0),
         "prefill dense, null logits": prefill([dense[64]], (None, 130), [(200, 40)], group=3, has_nulls=True),
         "prefill int, several rungs": prefill(several, (100, 140, 384, 700), [(1100, 140), (600, 33)], sink=20),

@@ -253,6 +253,11 @@ def test_every_architecture_is_tested() -> None:
 
 WRAPPED = [
     ("Gemma3", "Gemma3Text", {"sliding_window": 37, "query_pre_attn_scalar": 30}),
+    (
+        "Gemma4",
+        "Gemma4Text",
+        GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
     ("Mistral3", "Mistral", {"sliding_window": None}),
     ("Mistral3", "Ministral3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
 ]
@@ -280,7 +285,7 @@ def test_text_parts_of_vision_checkpoints_load(
     torch.manual_seed(0)
     tied = changes.get("tie_word_embeddings", text.startswith("Gemma"))
     text_config = getattr(transformers, f"{text}Config")(**{**ODD, **changes, "tie_word_embeddings": tied})
-    vision_type = "siglip_vision_model" if wrapper == "Gemma3" else "pixtral"
+    vision_type = {"Gemma3": "siglip_vision_model", "Gemma4": "gemma4_vision"}.get(wrapper, "pixtral")
     config = getattr(transformers, f"{wrapper}Config")(
         text_config=text_config.to_dict(),
         vision_config=VISION | {"model_type": vision_type},

@@ -18,7 +18,8 @@ def made_up_profile(config: ModelConfig | ModelFingerprint, key_scale: KeyScale 
     """Scores and sensitivities that rise with the layer; a quarter of the error for each bit more."""
     layers = range(config.num_layers)
     rising = [float(f"{(layer + 1) / 3:.6g}") for layer in layers]
-    candidates = Candidates.of(config.num_kv_heads, config.head_dim, torch.float32)
+    model = config if isinstance(config, ModelFingerprint) else ModelFingerprint.of("", config, None)
+    candidates = Candidates.of_layers(model.kv_of_layers, torch.float32)[0]
     k, v = (
         {name: [float(f"{x * 4 ** -make_format(name, torch.float32).bits:.6g}") for x in rising] for name in names}
         for names in candidates

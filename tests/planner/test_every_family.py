@@ -15,12 +15,11 @@ from qkv_engine.planner.plan import read_plan
 
 from ..models.test_families import FAMILY_CASES
 from ..models.tiny import write_tiny
-from .test_gradients import UNLIKE
 
-FAST = ("Gemma3", "Phi3", "Qwen3Moe")
+FAST = ("Gemma3", "Gemma4", "Phi3", "Qwen3Moe")
 CASES = [
     pytest.param(*each, marks=[] if each[0] in FAST else pytest.mark.slow, id=each[0])
-    for each in {each[0]: each for each in FAMILY_CASES if each not in UNLIKE}.values()
+    for each in {each[0]: each for each in FAMILY_CASES}.values()
 ]
 
 

@@ -8,9 +8,11 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,8 @@ from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import read_config
+from qkv_engine.models.registry import config_from_hf
+from qkv_engine.models.shapes import SHAPES
 from qkv_engine.plan_file import _refuse_repeats, load_plan, plan_bytes
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
@@ -350,3 +354,19 @@ def test_impossible_ladders_name_the_plan(formats: list, message: str, model: Pa
     path = edit(lambda plan: plan["ladder"].update(rungs=rungs))
     with pytest.raises(ConfigError, match=f"^kv='mine': .*{message}"):
         Engine(str(model), kv=path, kv_memory="16MiB")
+
+
+def test_windows_are_part_of_a_fingerprint():
+    config = config_from_hf(SHAPES["gemma-3-12b"])
+    model = ModelFingerprint.of("gemma", config, None)
+    data = msgspec.json.encode(model)
+    assert msgspec.json.decode(data, type=ModelFingerprint) == model and len(model.layers) == 48
+    model.check_shape(config, "mine.json")
+    wider = replace(config, attention=tuple(spec._replace(window=None) for spec in config.attention))
+    with pytest.raises(ConfigError, match="other layers have windows"):
+        model.check_shape(wider, "mine.json")
+    assert b"layers" not in msgspec.json.encode(ModelFingerprint.of("full", wider, None)).replace(b"num_layers", b"")
+    for layers in ([[8, 256, 0]] * 48, [[8, 256]] * 47, [[8, 256 + number % 3] for number in range(48)]):
+        bad = msgspec.json.encode(msgspec.to_builtins(model) | {"layers": layers})
+        with pytest.raises(msgspec.ValidationError, match="layers"):
+            msgspec.json.decode(bad, type=ModelFingerprint)

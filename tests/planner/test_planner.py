@@ -8,11 +8,14 @@ import msgspec
 import pytest
 
 from qkv_engine import CapacityError, ConfigError
+from qkv_engine.bench.plan_report import layer_rows
 from qkv_engine.config import KVConfig
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import check_step
 from qkv_engine.kv.slabs import make_tables
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.planner.budget import Budget, ladder_of
+from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
 from qkv_engine.planner.plan import KVPlan
 from qkv_engine.planner.pm_kvq import PMKVQ, progressive
@@ -203,3 +206,51 @@ def test_keys_with_outliers_are_found_where_no_norm_tames_them():
     wild = msgspec.structs.replace(PROFILE, key_outliers=[3.0, 9.0, 40.0])
     assert outlier_layers(wild) == [1, 2] and outlier_layers(PROFILE) == []
     assert outlier_layers(msgspec.structs.replace(wild, has_qk_norm=True)) == []
+
+
+# Four layers that see all, and four with a window of 1,000 tokens and larger heads.
+WINDOWS = msgspec.structs.replace(
+    MODEL, num_layers=8, layers=(LayerKV(2, 128), LayerKV(4, 256, 1000)) * 4, architecture="Gemma4ForCausalLM"
+)
+
+
+@pytest.mark.parametrize("settings", [Mixed, PMKVQ])
+def test_windows_keep_eight_bits_and_are_counted_by_the_blocks_that_they_hold(settings: type[Mixed] | type[PMKVQ]):
+    context = 40_000
+    mine = settings(budget="4.5bits", context=context)
+    kv = mine.solve(made_up_profile(WINDOWS), WINDOWS)
+    ladder = ladder_of(kv, WINDOWS)
+    stored = ladder.stored(ladder.last)
+    assert min(ladder.groups[0].narrowest.bits, 4) < 8 <= ladder.groups[1].narrowest.bits
+    assert stored == kv.rungs[-1], "the file names what blocks really take"
+    demand = make_tables(ladder.spec, 2**28).demand(context, ladder.last)
+    elements = 4 * 2 * (2 * 128 * context + 4 * 256 * 1000)
+    bits = 8 * sum(size * number for size, number in demand.items()) / elements
+    assert mine.parsed().bits_at(ladder) == pytest.approx(bits) and 4.0 < bits <= 4.5
+    blocks = [group.split(context, 1) for group in ladder.spec.groups]
+    assert blocks[0] == (2, 311) and sum(blocks[1]) == 9
+
+
+def test_a_budget_in_bytes_counts_windows_once_whatever_the_context():
+    mine = Mixed(budget="80MiB", context=40_000, requests=2, rungs=2)
+    profile = made_up_profile(WINDOWS)
+    ladder = ladder_of(mine.solve(profile, WINDOWS), WINDOWS)
+    assert make_tables(ladder.spec, 80 * 2**20).max_requests(40_000, ladder.last) >= 2
+    as_full = msgspec.structs.replace(WINDOWS, layers=tuple(layer._replace(window=None) for layer in WINDOWS.layers))
+    with pytest.raises(CapacityError, match="no plan is as small"):
+        mine.solve(profile, as_full)
+
+
+def test_a_window_within_the_recent_tokens_has_nothing_to_plan():
+    short = msgspec.structs.replace(WINDOWS, layers=(LayerKV(2, 128, 100),) * 8)
+    with pytest.raises(ConfigError, match="no block leaves the window"):
+        Mixed(budget="3bits", context=40_000).solve(made_up_profile(short), short)
+
+
+def test_fewer_bits_than_windows_take_are_said_not_to_be_stored():
+    profile = made_up_profile(WINDOWS)
+    ladder = ladder_of(KVmix().solve(profile, WINDOWS), WINDOWS)
+    formats = ladder.stored(ladder.last).formats("k", 8)
+    assert formats[1::2] == ("dense16",) * 4 and all(name.startswith("int") for name in formats[::2])
+    rows = layer_rows(KVPlan.make(KVmix(), profile, WINDOWS))
+    assert [row.k_bits for row in rows[1::2]] == [16] * 4 and max(row.k_bits for row in rows[::2]) < 8

@@ -6,16 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qkv_engine.layer_kv import LayerKV, kv_of_layers
 from qkv_engine.planner import sensitivity
 from qkv_engine.planner.gradients import Text, profile_text
 from qkv_engine.planner.sensitivity import SINK, Candidates, pages, round_trip, side_sensitivities
 from qkv_engine.planner.sequence import Heads, SequenceBatch, run
 
 from ..models.test_families import FAMILY_CASES, case_id
-from .test_gradients import FAMILIES, UNLIKE, random_ids
+from .test_gradients import FAMILIES, random_ids
 
-# A soft cap with windows, and layers that read the KV of others.
-OTHERS = [each for each in FAMILY_CASES if each[0] == "Gemma2" or (each[0] == "Gemma4" and each not in UNLIKE)]
+# A soft cap with windows; layers that read the KV of others, and layers with unlike heads.
+OTHERS = [each for each in FAMILY_CASES if each[0] in ("Gemma2", "Gemma4")]
 FIRST_ORDER = [FAMILIES[0], FAMILIES[3], *OTHERS]
 
 
@@ -73,6 +74,14 @@ def test_formats_that_do_not_fit_are_left_out():
     assert "int1-token-128" not in odd.v and "int2-token-128" in odd.v
 
 
+def test_layers_with_unlike_heads_have_the_same_candidates_each_with_bytes_of_its_own():
+    small, large = LayerKV(2, 33), LayerKV(1, 128, 512)
+    found = Candidates.of_layers([small, large, small], torch.float32)
+    assert [list(each.k) for each in found] == [list(found[0].k)] * 3 and "int1-token-128" not in found[1].v
+    assert [each.k["dense16"].nbytes for each in found] == [128 * 2 * 33 * 2, 128 * 128 * 2, 128 * 2 * 33 * 2]
+    assert list(found[0].k) == [name for name in Candidates.of(2, 33, torch.float32).k if name in found[1].k]
+
+
 @pytest.mark.parametrize(("family", "changes"), FIRST_ORDER, ids=case_id)
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_small_error_in_a_layer_changes_the_loss_by_no_more(pair, side: str):
@@ -80,11 +89,11 @@ def test_a_small_error_in_a_layer_changes_the_loss_by_no_more(pair, side: str):
     _, model = pair
     text = Text(random_ids(100))
     ids, name = torch.tensor(text.token_ids), "int8-token-128"
-    candidates = Candidates.of(model.config.num_kv_heads, model.config.head_dim, torch.float32)
+    candidates = Candidates.of_layers(kv_of_layers(model.config), torch.float32)
     found = profile_text(model, text, candidates)
-    index = list(getattr(candidates, side)).index(name)
+    index = list(getattr(candidates[0], side)).index(name)
     for number in range(model.config.num_layers):
-        change = loss_with(model, ids, number, side, getattr(candidates, side)[name]) - loss_with(model, ids)
+        change = loss_with(model, ids, number, side, getattr(candidates[number], side)[name]) - loss_with(model, ids)
         assert 0 < abs(change) <= 1.05 * getattr(found, side)[index][number]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.request import Request
-from qkv_engine.scheduler.coldest import Candidate, Coldest, eligible
+from qkv_engine.scheduler.coldest import Candidate, Coldest, Tally, eligible, eligible_blocks
 from qkv_engine.scheduler.queue import RequestQueue
 
 from .common import BLOCK, RUNGS, make_request, make_space, make_spec
@@ -63,6 +63,37 @@ def test_the_coldest_are_the_first_of_all_in_order(seed: int):
             break
         assert space.demote([(candidate.block, candidate.rung + 1) for candidate in found]) == len(found)
     assert all(block.is_shared for block, age in ((b, a) for r in ranks for b, a in space.unsettled(r)) if age >= 0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tally_that_is_kept_is_one_made_anew(seed: int):
+    """Blocks step down, and requests begin on blocks of others, one of which holds all and one that ended held."""
+    rng = random.Random(seed)
+    space, running = crowd(rng)
+    made = space.tables.main[running.last.request_id].blocks
+    for block in made:
+        block.refs += 1  # as the prefix cache does, so that they outlive their request
+    space.tables.release(running.last.request_id)
+    running.remove(running.last)
+
+    def tally() -> Tally:
+        return Tally(eligible_blocks(space, running, dict.fromkeys(space.aged(running), 0)))
+
+    kept = tally()
+    for arrival in range(100, 120):
+        found = Coldest(space, running, dict.fromkeys(space.aged(running), 0)).take(rng.choice((0, 1, 8)))
+        space.demote([(candidate.block, candidate.rung + 1) for candidate in found])
+        kept.stepped_down(candidate.block for candidate in found)
+        request = make_request(f"r{arrival}", 1, floor=rng.choice((2, 2, 1, 0)))
+        request.arrival = arrival
+        own = rng.choice([made, *(space.tables.main[r.request_id].blocks for r in running)])
+        own = own[: rng.randint(0, len(own))]
+        if all(block.rung <= request.floor for block in own):
+            request.num_computed_tokens = len(own) * BLOCK
+            space.tables.open(request.request_id, request.floor, own)
+            running.add(request)
+            kept.joined(space, request)
+        assert sorted(kept.items()) == sorted(tally().items())
 
 
 def test_of_most_requests_only_the_coldest_block_is_looked_at(monkeypatch: pytest.MonkeyPatch):

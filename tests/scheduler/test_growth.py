@@ -90,6 +90,23 @@ def test_admission_does_not_look_at_those_that_run(spec: KVSpec) -> None:
     assert NEW < many < 1.3 * few, (few, many)
 
 
+def test_admission_that_lacks_memory_looks_once_at_those_that_run() -> None:
+    """Each request that arrives starts because others step down."""
+
+    def lines(number: int, arriving: int) -> int:
+        """Of a step beside ``number`` requests that fill the memory with two blocks each."""
+        scheduler = make_scheduler(2 * number + 8, LADDER, seqs=number + NEW, budget=2 * BLOCK * (number + NEW))
+        add(scheduler, number, LADDER, 2 * BLOCK)
+        run(scheduler, scheduler.schedule())
+        add(scheduler, arriving, LADDER, 2 * BLOCK)
+        total = num_lines(scheduler.schedule)
+        assert len(scheduler.running) == number + arriving
+        return total
+
+    few, many = (lines(number, NEW) - lines(number, NEW // 4) for number in (4 * FEW, MANY))
+    assert many < 1.3 * few, (few, many)
+
+
 @SPECS
 def test_requests_that_have_to_wait_cost_a_step_nothing(spec: KVSpec) -> None:
     def lines(waiting: int) -> int:

@@ -21,6 +21,7 @@ from .patch import Patch
 from .simulator import Simulation, simulate
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/reliability.md"
 CHAOS = 900  # events of a run before everybody may finish
 
 
@@ -51,7 +52,10 @@ def test_random_loads_keep_every_invariant(report: list[str]):
     started, seeds = time.monotonic(), range(60)
     total, digest = swarm(seeds)
     report.append(describe(seeds, total, digest, time.monotonic() - started))
-    assert total["events"] >= 60_000
+    requests = f"{total['add']:,}; {total['demotion']:,}; {total['hit']:,}"
+    others = f"{total['preempted']:,}; {total['recover']:,}"
+    for figure in (f"{total['events']:,}", f"{len(seeds)}", requests, others, f"`{digest[:16]}`"):
+        assert f"| {figure} |" in PAGE.read_text(), "docs/reliability.md has figures of other decisions"
     for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
         assert total[kind] > 5, f"the loads hardly show any {kind}"
 

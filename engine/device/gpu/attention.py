@@ -14,7 +14,7 @@ from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.split import Bounds
-from qkv_engine.kernels.paged_decode.triton import kernel_names, paged_decode
+from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
 from qkv_engine.kernels.rope_kv_write import rope_kv_write
@@ -41,7 +41,7 @@ class GpuAttentionPlanner:
         num_multiprocessors = 1
         if memory.is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
-        self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads) for spec in specs)
+        self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
         parts = zip(tables.groups, tables.block_words, ladder.groups, strict=True)
         self.groups = [
             GpuGroupPlanner(memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors)
@@ -67,9 +67,8 @@ class GpuAttentionPlanner:
         return self.full_group.shapes.split(most, num_decodes, batch, beside_chunks)
 
     def window_kernels(self, batch: int) -> list[Hashable]:
-        """``kernel_names`` of the plans of windows."""
-        found = (group.split_window(batch)[1] for group in self.groups if group.window is not None)
-        return [name for bounds in found for name in kernel_names(bounds, batch)]
+        """The name of what layers with a window launch for ``batch`` requests, which depends on their number alone."""
+        return [] if len(self._full) == len(self.groups) else [("windows", batch)]
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> ChunkPlans:
         """The plans, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""

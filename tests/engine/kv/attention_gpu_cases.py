@@ -12,12 +12,13 @@ from qkv_engine.device.command import Tokens
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
 from qkv_engine.device.gpu.attention import GpuAttentionPlanner, GpuGroupPlanner
 from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
-from qkv_engine.device.layouts import LayerKV, ladder_of_layers
+from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.rope import Rotation

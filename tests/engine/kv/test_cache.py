@@ -13,12 +13,13 @@ from torch import Tensor
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
-from qkv_engine.device.layouts import LayerKV, RequestSlot, Rung, build_ladder, ladder_of_layers
+from qkv_engine.device.layouts import RequestSlot, Rung, build_ladder, ladder_of_layers
 from qkv_engine.device.mover import Mover
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.kernels.attention_reference import softmax_weights
 from qkv_engine.kernels.formats import Side, SideBytes
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams

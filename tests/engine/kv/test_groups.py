@@ -172,7 +172,7 @@ def test_a_scheduler_gives_back_before_it_makes_room():
 def test_windows_alone_hold_requests_of_any_length():
     spec = KVSpec("tiny", (make_group_spec(RUNGS[:1], visible=BLOCK),), False, 0)
     tables = make_space(3, spec).tables
-    assert tables.max_tokens(0, most=1_000_000) == 1_000_000 and tables.max_tokens(0, 0.5, most=999) == BLOCK
+    assert tables.max_tokens(0, context=1_000_000) == 1_000_000 and tables.max_tokens(0, 0.5, context=999) == BLOCK
     assert tables.max_requests(10**9, 0) == 1
 
 

@@ -172,9 +172,9 @@ def test_the_least_memory_holds_a_window():
     tables = make_tables(spec, least)
     assert tables.max_tokens(1) >= 2 * BLOCK_TOKENS and least > 5 * window
     alone = KVSpec("window", spec.groups[1:], False, 0)
-    assert least_nbytes(alone) == 5 * window and make_tables(alone, 5 * window).max_tokens(0, most=10**6) == 10**6
+    assert least_nbytes(alone) == 5 * window and make_tables(alone, 5 * window).max_tokens(0, context=10**6) == 10**6
 
 
 def test_capacity_grows_with_what_windows_do_not_keep():
-    full, window = (make_tables(gemma(visible), 2**30).max_tokens(0, most=10**6) for visible in (None, 512))
+    full, window = (make_tables(gemma(visible), 2**30).max_tokens(0, context=10**6) for visible in (None, 512))
     assert 6 * full < window < 7 * full  # 26 layers for each token, or 4
