@@ -179,6 +179,7 @@ _INTEGERS = {
     "tensor_parallel": (1, 64),
 }
 WARM_UPS = ("lazy", "full")
+WEIGHTS = ("int8", "int4", "fp8")  # what a plain checkpoint can be quantized to while it is read
 _FLAGS = ("prefix_caching", "extend_context", "cuda_graphs")
 _TEXTS = ("dtype", "device", "load_format", "warm_up")
 
@@ -207,6 +208,7 @@ class EngineConfig:
     warm_up: str = "lazy"
     num_threads: int | None = None
     load_format: str = "auto"
+    weights: str | None = None
     revision: str | None = None
     token: str | None = None
     seed: int = 0
@@ -238,6 +240,9 @@ class EngineConfig:
         if self.warm_up not in WARM_UPS:
             remedy = f"Use {' or '.join(WARM_UPS)}"
             raise ConfigError("unknown", field="warm_up", value=self.warm_up, remedy=remedy)
+        if self.weights is not None and self.weights not in WEIGHTS:
+            remedy = f"Use {', '.join(WEIGHTS)}, or None for the checkpoint's own"
+            raise ConfigError("unknown", field="weights", value=self.weights, remedy=remedy)
         if self.load_format not in ("auto", "random"):
             raise ConfigError("unknown", field="load_format", value=self.load_format, remedy='Use "auto" or "random"')
 

@@ -41,6 +41,8 @@ class Engine(Closable):
         dtype: of weights and activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU and
             float32 on the CPU.
         device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU without one.
+        weights: "int8", "int4" or "fp8" quantizes a plain checkpoint's linear layers while they are read; None leaves
+            weights as the checkpoint has them. See docs/weights.md.
         load_format: "auto" reads safetensors; "random" makes random weights of the model's shape.
         seed: of random weights, 0 to 2^63 - 1.
 
@@ -90,6 +92,7 @@ class Engine(Closable):
         warm_up: str = "lazy",
         num_threads: int | None = None,
         load_format: str = "auto",
+        weights: str | None = None,
         revision: str | None = None,
         token: str | None = None,
         seed: int = 0,
@@ -112,6 +115,7 @@ class Engine(Closable):
             warm_up=warm_up,
             num_threads=num_threads,
             load_format=load_format,
+            weights=weights,
             revision=revision,
             token=token,
             seed=seed,

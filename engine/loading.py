@@ -16,6 +16,7 @@ from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
 from qkv_engine.models.ranks import ALONE, Ranks
+from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
 
 from .config import EngineConfig, KVConfig
 from .device.backend import Backend
@@ -102,6 +103,7 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
     """The model of ``config``, downloaded if it is on the Hub, once it is known to fit options, ranks and device."""
 
     def check(model: ModelConfig) -> None:
+        model = with_weights(model, config.weights)
         if config.kv.model is not None:
             config.kv.model.check_shape(model, config.kv.name)
         check_context(model, config.max_model_len, config.extend_context)
@@ -109,13 +111,27 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
         check_groups(model, config.max_model_len)
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
 
-    return find_model(
+    source = find_model(
         str(demo_folder()) if config.source is None else config.source,
         load_format=config.load_format,
         revision=config.revision,
         token=config.token,
         check=check,
     )
+    return replace(source, config=with_weights(source.config, config.weights))
+
+
+def with_weights(model: ModelConfig, weights: str | None) -> ModelConfig:
+    """The model with its linear layers quantized while they are read, ``None``: as the checkpoint has them.
+
+    Raises ``ConfigError`` if the checkpoint is quantized itself.
+    """
+    if weights is None:
+        return model
+    if model.weights != UNQUANTIZED:
+        message, remedy = f"the checkpoint is quantized itself ({model.weights.name})", "Leave weights out"
+        raise ConfigError(message, field="weights", value=weights, remedy=remedy)
+    return replace(model, weights=on_load_scheme(weights))
 
 
 def check_groups(model: ModelConfig, max_model_len: int | None) -> None:

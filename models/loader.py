@@ -107,6 +107,8 @@ def find_model(
         model, revision=revision, token=token, weights=not is_random, check=lambda folder: check(read_config(folder))
     )
     config = read_config(folder)
+    if is_random:
+        config = replace(config, weights=UNQUANTIZED)  # codes of a checkpoint are not made up
     check(config)
     return ModelSource(model, config, folder)
 

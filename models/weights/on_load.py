@@ -24,7 +24,7 @@ _LARGEST_FLOAT8 = 448.0
 
 
 class OnLoad(NamedTuple):
-    """See the module. ``kind`` is one of ``ON_LOAD``."""
+    """See the module. ``kind`` is "int8", "int4" or "fp8"."""
 
     kind: str
 
@@ -87,6 +87,3 @@ def _integers(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> tupl
     codes = (groups / scales).round_().clamp_(-most - 1, most).flatten(1)
     kept = scales.squeeze(2).to(dtype)
     return (codes.to(torch.int8), kept) if bits == 8 else (pack_halves((codes + 8).to(torch.uint8)), kept)
-
-
-ON_LOAD = ("int8", "int4", "fp8")

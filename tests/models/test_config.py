@@ -130,7 +130,7 @@ REFUSED = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"),
     (LLAMA, {"architectures": None, "model_type": "gpt2"}, "gpt2.*LlamaForCausalLM"),
     (LLAMA, {"model_type": "qwen3"}, "model_type.*contradicts"),
-    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*quantized"),
+    (LLAMA, {"quantization_config": {"quant_method": "gguf"}}, "quantization_config.*quant_method='gguf'.*Supported"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3, yarn"),
     (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor"),

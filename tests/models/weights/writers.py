@@ -127,7 +127,7 @@ def gptq(bits: int, *, symmetric: bool, act_order: bool = False, less: int = 1) 
         codes, scales, points, values = codes_of(weight[:, order], bits, GROUP, zeros=not symmetric)
         back = order.argsort()
         found = {
-            "qweight": words(codes[:, back].T, bits).new_tensor(words(codes[:, back], bits).T.tolist()),
+            "qweight": words(codes[:, back], bits).T,
             "qzeros": words((points - less).T, bits),
             "scales": scales.T.contiguous().half(),
             "g_idx": (torch.arange(columns) // GROUP)[back].int(),
