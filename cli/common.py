@@ -35,7 +35,7 @@ DEMO = "demo"  # the MODEL that stands for the one inside the package
 _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
-    *("model", "kv", "kv_memory", "dtype", "device"),
+    *("model", "kv", "kv_memory", "dtype", "weights", "device"),
     *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
     "revision",
 )
@@ -129,6 +129,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     )
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", help="auto, bfloat16, float16 or float32")
+    group.add_argument("--weights", help="quantize a plain checkpoint while it is read: int8, int4 or fp8")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument(
         "--threads",

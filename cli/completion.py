@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkv_engine.bench.papers import PAPERS
+from qkv_engine.config import WEIGHTS
 from qkv_engine.presets import PRESETS
 
 from . import common
@@ -49,6 +50,7 @@ def _offer_values(actions: Iterable[argparse.Action]) -> None:
         "shape": SHAPES,
         "preset": PAPERS,
         "dtype": ("auto", "bfloat16", "float16", "float32"),
+        "weights": WEIGHTS,
         "device": ("auto", "cpu", "cuda"),
     }
     for action in actions:

@@ -38,19 +38,20 @@ class ModelFiles(NamedTuple):
 def read_model(args: argparse.Namespace, shape: str | None = None) -> ModelFiles:
     """A shape, a folder or a Hub model, of which only the small files are fetched."""
     load_torch()
-    from qkv_engine.loading import demo_folder
+    from qkv_engine.loading import demo_folder, with_weights
     from qkv_engine.models.loader import find_folder, read_config
     from qkv_engine.models.registry import config_from_hf
     from qkv_engine.models.shapes import SHAPES
 
+    weights = getattr(args, "weights", None)
     if shape in SHAPES:
-        return ModelFiles(config_from_hf(SHAPES[shape]), None)
+        return ModelFiles(with_weights(config_from_hf(SHAPES[shape]), weights), None)
     if args.model is None:
         folder = demo_folder()
     else:
         refuse_shape(args.model)
         folder = find_folder(args.model, revision=args.revision, weights=False, check=read_config)
-    return ModelFiles(read_config(folder), folder)
+    return ModelFiles(with_weights(read_config(folder), weights), folder)
 
 
 def check_shape(args: argparse.Namespace) -> None:
