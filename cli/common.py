@@ -110,10 +110,11 @@ def add_fit_arguments(group: argparse._ArgumentGroup) -> None:
 
 def fit_of(args: argparse.Namespace) -> Fit:
     """The load that the options of ``add_fit_arguments`` ask for. Raises ``ConfigError`` for a value out of range."""
-    return Fit(**_given(args, *_FIT_OPTIONS))
+    return Fit(**given(args, *_FIT_OPTIONS))
 
 
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of ``names`` that were given, by name."""
     found = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -153,7 +154,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises ``ConfigError`` where MODEL is a mere shape.
     """
     refuse_shape(args.model)
-    options, load = _given(args, *_ENGINE_OPTIONS), _given(args, *_FIT_OPTIONS)
+    options, load = given(args, *_ENGINE_OPTIONS), given(args, *_FIT_OPTIONS)
     if getattr(args, "fit", False):
         options["fit"] = Fit(**load)
     elif "fit" in args and load:

@@ -51,8 +51,7 @@ class Engine(Closable):
         kv: name of a preset, path of a plan file (a ``Path``, or a string that ends in .json), or a ``KVConfig``.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
-        fit: a ``Fit``: weights, ``kv``, ``kv_memory`` and ``max_model_len``, all left out, are those of the first row that
-            ``qkv-engine fit`` prints for it; None for the options as given.
+        fit: a ``Fit``, which chooses ``weights`` and the options of this section and ``max_model_len``; None for none.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.loader import find_model, is_unpacked, resolve_dtype, weights_nbytes
+from qkv_engine.models.loader import find_model, is_unpacked, num_parameters, resolve_dtype, weights_nbytes
 from qkv_engine.models.weights.scheme import UNQUANTIZED
 
 from .config import WEIGHTS, EngineConfig, Fit, KVConfig
@@ -28,7 +30,6 @@ from .loading import check_context, demo_folder, rank_ladder, resolve_device, wi
 from .measured_loss import measured_kv_loss, measured_weights_loss
 from .presets import DEFAULT_KV, PRESETS
 from .sizes import format_least, format_size, parse_size
-from .startup import most_nbytes
 
 logger = logging.getLogger("qkv_engine")
 
@@ -52,130 +53,134 @@ class FitTask:
     requests: int
     num_ranks: int = 1
 
+    @classmethod
+    def of(
+        cls, fit: Fit, model: ModelConfig, device: torch.device, config: EngineConfig, *, is_here: bool = True
+    ) -> FitTask:
+        """What ``fit`` asks of a model under the options of ``config``. A device that is not here has no free memory.
+
+        Raises ``ConfigError`` for a context that the model was not made for.
+        """
+        check_context(model, fit.context, config.extend_context)
+        if fit.memory is None:
+            nbytes = default_memory(device, config.cuda_graphs)
+        else:
+            nbytes = parse_size(fit.memory, field="memory", free=free_memory(device) if is_here else 1)
+        dtype, context = resolve_dtype(config.dtype, model, device), fit.context or model.max_position_embeddings
+        return cls(model, dtype, device, nbytes, context, fit.requests, config.tensor_parallel)
+
     @property
     def weights(self) -> tuple[str | None, ...]:
         """Formats that the weights may have: the checkpoint's own, None, and those that a plain one may load as."""
-        if self.model.weights != UNQUANTIZED or is_unpacked(self.device):
-            return (None,)
-        return (None, *WEIGHTS)
+        is_fixed = self.model.weights != UNQUANTIZED or is_unpacked(self.device)
+        return (None,) if is_fixed else (None, *WEIGHTS)
+
+    def ladder(self, kv: KVConfig) -> Ladder:
+        """The ladder of ``kv``. Raises ``ConfigError`` if it does not fit the model's heads."""
+        return rank_ladder(kv, self.model, self.num_ranks, self.dtype, self.context)
 
 
 @dataclass(frozen=True)
-class FitChoice:
-    """A format of weights beside a ladder of KV, whose blocks stand on ``rung`` as far as they may.
+class FitRow:
+    """A format of weights, None for the checkpoint's own, beside a ladder of KV, whose blocks stand on ``rung``.
 
-    It is the widest rung on which the requests fit, or the last one; blocks of an eager ladder always stand there.
-    ``kv_nbytes``: of all requests at their longest, without what slabs leave free. Losses are in nats a token.
+    That is the widest rung on which the requests fit, or the last one; blocks of an eager ladder always stand there.
+    ``kv_bytes``: of all requests at their longest, without what slabs leave free. ``left_bytes``: of the memory,
+    negative where they take more. ``step_bytes``: read by a decode step then, all experts included. ``limit_tok_s``:
+    output tokens a second of such steps at the full bandwidth of the device's memory. Losses are in nats a token,
+    ``loss`` is the sum of both. What is not known is None.
     """
 
     weights: str | None
-    kv: KVConfig
-    ladder: Ladder
-    rung: int
+    kv: str
+    rung: str
     fits: bool
-    weights_nbytes: int
-    kv_nbytes: int
+    weights_bytes: int
+    kv_bytes: int
+    left_bytes: int
+    step_bytes: int
+    weights_bits: float
+    kv_bits: float
     weights_loss: float | None
     kv_loss: float | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights and KV, which a decode step at that length reads but for experts that no token chose."""
-        return self.weights_nbytes + self.kv_nbytes
-
-    @property
-    def loss(self) -> float | None:
-        """The sum of both losses; None where one is unknown."""
-        return None if self.weights_loss is None or self.kv_loss is None else self.weights_loss + self.kv_loss
+    loss: float | None
+    limit_tok_s: float | None = None
 
     @property
     def order(self) -> tuple[bool, float, int]:
         """Ascending, the best first."""
-        return not self.fits, math.inf if self.loss is None else self.loss, self.nbytes
+        return not self.fits, math.inf if self.loss is None else self.loss, self.step_bytes
 
 
-def fit_task(
-    fit: Fit,
-    model: ModelConfig,
-    device: torch.device,
-    *,
-    dtype: str = "auto",
-    extend_context: bool = False,
-    num_ranks: int = 1,
-    graphs: bool = True,
-) -> FitTask:
-    """What ``fit`` asks of a model on a device. Raises ``ConfigError`` for a context beyond the model's."""
-    check_context(model, fit.context, extend_context)
-    if fit.memory is None:
-        nbytes = default_memory(device, graphs)
-    else:
-        nbytes = parse_size(fit.memory, field="memory", free=free_memory(device) if is_here(device) else 1)
-    context = fit.context or model.max_position_embeddings
-    weight_dtype = resolve_dtype(dtype, model, device)
-    return FitTask(model, weight_dtype, device, nbytes, context, fit.requests, num_ranks)
+def fit_rows(
+    task: FitTask,
+    ladders: Sequence[KVConfig] = LADDERS,
+    kv_loss: KVLoss = measured_kv_loss,
+    weights: Sequence[str | None] = (),
+) -> list[FitRow]:
+    """All pairs of a format of ``weights`` and a ladder that fits the model's heads, best first.
 
-
-def fit_choices(
-    task: FitTask, ladders: Sequence[KVConfig] = LADDERS, kv_loss: KVLoss = measured_kv_loss
-) -> list[FitChoice]:
-    """All pairs of a format of weights and one of ``ladders``, best first; of equals the ladder that comes first.
-
-    Ladders that do not fit the model's heads are left out.
+    ``weights`` are by default all that there are. Of equals the ladder that comes first is first.
     """
-    built = [(kv, ladder) for kv in ladders if (ladder := _ladder(task, kv)) is not None]
-    found = []
-    for weights in task.weights:
-        nbytes = weights_nbytes(with_weights(task.model, weights), task.dtype, task.num_ranks, task.device)
-        for kv, ladder in built:
-            first = ladder.last if ladder.eager else 0
-            fitting = (rung for rung in range(first, ladder.last + 1) if _holds(task, ladder.spec, nbytes, rung))
-            rung = next(fitting, None)
-            at = ladder.last if rung is None else rung
-            found.append(
-                FitChoice(
-                    weights,
-                    kv,
-                    ladder,
-                    at,
-                    fits=rung is not None,
-                    weights_nbytes=nbytes,
-                    kv_nbytes=task.requests * _request_nbytes(ladder.spec, task.context, at),
-                    weights_loss=measured_weights_loss(weights),
-                    kv_loss=kv_loss(kv, ladder, at),
-                )
-            )
-    return sorted(found, key=lambda choice: choice.order)
+    built = list(_built(task, ladders))
+    rows = [_row(task, name, kv, ladder, kv_loss) for name in weights or task.weights for kv, ladder in built]
+    return sorted(rows, key=lambda row: row.order)
 
 
-def best_choice(task: FitTask) -> FitChoice:
-    """The best pair. Raises ``CapacityError``, as ``no_fit`` words it, if none fits."""
-    choices = fit_choices(task)
-    if not choices[0].fits:
-        raise no_fit(task, choices)
-    return choices[0]
+def _built(task: FitTask, ladders: Sequence[KVConfig]) -> Iterator[tuple[KVConfig, Ladder]]:
+    for kv in ladders:
+        with suppress(ConfigError):
+            yield kv, task.ladder(kv)
 
 
-def no_fit(task: FitTask, choices: Sequence[FitChoice]) -> CapacityError:
-    """The error of a task that no choice fits. It names the smallest changes with which the smallest choice does."""
-    least = min(choices, key=lambda choice: choice.nbytes)
-    spec, last, weights = least.ladder.spec, least.ladder.last, least.weights_nbytes
+def _row(task: FitTask, name: str | None, kv: KVConfig, ladder: Ladder, kv_loss: KVLoss) -> FitRow:
+    weights = weights_nbytes(with_weights(task.model, name), task.dtype, task.num_ranks, task.device)
+    rungs = range(ladder.last if ladder.eager else 0, ladder.last + 1)
+    rung = next((rung for rung in rungs if _holds(task, ladder.spec, weights, rung)), None)
+    at = ladder.last if rung is None else rung
+    kv_bytes = task.requests * _request_nbytes(ladder.spec, task.context, at)
+    losses = measured_weights_loss(name), kv_loss(kv, ladder, at)
+    return FitRow(
+        weights=name,
+        kv=kv.name,
+        rung=ladder.names[at],
+        fits=rung is not None,
+        weights_bytes=weights,
+        kv_bytes=kv_bytes,
+        left_bytes=task.nbytes - weights - kv_bytes,
+        step_bytes=weights + kv_bytes,
+        weights_bits=round(8 * weights * task.num_ranks / num_parameters(task.model), 3),
+        kv_bits=round(ladder.effective_bits(at), 3),
+        weights_loss=losses[0],
+        kv_loss=losses[1],
+        loss=None if None in losses else sum(each or 0.0 for each in losses),
+    )
 
-    def holds(task: FitTask) -> bool:
-        return _holds(task, spec, weights, last)
 
-    high = 2 * least.nbytes
-    while not holds(replace(task, nbytes=high)):
+def no_fit(task: FitTask, rows: Sequence[FitRow], ladders: Sequence[KVConfig] = LADDERS) -> CapacityError:
+    """The error of a task that no row fits. It names the smallest changes with which the smallest row does."""
+    least = min(rows, key=lambda row: row.step_bytes)
+    ladder = task.ladder(next(kv for kv in ladders if kv.name == least.kv))
+
+    def largest(field: str, most: int) -> int:
+        """The largest value below ``most`` of a field of the task with which the smallest row fits."""
+        return bisect_left(range(1, most), True, key=lambda number: not holds(**{field: number}))
+
+    def holds(**change: Any) -> bool:
+        return _holds(replace(task, **change), ladder.spec, least.weights_bytes, ladder.last)
+
+    high = 2 * least.step_bytes
+    while not holds(nbytes=high):
         high *= 2
     step = -(-high // 4096)
-    nbytes = step * bisect_left(range(4096), True, key=lambda number: holds(replace(task, nbytes=number * step)))
-    requests = bisect_left(range(1, task.requests), True, key=lambda number: not holds(replace(task, requests=number)))
-    context = bisect_left(range(1, task.context), True, key=lambda number: not holds(replace(task, context=number)))
+    nbytes = step * bisect_left(range(4096), True, key=lambda number: holds(nbytes=number * step))
     changes = [f"memory to at least {format_least(nbytes).replace(' ', '')}"]
-    changes += [f"requests to at most {requests:,}"] if requests else []
-    changes += [f"context to at most {context:,}"] if context > 1 else []
-    number = "a request" if task.requests == 1 else f"{task.requests:,} requests"
+    for field, most in (("requests", task.requests), ("context", task.context)):
+        if number := largest(field, most):
+            changes.append(f"{field} to at most {number:,}")
+    load = f"{task.requests:,} request{'' if task.requests == 1 else 's'} of {task.context:,} tokens"
     return CapacityError(
-        f"weights and {number} of {task.context:,} tokens take {format_size(least.nbytes)} in the smallest formats",
+        f"weights and {load} take {format_size(least.step_bytes)} in the smallest formats",
         field="memory",
         value=format_size(task.nbytes),
         remedy=f"Change {', or '.join(changes)}",
@@ -191,36 +196,27 @@ def fitted(config: EngineConfig) -> EngineConfig:
     if config.fit is None:
         return config
     _refuse_chosen(config)
-    fit, device, found = config.fit, resolve_device(config.device), list[tuple[FitTask, FitChoice]]()
+    fit, device, found = config.fit, resolve_device(config.device), list[tuple[FitTask, FitRow]]()
 
     def choose(model: ModelConfig) -> None:
-        task = fit_task(
-            fit,
-            model,
-            device,
-            dtype=config.dtype,
-            extend_context=config.extend_context,
-            num_ranks=config.tensor_parallel,
-            graphs=config.cuda_graphs,
-        )
-        found.append((task, best_choice(task)))
+        task = FitTask.of(fit, model, device, config)
+        rows = fit_rows(task)
+        if not rows[0].fits:
+            raise no_fit(task, rows)
+        found.append((task, rows[0]))
 
     name = str(demo_folder()) if config.source is None else config.source
     find_model(name, load_format=config.load_format, revision=config.revision, token=config.token, check=choose)
     task, best = found[-1]
-    logger.info(
-        "fit: weights %s, KV %s, blocks on %s", best.weights or "as stored", best.kv.name, best.ladder.names[best.rung]
-    )
-    num_seqs = max(config.max_num_seqs, task.requests)
-    most = most_nbytes(best.ladder, num_seqs, task.context, config.max_num_batched_tokens)
+    logger.info("fit: weights %s, KV %s, blocks on %s", best.weights or "as stored", best.kv, best.rung)
     return replace(
         config,
         fit=None,
         weights=best.weights,
-        kv=best.kv,
-        kv_memory=min(most, task.nbytes - best.weights_nbytes),
+        kv=PRESETS[best.kv],
+        kv_memory=task.nbytes - best.weights_bytes,
         max_model_len=task.context,
-        max_num_seqs=num_seqs,
+        max_num_seqs=max(config.max_num_seqs, task.requests),
     )
 
 
@@ -236,13 +232,6 @@ def _refuse_chosen(config: EngineConfig) -> None:
         if value is not None:
             remedy = "Leave one of them out; a Fit has a context and memory of its own"
             raise ConfigError("fit chooses it", field=field, value=value, remedy=remedy)
-
-
-def _ladder(task: FitTask, kv: KVConfig) -> Ladder | None:
-    try:
-        return rank_ladder(kv, task.model, task.num_ranks, task.dtype, task.context)
-    except ConfigError:
-        return None
 
 
 def _holds(task: FitTask, spec: KVSpec, weights: int, rung: int) -> bool:
@@ -266,8 +255,3 @@ def _request_nbytes(spec: KVSpec, context: int, rung: int) -> int:
         total += dense * group.widest.nbytes + narrow * group.rungs[group.floors[rung]].nbytes
         total += sum(slot.nbytes for slot in group.slots)
     return total
-
-
-def is_here(device: torch.device) -> bool:
-    """Whether this machine has such a device; one that it lacks can be planned for."""
-    return device.type == "cpu" or torch.cuda.is_available()
