@@ -68,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from qkv_engine.bench.provenance import device_name
-    from qkv_engine.bench.roofline import GPU
     from qkv_engine.fit import LADDERS, FitTask, fit_rows, no_fit
     from qkv_engine.loading import resolve_device
     from qkv_engine.measured_loss import measured_kv_loss
@@ -85,10 +84,9 @@ def run(args: argparse.Namespace) -> int:
         task.ladder(kv)  # raises for one that does not fit the model
     rows = fit_rows(task, ladders, measured_kv_loss if profile is None else _by(profile), (weights,) if weights else ())
     product = device_name(str(device)) if is_here else "a GPU that is not here"
-    if GPU in product:
-        rows = [_with_limit(row, task) for row in rows]
+    shown = [_with_speed(row, task, product) for row in rows]
     source = "of weights and KV" if profile is None else "of KV from the plan's profile, of weights"
-    results.deliver_rows(args, rows, [_table(rows, task, args.model or common.DEMO, product, source)])
+    results.deliver_rows(args, shown, [_table(shown, task, args.model or common.DEMO, product, source)])
     if not rows[0].fits:
         raise no_fit(task, rows, ladders)
     return common.EXIT_OK
@@ -109,13 +107,14 @@ def _by(profile: Profile) -> KVLoss:
     return lambda kv, ladder, rung: predicted_loss(ladder.stored(rung), profile)
 
 
-def _with_limit(row: FitRow, task: FitTask) -> FitRow:
-    """``row`` with the limit of its speed on the product whose bandwidth is known."""
-    from qkv_engine.bench.roofline import count_weights, limit_seconds
+def _with_speed(row: FitRow, task: FitTask, product: str) -> FitRow:
+    """``row`` with the bytes that a step reads of chosen experts alone, and the limit where the bandwidth is known."""
+    from qkv_engine.bench.roofline import GPU, count_weights, limit_seconds
     from qkv_engine.loading import with_weights
 
     weights = count_weights(with_weights(task.model, row.weights).share(task.num_ranks), task.dtype)
-    return replace(row, limit_tok_s=round(task.requests / limit_seconds(weights, task.requests, row.kv_bytes), 1))
+    limit = round(task.requests / limit_seconds(weights, task.requests, row.kv_bytes), 1) if GPU in product else None
+    return replace(row, step_bytes=round(weights.nbytes_read(task.requests)) + row.kv_bytes, limit_tok_s=limit)
 
 
 def _table(rows: Sequence[FitRow], task: FitTask, model: str, product: str, source: str) -> Table:

@@ -59,9 +59,10 @@ class FitTask:
     ) -> FitTask:
         """What ``fit`` asks of a model under the options of ``config``. A device that is not here has no free memory.
 
-        Raises ``ConfigError`` for a context that the model was not made for.
+        Raises ``ConfigError`` for a context that the model was not made for, and ranks that cannot share it.
         """
         check_context(model, fit.context, config.extend_context)
+        model.check_ranks(config.tensor_parallel)
         if fit.memory is None:
             nbytes = default_memory(device, config.cuda_graphs)
         else:
@@ -86,7 +87,7 @@ class FitRow:
 
     That is the widest rung on which the requests fit, or the last one; blocks of an eager ladder always stand there.
     ``kv_bytes``: of all requests at their longest, without what slabs leave free. ``left_bytes``: of the memory,
-    negative where they take more. ``step_bytes``: read by a decode step then, all experts included. ``limit_tok_s``:
+    negative where they take more. ``step_bytes``: the most that a decode step reads then. ``limit_tok_s``:
     output tokens a second of such steps at the full bandwidth of the device's memory. Losses are in nats a token,
     ``loss`` is the sum of both. What is not known is None.
     """
