@@ -118,7 +118,7 @@ def test_chat_takes_the_best(capsys: pytest.CaptureFixture[str]):
         (["fit", "--context", "9000"], "made for 8192"),
         (["fit", "--memory", "lots"], "--memory='lots'"),
         (["fit", "--requests", "0"], "--requests=0"),
-        (["fit", "--tp", "3"], "cannot be split"),
+        (["fit", "--tp", "3"], "neither split nor repeated"),
         (["chat", "--fit", "--kv", "int4", "-p", "x"], "--kv='int4': fit chooses it"),
     ],
 )
