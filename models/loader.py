@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +25,7 @@ from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
 from .layers import CheckpointRows, Layer, Norm
 from .llama import LlamaForCausalLM
+from .progress import progress
 from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
 from .shapes import SHAPES
@@ -38,7 +37,6 @@ logger = logging.getLogger("qkv_engine")
 LOAD_FORMATS = ("auto", "random")
 _RANDOM_STD = 0.02  # of random weights, as transformers initialises them
 _RANDOM_PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
-_PROGRESS_FROM_BYTES = 2**30  # of weights, from which on a load shows a bar
 _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
 
 
@@ -177,6 +175,7 @@ def is_unpacked(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+@lru_cache(maxsize=16)
 def weights_nbytes(
     config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, device: torch.device | None = None
 ) -> int:
@@ -256,7 +255,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, *, unpack: bool = True) -> None:
+def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpack: bool = True) -> None:
     """Give every parameter of a meta model memory; parameters that are shared stay shared.
 
     Those whose weights are not plain have none unless they are to be unpacked.
@@ -329,7 +328,7 @@ def _load_checkpoint(
             checkpoint.take_text_part()
         net = build_model(config, ranks)
         _check_tensors(checkpoint, net, config)
-        _materialize(net, dtype, device, unpack=unpack)
+        _materialize(net, dtype, device, unpack)
         load_quantized(checkpoint, net, dtype, device, unpack=unpack, stopped=stopped)
         _fill(checkpoint, expected_tensors(net, config), stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
@@ -369,7 +368,7 @@ def _fill(checkpoint: Checkpoint, wanted: dict[str, list[CheckpointRows]], stopp
     targets = [(name, part) for name, parts in wanted.items() for part in parts]
     stored = checkpoint.tensors
     total = sum(stored[name].nbytes * part.num_rows // stored[name].num_rows for name, part in targets)
-    with _progress(total) as advance:
+    with progress(total) as advance:
         for name, part in targets:
             for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
                 _go_on_unless(stopped)
@@ -382,21 +381,6 @@ def _check_tied(checkpoint: Checkpoint, table: Tensor, stopped: Callable[[], boo
         _go_on_unless(stopped)
         if not torch.equal(table[start:end], piece.to(table.device, table.dtype)):
             raise ModelError("lm_head.weight differs from the embedding although tie_word_embeddings is true")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for long loads on a terminal; yields the function that advances it by bytes."""
-    if total < _PROGRESS_FROM_BYTES or not sys.stderr.isatty():
-        yield lambda nbytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("loading weights", total=total)
-        yield lambda nbytes: progress.advance(task, nbytes)
 
 
 def _some(names: Iterable[str], limit: int = 3) -> str:

@@ -300,7 +300,9 @@ def test_an_interrupted_load_ends_and_leaves_nothing(
     tensors, threads = live_tensors(), live_threads()
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     packed: list[object] = []
-    loader.num_parameters(loader.read_config(folder))  # counted by building, in the caller's thread
+    config = loader.read_config(folder)
+    loader.num_parameters(config)  # counted by building, in the caller's thread
+    loader.load_nbytes(config, torch.float32, CPU)
     monkeypatch.setattr(Linear, "pack", packed.append)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupted_in(patch, loader, step)
