@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -72,8 +73,7 @@ class Budget:
         narrow = [narrow for _, narrow in self._splits(ladder)]
         most = max(narrow)
         if not most:
-            remedy = f"Give more than {ladder.sink + ladder.window.num_tokens + 2 * BLOCK_TOKENS:,} tokens"
-            raise ConfigError("no block leaves the window", field="context", value=self.context, remedy=remedy)
+            raise self._too_short(ladder)
         return [Fraction(narrow[group], most) for group, _ in ladder.places]
 
     def room(self, ladder: Ladder) -> int:
@@ -116,6 +116,19 @@ class Budget:
             fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder)
             low, high = (low, middle) if fits else (middle, high)
         return format_least(high).replace(" ", "")
+
+    def _too_short(self, ladder: Ladder) -> ConfigError:
+        """No block of a request leaves the recent window; says from which context on one does, if any."""
+
+        def any_narrow(context: int) -> bool:
+            return any(narrow for _, narrow in replace(self, context=context)._splits(ladder))
+
+        too_short = bisect_left(range(1, MAX_CONTEXT + 1), True, key=any_narrow)
+        if too_short == MAX_CONTEXT:
+            message = f"no layer sees a whole block before the {ladder.window.num_tokens:,} recent tokens"
+            return ConfigError(message, remedy="Serve the model without a plan")
+        remedy = f"Give more than {too_short:,} tokens"
+        return ConfigError("no block leaves the window", field="context", value=self.context, remedy=remedy)
 
     def _splits(self, ladder: Ladder) -> list[tuple[int, int]]:
         """Numbers of a request's blocks at 16 bits and on the floor, by group of layers."""

@@ -96,7 +96,7 @@ def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = Fal
     spare = Bounds(want.bounds.first + 70, want.bounds.others + 3)
     step_input = torch.frombuffer(
         pack_input(pack_tokens((), (), ()), [], item_blocks=1 if window else split), dtype=torch.int64
-    )
+    ).to(rows.device)
     own = {} if window is None else {"window": window, "item_blocks": split}
     found = plan_decode(tables, step_input, rows, lengths.int(), num_rungs, spare, **own)
     wrong = sum((getattr(found, name) != getattr(want, name)).sum() for name in ("item_first", "part_first", "lengths"))

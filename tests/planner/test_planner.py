@@ -185,8 +185,11 @@ def test_settings_out_of_range_name_field_and_remedy(field: str, value: object):
 
 
 def test_a_context_that_never_leaves_the_window_is_refused():
-    with pytest.raises(ConfigError, match=r"context=200.*Give more than \d+ tokens"):
+    with pytest.raises(ConfigError, match=r"context=200: no block leaves the window\. Give more than 288 tokens"):
         Mixed(budget="3bits", context=200).solve(PROFILE, MODEL)
+    with pytest.raises(ConfigError, match="Give more than 288 tokens"):
+        Mixed(budget="17bits", context=288).solve(PROFILE, MODEL)
+    assert Mixed(budget="17bits", context=289).solve(PROFILE, MODEL).rungs
 
 
 @pytest.mark.parametrize("method", [Mixed, PMKVQ])
@@ -243,8 +246,18 @@ def test_a_budget_in_bytes_counts_windows_once_whatever_the_context():
 
 def test_a_window_within_the_recent_tokens_has_nothing_to_plan():
     short = msgspec.structs.replace(WINDOWS, layers=(LayerKV(2, 128, 100),) * 8)
-    with pytest.raises(ConfigError, match="no block leaves the window"):
+    with pytest.raises(ConfigError, match=r"before the 128 recent tokens\. Serve the model without a plan"):
         Mixed(budget="3bits", context=40_000).solve(made_up_profile(short), short)
+
+
+@pytest.mark.parametrize("settings", [Mixed, PMKVQ])
+def test_a_model_of_windows_alone_has_a_plan_for_its_windows(settings: type[Mixed] | type[PMKVQ]):
+    alone = msgspec.structs.replace(WINDOWS, layers=(LayerKV(2, 128, 1000),) * 8)
+    with pytest.raises(CapacityError, match="no plan is as small"):
+        settings(budget="8bits", context=40_000).solve(made_up_profile(alone), alone)
+    mine = settings(budget="13bits", context=40_000)
+    ladder = ladder_of(mine.solve(made_up_profile(alone), alone), alone)
+    assert ladder.last > 0 and 8 <= ladder.groups[0].narrowest.bits < 16 and mine.parsed().bits_at(ladder) <= 13
 
 
 def test_fewer_bits_than_windows_take_are_said_not_to_be_stored():
