@@ -22,18 +22,23 @@ if TYPE_CHECKING:
 ORDER = "order: what fits, then the least loss, then the fewest bytes a step"
 _OPTIONS = ("dtype", "extend_context", "tensor_parallel")
 EPILOG = """\
-Nothing is loaded but the model's configuration; MODEL may be a known shape, and --device cuda with --memory a GPU
-that is not here. The first row is what --fit of serve and chat takes. Exit code 3: nothing fits; the last line names
-the smallest changes with which something does.
+Nothing is loaded but the model's configuration. MODEL may be a known shape, and
+--device cuda with --memory a GPU that is not here. The first row is what --fit
+of serve and chat takes. Exit code 3: nothing fits; the error names the smallest
+changes with which something does.
 
-weights         as stored in the checkpoint, or quantized while they load, from which a CPU gains nothing
-KV              a ladder, and the rung of its blocks: the widest on which the requests fit, if it waits for pressure
-left            of the memory, beside weights and KV
-bits, KV bits   of a weight, and of a KV element in a block on the rung, all metadata counted
-a step reads    bytes of weights and KV in a decode step at the end of the context
-tok/s, at most  output of such steps at full bandwidth, where that was measured; speed is relative to the first row
-loss            nats a token, of weights and KV together. What the demo model lost orders formats; it is not what
-                another model loses. With a plan in --kv its profile predicts the loss of KV
+  weights       as stored in the checkpoint, or quantized while they load, from
+                which a CPU gains nothing; with --weights in that format alone
+  KV            a ladder, and the rung of its blocks; of one that steps down
+                under pressure the widest on which the requests fit
+  left          of the memory, beside weights and KV
+  bits          of a weight; KV bits of a KV element in a block on the rung
+  a step reads  weights and KV in a decode step at the end of the context
+  tok/s         of such steps at full bandwidth, where that was measured;
+                otherwise speed, relative to the first row
+  loss          nats a token, of weights and KV together: what the demo model
+                lost orders formats, and is not what another model loses. With
+                a plan in --kv its profile predicts the loss of KV
 """
 
 
