@@ -1,6 +1,7 @@
 """Weights and KV in one budget of memory: the formats that fit, best first, and the engine options of the best.
 
-The best pair of formats fits, has the least loss, and of equals reads the fewest bytes in a decode step.
+The best pair of formats fits, has the least loss, and of equals reads the fewest bytes in a decode step. Of equals in
+that, too, it steps down under pressure, which serves requests beyond those that were asked for.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ class FitRow:
     limit_tok_s: float | None = None
 
     @property
-    def order(self) -> tuple[bool, float, int]:
-        """Ascending, the best first."""
-        return not self.fits, math.inf if self.loss is None else self.loss, self.step_bytes
+    def order(self) -> tuple[bool, float, float]:
+        """Ascending, the best first; bytes of a step count to two digits."""
+        return not self.fits, math.inf if self.loss is None else self.loss, float(f"{self.step_bytes:.2g}")
 
 
 def fit_rows(
@@ -121,7 +122,7 @@ def fit_rows(
 ) -> list[FitRow]:
     """All pairs of a format of ``weights`` and a ladder that fits the model's heads, best first.
 
-    ``weights`` are by default all that there are. Of equals the ladder that comes first is first.
+    ``weights`` are by default all that there are. Of equals the one whose ladder comes first is first.
     """
     built = list(_built(task, ladders))
     rows = [_row(task, name, kv, ladder, kv_loss) for name in weights or task.weights for kv, ladder in built]
