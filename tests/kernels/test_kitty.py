@@ -297,7 +297,7 @@ def test_a_page_is_fetched_ahead_and_once(name: str) -> None:
     built = compile_kernel(kernel, one_page, Tuning(tuning.num_warps, 4))
     found = describe(built)
     assert "tt.load" not in built.asm["ttgir"].split("scf.for", 1)[1]
-    assert found["spilled"] == 0 and found["registers"] <= 192 and found["shared"] <= 5120 + 4096 + 2 * 544 + 2048
+    assert found["spilled"] == 0 and found["registers"] <= 200 and found["shared"] <= 5120 + 4096 + 2 * 544 + 2048
 
 
 @pytest.mark.gpu
