@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import WARM_UPS, KVConfig
+from qkv_engine.config import WARM_UPS, Fit, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.presets import DEFAULT_KV, preset_families, resolve_kv
 
@@ -39,6 +39,7 @@ _ENGINE_OPTIONS = (
     *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
     "revision",
 )
+_FIT_OPTIONS = ("memory", "context", "requests")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +88,37 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
     )
 
 
+def add_fit_options(parser: argparse.ArgumentParser) -> None:
+    """``--fit`` and what it takes, for commands that start an engine."""
+    group = parser.add_argument_group("fit")
+    help = "choose formats of weights and KV that fit the memory together: the first row of qkv-engine fit"
+    group.add_argument("--fit", action="store_true", help=help)
+    add_fit_arguments(group)
+
+
+def add_fit_arguments(group: argparse._ArgumentGroup) -> None:
+    """The load that weights and KV are to fit; see ``fit_of``."""
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help='memory for weights and KV cache together, such as "24GiB" (default: what the device has; the workspace '
+        "of a GPU comes on top)",
+    )
+    group.add_argument("--context", type=int, metavar="N", help="tokens of a request (default: the model's context)")
+    group.add_argument("--requests", type=int, metavar="N", help="requests that run at once (default: 1)")
+
+
+def fit_of(args: argparse.Namespace) -> Fit:
+    """The load that the options of ``add_fit_arguments`` ask for. Raises ``ConfigError`` for a value out of range."""
+    return Fit(**given(args, *_FIT_OPTIONS))
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of ``names`` that were given, by name."""
+    found = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def add_loading_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The model and how it is loaded; the group of options for more."""
     parser.add_argument(
@@ -122,8 +154,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises ``ConfigError`` where MODEL is a mere shape.
     """
     refuse_shape(args.model)
-    options = {name: getattr(args, name, None) for name in _ENGINE_OPTIONS}
-    return {name: value for name, value in options.items() if value is not None}
+    options, load = given(args, *_ENGINE_OPTIONS), given(args, *_FIT_OPTIONS)
+    if getattr(args, "fit", False):
+        options["fit"] = Fit(**load)
+    elif "fit" in args and load:
+        field, value = next(iter(load.items()))
+        raise ConfigError("says what is to fit", field=field, value=value, remedy="Give --fit too")
+    return options
 
 
 def refuse_shape(model: str | None) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "measure how many answers are right with each way to store the KV cache",
     "plan": "choose formats layer by layer for a model, and write them to a file that --kv takes",
     "serve": "answer requests over HTTP, in the form of OpenAI's API",
+    "fit": "show which formats of weights and KV fit a memory together, best first",
     "env": "show versions, the device, and how many tokens fit",
     "completion": "print the script that makes a shell complete this command",
 }

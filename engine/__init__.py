@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import DENSE16, KVConfig, RungConfig
+    from .config import DENSE16, Fit, KVConfig, RungConfig
     from .engine import Engine, RequestStream
     from .errors import (
         CapacityError,
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DENSE16": "config",
+    "Fit": "config",
     "KVConfig": "config",
     "RungConfig": "config",
     "Engine": "engine",
@@ -71,6 +72,7 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineStats",
+    "Fit",
     "KVConfig",
     "KVUsage",
     "Logprob",

@@ -180,8 +180,34 @@ _INTEGERS = {
 }
 WARM_UPS = ("lazy", "full")
 WEIGHTS = ("int8", "int4", "fp8")  # what a plain checkpoint can be quantized to while it is read
+MAX_CONTEXT = 2**24  # tokens of a request
 _FLAGS = ("prefix_caching", "extend_context", "cuda_graphs")
 _TEXTS = ("dtype", "device", "load_format", "warm_up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A load for which weights and KV are stored so that both fit in one budget of memory.
+
+    Raises ``ConfigError`` for a value of the wrong type or out of range.
+
+    Fields
+        context: tokens of each request, prompt and output together, 2 to 16,777,216; None for the model's own context.
+        requests: requests that run at once, 1 to 4,096.
+        memory: bytes for weights and KV together, a size such as "24GiB", or a share of the memory that is free; None
+            for what the device has. Of each GPU where several share the model.
+    """
+
+    context: int | None = None
+    requests: int = 1
+    memory: int | str | float | None = None
+
+    def __post_init__(self) -> None:
+        if self.context is not None:
+            _check_int("context", self.context, 2, MAX_CONTEXT)
+        _check_int("requests", self.requests, *_INTEGERS["max_num_seqs"])
+        if self.memory is not None:
+            parse_size(self.memory, field="memory", free=MAX_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +219,7 @@ class EngineConfig:
 
     kv: KVConfig
     model: str | os.PathLike[str] | None = None
+    fit: Fit | None = None
     kv_quota: float | None = None
     prefix_caching: bool = True
     kv_memory: int | str | float | None = None
@@ -217,6 +244,9 @@ class EngineConfig:
         _check_model(self.model)
         if not isinstance(self.kv, KVConfig):
             raise ConfigError("not a KVConfig", field="kv", value=self.kv, remedy="resolve_kv makes one of a name")
+        if self.fit is not None and not isinstance(self.fit, Fit):
+            remedy = "Give Fit(context=..., requests=...), or None"
+            raise ConfigError("not a Fit", field="fit", value=self.fit, remedy=remedy)
         if self.kv_quota is not None:
             _check_share("kv_quota", self.kv_quota)
         if self.kv_memory is not None:
@@ -224,7 +254,7 @@ class EngineConfig:
         for name, (low, high) in _INTEGERS.items():
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 2, 2**24)
+            _check_int("max_model_len", self.max_model_len, 2, MAX_CONTEXT)
         if self.max_itl_ms is not None:
             _check_ms("max_itl_ms", self.max_itl_ms)
         if self.num_threads is not None:

@@ -13,8 +13,9 @@ from typing import Any, Never, overload
 import torch
 
 from .closable import Closable
-from .config import EngineConfig, KVConfig
+from .config import EngineConfig, Fit, KVConfig
 from .errors import EngineDeadError, RequestError
+from .fit import fitted
 from .intake import Conversation, Intake, Prompt, takes_long
 from .metrics import EngineStats
 from .presets import DEFAULT_KV, resolve_kv
@@ -50,6 +51,7 @@ class Engine(Closable):
         kv: name of a preset, path of a plan file (a ``Path``, or a string that ends in .json), or a ``KVConfig``.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
+        fit: a ``Fit``, which chooses ``weights`` and the options of this section and ``max_model_len``; None for none.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
 
@@ -78,6 +80,7 @@ class Engine(Closable):
         *,
         kv: str | Path | KVConfig = DEFAULT_KV,
         kv_memory: int | str | float | None = None,
+        fit: Fit | None = None,
         kv_quota: float | None = None,
         prefix_caching: bool = True,
         dtype: str = "auto",
@@ -101,6 +104,7 @@ class Engine(Closable):
             model=model,
             kv=resolve_kv(kv),
             kv_memory=kv_memory,
+            fit=fit,
             kv_quota=kv_quota,
             prefix_caching=prefix_caching,
             dtype=dtype,
@@ -120,7 +124,7 @@ class Engine(Closable):
             token=token,
             seed=seed,
         )
-        self._started: Started | None = start(config)
+        self._started: Started | None = start(fitted(config))
         self._intake = Intake(self._started)
         on_cpu = self._started.device.type == "cpu"
         workers = self._started.workers

@@ -34,7 +34,7 @@ ROOMS: tuple[str, ...] = (
     "parallel",
     "started",
     "serving",
-    "startup intake engine",
+    "startup measured_loss fit intake engine",
     "planner",
     "bench",
     "serve",

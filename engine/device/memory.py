@@ -14,6 +14,7 @@ from ..errors import CapacityError, QKVError
 if TYPE_CHECKING:
     import torch
 
+CPU_SHARE_OF_BOTH = 0.5  # of free memory, for weights and KV together
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * 2**30  # of free memory, and bytes at most: the rest is for other programs
 GPU_SHARE, GPU_WORKSPACE = 0.95, 2 * 2**30  # of a GPU's total, and bytes: activations and libraries take the rest
 GRAPHS_NBYTES = 2**30  # for CUDA graphs: about 1 MiB each, and their pool of temporaries
@@ -55,6 +56,13 @@ def default_kv_memory(device: torch.device, most: int, graphs: bool = True) -> i
         others = int((1 - GPU_SHARE) * total) + GPU_WORKSPACE + graphs * GRAPHS_NBYTES
         return max(1, min(most, free - others))
     return max(1, min(most, int(CPU_SHARE * free), CPU_LIMIT))
+
+
+def default_memory(device: torch.device, graphs: bool = True) -> int:
+    """Bytes for weights and KV together when the caller gave none; both are still to be allocated."""
+    if device.type == "cuda":
+        return default_kv_memory(device, UNLIMITED, graphs)
+    return int(CPU_SHARE_OF_BOTH * free_memory(device))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
