@@ -20,7 +20,7 @@ from .float8_tile import float8_tile_kernel
 from .integer import linear_integer, num_splits
 from .packed import PackedCodes
 
-MIN_ROWS = 33  # fewer are bound by the weight's bytes, whatever multiplies
+MIN_ROWS = 2  # one row is read as fast with 16-bit activations
 MIN_BLOCK_ROWS = 65  # the same, of torch's product of blocks
 VECTOR = 16  # rows and columns of the weight are multiples of it
 
@@ -38,8 +38,10 @@ class Float8Tuning(NamedTuple):
 
 # By the most rows that each serves; beyond the last entry torch's product is faster.
 TUNINGS = {
-    64: Float8Tuning(64, 128, 4, 4, splits=4),
-    512: Float8Tuning(128, 128, 8, 4, splits=4),
+    16: Float8Tuning(16, 64, 4, 3, splits=2, block_k=256),
+    32: Float8Tuning(32, 64, 4, 3, splits=2, block_k=256),
+    64: Float8Tuning(64, 64, 4, 4, splits=2),
+    128: Float8Tuning(128, 64, 4, 4, splits=2),
 }
 MAX_ROWS = max(TUNINGS)
 

@@ -110,10 +110,11 @@ def _rows(x: Tensor, size: int, blocks: bool) -> tuple[Float8Rows, dict[str, Any
     """Rows to write, compile-time arguments and launch options."""
     assert x.is_contiguous()
     codes = x.new_empty(len(x), size, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(triton.cdiv(size, 128) if blocks else 1, len(x), dtype=torch.float32)
+    shape = (triton.cdiv(size, 128), len(x)) if blocks else (len(x), 1)
+    scales = x.new_empty(shape, dtype=torch.float32)
     constexprs, num_warps = rows_variant(size)
     options = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
-    return Float8Rows(codes, scales.T), constexprs | {"BLOCKS": blocks}, options
+    return Float8Rows(codes, scales.T if blocks else scales), constexprs | {"BLOCKS": blocks}, options
 
 
 def rows_variant(size: int) -> tuple[dict[str, Any], int]:

@@ -40,10 +40,13 @@ class CodeTuning(NamedTuple):
 
 
 class CodeSums(NamedTuple):
-    """Launch parameters of ``code_sum_kernel``: rows of the weight a program, and warps that share them."""
+    """Launch parameters of ``code_sum_kernel``.
 
-    block_n: int
-    num_warps: int
+    ``vectors`` of 16 bytes of a row that a warp takes, at least. ``loads`` of a vector that a thread has under way.
+    """
+
+    vectors: int
+    loads: int
 
 
 Tuning = CodeTuning | CodeSums
@@ -51,23 +54,34 @@ Tuning = CodeTuning | CodeSums
 # By the bits of a code and the most rows that each serves; beyond the last entry weights are written out.
 TUNINGS: dict[int, dict[int, Tuning]] = {
     4: {
-        1: CodeSums(block_n=4, num_warps=4),
-        8: CodeTuning(8, 32, 4, 2, 4, 3),
-        16: CodeTuning(16, 32, 4, 2, 4, 3),
-        32: CodeTuning(32, 64, 1, 1, 4, 4, splits=4),
-        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
-        512: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=4),
+        1: CodeSums(vectors=64, loads=16),
+        8: CodeTuning(8, 64, 1, 4, 4, 3, splits=8),
+        16: CodeTuning(16, 32, 4, 2, 4, 4),
+        32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
+        64: CodeTuning(64, 128, 1, 1, 4, 3, splits=4),
+        128: CodeTuning(128, 64, 1, 1, 4, 3, scaled=True, splits=4),
+        256: CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2),
     },
     8: {
-        1: CodeSums(block_n=4, num_warps=8),
-        8: CodeTuning(8, 32, 4, 1, 4, 4),
-        16: CodeTuning(16, 32, 4, 1, 4, 4),
-        32: CodeTuning(32, 64, 1, 1, 4, 4, splits=4),
+        1: CodeSums(vectors=64, loads=16),
+        8: CodeTuning(8, 16, 4, 1, 4, 4),
+        16: CodeTuning(16, 32, 8, 1, 8, 4),
+        32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
         64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
-        512: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=4),
+        256: CodeTuning(128, 64, 1, 1, 4, 3, splits=2),
     },
 }
-MAX_TILE_ROWS = 512
+# The same of weights that have many rows, where they differ.
+WIDE_TUNINGS: dict[int, dict[int, Tuning]] = {
+    4: {
+        8: CodeTuning(8, 32, 4, 1, 4, 4),
+        16: CodeTuning(16, 32, 4, 1, 4, 4),
+        64: CodeTuning(64, 128, 1, 1, 4, 3),
+    },
+    8: {16: CodeTuning(16, 32, 4, 1, 4, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3)},
+}
+WIDE = 16_384
+MAX_TILE_ROWS = 256
 SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
 
 
@@ -116,12 +130,11 @@ def code_variant(
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Kernel, compile-time arguments and launch options for ``num_rows``."""
     if tuning is None:
-        tunings = TUNINGS[4 if weight.kind == "int4" else 8]
-        least = 1 if can_sum(weight) else 2
-        tuning = tunings[min((most for most in tunings if max(least, num_rows) <= most), default=max(tunings))]
-    constexprs = weight.constexprs | {"GATED": gated, "BLOCK_N": tuning.block_n}
+        tuning = _tuning(weight, num_rows)
+    constexprs = weight.constexprs | {"GATED": gated}
     if isinstance(tuning, CodeSums):
-        return code_sum_kernel, constexprs | {"BLOCK_Q": 32 * tuning.num_warps}, {"num_warps": tuning.num_warps}
+        found, launch = _sum_variant(weight, tuning)
+        return code_sum_kernel, constexprs | found, launch
     found, launch = _tile_variant(weight, num_rows, tuning)
     return code_tile_kernel, constexprs | found, launch
 
@@ -129,6 +142,27 @@ def code_variant(
 def can_sum(weight: PackedCodes) -> bool:
     """Whether rows of the weight are vectors of 16 bytes."""
     return weight.codes.shape[1] % 16 == 0 and weight.num_columns % 4 == 0
+
+
+def _tuning(weight: PackedCodes, num_rows: int) -> Tuning:
+    bits = 4 if weight.kind == "int4" else 8
+    tunings, least = TUNINGS[bits], num_rows if can_sum(weight) else max(2, num_rows)
+    most = min((most for most in tunings if least <= most), default=max(tunings))
+    wide = WIDE_TUNINGS[bits] if weight.shape[0] >= WIDE else {}
+    return wide.get(most, tunings[most])
+
+
+def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any], dict[str, Any]]:
+    number = weight.codes.shape[1] // 16
+    num_warps = min(8, max(1, _power_of_2_below(number // tuning.vectors)))
+    rows = tuning.loads // triton.cdiv(number, 32 * num_warps)
+    found = {"BLOCK_N": min(8, max(2, _power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}
+    return found, {"num_warps": num_warps}
+
+
+def _power_of_2_below(number: int) -> int:
+    """The largest power of 2 up to ``number``, 0 for 0."""
+    return 1 << number.bit_length() >> 1
 
 
 def num_splits(most: int, programs: int, number: int) -> int:
@@ -143,7 +177,7 @@ def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tup
     number = triton.cdiv(weight.num_columns, weight.span)
     slices, spans, num_warps = tuning.slices, tuning.spans, tuning.num_warps
     programs = triton.cdiv(weight.shape[0], tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
-    while number % slices:
+    while number % slices or (slices > 1 and weight.num_columns % weight.span):
         slices //= 2
     splits = num_splits(tuning.splits, programs, number // slices)
     while number // slices // splits % spans:
@@ -152,12 +186,13 @@ def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tup
         num_warps = slices
     lines = weight.codes.shape[1] // slices // splits // 128
     found = {
+        "BLOCK_N": tuning.block_n,
         "FULL": weight.shape[0] % tuning.block_n == 0,
         "BLOCK_M": tuning.block_m,
         "SLICES": slices,
         "SPANS": spans,
         "STAGES": tuning.num_stages,
-        "AHEAD": min(tuning.ahead, 1 << lines.bit_length() >> 1),
+        "AHEAD": min(tuning.ahead, _power_of_2_below(lines)),
         "SCALED": tuning.scaled and weight.kind == "int4" and weight.group < weight.num_columns,
         "SPLITS": splits,
     }

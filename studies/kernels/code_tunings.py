@@ -11,9 +11,10 @@ AnyTuning = Tuning | Float8Tuning
 
 # Kinds of weights and numbers of rows, in the order in which they are tried.
 TUNED = (
-    *(("int4", 1), ("int8", 1), ("float8", 1), ("int4", 16), ("int8", 16), ("int4", 256), ("int8", 256)),
-    *(("float8 tiles", 256), ("float8 tiles", 64), ("float8 tiles", 16), ("int4", 8), ("int8", 8), ("int4", 4)),
-    *(("int4", 32), ("int8", 32), ("int4", 64), ("int8", 64), ("int4", 128), ("int8", 128), ("float8 tiles", 128)),
+    *(("int4", 256), ("int4", 16), ("int4", 128), ("int4", 64), ("int4", 32), ("float8 tiles", 128), ("int4", 1)),
+    *(("int8", 16), ("int8", 64), ("int8", 32), ("int4", 8), ("float8 tiles", 32), ("float8 tiles", 256)),
+    *(("int8", 256), ("int8", 8), ("int8", 1), ("float8", 1), ("float8 tiles", 64), ("float8 tiles", 16)),
+    *(("int8", 128), ("int4", 4)),
 )
 
 

@@ -32,9 +32,7 @@ from qkv_engine.kernels.linear.float8 import (
     scaled_tiles,
 )
 from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
-from qkv_engine.kernels.linear.integer import (
-    linear_codes,
-)
+from qkv_engine.kernels.linear.integer import linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes
 from qkv_engine.kernels.rms_norm import add_rms_norm
 from qkv_engine.models.registry import config_from_hf
@@ -59,18 +57,21 @@ def nbytes_of(weight: Tensor | PackedCodes) -> int:
     return weight.nbytes if isinstance(weight, Tensor) else weight.codes.nbytes + weight.scales.nbytes
 
 
-def ways(kind: str, num_rows: int, gated: bool) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+def ways(kind: str, x: Tensor, gated: bool) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Names of ways to multiply, and functions of ``x`` and a weight."""
     if kind == "bf16":
         yield "bf16", linear_swiglu if gated else linear
         return
     yield "ours", partial(product_of(kind), gated=gated)
-    if num_rows >= 64 and kind != "float8":
+    if len(x) >= 64 and kind != "float8":
         yield "tiles", partial(linear_codes, gated=gated)
         yield "written out", lambda x, weight: F.linear(x, dequantize(weight, x.dtype))
-    if kind == "float8" and num_rows >= 8:
-        yield "float8 tiles", lambda x, weight: scaled_tiles(quantize_rows(x), weight, gated=gated)
-        yield "scaled_mm", lambda x, weight: scaled_product(quantize_rows(x), weight)
+    if kind == "float8" and len(x) > 1:
+        rows = quantize_rows(x)
+        yield "weight only", partial(linear_integer, gated=gated)
+        yield "float8 tiles of rows", lambda x, weight: scaled_tiles(rows, weight, gated=gated)
+        yield "scaled_mm of rows", lambda x, weight: scaled_product(rows, weight)
+        yield "rows", lambda x, weight: quantize_rows(x).codes
 
 
 def time_all(shapes: dict[str, tuple[int, int]], row_numbers: list[int], layers: int) -> None:
@@ -90,7 +91,7 @@ def time_all(shapes: dict[str, tuple[int, int]], row_numbers: list[int], layers:
                 if name == "lm_head" and num_rows > 256:
                     continue
                 x = random_rows(num_rows, size)
-                for way, product in ways(kind, num_rows, gated):
+                for way, product in ways(kind, x, gated):
                     fields = {"time": kind, "product": name, "rows": num_rows, "way": way}
                     try:
                         us = 1e6 * time_calls([partial(product, x, weight) for weight in weights])

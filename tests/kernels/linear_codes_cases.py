@@ -25,7 +25,7 @@ from .interpreted import report
 SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in float32
 TILES: dict[str, Tuning] = {
     "warps share columns": CodeTuning(block_m=8, block_n=64, slices=1, spans=2, num_warps=4, num_stages=3),
-    "sums": CodeSums(block_n=8, num_warps=2),
+    "sums": CodeSums(vectors=16, loads=4),
     "slices": CodeTuning(block_m=16, block_n=32, slices=2, spans=1, num_warps=2, num_stages=2),
     "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
     "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
@@ -118,7 +118,8 @@ def quantized_rows(size: int, num_rows: int, blocks: bool = False) -> float:
     x[0] = 0
     with patch.object(torch.Tensor, "new_empty", _filled):
         rows = quantize_rows(x, blocks=blocks)
-    step = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 * 16  # half of the distance of the largest codes
+    assert rows.scales.stride() == ((1, num_rows) if blocks else (1, 1)), "as torch's products take them"
+    step = x.float().abs().amax(1, keepdim=True).clamp(min=1e-6) / 448 * 16.001  # half a distance of the largest
     return float(((values(rows) - x.double()).abs() / step).max())
 
 
@@ -155,7 +156,7 @@ def fused_rows(size: int) -> float:
 
 
 def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    dtype = dtype or tensor.dtype
+    dtype, shape = dtype or tensor.dtype, shape[0] if isinstance(shape[0], tuple) else shape
     return tensor.new_full(tuple(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
 
