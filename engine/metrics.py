@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class EngineStats(msgspec.Struct, kw_only=True):
+class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A snapshot of load, memory and counters. Bytes are bytes allocated; counters run since start or ``reset_stats``.
 
     Setting
@@ -40,6 +40,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
             padding, and 16- or 32-bit elements.
         kv_rungs: bits a KV element of each rung, all metadata counted, widest first.
         kv_blocks: live blocks by rung.
+        kv_group_blocks: the same for each group of layers, in the order of ``qkv-engine env``, if there are two.
         kv_tokens_capacity, kv_tokens_floor: tokens of one request that fits alone on the first rung, and on the last.
         effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
             nothing was.
@@ -76,6 +77,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_bytes_dense: int
     kv_rungs: dict[str, float]
     kv_blocks: dict[str, int]
+    kv_group_blocks: tuple[dict[str, int], ...] = ()
     kv_tokens_capacity: int
     kv_tokens_floor: int
     effective_bits: float

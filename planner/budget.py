@@ -24,7 +24,7 @@ from .allocate import Choice, allocate
 MAX_BITS = 64  # an element, in a budget: above 16, as the last block of a short request is mostly empty
 MAX_CONTEXT, MAX_REQUESTS = 2**24, 2**20  # tokens and requests of a budget; more is taken for a typing error
 MAX_LEAST_BITS = 8  # the widest codes of any format
-SHRINK = 0.99  # of the room, at each retry while a floor with its reserve misses the budget; larger: more retries
+TRIES = 8  # at most, to find the room of a floor that fits with its reserve: each halves what is left unknown
 _BITS = re.compile(r"\s*([0-9]{1,2}(?:\.[0-9]{0,9})?)\s*bits?\s*", re.IGNORECASE | re.ASCII)
 _SHARE = re.compile(r"\s*[0-9.]+\s*%?\s*", re.ASCII)
 _REMEDY = 'Give effective bits such as "2.5bits", or bytes such as "6GiB"'
@@ -193,17 +193,27 @@ def solve(
             return None
         return [next(c for c in choices if c.name == one.name) for choices, one in zip(items, picked, strict=True)]
 
-    narrowest = floor_in(sum(min(choice.nbytes for choice in choices) for choices in weighed))
+    fewest = sum(min(choice.nbytes for choice in choices) for choices in weighed)
+    narrowest = floor_in(fewest)
     assert narrowest is not None, "every item has a choice of its fewest bytes"
     least = ladder_on(narrowest)
     room = budget.room(least)
     if not budget.holds(least):
         remedy = f"Give at least {budget.least(least)}"
         raise CapacityError("no plan is as small", field="budget", value=text, remedy=remedy)
-    floor = floor_in(room) or narrowest
-    while floor != narrowest and not budget.holds(ladder_on(floor)):
-        room = int(room * SHRINK)
-        floor = floor_in(room) or narrowest
+    floor = floor_in(room)
+    if floor is None or budget.holds(ladder_on(floor)):
+        return make(floor or narrowest, num_rungs)
+    # What the ladder and its reserve take beside the floor is only known once it is made.
+    floor, held, missed = narrowest, fewest, room
+    for _ in range(TRIES):
+        room = (held + missed) // 2
+        tried = floor_in(room)
+        assert tried is not None, "there is room for the narrowest floor"
+        if budget.holds(ladder_on(tried)):
+            floor, held = tried, room
+        else:
+            missed = room
     return make(floor, num_rungs)
 
 

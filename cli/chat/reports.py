@@ -69,7 +69,7 @@ def print_stats(console: Console, stats: EngineStats) -> None:
 def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
     """How the KV memory is used, and by the chat's ``last`` turn."""
     floor = f", {stats.kv_tokens_floor:,} at its floor" if stats.kv_tokens_floor > stats.kv_tokens_capacity else ""
-    blocks = ", ".join(f"{number:,} {rung}" for rung, number in stats.kv_blocks.items())
+    groups = {f"  of group {index}": _by_rung(blocks) for index, blocks in enumerate(stats.kv_group_blocks)}
     steps = ", ".join(f"{number:,} {step}" for step, number in stats.demotions.items())
     rows = {
         "preset": stats.kv,
@@ -77,7 +77,8 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "in use now": f"{format_size(stats.kv_bytes_used)}, at most {format_size(stats.kv_bytes_peak)} so far",
         "kept for reuse": format_size(stats.kv_bytes_cached),
         "reserve": format_size(stats.kv_bytes_reserve),
-        "blocks": blocks or "none",
+        "blocks": _by_rung(stats.kv_blocks),
+        **groups,
         "stepped down": steps or "none",
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
     }
@@ -86,6 +87,10 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         context = f"{last.context_tokens:,} of {stats.max_model_len:,} tokens ({share:.0%} of the context)"
         rows["this chat"] = f"{format_size(last.kv_nbytes)}, {context}"
     _print_rows(console, [(name, Text(text)) for name, text in rows.items()])
+
+
+def _by_rung(blocks: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {rung}" for rung, number in blocks.items()) or "none"
 
 
 def _print_rows(console: Console, rows: list[tuple[str, Text]]) -> None:

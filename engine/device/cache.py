@@ -60,14 +60,12 @@ class KVCache:
                 _count_bytes(found, group, number, count)
         return found
 
-    def blocks_by_rung(self) -> Counter[str]:
-        """Live blocks of all groups by the name of their rung."""
-        found: Counter[str] = Counter()
-        for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True):
-            for number, count in tables.num_blocks.items():
-                if number >= 0:
-                    found[group.rungs[number].name] += count
-        return +found
+    def blocks_by_group(self) -> list[Counter[str]]:
+        """Live blocks of each group by the name of their rung."""
+        return [
+            +Counter({group.rungs[number].name: count for number, count in tables.num_blocks.items() if number >= 0})
+            for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True)
+        ]
 
     def note_peak(self) -> None:
         """Remembers the bytes in use if they, or the KV elements they hold, are the most so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from ..device.cache import total_nbytes
 from ..metrics import EngineStats
@@ -16,6 +17,7 @@ def take_snapshot(started: Started) -> EngineStats:
     peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
     held = total_nbytes(fullest)
     widest_tokens, floor_tokens = cache.capacity
+    blocks = cache.blocks_by_group()
     idle = space.prefix.idle_nbytes if space.prefix else 0
     return EngineStats(
         time=time.monotonic(),
@@ -48,7 +50,8 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
         kv_rungs={name: ladder.effective_bits(rung) for rung, name in enumerate(ladder.names)},
-        kv_blocks=dict(cache.blocks_by_rung()),
+        kv_blocks=dict(sum(blocks, Counter())),
+        kv_group_blocks=tuple(dict(each) for each in blocks) if len(blocks) > 1 else (),
         kv_tokens_capacity=widest_tokens,
         kv_tokens_floor=floor_tokens,
         effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),

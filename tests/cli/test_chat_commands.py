@@ -7,6 +7,7 @@ import stat
 from base64 import b64decode
 from pathlib import Path
 
+import msgspec
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
@@ -329,6 +330,15 @@ def test_kv_and_stats_print_memory_in_words(shell: Shell):
     ask(shell, "hello")
     text = run(shell, "/kv")
     assert "1.0 GiB, 131,072 tokens" in text and "of 8,192 tokens" in text
+    assert "group" not in text
+
+
+def test_kv_lists_the_blocks_of_two_groups(shell: Shell, monkeypatch: pytest.MonkeyPatch):
+    groups = ({"dense16": 3, "int4": 1_200}, {})
+    stats = msgspec.structs.replace(FakeEngine().stats(), kv_blocks=groups[0], kv_group_blocks=groups)
+    monkeypatch.setattr(FakeEngine, "stats", lambda self: stats)
+    rows = [line.split(maxsplit=3) for line in run(shell, "/kv").splitlines() if "of group" in line]
+    assert rows == [["of", "group", "0", "3 dense16, 1,200 int4"], ["of", "group", "1", "none"]]
 
 
 def test_stats_are_grouped_and_in_words(shell: Shell):

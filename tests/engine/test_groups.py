@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from qkv_engine.device import layouts
 from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.errors import ConfigError
+from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.layer_kv import LayerKV
 from qkv_engine.loading import rank_ladder
@@ -18,6 +23,7 @@ from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS
 from qkv_engine.request import KVUsage, SamplingParams
+from qkv_engine.serving.snapshot import take_snapshot
 from qkv_engine.serving.submission import Submission
 
 from .test_command import Twin
@@ -89,6 +95,50 @@ def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch)
         if request_id in tables.main:
             most = [max(n, len(group[request_id].blocks)) for n, group in zip(most, tables.groups, strict=True)]
     assert most[0] >= 7 and most[1] <= WINDOW // 128 + 2
+    stats = take_snapshot(started)
+    full, window = stats.kv_group_blocks
+    assert stats.kv_blocks == Counter(full) + Counter(window) and full["dense16"] >= window["dense16"] > 0
+
+
+def test_one_group_has_no_figures_of_its_own():
+    stats = take_snapshot(begin("bf16", "64MiB"))
+    assert stats.kv_group_blocks == () and b"kv_group_blocks" not in msgspec.json.encode(stats)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_interrupts_within_changes_of_the_books_leave_nothing_behind(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """They come before or after any change of the books; ``play`` sees that no byte is left."""
+    with_windows(monkeypatch)
+    calm, core = begin("auto", "8MiB").core, (started := begin("auto", "8MiB")).core
+    rng, counts = random.Random(seed), Counter[str]()
+    with monkeypatch.context() as patched:
+        for name in ("trim", "reserve", "demote", "open", "release"):
+            patched.setattr(KVManager, name, interrupted(name, getattr(KVManager, name), rng, counts))
+        load = make_load(started, seed, 20)
+        outputs = play(core, load, {}, Interrupted)
+    assert len(outputs) == 20 and not any(output.error for output in outputs)
+    assert sum(counts.values()) >= 5
+    later = [make_load(started, seed + 10, 4)[-1:] for _ in range(2)]
+    expected, found = (seen(play(each, load, {})[0]) for each, load in zip((calm, core), later, strict=True))
+    assert found == expected
+
+
+class Interrupted(BaseException):
+    """Like ``KeyboardInterrupt``."""
+
+
+def interrupted(name: str, call: Callable[..., Any], rng: random.Random, counts: Counter[str]) -> Callable[..., Any]:
+    """``call``, broken off at random before or after it does its work."""
+
+    def attempt(*args: Any) -> Any:
+        before = rng.random() < 0.05
+        found = None if before else call(*args)
+        if before or rng.random() < 0.05:
+            counts[name] += 1
+            raise Interrupted(name)
+        return found
+
+    return attempt
 
 
 def test_windows_of_gemma_make_room_for_four_times_the_requests():

@@ -119,7 +119,10 @@ def make_load(started: Started, seed: int, number: int) -> list[Submission]:
 
 
 def play(
-    core: EngineCore, load: list[Submission], aborts: Mapping[int, str], errors: tuple[type[Exception], ...] | type = ()
+    core: EngineCore,
+    load: list[Submission],
+    aborts: Mapping[int, str],
+    errors: tuple[type[BaseException], ...] | type = (),
 ) -> list[RequestOutput]:
     """Submits two requests a step; after the steps named aborts whom ``aborts`` names; recovers from ``errors``."""
     to_come, step = list(load), 0

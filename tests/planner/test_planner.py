@@ -10,10 +10,12 @@ import pytest
 from qkv_engine import CapacityError, ConfigError
 from qkv_engine.bench.plan_report import layer_rows
 from qkv_engine.config import KVConfig
+from qkv_engine.device.layouts import Ladder
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import check_step
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.layer_kv import LayerKV
+from qkv_engine.planner import budget as planner_budget
 from qkv_engine.planner.budget import Budget, ladder_of
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.mixed import Mixed
@@ -242,6 +244,23 @@ def test_a_budget_in_bytes_counts_windows_once_whatever_the_context():
     as_full = msgspec.structs.replace(WINDOWS, layers=tuple(layer._replace(window=None) for layer in WINDOWS.layers))
     with pytest.raises(CapacityError, match="no plan is as small"):
         mine.solve(profile, as_full)
+
+
+@pytest.mark.parametrize("nbytes", ["80MiB", "100MiB", "125MiB"])
+def test_a_budget_in_bytes_takes_few_ladders(nbytes: str, monkeypatch: pytest.MonkeyPatch):
+    tried = list[Ladder]()
+
+    def count(kv: KVConfig, model: ModelFingerprint) -> Ladder:
+        tried.append(ladder_of(kv, model))
+        return tried[-1]
+
+    monkeypatch.setattr(planner_budget, "ladder_of", count)
+    kv = Mixed(budget=nbytes, context=40_000, requests=2, rungs=8).solve(made_up_profile(WINDOWS), WINDOWS)
+    budget = Budget.parse(nbytes, 40_000, 2)
+    ladder = ladder_of(kv, WINDOWS)
+    assert len(tried) <= 3 + planner_budget.TRIES and budget.holds(ladder)
+    room = max(each.groups[0].narrowest.block_nbytes for each in tried if budget.holds(each))
+    assert ladder.groups[0].narrowest.block_nbytes == room, "the widest floor that was found to fit"
 
 
 def test_a_window_within_the_recent_tokens_has_nothing_to_plan():
