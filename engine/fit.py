@@ -23,7 +23,7 @@ from qkv_engine.models.weights.scheme import UNQUANTIZED
 from .config import WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
 from .device.memory import default_memory, free_memory
-from .errors import CapacityError, ConfigError
+from .errors import CapacityError, ConfigError, ModelError
 from .kv.demand import Demand, Share
 from .kv.slabs import make_tables
 from .kv.spec import KVSpec
@@ -71,12 +71,6 @@ class FitTask:
         dtype, context = resolve_dtype(config.dtype, model, device), fit.context or model.max_position_embeddings
         return cls(model, dtype, device, nbytes, context, fit.requests, config.tensor_parallel)
 
-    @property
-    def weights(self) -> tuple[str | None, ...]:
-        """Formats that the weights may have: the checkpoint's own, None, and those that a plain one may load as."""
-        is_fixed = self.model.weights != UNQUANTIZED or is_unpacked(self.device)
-        return (None,) if is_fixed else (None, *WEIGHTS)
-
     def ladder(self, kv: KVConfig) -> Ladder:
         """The ladder of ``kv``. Raises ``ConfigError`` if it does not fit the model's heads."""
         return rank_ladder(kv, self.model, self.num_ranks, self.dtype, self.context)
@@ -122,11 +116,25 @@ def fit_rows(
 ) -> list[FitRow]:
     """All pairs of a format of ``weights`` and a ladder that fits the model's heads, best first.
 
-    ``weights`` are by default all that there are. Of equals the one whose ladder comes first is first.
+    ``weights`` are by default all that the model may have. Of equals the one whose ladder comes first is first.
     """
+    sizes = {name: _weights_nbytes(task, name) for name in weights} or dict(_sizes(task))
     built = list(_built(task, ladders))
-    rows = [_row(task, name, kv, ladder, kv_loss) for name in weights or task.weights for kv, ladder in built]
+    rows = [_row(task, name, size, kv, ladder, kv_loss) for name, size in sizes.items() for kv, ladder in built]
     return sorted(rows, key=lambda row: row.order)
+
+
+def _sizes(task: FitTask) -> Iterator[tuple[str | None, int]]:
+    """Formats that the weights may have, with their bytes; experts are not quantized while they load."""
+    yield None, _weights_nbytes(task, None)
+    if task.model.weights == UNQUANTIZED and not is_unpacked(task.device):
+        for name in WEIGHTS:
+            with suppress(ModelError):
+                yield name, _weights_nbytes(task, name)
+
+
+def _weights_nbytes(task: FitTask, name: str | None) -> int:
+    return weights_nbytes(with_weights(task.model, name), task.dtype, task.num_ranks, task.device)
 
 
 def _built(task: FitTask, ladders: Sequence[KVConfig]) -> Iterator[tuple[KVConfig, Ladder]]:
@@ -135,8 +143,7 @@ def _built(task: FitTask, ladders: Sequence[KVConfig]) -> Iterator[tuple[KVConfi
             yield kv, task.ladder(kv)
 
 
-def _row(task: FitTask, name: str | None, kv: KVConfig, ladder: Ladder, kv_loss: KVLoss) -> FitRow:
-    weights = weights_nbytes(with_weights(task.model, name), task.dtype, task.num_ranks, task.device)
+def _row(task: FitTask, name: str | None, weights: int, kv: KVConfig, ladder: Ladder, kv_loss: KVLoss) -> FitRow:
     rungs = range(ladder.last if ladder.eager else 0, ladder.last + 1)
     rung = next((rung for rung in rungs if _holds(task, ladder.spec, weights, rung)), None)
     at = ladder.last if rung is None else rung

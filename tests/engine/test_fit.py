@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkv_engine import CapacityError, ConfigError, Engine, Fit, SamplingParams
+from qkv_engine import CapacityError, ConfigError, Engine, Fit, ModelError, SamplingParams
 from qkv_engine.config import EngineConfig
 from qkv_engine.fit import FitRow, FitTask, fit_rows, fitted, no_fit
 from qkv_engine.loading import demo_folder
@@ -65,6 +65,13 @@ def test_windows_count_once_they_are_full():
     """Gemma 3 12B: of 40 layers a request keeps 9 blocks, of 8 all 256."""
     (row,) = fit_rows(task(Fit(context=32768, memory="48GiB"), "gemma-3-12b"), [PRESETS["bf16"]], weights=(None,))
     assert row.kv_bytes == 256 * 8 * 2**20 + 9 * 40 * 2**20 and row.fits
+
+
+def test_experts_are_not_quantized_while_they_load():
+    asked = task(Fit(context=4096, memory="80GiB"), "qwen3-30b-a3b")
+    assert {row.weights for row in fit_rows(asked)} == {None}
+    with pytest.raises(ModelError, match="quantized experts"):
+        fit_rows(asked, weights=("int4",))
 
 
 @pytest.mark.parametrize(("memory", "kv"), [("80MiB", "bf16"), ("53MiB", "int8"), ("47MiB", "auto")])
