@@ -14,6 +14,7 @@ import pytest
 from qkv_engine.request import FinishReason, SamplingParams
 
 from .broken import Broken
+from .cases import with_groups
 from .code import MODULES, source_path
 from .options import Options, draw
 from .simulator import Simulation
@@ -139,15 +140,20 @@ def scenario(number: int) -> Options:
     )  # fmt: skip
 
 
+def scenario_of_groups(number: int) -> Options:
+    """The same with a second group of layers, and windows in one of them or both."""
+    return with_groups(scenario(number))
+
+
 Lines = set[tuple[str, int]]
 
 
-def sweep(number: int, times: int, done: Lines) -> tuple[int, Lines]:
+def sweep(number: int, times: int, done: Lines, make: Callable[[int], Options]) -> tuple[int, Lines]:
     """Interrupts each line that a scenario executes, up to ``times`` times; returns how often, and the lines.
 
     Lines that are ``done`` are left out.
     """
-    options = scenario(number)
+    options = make(number)
     calm = Scenario(options)
     executed: dict[tuple[str, int], list[int]] = {}
     for at, line in enumerate(calm.play(None).lines, 1):
@@ -176,10 +182,16 @@ def sweep(number: int, times: int, done: Lines) -> tuple[int, Lines]:
     return len(points), set(executed)
 
 
-def sweeps(numbers: range, times: int, *, each_line_once: bool = False) -> tuple[int, str]:
+def sweeps(
+    numbers: range,
+    times: int,
+    *,
+    each_line_once: bool = False,
+    make: Callable[[int], Options] = scenario,
+) -> tuple[int, str]:
     points, lines = 0, Lines()
     for number in numbers:
-        found, executed = sweep(number, times, lines if each_line_once else Lines())
+        found, executed = sweep(number, times, lines if each_line_once else Lines(), make)
         points += found
         lines |= executed
     return points, f"{points:,} interrupts at {len(lines)} lines in {len(numbers)} scenarios, 0 corrupt after recovery"
@@ -189,6 +201,13 @@ def test_an_interrupt_at_each_line_once(report: list[str]):
     points, line = sweeps(range(4, 6), 1, each_line_once=True)
     report.append(line)
     assert points >= 500
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_lines_of_two_groups(report: list[str]):
+    points, line = sweeps(range(2, 3), 1, each_line_once=True, make=scenario_of_groups)
+    report.append(f"two groups: {line}")
+    assert points >= 400
 
 
 @pytest.mark.slow
