@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 
 import torch
@@ -21,6 +22,7 @@ from ..kernels import (
     block_tables_cases,
     fused_cases,
     linear_cases,
+    linear_codes_cases,
     moe_cases,
     sample_cases,
     triton_decode_cases,
@@ -85,6 +87,20 @@ def products() -> None:
             linear_cases.gated(num_rows, 19)
 
 
+def quantized_products(device: str = "cuda") -> None:
+    """One row, few and many, parts of the columns, weights written out; rows quantized alone and by a norm."""
+    codes = linear_codes_cases
+    with torch.device(device):
+        weights = [codes.integer_weight(38, 256, bits, group, BF16) for bits, group in ((4, 32), (8, 256))]
+        for weight in (*weights, codes.float8_weight(38, 256)):
+            for num_rows in (1, 3, 40):
+                assert math.isfinite(codes.product(weight, num_rows, BF16, codes.linear_codes, True))
+            assert math.isfinite(codes.gated(weight, 3) + codes.written_out(weight, BF16))
+        for name, tuning in codes.FLOAT8.items():
+            assert math.isfinite(codes.scaled(19, tuning, gated=name == "splits"))
+        assert math.isfinite(codes.fused_rows(256))
+
+
 def experts() -> None:
     """Routers, plans, and both kinds of products with both activations, and a last program that is not full."""
     with torch.device("cuda"):
@@ -124,7 +140,17 @@ def all_kernels() -> dict[str, JITFunction]:
 
 def main() -> None:
     torch.manual_seed(0)
-    for cases in (attention, windows, page_formats, fused, products, experts, sampling, block_tables):
+    for cases in (
+        attention,
+        windows,
+        page_formats,
+        fused,
+        products,
+        quantized_products,
+        experts,
+        sampling,
+        block_tables,
+    ):
         cases()
         torch.cuda.synchronize()
     ran = {name for name, kernel in all_kernels().items() if any(cache[0] for cache in kernel.device_caches.values())}
