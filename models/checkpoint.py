@@ -41,7 +41,7 @@ logger = logging.getLogger("qkv_engine")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TENSOR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_READ_DTYPES = TENSOR_DTYPES | {"I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+_READ_DTYPES = TENSOR_DTYPES | {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 
 _ITEM_BITS = {  # of an element, by safetensors' name of its dtype
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),

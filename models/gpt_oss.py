@@ -15,9 +15,10 @@ from .config import ModelConfig, read_layer_types
 from .fields import Fields
 from .layers import CheckpointRows, empty_weight
 from .llama import DecoderLayer, LlamaForCausalLM
-from .moe import MoE, MoeConfig, read_moe
-from .ranks import ALONE, Ranks
+from .moe import ExpertMatrices, MoE, MoeConfig, read_moe
+from .ranks import ALONE, Part, Ranks
 from .rope import Rotation, with_default_rope
+from .weights.plain import PLAIN
 
 _DEFAULTS = {
     "num_experts": 128,
@@ -32,7 +33,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 
 def read_gpt_oss(fields: Fields) -> ModelConfig:
-    """gpt-oss, whose experts are in the model's dtype."""
+    """gpt-oss."""
     fields = with_default_rope(fields.given(**_DEFAULTS), _ROPE)
     bias = fields.boolean("attention_bias", default=True)
     alpha = fields.number("swiglu_alpha", 1e-3, 1e3, default=1.702)
@@ -67,9 +68,20 @@ class GptOssAttention(Attention):
 
 
 class GptOssMoE(MoE):
-    """All experts of a layer are one tensor, transposed, whose columns are gate's and up's by turns."""
+    """All experts of a layer are one tensor, transposed, whose columns are gate's and up's by turns.
 
+    Packed matrices are not transposed.
+    """
+
+    first_expert = "experts.gate_up_proj"
     router_name = "mlp.router"
+
+    def packed_experts(self) -> Iterator[ExpertMatrices]:
+        """See ``MoE.packed_experts``."""
+        if self.format is not PLAIN:
+            hidden = Part.all(self.hidden)
+            yield ExpertMatrices("mlp.experts.gate_up_proj", self.inner.times(2), hidden, self.gate_up)
+            yield ExpertMatrices("mlp.experts.down_proj", hidden, self.inner, self.down)
 
     def expert_rows(self) -> Iterator[CheckpointRows]:
         """See ``MoE.expert_rows``."""
@@ -78,7 +90,7 @@ class GptOssMoE(MoE):
         gate_up, down = (f"mlp.experts.{name}_proj" for name in ("gate_up", "down"))
         yield CheckpointRows(f"{gate_up}_bias", (number, 2 * whole), self.gate_up_bias, 0, number, 0, 2 * first)
         yield CheckpointRows(f"{down}_bias", (number, hidden), self.down_bias, 0, number)
-        for expert in range(number):
+        for expert in range(number if self.format is PLAIN else 0):
             start, shape = 2 * expert * size, (number, hidden, 2 * whole)
             columns = (expert * hidden, 2 * first)
             yield CheckpointRows(gate_up, shape, self.gate_up, start, start + 2 * size, *columns, is_transposed=True)

@@ -23,20 +23,25 @@ from qkv_engine.model_files import file_names, has_file, read_json
 from . import hub
 from .checkpoint import TENSOR_DTYPES, Checkpoint
 from .config import DTYPES, ModelConfig
-from .layers import CheckpointRows, Layer, Norm
+from .layers import CheckpointRows, Layer
 from .llama import LlamaForCausalLM
 from .progress import progress
+from .random_weights import fill_randomly
 from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
 from .shapes import SHAPES
-from .weights.loading import UNUSED, check_quantized, load_quantized, quantize_layers, quantized_layers
+from .weights.loading import (
+    UNUSED,
+    check_quantized,
+    load_quantized,
+    quantized_layers,
+    quantized_nbytes,
+)
 from .weights.scheme import UNQUANTIZED
 
 logger = logging.getLogger("qkv_engine")
 
 LOAD_FORMATS = ("auto", "random")
-_RANDOM_STD = 0.02  # of random weights, as transformers initialises them
-_RANDOM_PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
 _NEEDS_SAFETENSORS = "Pass the folder of the original model: config.json and its safetensors files are needed"
 
 
@@ -132,18 +137,17 @@ def load_weights(
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """
     unpack = not pack or is_unpacked(device)
-    if unpack and pack and source.config.weights != UNQUANTIZED:
-        logger.info("%s weights are unpacked: %s multiplies floats faster", source.config.weights.name, device)
     net: nn.Module
     if load_format == "random":
         net = build_model(source.config, ranks)
-        _materialize(net, dtype, device)
-        _fill_randomly(net, source.config, ranks, seed, stopped)
-        if not unpack:
-            quantize_layers(net, dtype)
+        _materialize(net, dtype, device, unpack)
+        split = {parts[0].parameter for parts in expected_tensors(net, source.config).values() if _is_split(parts)}
+        fill_randomly(net, device, dtype, seed=seed, rank=ranks.rank, split=split, stopped=stopped)
     else:
         assert source.folder is not None, "only random weights have no folder"
         net = _load_checkpoint(source.folder, source.config, dtype, device, stopped, ranks, unpack)
+    if unpack and pack and any(quantized_layers(net)):
+        logger.info("%s weights are unpacked: %s multiplies floats faster", source.config.weights.name, device)
     prepare(net)
     for module in net.modules():
         if pack and isinstance(module, Layer):
@@ -285,22 +289,6 @@ def _go_on_unless(stopped: Callable[[], bool]) -> None:
         raise CancelledError
 
 
-def _fill_randomly(net: nn.Module, config: ModelConfig, ranks: Ranks, seed: int, stopped: Callable[[], bool]) -> None:
-    """Random weights, the same on all ranks but for those of which each rank has a part."""
-    norms = {module.weight for module in net.modules() if isinstance(module, Norm)}
-    split = {parts[0].parameter for parts in expected_tensors(net, config).values() if _is_split(parts)}
-    device = next(net.parameters()).device
-    common, own = (torch.Generator(device).manual_seed(number) for number in (seed, seed + ranks.rank + 1))
-    for parameter in net.parameters():
-        generator = own if parameter in split else common
-        for piece in torch.split(parameter.view(-1), _RANDOM_PIECE):
-            _go_on_unless(stopped)
-            if parameter in norms:
-                piece.fill_(1.0)
-            else:
-                piece.normal_(0.0, _RANDOM_STD, generator=generator)
-
-
 def _is_split(parts: list[CheckpointRows]) -> bool:
     """Whether other ranks hold other elements of the tensor that fills ``parts``."""
     here = sum(part.target.numel() for part in parts)
@@ -329,8 +317,10 @@ def _load_checkpoint(
         net = build_model(config, ranks)
         _check_tensors(checkpoint, net, config)
         _materialize(net, dtype, device, unpack)
-        load_quantized(checkpoint, net, dtype, device, unpack=unpack, stopped=stopped)
-        _fill(checkpoint, expected_tensors(net, config), stopped)
+        targets = [(name, part) for name, parts in expected_tensors(net, config).items() for part in parts]
+        with progress(quantized_nbytes(checkpoint, net) + _filled_nbytes(checkpoint, targets)) as advance:
+            load_quantized(checkpoint, net, dtype, device, unpack=unpack, advance=advance, stopped=stopped)
+            _fill(checkpoint, targets, advance, stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
             _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
     for module in net.modules():
@@ -364,16 +354,22 @@ def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelC
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
 
 
-def _fill(checkpoint: Checkpoint, wanted: dict[str, list[CheckpointRows]], stopped: Callable[[], bool]) -> None:
-    targets = [(name, part) for name, parts in wanted.items() for part in parts]
+def _filled_nbytes(checkpoint: Checkpoint, targets: list[tuple[str, CheckpointRows]]) -> int:
     stored = checkpoint.tensors
-    total = sum(stored[name].nbytes * part.num_rows // stored[name].num_rows for name, part in targets)
-    with progress(total) as advance:
-        for name, part in targets:
-            for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
-                _go_on_unless(stopped)
-                part.fill(start, end, piece)
-                advance(piece.nbytes)
+    return sum(stored[name].nbytes * part.num_rows // stored[name].num_rows for name, part in targets)
+
+
+def _fill(
+    checkpoint: Checkpoint,
+    targets: list[tuple[str, CheckpointRows]],
+    advance: Callable[[int], None],
+    stopped: Callable[[], bool],
+) -> None:
+    for name, part in targets:
+        for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
+            _go_on_unless(stopped)
+            part.fill(start, end, piece)
+            advance(piece.nbytes)
 
 
 def _check_tied(checkpoint: Checkpoint, table: Tensor, stopped: Callable[[], bool]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,7 +14,9 @@ from qkv_engine.kernels.moe import Experts, SoftmaxOver, SwiGLU, experts_mlp, ro
 from .config import ModelConfig, read_num_layers
 from .fields import Fields
 from .layers import CheckpointRows, Layer, empty_weight
-from .ranks import ALONE, Ranks
+from .ranks import ALONE, Part, Ranks
+from .weights.format import WeightFormat
+from .weights.plain import PLAIN
 
 PLAIN_SWIGLU = SwiGLU()
 _MAX_EXPERTS = 2**15  # in all layers: the tensors of an index are that many
@@ -60,12 +62,23 @@ def read_softmax_over(fields: Fields) -> SoftmaxOver:
     return SoftmaxOver.CHOSEN if fields.boolean("norm_topk_prob", default=False) else SoftmaxOver.ALL
 
 
+class ExpertMatrices(NamedTuple):
+    """One matrix of each expert, in the order of its checkpoint: parts of rows and columns that fill a parameter."""
+
+    name: str  # in the checkpoint, below the path of the module's parent
+    rows: Part
+    columns: Part
+    parameter: nn.Parameter  # [X, rows, columns]
+
+
 class MoE(Layer):
     """A router and its experts. Each of ``ranks`` has its part of every expert's inner features.
 
     The names of checkpoint tensors begin below the decoder layer; those of an expert have its number in place of {}.
     """
 
+    format: WeightFormat = PLAIN  # of the experts
+    first_expert = "experts.0.gate_proj"  # below the module's path, as formats are given to names
     router_name = "mlp.gate"
     gate_name, up_name, down_name = (f"mlp.experts.{{}}.{name}_proj.weight" for name in ("gate", "up", "down"))
 
@@ -101,6 +114,10 @@ class MoE(Layer):
         if self.router_bias is not None:
             yield CheckpointRows(f"{self.router_name}.bias", shape[:1], self.router_bias, 0, self.num_experts)
         yield from self.expert_rows()
+
+    def packed_experts(self) -> Iterator[ExpertMatrices]:
+        """What a checkpoint has of the experts in ``format``; nothing here, where experts are plain."""
+        return iter(())
 
     def expert_rows(self) -> Iterator[CheckpointRows]:
         """Those of the experts; here each has tensors of its own."""

@@ -32,6 +32,7 @@ from .olmoe import OlmoeForCausalLM, read_olmoe
 from .qwen3_moe import Qwen3MoeForCausalLM, read_qwen3_moe
 from .ranks import ALONE, Ranks
 from .smollm import read_smollm3
+from .weights.mxfp4 import Mxfp4
 from .weights.plain import PLAIN
 from .weights.scheme import UNQUANTIZED, read_scheme
 
@@ -123,8 +124,8 @@ def _set_formats(net: LlamaForCausalLM, config: ModelConfig) -> None:
     """Gives each linear layer the format of its projections. Raises ``ModelError`` if they differ, and of experts."""
     for path, module in net.named_modules():
         parent = path.rpartition(".")[0]
-        if isinstance(module, MoE) and config.weights.format_of(f"{path}.experts.0.gate_proj") is not PLAIN:
-            raise ModelError("quantized experts are not supported", field="quantization_config", value=path)
+        if isinstance(module, MoE):
+            _set_expert_format(path, module, config)
         if not isinstance(module, Linear) or (path == "lm_head" and config.tie_word_embeddings):
             continue
         names = [f"{parent}.{each.name}" if parent else each.name for each in module.projections()]
@@ -133,6 +134,12 @@ def _set_formats(net: LlamaForCausalLM, config: ModelConfig) -> None:
             message = f"{', '.join(names)} are one matrix here and have different formats"
             raise ModelError(message, field="quantization_config", value=config.weights.name)
         module.format = formats.pop()
+
+
+def _set_expert_format(path: str, moe: MoE, config: ModelConfig) -> None:
+    moe.format = config.weights.format_of(f"{path}.{moe.first_expert}")
+    if moe.format is not PLAIN and (not isinstance(moe.format, Mxfp4) or not any(moe.packed_experts())):
+        raise ModelError("quantized experts are not supported", field="quantization_config", value=path)
 
 
 def _text_fields(fields: Fields, wrapper: Wrapper) -> Fields:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qkv_engine.errors import ModelError
 from qkv_engine.kernels.linear import Weight, weight_nbytes
 
 from ..ranks import Part
@@ -18,17 +19,18 @@ Found = Mapping[str, Tensor]  # tensors of a checkpoint by the ends of their nam
 class Dim(NamedTuple):
     """A dimension of a stored tensor: rows of the weight, its columns, or neither; ``per`` of them an element.
 
-    Ranks cannot have parts of an ``indivisible`` one.
+    Ranks cannot have parts of an ``indivisible`` one. Of neither there are ``size`` elements.
     """
 
     of: str | None
     per: int = 1
     indivisible: bool = False
+    size: int = 1
 
     def of_part(self, rows: Part, columns: Part) -> Part | None:
         """The elements of a part of the weight; ``None`` if it has parts of elements."""
         if self.of is None:
-            return Part.all(1)
+            return Part.all(self.size)
         size, first, whole = rows if self.of == "rows" else columns
         stop, elements = first + size, -(-whole // self.per)
         if (first, stop) == (0, whole):
@@ -52,6 +54,15 @@ class CheckpointTensor(NamedTuple):
     def parts(self, rows: Part, columns: Part) -> tuple[Part | None, ...]:
         """The elements of each dimension that a part of the weight has."""
         return tuple(dim.of_part(rows, columns) for dim in self.dims)
+
+
+class QuantizedTensor(NamedTuple):
+    """A tensor that the checkpoint must have; ``num_read`` of its elements are read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    num_read: int
 
 
 class WeightFormat(Protocol):
@@ -85,3 +96,15 @@ def format_nbytes(each: WeightFormat, rows: int, columns: int, dtype: torch.dtyp
     """Bytes of a weight ``[rows, columns]``."""
     with torch.device("meta"):
         return weight_nbytes(each.empty(rows, columns, dtype))
+
+
+def split_parts(name: str, each: CheckpointTensor, rows: Part, columns: Part) -> tuple[Part, ...]:
+    """The elements of each dimension of a tensor that a part of the weight has.
+
+    Raises ``ModelError`` with ``name`` where it would have a part of an element.
+    """
+    found = tuple(part for part in each.parts(rows, columns) if part is not None)
+    if len(found) < len(each.dims):
+        message = f"{name} cannot be split over the ranks: a part would have a part of a group, a word or an order"
+        raise ModelError(message, remedy="Use fewer ranks, or none")
+    return found

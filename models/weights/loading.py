@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,20 +17,13 @@ from ..checkpoint import Checkpoint
 from ..layers import Linear, Projection
 from ..ranks import Part
 from .codes import put_rows
-from .format import CheckpointTensor
+from .experts import expert_tensors, load_experts
+from .format import QuantizedTensor, split_parts
 from .plain import PLAIN
 
 _STREAMED_ROWS = 4096  # of a projection that is quantized while it is read, at a time
 # Ends of names of what a quantized checkpoint has beside the weights: scales of activations and KV, and shapes.
 UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".input_scale_ub")
-
-
-class QuantizedTensor(NamedTuple):
-    """A tensor that the checkpoint must have."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
 
 
 def quantized_layers(net: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -40,21 +34,25 @@ def quantized_layers(net: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def quantized_tensors(net: nn.Module) -> Iterator[QuantizedTensor]:
-    """What the checkpoint has of these layers. Raises ``ModelError`` for a projection that cannot be split so."""
+    """What the checkpoint has of these layers, and of packed experts.
+
+    Raises ``ModelError`` for a projection that cannot be split so.
+    """
     for path, layer in quantized_layers(net):
         for projection in layer.projections():
             whole = Part.all(projection.rows.whole), Part.all(projection.columns.whole)
             for each in layer.format.tensors:
                 name = f"{_full_name(path, projection)}.{each.suffix}"
-                _parts(name, each, projection.rows, projection.columns)
-                shape = tuple(part.whole for part in _parts(name, each, *whole))
-                yield QuantizedTensor(name, shape, each.dtypes)
+                parts = split_parts(name, each, projection.rows, projection.columns)
+                shape = tuple(part.whole for part in split_parts(name, each, *whole))
+                yield QuantizedTensor(name, shape, each.dtypes, math.prod(part.size for part in parts))
+    yield from expert_tensors(net)
 
 
 def check_quantized(checkpoint: Checkpoint, net: nn.Module) -> set[str]:
     """Names of the tensors that these layers read. Raises ``ModelError`` for shapes and dtypes that do not fit."""
     names = set()
-    for name, shape, dtypes in quantized_tensors(net):
+    for name, shape, dtypes, _ in quantized_tensors(net):
         stored = checkpoint.tensors.get(name)
         if stored is None:
             raise ModelError(f"{', '.join(checkpoint.file_names[:3])} lack {name}, which config.json calls for")
@@ -67,6 +65,12 @@ def check_quantized(checkpoint: Checkpoint, net: nn.Module) -> set[str]:
     return names
 
 
+def quantized_nbytes(checkpoint: Checkpoint, net: nn.Module) -> int:
+    """Bytes that ``load_quantized`` reads."""
+    found = ((checkpoint.tensors[each.name], each) for each in quantized_tensors(net))
+    return sum(stored.nbytes * each.num_read // math.prod(stored.shape) for stored, each in found)
+
+
 def load_quantized(
     checkpoint: Checkpoint,
     net: nn.Module,
@@ -74,9 +78,13 @@ def load_quantized(
     device: torch.device,
     *,
     unpack: bool,
+    advance: Callable[[int], None],
     stopped: Callable[[], bool],
 ) -> None:
-    """Builds the weights layer by layer; with ``unpack`` they fill the plain matrices that the layers then have."""
+    """Builds the weights layer by layer; with ``unpack`` they fill the plain matrices that the layers then have.
+
+    ``advance`` is told how many bytes have been read.
+    """
     for path, layer in quantized_layers(net):
         rows, columns = layer.weight.shape
         with torch.device(device):
@@ -86,8 +94,9 @@ def load_quantized(
             for part in _pieces(projection, layer.format.is_streamed):
                 if stopped():
                     raise CancelledError
-                parts = {each.suffix: _parts(name, each, part.rows, part.columns) for each in layer.format.tensors}
+                parts = {each.suffix: split_parts(name, each, part.rows, part.columns) for each in layer.format.tensors}
                 found = {suffix: checkpoint.read(f"{name}.{suffix}", parts[suffix]) for suffix in parts}
+                advance(sum(each.nbytes for each in found.values()))
                 try:
                     built: Any = layer.format.build({end: each.to(device) for end, each in found.items()}, dtype)
                 except ModelError as error:
@@ -100,14 +109,7 @@ def load_quantized(
         if not unpack:
             del layer.weight
             layer.weight = target
-
-
-def quantize_layers(net: nn.Module, dtype: torch.dtype) -> None:
-    """Quantizes the plain matrices of layers that are quantized on load, one after another."""
-    for _, layer in quantized_layers(net):
-        weight = layer.weight
-        del layer.weight
-        layer.weight = layer.format.build({"weight": weight.detach()}, dtype)
+    load_experts(checkpoint, net, dtype, device, advance=advance, stopped=stopped)
 
 
 def _pieces(projection: Projection, is_streamed: bool) -> Iterator[Projection]:
@@ -115,14 +117,6 @@ def _pieces(projection: Projection, is_streamed: bool) -> Iterator[Projection]:
     step = _STREAMED_ROWS if is_streamed else size
     for row in range(0, size, step):
         yield Projection(name, Part(min(step, size - row), first + row, whole), columns, start + row)
-
-
-def _parts(name: str, each: CheckpointTensor, rows: Part, columns: Part) -> tuple[Part, ...]:
-    found = tuple(part for part in each.parts(rows, columns) if part is not None)
-    if len(found) < len(each.dims):
-        message = f"{name} cannot be split over the ranks: a part would have a part of a group, a word or an order"
-        raise ModelError(message, remedy="Use fewer ranks, or none")
-    return found
 
 
 def _full_name(path: str, projection: Projection) -> str:

@@ -14,6 +14,7 @@ from .float8 import Float8
 from .format import WeightFormat
 from .gptq import Gptq
 from .integers import Integers
+from .mxfp4 import Mxfp4
 from .on_load import OnLoad
 from .plain import PLAIN
 
@@ -198,6 +199,11 @@ def _linear(name: str, found: WeightFormat, ignored: tuple[str, ...]) -> Scheme:
     return Scheme(name, (Rule(("Linear",), found),), ("lm_head", *ignored))
 
 
+def _mxfp4(fields: Fields) -> Scheme:
+    """The experts alone, whatever else ``modules_to_not_convert`` names."""
+    return Scheme("mxfp4", (Rule(("experts",), Mxfp4()),), _names(fields, "modules_to_not_convert"))
+
+
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "auto-round": _auto_round,
     "awq": _awq,
@@ -205,4 +211,5 @@ METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

@@ -25,7 +25,7 @@ from qkv_engine import CapacityError, ConfigError, Engine, ModelError, loading, 
 from qkv_engine.config import EngineConfig
 from qkv_engine.device import memory
 from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
-from qkv_engine.models import hub, loader
+from qkv_engine.models import hub, loader, random_weights
 from qkv_engine.models.layers import Linear
 from qkv_engine.models.registry import build_model, config_from_hf
 from qkv_engine.models.shapes import SHAPES
@@ -341,7 +341,7 @@ def test_random_weights_do_not_depend_on_the_pieces(folder: Path, monkeypatch: p
         return loaded.model.get_parameter("model.embed_tokens.weight")
 
     whole = weights()
-    monkeypatch.setattr(loader, "_RANDOM_PIECE", 256)
+    monkeypatch.setattr(random_weights, "_PIECE", 256)
     assert torch.equal(whole, weights())
 
 
