@@ -85,7 +85,10 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".cast") as cast:
         cast.write("\n".join(record().lines) + "\n")
         cast.flush()
-        subprocess.run([sys.executable, "-m", "termtosvg", "render", cast.name, str(PICTURE), "-M", "1500"], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "termtosvg", "render", cast.name, str(PICTURE), "-m", "100", "-M", "1500"],
+            check=True,
+        )
 
 
 if __name__ == "__main__":
