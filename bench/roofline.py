@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qkv_engine.models.loader import layers_with_weights
+from qkv_engine.models.loader import kept_config, layers_with_weights
 from qkv_engine.models.moe import MoE
 from qkv_engine.models.registry import build_model
 
@@ -36,8 +36,12 @@ class Weights(NamedTuple):
         return self.read_nbytes + self.expert_nbytes * (1.0 - (1.0 - self.chosen) ** batch)
 
 
-def count_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """The weights of ``config`` in ``dtype``, without making any."""
+def count_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Weights:
+    """The weights of ``config`` in ``dtype`` as ``device`` keeps them, without making any.
+
+    Without a device no weight is unpacked.
+    """
+    config = kept_config(config, device)
     model = build_model(config)
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     experts = {parameter for moe in moes for parameter in moe.expert_parameters()}

@@ -85,7 +85,7 @@ class Samples:
         ordered = [sorted(w.seconds for w in piece)[1:-1] for piece in pieces]
         slow, fast = fmean(each[-1] for each in ordered), fmean(each[0] for each in ordered)
         values = memory_values(engine.stats(), self.plan.seed)
-        weights = count_weights(engine.started.config, engine.started.dtype)
+        weights = count_weights(engine.started.config, engine.started.dtype, engine.started.device)
         kv_read = fmean(w.kv_nbytes for piece in pieces for w in piece)
         limit = limit_seconds(weights, batch, kv_read) if GPU in values["device_name"] else None
         return values | {

@@ -54,7 +54,7 @@ def kv_nbytes(machine: Machine, memory: str | None, kv_memory: str | None, num_t
     number, config = parse_requests(kv_memory), machine.config.share(machine.num_ranks)
     if number is not None:
         return nbytes_for(config, number, num_tokens)
-    weights, free = count_weights(config, machine.dtype).nbytes, free_memory(machine.device)
+    weights, free = count_weights(config, machine.dtype, machine.device).nbytes, free_memory(machine.device)
     if kv_memory is not None:
         return parse_size(kv_memory, field="kv_memory", free=max(1, free - weights))
     if memory is None:

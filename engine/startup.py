@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
 
@@ -98,7 +99,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     )
     layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
     backend = make_backend(cast(CausalLM, loaded.model), cache.memory, layout, ladder, config.cuda_graphs)
-    threads = choose_threads(config.num_threads, sum(weight.nbytes for weight in loaded.model.parameters()))
+    threads = choose_threads(config.num_threads, weights_nbytes(model_config, dtype, ranks.size, device))
     if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         workers.replies()  # their weights are loaded

@@ -56,6 +56,11 @@ _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 # Names in a checkpoint with a text part: those of other parts, and what comes before those of the text part.
 _OTHER_PART = re.compile(r"(model\.)?(vision|audio|multi_modal|embed_vision|embed_audio)")
 _TEXT_PART = re.compile(r"^(?:(model\.)language_model\.|language_model\.)")
+# Tensors that the digest samples: of a quantized projection codes, scales, zeros and the order of columns.
+_SAMPLED = re.compile(
+    r".*_proj(\.(weight|qweight|weight_packed|weight_scale|weight_scale_inv|weight_zero_point|scales|qzeros|g_idx)"
+    r"|_blocks|_scales)"
+)
 _PIECE_BYTES = 32 * 2**20  # read at a time, whole rows; the peak is the weights and one piece
 _DIGEST_ELEMENTS = 64  # of each projection, in the digest that tells checkpoints apart
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -145,7 +150,7 @@ class Checkpoint:
     def first_elements(self, name: str, count: int) -> Tensor:
         """The first ``count`` elements of a tensor, or all it has."""
         stored = self.tensors[name]
-        dtype = TENSOR_DTYPES[stored.dtype]
+        dtype = _READ_DTYPES[stored.dtype]
         nbytes = min(count * dtype.itemsize, stored.nbytes)
         data = read_exactly(self._files[stored.file_name], stored.offset, nbytes, stored.file_name)
         return torch.frombuffer(data, dtype=dtype)
@@ -172,15 +177,19 @@ class Checkpoint:
 def weights_digest(folder: Path) -> str:
     """SHA-256 in hex of a sample of each projection's weight, the same for a float32 checkpoint and its bfloat16 copy.
 
-    Reads a few hundred bytes of each. Raises ``ModelError`` for a checkpoint that cannot be read.
+    Of quantized projections codes, scales and zeros are sampled as they are. Reads a few hundred bytes of each.
+    Raises ``ModelError`` for a checkpoint that cannot be read.
     """
     digest = hashlib.sha256()
     with Checkpoint(folder) as checkpoint:
         for name in sorted(checkpoint.tensors):
             stored = checkpoint.tensors[name]
-            if name.endswith("_proj.weight") and stored.dtype in TENSOR_DTYPES and stored.nbytes:
-                sample = checkpoint.first_elements(name, _DIGEST_ELEMENTS).to(torch.bfloat16)
-                digest.update(name.encode() + bytes(sample.view(torch.uint8).tolist()))
+            if not _SAMPLED.fullmatch(name) or stored.dtype not in _READ_DTYPES or not stored.nbytes:
+                continue
+            sample = checkpoint.first_elements(name, _DIGEST_ELEMENTS)
+            if name.endswith("_proj.weight") and stored.dtype in TENSOR_DTYPES:
+                sample = sample.to(torch.bfloat16)
+            digest.update(name.encode() + bytes(sample.view(torch.uint8).tolist()))
     return digest.hexdigest()
 
 

@@ -36,6 +36,7 @@ from .weights.loading import (
     load_quantized,
     quantized_layers,
     quantized_nbytes,
+    zero_biases,
 )
 from .weights.scheme import UNQUANTIZED
 
@@ -179,6 +180,11 @@ def is_unpacked(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def kept_config(config: ModelConfig, device: torch.device | None) -> ModelConfig:
+    """The configuration of the weights that ``device`` keeps; without a device none is unpacked."""
+    return config if device is None or not is_unpacked(device) else replace(config, weights=UNQUANTIZED)
+
+
 @lru_cache(maxsize=16)
 def weights_nbytes(
     config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, device: torch.device | None = None
@@ -187,8 +193,7 @@ def weights_nbytes(
 
     Without a device no weight is unpacked.
     """
-    if device is not None and is_unpacked(device):
-        config = replace(config, weights=UNQUANTIZED)
+    config = kept_config(config, device)
     net = build_model(config, Ranks(0, num_ranks))
     return sum(module.weight_nbytes(dtype) for _, module in layers_with_weights(net, config))
 
@@ -337,6 +342,7 @@ def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelC
         raise ModelError(f"{files} lack {_some(missing)}, which config.json calls for")
     extra = checkpoint.tensors.keys() - wanted.keys() - check_quantized(checkpoint, net)
     extra = {name for name in extra if not net.ignores(name)}
+    extra -= zero_biases(checkpoint, net, extra)
     if config.weights != UNQUANTIZED:
         extra = {name for name in extra if not name.endswith(UNUSED)}
     expected = {name: parts[0].shape for name, parts in wanted.items()}

@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> Iterator[ProfileRow]:
     """The parts of a step at each batch size that ``args`` name, the whole step first."""
     kv, config, device = resolve_kv(args.kv), config_from_hf(SHAPES[args.shape]), resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, config, device)
-    weights, ladder = count_weights(config, dtype), make_ladder(kv, config, dtype)
+    weights, ladder = count_weights(config, dtype, device), make_ladder(kv, config, dtype)
     nbytes = parse_size(args.memory, field="memory", free=free_memory(device)) - weights.nbytes
     largest = largest_batch(ladder, nbytes, args.context)
     batches = parse_batches(args.batch, largest)

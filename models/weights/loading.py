@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..ranks import Part
 from .codes import put_rows
 from .experts import expert_tensors, load_experts
 from .format import QuantizedTensor, split_parts
-from .plain import PLAIN
+from .plain import FLOATS, PLAIN
 
 _STREAMED_ROWS = 4096  # of a projection that is quantized while it is read, at a time
 # Ends of names of what a quantized checkpoint has beside the weights: scales of activations and KV, and shapes.
@@ -63,6 +63,27 @@ def check_quantized(checkpoint: Checkpoint, net: nn.Module) -> set[str]:
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
         names.add(name)
     return names
+
+
+def zero_biases(checkpoint: Checkpoint, net: nn.Module, names: Set[str]) -> set[str]:
+    """Those of ``names`` that are biases of these layers, which have none: old GPTQ files have zeros there.
+
+    Raises ``ModelError`` for one that is not zero.
+    """
+    found = set()
+    for path, layer in quantized_layers(net):
+        for projection in layer.projections():
+            name = f"{_full_name(path, projection)}.bias"
+            if name not in names:
+                continue
+            stored = checkpoint.tensors[name]
+            if stored.dtype not in FLOATS or stored.shape != (projection.rows.whole,):
+                continue
+            if any(bool(piece.any()) for _, _, piece in checkpoint.pieces(name)):
+                message = f"{stored.file_name}: tensor {name} is not zero, and config.json gives the layer no bias"
+                raise ModelError(message)
+            found.add(name)
+    return found
 
 
 def quantized_nbytes(checkpoint: Checkpoint, net: nn.Module) -> int:

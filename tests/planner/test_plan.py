@@ -328,6 +328,11 @@ def test_the_digest_is_that_of_the_bfloat16_copy(model: Path):
     assert weights_digest(model) == before != weights_digest(demo_folder())
 
 
+def test_the_digest_of_plain_weights_stays():
+    """Plans that were made keep their weights."""
+    assert weights_digest(demo_folder()) == "a1ae3d7b50cea464696f58201e2a23af0fc7bd0930cb6d6989eec30d2c1c6d14"
+
+
 def test_formats_that_do_not_fit_the_model_are_refused(model: Path, edit: Callable):
     path = edit(lambda plan: plan["ladder"]["rungs"][1].update(k="int5-channel-32"))
     with pytest.raises(ConfigError, match=r"^kv='mine': format='int5-channel-32'.*Choose from"):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from qkv_engine import Engine, SamplingParams
+from qkv_engine.bench.roofline import count_weights
+from qkv_engine.bench.sizing import Machine, kv_nbytes
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.linear import Float8Weight, IntegerWeight, weight_nbytes
 from qkv_engine.models import loader
+from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import find_model, load_weights, num_parameters, weights_nbytes
+from qkv_engine.models.ranks import Ranks
 from qkv_engine.models.weights.awq import Awq
 from qkv_engine.models.weights.codes import unpack_words
-from qkv_engine.models.weights.loading import quantized_layers
+from qkv_engine.models.weights.loading import UNUSED, quantized_layers
 
 from ..conftest import CPU
 from ..test_ranks import logits_of as rank_logits
@@ -103,6 +110,80 @@ def test_what_is_not_supported_is_refused_before_weights_are_read(config, messag
     with pytest.raises(ModelError, match=f"(?s){message}"):
         loader.num_parameters(find_model(str(tmp_path)).config)
         weights_nbytes(find_model(str(tmp_path)).config, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq act-order"])
+def test_biases_of_old_files_must_be_zero(name, source, tmp_path, load, logits_of):
+    """AutoGPTQ wrote zeros of layers that have no bias."""
+    plain = quantize(source, tmp_path / "model", FORMS[name])
+    path, bias = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.bias"
+    tensors = load_file(path)
+    zeros = {end.replace("qweight", "bias"): torch.zeros(x.shape[1]) for end, x in tensors.items() if "qweight" in end}
+    save_file(tensors | zeros, path)
+    assert torch.equal(logits_of(load(tmp_path / "model"), IDS), logits_of(load(plain), IDS))
+    zeros[bias][-1] = 1e-3
+    save_file(tensors | zeros, path)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.bias is not zero"):
+        load(tmp_path / "model")
+    save_file(tensors | {bias: torch.zeros(3)}, path)
+    with pytest.raises(ModelError, match=r"have model\.layers\.1\.mlp\.up_proj\.bias"):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["int4 zeros", "int8 group", "fp8", "fp8 blocks", "fbgemm", "awq", "gptq act-order"])
+def test_the_digest_samples_codes_scales_and_zeros(name, source, tmp_path):
+    quantize(source, tmp_path / "model", FORMS[name])
+    path, digests = tmp_path / "model" / "model.safetensors", {weights_digest(tmp_path / "model")}
+    tensors = load_file(path)
+    ends = [end for end in tensors if "layers.0.self_attn.k_proj" in end and not end.endswith(UNUSED)]
+    for end in ends:
+        changed = tensors[end].clone()
+        changed.view(-1).view(torch.uint8)[1] ^= 1
+        save_file(tensors | {end: changed}, path)
+        digests.add(weights_digest(tmp_path / "model"))
+    assert len(digests) == 1 + len(ends) >= 3
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "fp8 blocks"])
+def test_greedy_tokens_are_those_of_the_unpacked_weights(name, source, tmp_path):
+    plain = quantize(source, tmp_path / "model", FORMS[name])
+    params, tokens = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []
+    for folder in (tmp_path / "model", plain):
+        with Engine(folder, kv="fp32", kv_memory="8MiB", device="cpu", max_model_len=128) as engine:
+            outputs = engine.generate([IDS.tolist(), IDS[:3].tolist() * 10], params)
+            tokens.append([each.outputs[0].token_ids for each in outputs])
+    assert tokens[0] == tokens[1]
+    assert len({*tokens[0][0], *tokens[0][1]}) > 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["int4 zeros", "int8 channel", "awq", "gptq", "fp8"])
+def test_the_bar_counts_all_that_is_read(name, num_ranks, source, tmp_path, monkeypatch):
+    quantize(source, tmp_path / "model", FORMS[name])
+    found, bars = find_model(str(tmp_path / "model")), []
+
+    @contextmanager
+    def progress(total):
+        read = []
+        yield read.append
+        bars.append((total, sum(read)))
+
+    monkeypatch.setattr(loader, "progress", progress)
+    load_weights(found, dtype=torch.float32, device=CPU, ranks=Ranks(num_ranks - 1, num_ranks))
+    ((total, read),) = bars
+    codes = sum(x.nbytes for end, x in load_file(tmp_path / "model" / "model.safetensors").items() if "_proj" in end)
+    assert read == total > 0.9 * codes / num_ranks
+
+
+def test_weights_count_as_a_device_keeps_them(source, tmp_path):
+    quantize(source, tmp_path / "model", FORMS["awq"])
+    config = find_model(str(tmp_path / "model")).config
+    kept, unpacked = (count_weights(config, torch.float32, device) for device in (None, CPU))
+    assert unpacked.nbytes == 4 * num_parameters(config) == weights_nbytes(config, torch.float32, device=CPU)
+    assert kept.nbytes == weights_nbytes(config, torch.float32) < unpacked.nbytes / 2
+    assert kept.multiplied == unpacked.multiplied
+    machine = Machine(config, torch.float32, CPU)
+    assert kv_nbytes(machine, "64MiB", None, 100) == 64 * 2**20 - unpacked.nbytes
 
 
 def test_words_are_read_as_public_readers_do():
