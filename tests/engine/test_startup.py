@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
-from unittest.mock import Mock
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -354,13 +354,11 @@ def test_started_config_is_what_was_asked(folder: Path):
     started.core.free()
 
 
-def test_threads_are_chosen_by_all_weights_packed_ones_too(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    chosen = Mock(wraps=choose_threads)
-    monkeypatch.setattr(startup, "choose_threads", chosen)
-    open_tiny(folder).close()
-    open_tiny(folder, weights="int8").close()
-    nbytes = 4 * loader.num_parameters(loader.read_config(folder))
-    assert [call.args[1] for call in chosen.call_args_list] == [nbytes] * 2
+def test_threads_are_chosen_by_all_weights_packed_ones_too(folder: Path):
+    with patch.object(startup, "choose_threads", wraps=choose_threads) as chosen:
+        open_tiny(folder).close()
+        open_tiny(folder, weights="int8").close()
+    assert {call.args[1] for call in chosen.call_args_list} == {4 * loader.num_parameters(loader.read_config(folder))}
 
 
 def test_interrupts_anywhere_in_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
