@@ -24,8 +24,6 @@ import torch
 from qkv_engine import CapacityError, ConfigError, Engine, ModelError, loading, startup
 from qkv_engine.config import EngineConfig
 from qkv_engine.device import memory
-from qkv_engine.device.cpu.thread_choice import ThreadChoice
-from qkv_engine.device.cpu.threads import SMALL_MODEL_NBYTES, choose_threads
 from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
 from qkv_engine.models import hub, loader, random_weights
 from qkv_engine.models.layers import Linear
@@ -352,21 +350,6 @@ def test_started_config_is_what_was_asked(folder: Path):
     started = startup.start(config)
     assert (started.max_model_len, started.name) == (512, str(folder))
     started.core.free()
-
-
-def test_threads_are_chosen_by_all_weights_packed_ones_too(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    counted: list[int] = []
-
-    def choose(given: int | None, nbytes: int) -> ThreadChoice:
-        counted.append(nbytes)
-        return choose_threads(given, nbytes)
-
-    monkeypatch.setattr(startup, "choose_threads", choose)
-    open_tiny(folder).close()
-    open_tiny(folder, weights="int8").close()
-    assert counted == [4 * loader.num_parameters(loader.read_config(folder))] * 2
-    demo = loader.weights_nbytes(loader.read_config(loading.demo_folder()), torch.float32, device=CPU)
-    assert demo < SMALL_MODEL_NBYTES
 
 
 def test_interrupts_anywhere_in_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
