@@ -17,7 +17,6 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from threading import Event
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ import torch
 from qkv_engine import CapacityError, ConfigError, Engine, ModelError, loading, startup
 from qkv_engine.config import EngineConfig
 from qkv_engine.device import memory
-from qkv_engine.device.cpu.threads import choose_threads
 from qkv_engine.device.memory import UNLIMITED, cgroup_headroom
 from qkv_engine.models import hub, loader, random_weights
 from qkv_engine.models.layers import Linear
@@ -352,13 +350,6 @@ def test_started_config_is_what_was_asked(folder: Path):
     started = startup.start(config)
     assert (started.max_model_len, started.name) == (512, str(folder))
     started.core.free()
-
-
-def test_threads_are_chosen_by_all_weights_packed_ones_too(folder: Path):
-    with patch.object(startup, "choose_threads", wraps=choose_threads) as chosen:
-        open_tiny(folder).close()
-        open_tiny(folder, weights="int8").close()
-    assert {call.args[1] for call in chosen.call_args_list} == {4 * loader.num_parameters(loader.read_config(folder))}
 
 
 def test_interrupts_anywhere_in_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch):

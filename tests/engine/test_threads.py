@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from qkv_engine import ConfigError, Engine, SamplingParams
+from qkv_engine import ConfigError, Engine, SamplingParams, startup
 from qkv_engine.device.cpu import openmp, threads
 from qkv_engine.device.cpu.openmp import use_threads
 from qkv_engine.device.cpu.thread_choice import FIRST_SECONDS, MOST_SECONDS, ThreadChoice
@@ -22,6 +23,10 @@ from qkv_engine.device.cpu.threads import (
     computing_with,
     short_step_seconds,
 )
+from qkv_engine.loading import demo_folder
+from qkv_engine.models.loader import num_parameters, read_config, weights_nbytes
+
+from ..models.tiny import write_tiny
 
 
 def names() -> list[str]:
@@ -100,6 +105,22 @@ def test_a_small_model_uses_a_few_threads(monkeypatch: pytest.MonkeyPatch):
     assert numbers(None, SMALL_MODEL_NBYTES + 1) == (2, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert numbers(None, SMALL_MODEL_NBYTES) == (1, None)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_packed_weights_count(weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All of the model's, of which packing leaves embeddings and norms as parameters. The demo model stays small."""
+    counted: list[int] = []
+
+    def choose(given: int | None, nbytes: int) -> ThreadChoice:
+        counted.append(nbytes)
+        return choose_threads(given, nbytes)
+
+    monkeypatch.setattr(startup, "choose_threads", choose)
+    folder = write_tiny(tmp_path / "model")
+    Engine(folder, weights=weights, kv="bf16", kv_memory="1MiB", device="cpu", max_num_seqs=4).close()
+    assert counted == [4 * num_parameters(read_config(folder))]
+    assert weights_nbytes(read_config(demo_folder()), torch.float32) < SMALL_MODEL_NBYTES
 
 
 class FakeEngine:
