@@ -166,9 +166,9 @@ def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -
     """Writes the sum of ``sums`` [SPLITS, M, O] and ``bias`` to ``out`` [M, O], or with ``gated`` its SwiGLU."""
     splits, num_rows, num_out = sums.shape
     constexprs = {"N": num_out, "GATED": gated, "SPLITS": splits, "TILE": ADD_TILE}
-    options = overlap_options(out.device) | FUSED
+    overlap = overlap_options(out.device)
     grid = (num_rows * triton.cdiv(out.shape[1], ADD_TILE),)
-    add_splits_kernel[grid](sums, bias, out, num_rows * num_out, **constexprs, **options)
+    add_splits_kernel[grid](sums, bias, out, num_rows * num_out, **constexprs, **overlap, **FUSED)
 
 
 @triton.jit

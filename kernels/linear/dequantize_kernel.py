@@ -63,8 +63,8 @@ def dequantize(packed: PackedCodes, dtype: torch.dtype) -> Tensor:
     constexprs = dequantize_constexprs(packed)
     grid = (triton.cdiv(num_out, constexprs["ROWS"]) * triton.cdiv(num_columns, packed.span),)
     operands = packed.codes.view(torch.uint8), packed.scales, packed.zeros, out, num_out
-    options = overlap_options(out.device) | FUSED
-    dequantize_kernel[grid](*operands, **constexprs, num_warps=NUM_WARPS, **options)
+    overlap = overlap_options(out.device)
+    dequantize_kernel[grid](*operands, **constexprs, num_warps=NUM_WARPS, **overlap, **FUSED)
     return out
 
 

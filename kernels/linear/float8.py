@@ -105,12 +105,12 @@ def scaled_tiles(
     """The same by ``float8_tile_kernel``, or with ``gated`` its SwiGLU, [M, O / 2]."""
     num_rows, num_out = len(x.codes), len(weight.codes)
     constexprs, num_warps = scaled_variant(weight, num_rows, gated=gated, tuning=tuning)
-    splits, options = constexprs["SPLITS"], overlap_options(x.codes.device) | FUSED
+    splits, overlap = constexprs["SPLITS"], overlap_options(x.codes.device)
     out = x.codes.new_empty(num_rows, num_out // 2 if gated else num_out, dtype=dtype)
     to = out if splits == 1 else out.new_empty(splits, num_rows, num_out, dtype=torch.float32)
     grid = (triton.cdiv(num_out, constexprs["BLOCK_N"]), triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
     operands = x.codes, x.scales, weight.codes, weight.scales, bias, to, num_out, num_rows
-    float8_tile_kernel[grid](*operands, **constexprs, num_warps=num_warps, **options)
+    float8_tile_kernel[grid](*operands, **constexprs, num_warps=num_warps, **overlap, **FUSED)
     if splits > 1:
         add_splits(to, bias, out, gated=gated)
     return out

@@ -95,14 +95,14 @@ def quantize_rows(x: Tensor, *, gated: bool = False, blocks: bool = False) -> Fl
     """
     size = x.shape[1] // 2 if gated else x.shape[1]
     rows, constexprs, options = _rows(x, size, blocks)
-    quantize_rows_kernel[(len(x),)](x, *rows, len(x), **constexprs, GATED=gated, **options)
+    quantize_rows_kernel[(len(x),)](x, *rows, len(x), **constexprs, GATED=gated, **options, **FUSED)
     return rows
 
 
 def norm_rows(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, blocks: bool = False) -> Float8Rows:
     """``rms_norm``, and with a ``residual`` ``add_rms_norm``; x, residual [M, I], contiguous."""
     rows, constexprs, options = _rows(x, x.shape[1], blocks)
-    norm_rows_kernel[(len(x),)](x, residual, weight, *rows, len(x), **constexprs, EPS=eps, **options)
+    norm_rows_kernel[(len(x),)](x, residual, weight, *rows, len(x), **constexprs, EPS=eps, **options, **FUSED)
     return rows
 
 
@@ -113,7 +113,7 @@ def _rows(x: Tensor, size: int, blocks: bool) -> tuple[Float8Rows, dict[str, Any
     shape = (triton.cdiv(size, 128), len(x)) if blocks else (len(x), 1)
     scales = x.new_empty(shape, dtype=torch.float32)
     constexprs, num_warps = rows_variant(size)
-    options = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
+    options = {"num_warps": num_warps, **overlap_options(x.device)}
     return Float8Rows(codes, scales.T if blocks else scales), constexprs | {"BLOCKS": blocks}, options
 
 

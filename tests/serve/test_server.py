@@ -207,7 +207,8 @@ def test_a_server_that_stops_says_so_until_its_last_request_has_ended(demo_engin
         assert server.http.get("/ready").status_code == 200
         stream = {**ENDLESS_BODY, "stream": True}
         with httpx.Client(base_url=server.url) as other, other.stream("POST", "/v1/completions", json=stream) as r:
-            next(r.iter_lines())
+            lines = r.iter_lines()  # the connection closes with it
+            next(lines)
             server.server.stop()
             deadline = time.monotonic() + 10
             while (answer := server.http.get("/ready")).status_code == 200 and time.monotonic() < deadline:
