@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -121,8 +122,10 @@ print(peak() - before, loader.weights_nbytes(source.config, torch.bfloat16) / 2*
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=512
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    # The C library would keep freed pieces of matrices, more or fewer by chance; of this size it returns them at once.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(
-        [sys.executable, "-c", code, tmp_path, load_format], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, tmp_path, load_format], capture_output=True, text=True, check=True, env=environment
     )
     peak, quantized = map(float, run.stdout.split())
     layer = (4 * 1024**2 + 3 * 1024 * 4096) * 2 / 2**20
