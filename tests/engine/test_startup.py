@@ -291,8 +291,10 @@ def signal_main() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-@pytest.mark.parametrize("load_format", ["auto", "random"])
-@pytest.mark.parametrize("step", ["build_model", "_materialize", "_go_on_unless"])
+@pytest.mark.parametrize(
+    ("load_format", "step"),
+    [("auto", "build_model"), ("random", "_materialize"), ("auto", "_go_on_unless"), ("random", "_go_on_unless")],
+)
 def test_an_interrupted_load_ends_and_leaves_nothing(
     folder: Path, load_format: str, step: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -19,7 +19,7 @@ from qkv_engine import Engine, RequestOutput, SamplingParams
 
 from .test_parity import VARIANTS
 
-NEW_TOKENS = 140
+NEW_TOKENS = 75
 PROMPT_LENGTHS = (1, 3, 31, 64, 127, 128, 150, 200)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
 

@@ -12,11 +12,9 @@ CHAT = "/v1/chat/completions"
 @pytest.mark.parametrize(
     "stop",
     [
-        ["\n\n"],
         "\n",
-        ["282", "so"],  # both stand in the reasoning
-        ["Question:", "</s>", "<|im_end|>"],  # lm-eval's of gsm8k
-        ["\n\n", "Question:", "Problem:", "<|endoftext|>"],
+        ["\n\n", "Problem:", "<|endoftext|>"],
+        ["282", "so", "Question:", "</s>", "<|im_end|>"],  # the first two stand in the reasoning; lm-eval's of gsm8k
     ],
 )
 def test_an_answer_is_whole_whatever_its_reasoning_holds(server: Running, stop: str | list[str]):

@@ -100,10 +100,16 @@ def _copy(patch: Patch) -> dict[str, ModuleType]:
     return modules
 
 
-def _compiled(name: str, patch: Patch | None, package: str) -> Any:
-    path, tree = source_path(name), ast.parse(_source(name))
+def parsed(name: str, patch: Patch | None = None) -> ast.Module:
+    """The syntax tree of a module, with a bug put in. Raises ``ValueError`` unless there is one place for it."""
+    tree = ast.parse(_source(name))
     if patch is not None:
         apply(patch, tree)
+    return tree
+
+
+def _compiled(name: str, patch: Patch | None, package: str) -> Any:
+    path, tree = source_path(name), parsed(name, patch)
     home = MODULES[name].rpartition(".")[0]
     copies = {full: f"{package}.{other}" for other, full in MODULES.items()}
     for node in ast.walk(tree):

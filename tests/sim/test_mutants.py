@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .code import load
+from .code import parsed
 from .mutants import MUTANTS, QUICK, hunt
 
 
@@ -28,7 +28,7 @@ def test_every_seeded_bug_is_found(name: str, report: list[str]):
 
 def test_every_seeded_bug_has_its_place_in_the_source():
     for mutant in MUTANTS.values():
-        load(mutant)
+        parsed(mutant.file, mutant)
 
 
 def test_the_list_is_long():

@@ -52,8 +52,8 @@ def test_the_training_model_and_the_engine_agree(model: train_demo.Model, demo_e
 
 
 def test_later_questions_of_a_chat_are_right_as_often_as_the_first(demo_engine: Engine) -> None:
-    right = right_by_turn(demo_engine, chats=8)
-    assert right[0] == 8 and min(right) >= 7, right
+    right = right_by_turn(demo_engine, chats=3)
+    assert right[0] == 3 and min(right) >= 2, right
 
 
 def test_attention_by_documents_equals_the_mask(model: train_demo.Model) -> None:

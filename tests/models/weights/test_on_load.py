@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from qkv_engine import Engine
 from qkv_engine.errors import ConfigError
@@ -117,11 +118,14 @@ print(peak() - before, loader.weights_nbytes(source.config, torch.bfloat16) / 2*
 """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=512
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = LlamaForCausalLM(config).state_dict()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    save_file({n: torch.ones(t.shape, dtype=torch.bfloat16) for n, t in shapes.items()}, tmp_path / "model.safetensors")
     # The C library would keep freed pieces of matrices, more or fewer by chance; of this size it returns them at once.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(
