@@ -41,7 +41,10 @@ def test_floats_are_kept() -> None:
     assert pack(weight).is_blockwise and unpack(pack(weight)).codes is weight.codes
 
 
-@pytest.mark.parametrize("case", code_kernels(), ids=lambda case: case[0])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case[0], marks=[pytest.mark.slow] if "gated" in case[0] else []) for case in code_kernels()],
+)
 def test_codes_become_floats_in_registers(case) -> None:
     """Nothing spills, codes of slices are read 16 bytes at a time, and no instruction converts one element."""
     _, kernel, constexprs, tuning = case
