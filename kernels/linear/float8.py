@@ -55,20 +55,14 @@ def has_float8(device: torch.device, *, blocks: bool = False) -> bool:
     return capability == (9, 0) if blocks else capability >= (8, 9)
 
 
-def linear_float8(
-    x: Tensor | Float8Rows, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False
-) -> Tensor:
-    """As ``linear_integer``; activations of many rows are quantized, too, where the device multiplies 8-bit floats.
-
-    They may come quantized if ``can_scale`` says so of what they were, in blocks for a weight in blocks.
-    """
-    if isinstance(x, Tensor):
-        if not can_scale(x, weight):
-            return linear_integer(x, weight, bias, gated=gated)
-        x = quantize_rows(x, blocks=weight.is_blockwise)
-    if len(x.codes) <= MAX_ROWS and not weight.is_blockwise:
-        return scaled_tiles(x, weight, bias, gated=gated)
-    out = scaled_product(x, weight, bias)
+def linear_float8(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+    """As ``linear_integer``; activations of many rows are quantized, too, where the device multiplies 8-bit floats."""
+    if not can_scale(x, weight):
+        return linear_integer(x, weight, bias, gated=gated)
+    rows = quantize_rows(x, blocks=weight.is_blockwise)
+    if len(x) <= MAX_ROWS and not weight.is_blockwise:
+        return scaled_tiles(rows, weight, bias, gated=gated)
+    out = scaled_product(rows, weight, bias)
     return swiglu(out) if gated else out
 
 
