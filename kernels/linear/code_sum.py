@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start
-from ..product_parts import load_bias, weight_rows
-from .triton import swiglu_tile
+from ..product_parts import load_bias, store_row, weight_rows
 
 # Each text takes four words of codes, which have one scale, and their columns of x word by word; result 0 is the sum of
 # all products. Of 4 bits a low half counts 128 + code, a high one 128 + code / 16, of 16 x; the last operands are what
@@ -136,13 +135,7 @@ def code_sum_kernel(
         b_out *= b_scale
     if KIND == "float8" and ASM:
         b_out *= FLOAT8_FACTOR
-    b_out = (b_out + b_bias).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.reshape(b_out, [OUTS, 2])))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    tl.store(out_ptr + o_out, b_out, mask=o_out < num_out)
+    store_row(b_out, b_bias, out_ptr, i_p, N, GATED)
 
 
 @triton.jit

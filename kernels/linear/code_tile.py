@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import load_bias, weight_rows
-from .triton import swiglu_tile
+from ..product_parts import load_bias, store_sums, store_tile, swiglu_tile, weight_rows
 from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
 
 ADD_TILE = 1024  # elements of a program that adds splits
@@ -114,17 +113,9 @@ def code_tile_kernel(
     if IS_CHANNEL:
         b_acc *= scales[0].to(tl.float32)[:, None]  # type: ignore[misc]
     if SPLITS > 1:
-        o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
-        tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
+        store_sums(b_acc, out_ptr, o_n, o_m, m_m, N, M)
     else:
-        b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(DTYPE)
-        OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-        num_out = N // 2 if GATED else N
-        if GATED:
-            b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
-        o_out = i_p * OUTS + tl.arange(0, OUTS)
-        m_out = m_m[None, :] & (o_out < num_out)[:, None]
-        tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+        store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m.to(tl.int64), m_m, N, GATED)
 
 
 @triton.jit

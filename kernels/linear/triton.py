@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import load_bias, load_columns, weight_rows
+from ..product_parts import load_bias, load_columns, store_row, store_tile, weight_rows
 
 VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
 
@@ -75,13 +75,7 @@ def linear_sum_kernel(
     for part in tl.static_range(PARTS):
         b_x = load_columns(x_ptr, part * BLOCK_K + o_k, K, BLOCK_K, "")
         b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
-    b_out = (tl.sum(b_acc, 1) + b_bias).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.reshape(b_out, [OUTS, 2])))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    tl.store(out_ptr + o_out, b_out, mask=o_out < num_out)
+    store_row(tl.sum(b_acc, 1), b_bias, out_ptr, i_p, N, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,22 +103,7 @@ def linear_tile_kernel(
         m_x = m_m if K % BLOCK_K == 0 else m_m & (i + o_k < K)[None, :]
         b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
         b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc)
-    b_out = (b_acc + tl.reshape(b_bias, [BLOCK_N, 1])).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    m_out = (o_m < M)[None, :] & (o_out < num_out)[:, None]
-    tl.store(out_ptr + o_m[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
-
-
-@triton.jit
-def swiglu_tile(b_gate, b_up):
-    """As ``swiglu_kernel`` rounds."""
-    b_wide = b_gate.to(tl.float32)
-    b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)
-    return (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(b_gate.dtype)
+    store_tile(b_acc, b_bias, out_ptr, i_p, o_m, o_m < M, N, GATED)
 
 
 def can_stream(x: Tensor) -> bool:
