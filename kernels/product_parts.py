@@ -1,9 +1,16 @@
-"""Device functions that the kernels of products share: rows of a weight, columns, biases, activations and stores."""
+"""What the kernels of products share: device functions that load, activate and store, and sizes of loads."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
+
+
+def power_of_2_below(number: int) -> int:
+    """The largest power of 2 up to ``number``, 0 for 0."""
+    return 1 << number.bit_length() >> 1
 
 
 @triton.jit

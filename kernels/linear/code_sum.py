@@ -11,7 +11,7 @@ import itertools
 import triton
 import triton.language as tl
 
-from ..overlap import let_next_start
+from ..overlap import after_previous, let_next_start
 from ..product_parts import load_bias, store_row, weight_rows
 
 # Each text takes four words of codes, which have one scale, and their columns of x word by word; result 0 is the sum of
@@ -113,7 +113,7 @@ def code_sum_kernel(
         if zeros_ptr is not None:
             b_zero = tl.load(zeros_ptr + o_scale).to(tl.float32)[None, :]
     b_bias = load_bias(bias_ptr, o_n)
-    x_ptr += _wait(OVERLAP)  # so that no load of ``x`` comes before
+    x_ptr = after_previous(x_ptr, OVERLAP)
 
     b_acc = tl.zeros([BLOCK_Q, BLOCK_N], tl.float32)
     for part in tl.static_range(PARTS):
@@ -136,16 +136,6 @@ def code_sum_kernel(
     if KIND == "float8" and ASM:
         b_out *= FLOAT8_FACTOR
     store_row(b_out, b_bias, out_ptr, i_p, N, GATED)
-
-
-@triton.jit
-def _wait(OVERLAP: tl.constexpr):
-    """0, once every kernel before this one has ended."""
-    if OVERLAP:
-        WAIT: tl.constexpr = "griddepcontrol.wait; mov.u32 $0, 0;"
-        return tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return 0
 
 
 @triton.jit

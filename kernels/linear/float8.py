@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from ..fusion import FUSED
+from ..nvidia import is_nvidia
 from ..overlap import overlap_options
 from ..swiglu import swiglu
 from .code_tile import add_splits
@@ -49,7 +50,7 @@ MAX_ROWS = max(TUNINGS)
 @cache
 def has_float8(device: torch.device, *, blocks: bool = False) -> bool:
     """Whether the device has tensor cores for 8-bit floats, and torch's product of ``blocks``."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not is_nvidia(device):
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability == (9, 0) if blocks else capability >= (8, 9)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import overlap_options
+from ..product_parts import power_of_2_below
 from ..swiglu import swiglu
 from .code_sum import code_sum_kernel
 from .code_tile import add_splits, code_tile_kernel
@@ -154,15 +155,10 @@ def _tuning(weight: PackedCodes, num_rows: int) -> Tuning:
 
 def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any], dict[str, Any]]:
     number = weight.codes.shape[1] // 16
-    num_warps = min(8, max(1, _power_of_2_below(number // tuning.vectors)))
+    num_warps = min(8, max(1, power_of_2_below(number // tuning.vectors)))
     rows = tuning.loads // triton.cdiv(number, 32 * num_warps)
-    found = {"BLOCK_N": min(8, max(2, _power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}
+    found = {"BLOCK_N": min(8, max(2, power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}
     return found, {"num_warps": num_warps}
-
-
-def _power_of_2_below(number: int) -> int:
-    """The largest power of 2 up to ``number``, 0 for 0."""
-    return 1 << number.bit_length() >> 1
 
 
 def num_splits(most: int, programs: int, number: int) -> int:
@@ -192,7 +188,7 @@ def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tup
         "SLICES": slices,
         "SPANS": spans,
         "STAGES": tuning.num_stages,
-        "AHEAD": min(tuning.ahead, _power_of_2_below(lines)),
+        "AHEAD": min(tuning.ahead, power_of_2_below(lines)),
         "SCALED": tuning.scaled and weight.kind == "int4" and weight.group < weight.num_columns,
         "SPLITS": splits,
     }

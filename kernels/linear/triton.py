@@ -14,9 +14,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import load_bias, load_columns, store_row, store_tile, weight_rows
-
-VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
+from ..product_parts import VECTOR, load_bias, load_columns, power_of_2_below, store_row, store_tile, weight_rows
 
 
 class SumTuning(NamedTuple):
@@ -150,18 +148,13 @@ def few_rows_variant(
 
 
 def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
-    num_warps = min(16, max(1, _power_of_2_below(size // tuning.columns)))
+    num_warps = min(16, max(1, power_of_2_below(size // tuning.columns)))
     block_k = num_warps * 32 * VECTOR
     rows = tuning.loads // triton.cdiv(size, block_k)
-    block_n = min(8, max(2, _power_of_2_below(rows)))  # of short rows not more: small weights want many programs
+    block_n = min(8, max(2, power_of_2_below(rows)))  # of short rows not more: small weights want many programs
     return {"BLOCK_N": block_n, "BLOCK_K": block_k}, num_warps
 
 
 def _tile_variant(num_out: int, tuning: TileTuning) -> tuple[dict[str, Any], int]:
     constexprs = {"BLOCK_M": 8, "BLOCK_N": tuning.block_n, "BLOCK_K": tuning.block_k, "STAGES": tuning.num_stages}
     return constexprs | {"FULL": num_out % tuning.block_n == 0}, tuning.num_warps
-
-
-def _power_of_2_below(number: int) -> int:
-    """The largest power of 2 up to ``number``, 0 for 0."""
-    return 1 << number.bit_length() >> 1
