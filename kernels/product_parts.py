@@ -1,4 +1,4 @@
-"""What the kernels of products share: device functions that load, activate and store, and sizes of loads."""
+"""What kernels of products share: device functions that load, activate and store, and sizes for their launches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_columns(p, o_k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICTION: tl.co
 
 @triton.jit
 def load_bias(bias_ptr, o_n):
-    """Float32 [BLOCK_N], zeros without a bias."""
+    """Biases of rows ``o_n`` of the weight, float32 [BLOCK_N]; zeros without a bias."""
     if bias_ptr is None:
         return tl.zeros_like(o_n).to(tl.float32)
     else:
@@ -55,9 +55,7 @@ def store_row(b_sum, b_bias, out_ptr, i_p, N, GATED: tl.constexpr, ACTIVATION: t
 
 
 @triton.jit
-def store_tile(
-    b_sum, b_bias, out_ptr, i_p, o_m, m_m, N, GATED: tl.constexpr, ACTIVATION: tl.constexpr = None
-):  # fmt: skip
+def store_tile(b_sum, b_bias, out_ptr, i_p, o_m, m_m, N, GATED: tl.constexpr, ACTIVATION: tl.constexpr = None):
     """As ``store_row``, for rows ``o_m`` of the product where ``m_m`` holds; ``b_sum`` is [BLOCK_N, BLOCK_M]."""
     b_out = _finish(b_sum + tl.reshape(b_bias, [b_bias.shape[0], 1]), out_ptr.dtype.element_ty, GATED, ACTIVATION)
     width = N // 2 if GATED else N
@@ -90,7 +88,7 @@ def _finish(b_sum, DTYPE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.cons
 
 @triton.jit
 def swiglu_tile(b_gate, b_up, ACTIVATION: tl.constexpr = None):
-    """``silu(gate) * up`` with the roundings of ``swiglu_kernel``, or the activation that a ``SwiGLU`` record says."""
+    """``silu(gate) * up`` with the roundings of ``swiglu_kernel``, or what ``moe.SwiGLU`` says where it is given."""
     b_wide_gate, b_wide_up = b_gate.to(tl.float32), b_up.to(tl.float32)
     if ACTIVATION is not None:
         if ACTIVATION.limit is not None:
@@ -104,5 +102,5 @@ def swiglu_tile(b_gate, b_up, ACTIVATION: tl.constexpr = None):
 
 @triton.jit
 def _at_most(b, LIMIT: tl.constexpr):
-    """``b`` and at most LIMIT; a NaN stays one."""
+    """The smaller of ``b`` and LIMIT; a NaN stays one."""
     return tl.where(b > LIMIT, LIMIT, b)
