@@ -104,10 +104,11 @@ def linear_tile_kernel(
     store_tile(b_acc, b_bias, out_ptr, i_p, o_m, o_m < M, N, GATED)
 
 
-def can_stream(x: Tensor) -> bool:
-    """Whether ``linear_few_rows`` takes ``x``: few whole rows of 16-bit vectors, and no gradient to come."""
+def can_stream(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``linear_few_rows`` takes the operands: ``x`` few rows of whole vectors, and no gradient to come."""
     has_vectors = x.dtype.itemsize == 2 and x.shape[1] % VECTOR == 0 and x.is_contiguous()
-    return 0 < x.shape[0] <= MAX_ROWS and has_vectors and not x.requires_grad
+    needs_grad = x.requires_grad or weight.requires_grad
+    return 0 < x.shape[0] <= MAX_ROWS and has_vectors and not needs_grad
 
 
 def linear_few_rows(
@@ -124,7 +125,7 @@ def linear_few_rows(
     """
     num_rows, size = x.shape
     num_out = len(weight)
-    assert can_stream(x) and weight.is_contiguous()
+    assert can_stream(x, weight) and weight.is_contiguous()
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
     rows = () if kernel is linear_sum_kernel else (num_rows,)
