@@ -13,12 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .nvidia import is_nvidia
+
 
 @cache
 def can_overlap(device: torch.device) -> bool:
     """Whether the device has programmatic dependent launch."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0) and not triton.knobs.runtime.interpret
+    is_compiled = is_nvidia(device) and not triton.knobs.runtime.interpret
+    return is_compiled and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
@@ -42,3 +44,16 @@ def wait_for_previous(OVERLAP: tl.constexpr):
     """Waits until every kernel before this one has ended and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def after_previous(pointer, OVERLAP: tl.constexpr):
+    """``pointer`` after ``wait_for_previous``, for loads by inline assembly that could otherwise move before the wait.
+
+    That is assembly without side effects: only operands order it.
+    """
+    wait_for_previous(OVERLAP)
+    if OVERLAP:
+        ZERO: tl.constexpr = "mov.u32 $0, 0;"
+        pointer += tl.inline_asm_elementwise(ZERO, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    return pointer

@@ -1,9 +1,16 @@
-"""Device functions that products of few rows and those of experts share: rows of a weight, columns, biases."""
+"""What kernels of products share: device functions that load, activate and store, and sizes for their launches."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
+
+
+def power_of_2_below(number: int) -> int:
+    """The largest power of 2 up to ``number``, 0 for 0."""
+    return 1 << number.bit_length() >> 1
 
 
 @triton.jit
@@ -29,8 +36,71 @@ def load_columns(p, o_k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICTION: tl.co
 
 @triton.jit
 def load_bias(bias_ptr, o_n):
-    """Float32 [BLOCK_N], zeros without a bias."""
+    """Biases of rows ``o_n`` of the weight, float32 [BLOCK_N]; zeros without a bias."""
     if bias_ptr is None:
         return tl.zeros_like(o_n).to(tl.float32)
     else:
         return tl.load(bias_ptr + o_n).to(tl.float32)
+
+
+@triton.jit
+def store_row(b_sum, b_bias, out_ptr, i_p, N, GATED: tl.constexpr, ACTIVATION: tl.constexpr = None):
+    """Stores what program ``i_p`` has of a row of a product: sums and biases [BLOCK_N] of its rows of the weight.
+
+    With GATED they are a gate's and its up's by turns, and their activation is stored, in rows of N / 2.
+    """
+    b_out = _finish(b_sum + b_bias, out_ptr.dtype.element_ty, GATED, ACTIVATION)
+    o_out = i_p * b_out.shape[0] + tl.arange(0, b_out.shape[0])
+    tl.store(out_ptr + o_out, b_out, mask=o_out < (N // 2 if GATED else N))
+
+
+@triton.jit
+def store_tile(b_sum, b_bias, out_ptr, i_p, o_m, m_m, N, GATED: tl.constexpr, ACTIVATION: tl.constexpr = None):
+    """As ``store_row``, for rows ``o_m`` of the product where ``m_m`` holds; ``b_sum`` is [BLOCK_N, BLOCK_M]."""
+    b_out = _finish(b_sum + tl.reshape(b_bias, [b_bias.shape[0], 1]), out_ptr.dtype.element_ty, GATED, ACTIVATION)
+    width = N // 2 if GATED else N
+    o_out = i_p * b_out.shape[0] + tl.arange(0, b_out.shape[0])
+    m_out = m_m[None, :] & (o_out < width)[:, None]
+    tl.store(out_ptr + o_m[None, :] * width + o_out[:, None], b_out, mask=m_out)
+
+
+@triton.jit
+def store_sums(b_sum, out_ptr, o_n, o_m, m_m, N, M):
+    """Stores sums [BLOCK_N, BLOCK_M] of one split of the columns, ``program_id(2)``; out is float32 [SPLITS, M, N]."""
+    o_out = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
+    tl.store(out_ptr + o_out, b_sum, mask=m_m[None, :])
+
+
+@triton.jit
+def _finish(b_sum, DTYPE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
+    """A product's sums rounded to DTYPE, and with GATED activated: [BLOCK_N, ...] -> [BLOCK_N / 2, ...]."""
+    b_out = b_sum.to(DTYPE)
+    if not GATED:
+        return b_out
+    else:
+        OUTS: tl.constexpr = b_out.shape[0] // 2
+        if len(b_out.shape) == 1:
+            b_gate, b_up = tl.split(tl.reshape(b_out, [OUTS, 2]))
+        else:
+            b_gate, b_up = tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, b_out.shape[1]]), (0, 2, 1)))
+        return swiglu_tile(b_gate, b_up, ACTIVATION)
+
+
+@triton.jit
+def swiglu_tile(b_gate, b_up, ACTIVATION: tl.constexpr = None):
+    """``silu(gate) * up`` with the roundings of ``swiglu_kernel``, or what ``moe.SwiGLU`` says where it is given."""
+    b_wide_gate, b_wide_up = b_gate.to(tl.float32), b_up.to(tl.float32)
+    if ACTIVATION is not None:
+        if ACTIVATION.limit is not None:
+            b_wide_gate = _at_most(b_wide_gate, ACTIVATION.limit)
+            b_wide_up = -_at_most(-_at_most(b_wide_up, ACTIVATION.limit), ACTIVATION.limit)
+        b_wide_up += ACTIVATION.shift
+    ALPHA: tl.constexpr = 1.0 if ACTIVATION is None else ACTIVATION.alpha
+    b_gated = (b_wide_gate / (1.0 + tl.exp(-ALPHA * b_wide_gate))).to(b_gate.dtype).to(tl.float32)
+    return (b_gated * b_wide_up).to(b_gate.dtype)
+
+
+@triton.jit
+def _at_most(b, LIMIT: tl.constexpr):
+    """The smaller of ``b`` and LIMIT; a NaN stays one."""
+    return tl.where(b > LIMIT, LIMIT, b)

@@ -30,7 +30,7 @@ def pack_weight(weight: Weight) -> Weight:
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A weight that the CPU has not packed as a plain matrix ``[O, I]``."""
+    """The plain matrix ``[O, I]`` of a weight in any layout but the CPU's, which cannot be undone."""
     assert not isinstance(weight, PackedWeight)
     if isinstance(weight, PackedCodes):
         weight = unpack(weight)
@@ -50,7 +50,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda:
         from .triton import can_stream, linear_few_rows
 
-        if can_stream(x) and not weight.requires_grad:
+        if can_stream(x, weight):
             return linear_few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -65,7 +65,7 @@ def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
     if x.is_cuda and isinstance(weight, Tensor):
         from .triton import can_stream, linear_few_rows
 
-        if can_stream(x):
+        if can_stream(x, weight):
             return linear_few_rows(x, weight, bias, gated=True)
     return swiglu(linear(x, weight, bias))
 

@@ -11,13 +11,13 @@ import itertools
 import triton
 import triton.language as tl
 
-from ..overlap import let_next_start
-from ..product_parts import load_bias, weight_rows
-from .triton import swiglu_tile
+from ..overlap import after_previous, let_next_start
+from ..product_parts import load_bias, store_row, weight_rows
 
-# Each text takes four words of codes, which have one scale, and their columns of x word by word; result 0 is the sum of
-# all products. Of 4 bits a low half counts 128 + code, a high one 128 + code / 16, of 16 x; the last operands are what
-# that adds, negative, with a zero of 8.
+# Each assembly text takes four words of codes, which have one scale, and columns of x: those of the first byte of each
+# word, then of the second and so on; of 4 bits for low halves, then for high ones. Result 0 is the sum of all products
+# and the others are 0. Of 4 bits a low half becomes 128 + code, a high one 128 + code / 16, which multiplies 16 x. The
+# last four operands, one a word, take away what the 128s and a zero of 8 add.
 
 
 def _four_bits() -> str:
@@ -53,17 +53,17 @@ def _float8() -> str:
 
 
 _SUM = "mov.f32 $0, s; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000; }"
-FOUR_BITS, EIGHT_BITS, FLOAT8 = tl.constexpr(_four_bits()), tl.constexpr(_eight_bits()), tl.constexpr(_float8())
+SUM_OF_INT4, SUM_OF_INT8, SUM_OF_FLOAT8 = (tl.constexpr(text()) for text in (_four_bits, _eight_bits, _float8))
 FLOAT8_FACTOR = tl.constexpr(2.0**60)  # of x and of the sum: a float8's bits in their places are 2^-120 of its value
-_OF_EIGHT = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 4 + ["f"] * 36))
-_OF_FOUR = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 4 + ["f"] * 16))
+_OPERANDS_OF_8 = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 4 + ["f"] * 36))
+_OPERANDS_OF_4 = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 4 + ["f"] * 16))
 _FOUR_FLOATS = tl.constexpr((tl.float32, tl.float32, tl.float32, tl.float32))
-_OF_BF16 = tl.constexpr(
+_LOAD_BF16 = tl.constexpr(
     "{ .reg .b32 a, b, t; ld.global.v2.b32 {a, b}, [$4];"
     "shl.b32 t, a, 16; mov.b32 $0, t; and.b32 t, a, 0xFFFF0000; mov.b32 $1, t;"
     "shl.b32 t, b, 16; mov.b32 $2, t; and.b32 t, b, 0xFFFF0000; mov.b32 $3, t; }"
 )
-_OF_FP16 = tl.constexpr(
+_LOAD_FP16 = tl.constexpr(
     "{ .reg .b16 a, b, c, d; ld.global.v4.b16 {a, b, c, d}, [$4];"
     "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
 )
@@ -114,7 +114,7 @@ def code_sum_kernel(
         if zeros_ptr is not None:
             b_zero = tl.load(zeros_ptr + o_scale).to(tl.float32)[None, :]
     b_bias = load_bias(bias_ptr, o_n)
-    x_ptr += _wait(OVERLAP)  # so that no load of ``x`` comes before
+    x_ptr = after_previous(x_ptr, OVERLAP)
 
     b_acc = tl.zeros([BLOCK_Q, BLOCK_N], tl.float32)
     for part in tl.static_range(PARTS):
@@ -136,23 +136,7 @@ def code_sum_kernel(
         b_out *= b_scale
     if KIND == "float8" and ASM:
         b_out *= FLOAT8_FACTOR
-    b_out = (b_out + b_bias).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.reshape(b_out, [OUTS, 2])))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    tl.store(out_ptr + o_out, b_out, mask=o_out < num_out)
-
-
-@triton.jit
-def _wait(OVERLAP: tl.constexpr):
-    """0, once every kernel before this one has ended."""
-    if OVERLAP:
-        WAIT: tl.constexpr = "griddepcontrol.wait; mov.u32 $0, 0;"
-        return tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return 0
+    store_row(b_out, b_bias, out_ptr, i_p, N, GATED)
 
 
 @triton.jit
@@ -167,11 +151,11 @@ def _load_four(x_ptr, o_k, K: tl.constexpr, IS_WHOLE: tl.constexpr, ASM: tl.cons
         b_0, b_1, b_2, b_3 = b_0.to(tl.float32), b_1.to(tl.float32), b_2.to(tl.float32), b_3.to(tl.float32)
     elif x_ptr.dtype.element_ty == tl.bfloat16:
         b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
-            _OF_BF16, "=f,=f,=f,=f,l", [p.to(tl.int64)], _FOUR_FLOATS, is_pure=True, pack=1
+            _LOAD_BF16, "=f,=f,=f,=f,l", [p.to(tl.int64)], _FOUR_FLOATS, is_pure=True, pack=1
         )
     else:
         b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
-            _OF_FP16, "=f,=f,=f,=f,l", [p.to(tl.int64)], _FOUR_FLOATS, is_pure=True, pack=1
+            _LOAD_FP16, "=f,=f,=f,=f,l", [p.to(tl.int64)], _FOUR_FLOATS, is_pure=True, pack=1
         )
     if IS_WHOLE:
         return b_0, b_1, b_2, b_3
@@ -194,7 +178,7 @@ def _product_of_8(b_codes, b_x, b_y, ASM: tl.constexpr):
         b_minus = -136.0 * (b_x[0] + b_x[1] + b_x[2] + b_x[3]) - 2056.0 * (b_y[0] + b_y[1] + b_y[2] + b_y[3])
         y_0, y_1, y_2, y_3 = b_y[0] * 16.0, b_y[1] * 16.0, b_y[2] * 16.0, b_y[3] * 16.0
         operands = [b_codes, b_x[0], b_x[1], b_x[2], b_x[3], y_0, y_1, y_2, y_3, b_minus]
-        b_sum = tl.inline_asm_elementwise(FOUR_BITS, _OF_EIGHT, operands, dtype=tl.float32, is_pure=True, pack=4)
+        b_sum = tl.inline_asm_elementwise(SUM_OF_INT4, _OPERANDS_OF_8, operands, dtype=tl.float32, is_pure=True, pack=4)
         return _first_of_four(b_sum)
     else:
         b_sum = tl.zeros(b_codes.shape, tl.float32)
@@ -209,9 +193,9 @@ def _product_of_4(b_codes, b_x, KIND: tl.constexpr, ASM: tl.constexpr):
     """Words [Q, N, 4] of 8-bit codes times their columns, summed: [Q, N]; of floats without ``FLOAT8_FACTOR``."""
     if ASM:
         FACTOR: tl.constexpr = FLOAT8_FACTOR if KIND == "float8" else 1.0
-        TEXT: tl.constexpr = FLOAT8 if KIND == "float8" else EIGHT_BITS
+        TEXT: tl.constexpr = SUM_OF_FLOAT8 if KIND == "float8" else SUM_OF_INT8
         operands = [b_codes, b_x[0] * FACTOR, b_x[1] * FACTOR, b_x[2] * FACTOR, b_x[3] * FACTOR]
-        b_sum = tl.inline_asm_elementwise(TEXT, _OF_FOUR, operands, dtype=tl.float32, is_pure=True, pack=4)
+        b_sum = tl.inline_asm_elementwise(TEXT, _OPERANDS_OF_4, operands, dtype=tl.float32, is_pure=True, pack=4)
         return _first_of_four(b_sum)
     else:
         SOURCE: tl.constexpr = tl.float8e4nv if KIND == "float8" else tl.int8

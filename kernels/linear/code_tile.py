@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import load_bias, weight_rows
-from .triton import swiglu_tile
+from ..product_parts import load_bias, store_sums, store_tile, swiglu_tile, weight_rows
 from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
 
 ADD_TILE = 1024  # elements of a program that adds splits
@@ -20,15 +19,14 @@ def code_tile_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
     K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
     GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    SPANS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SCALED: tl.constexpr,
+    SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
 
     A step takes SPANS spans of columns, which have one scale a row: their sums are scaled, or with SCALED the elements,
     which are then rounded. With SLICES each warp has columns of its own, with SPLITS each program, which then leaves
-    sums for ``add_splits_kernel``. AHEAD: lines of 128 bytes of each row, or slice of one, that are asked for before
-    ``x`` is waited for. BLOCKS: the scales are those of 128 x 128 elements.
+    sums for ``add_splits_kernel``. BLOCKS: the scales are those of 128 x 128 elements.
 
     Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
              out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, N]
@@ -68,10 +66,6 @@ def code_tile_kernel(
     scales = ()
     for part in tl.static_range(SPANS):
         scales += (tl.load(scales_ptr + o_scale + part * SPAN // GROUP),)  # type: ignore[assignment]
-    if AHEAD > 0 and ASM:
-        o_line = tl.arange(0, SLICES) * (PART * WIDTH)
-        o_line = (o_n * ROW)[:, None] + o_line[None, :]
-        prefetch(codes_ptr + o_line[:, :, None] + tl.arange(0, AHEAD)[None, None, :] * 128)
     wait_for_previous(OVERLAP)
 
     for i in tl.range(0, PART, SPANS, num_stages=STAGES):
@@ -114,17 +108,9 @@ def code_tile_kernel(
     if IS_CHANNEL:
         b_acc *= scales[0].to(tl.float32)[:, None]  # type: ignore[misc]
     if SPLITS > 1:
-        o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
-        tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
+        store_sums(b_acc, out_ptr, o_n, o_m, m_m, N, M)
     else:
-        b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(DTYPE)
-        OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-        num_out = N // 2 if GATED else N
-        if GATED:
-            b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
-        o_out = i_p * OUTS + tl.arange(0, OUTS)
-        m_out = m_m[None, :] & (o_out < num_out)[:, None]
-        tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+        store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m.to(tl.int64), m_m, N, GATED)
 
 
 @triton.jit
@@ -154,6 +140,7 @@ def add_splits_kernel(
 
 @triton.jit
 def _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS: tl.constexpr):
+    """Float32 sums of elements ``o_sum`` of all splits and of ``bias`` at ``o_n``."""
     b_sum = tl.zeros_like(o_n).to(tl.float32)
     if bias_ptr is not None:
         b_sum += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -169,13 +156,6 @@ def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -
     overlap = overlap_options(out.device)
     grid = (num_rows * triton.cdiv(out.shape[1], ADD_TILE),)
     add_splits_kernel[grid](sums, bias, out, num_rows * num_out, **constexprs, **overlap, **FUSED)
-
-
-@triton.jit
-def prefetch(pointers):
-    """Asks the L2 cache for the lines of ``pointers``."""
-    ASK: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(ASK, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ class IntegerWeight(NamedTuple):
 
     ``codes`` of 8 bits are int8 [O, I]; of 4 bits uint8 [O, I / 2], from 0 to 15, column 2 j in the low half of byte j.
     ``scales`` [O, I / group] have the dtype of activations; one group of I columns is a channel.
-    ``zeros`` uint8 [O, I / group] are the codes that mean zero; ``None`` stands for 8 of 4 bits, and for 0 of 8 bits,
-    which have no other.
+    ``zeros`` uint8 [O, I / group] are the codes that mean zero; ``None``: 8 does in 4 bits, and 0 in 8 bits,
+    which have no zeros.
     ``order`` int32 [I]: column j of the codes multiplies ``x[:, order[j]]``; ``None``: they are in order.
     """
 

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from ..fusion import FUSED
+from ..nvidia import is_nvidia
 from ..overlap import overlap_options
 from ..swiglu import swiglu
 from .code_tile import add_splits
@@ -22,7 +23,7 @@ from .packed import PackedCodes
 
 MIN_ROWS = 2  # one row is read as fast with 16-bit activations
 MIN_BLOCK_ROWS = 65  # the same, of torch's product of blocks
-VECTOR = 16  # rows and columns of the weight are multiples of it
+ALIGNMENT = 16  # rows and columns of the weight are multiples of it
 
 
 class Float8Tuning(NamedTuple):
@@ -49,26 +50,20 @@ MAX_ROWS = max(TUNINGS)
 @cache
 def has_float8(device: torch.device, *, blocks: bool = False) -> bool:
     """Whether the device has tensor cores for 8-bit floats, and torch's product of ``blocks``."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not is_nvidia(device):
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability == (9, 0) if blocks else capability >= (8, 9)
 
 
-def linear_float8(
-    x: Tensor | Float8Rows, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False
-) -> Tensor:
-    """As ``linear_integer``; activations of many rows are quantized, too, where the device multiplies 8-bit floats.
-
-    They may come quantized if ``can_scale`` says so of what they were, in blocks for a weight in blocks.
-    """
-    if isinstance(x, Tensor):
-        if not can_scale(x, weight):
-            return linear_integer(x, weight, bias, gated=gated)
-        x = quantize_rows(x, blocks=weight.is_blockwise)
-    if len(x.codes) <= MAX_ROWS and not weight.is_blockwise:
-        return scaled_tiles(x, weight, bias, gated=gated)
-    out = scaled_product(x, weight, bias)
+def linear_float8(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+    """As ``linear_integer``; activations of many rows are quantized, too, where the device multiplies 8-bit floats."""
+    if not can_scale(x, weight):
+        return linear_integer(x, weight, bias, gated=gated)
+    rows = quantize_rows(x, blocks=weight.is_blockwise)
+    if len(x) <= MAX_ROWS and not weight.is_blockwise:
+        return scaled_tiles(rows, weight, bias, gated=gated)
+    out = scaled_product(rows, weight, bias)
     return swiglu(out) if gated else out
 
 
@@ -78,13 +73,13 @@ def can_scale(x: Tensor, weight: PackedCodes) -> bool:
     if weight.is_blockwise:
         is_aligned, least = num_out % BLOCK == 0 and size % (4 * BLOCK) == 0, MIN_BLOCK_ROWS
     else:
-        is_aligned, least = num_out % VECTOR == 0 and size % VECTOR == 0, MIN_ROWS
+        is_aligned, least = num_out % ALIGNMENT == 0 and size % ALIGNMENT == 0, MIN_ROWS
     has_units = has_float8(x.device, blocks=weight.is_blockwise)
     return len(x) >= least and x.dtype is torch.bfloat16 and is_aligned and has_units
 
 
 def scaled_product(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
-    """Torch's product, bfloat16 [M, O]."""
+    """The product by torch, bfloat16 [M, O]."""
     codes, scales = weight.codes.T, weight.scales.T
     if not weight.is_blockwise:
         return torch._scaled_mm(x.codes, codes, x.scales, scales, bias, None, torch.bfloat16, use_fast_accum=True)
@@ -102,7 +97,7 @@ def scaled_tiles(
     tuning: Float8Tuning | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The same by ``float8_tile_kernel``, or with ``gated`` its SwiGLU, [M, O / 2]."""
+    """The product by ``float8_tile_kernel``, [M, O], or with ``gated`` its SwiGLU, [M, O / 2]."""
     num_rows, num_out = len(x.codes), len(weight.codes)
     constexprs, num_warps = scaled_variant(weight, num_rows, gated=gated, tuning=tuning)
     splits, overlap = constexprs["SPLITS"], overlap_options(x.codes.device)

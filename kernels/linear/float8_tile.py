@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
-from ..product_parts import load_bias, load_columns, weight_rows
-from .triton import swiglu_tile
+from ..product_parts import load_bias, load_columns, store_sums, store_tile, weight_rows
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -58,14 +57,6 @@ def float8_tile_kernel(
     if not BLOCKS:
         b_acc *= b_scale[:, None] * b_x_scale[None, :]
     if SPLITS > 1:
-        o_to = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
-        tl.store(out_ptr + o_to, b_acc, mask=m_m[None, :])
+        store_sums(b_acc, out_ptr, o_n, o_m, m_m, N, M)
     else:
-        b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(out_ptr.dtype.element_ty)
-        OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-        num_out = N // 2 if GATED else N
-        if GATED:
-            b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
-        o_out = i_p * OUTS + tl.arange(0, OUTS)
-        m_out = m_m[None, :] & (o_out < num_out)[:, None]
-        tl.store(out_ptr + o_m.to(tl.int64)[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+        store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m.to(tl.int64), m_m, N, GATED)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import overlap_options
+from ..product_parts import power_of_2_below
 from ..swiglu import swiglu
 from .code_sum import code_sum_kernel
 from .code_tile import add_splits, code_tile_kernel
@@ -21,10 +22,9 @@ from .packed import PackedCodes
 class CodeTuning(NamedTuple):
     """Launch parameters of ``code_tile_kernel``.
 
-    ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``ahead``: lines of
-    a slice of a row that are asked for before the kernel before has ended. ``scaled``: elements of 4 bits are scaled in
-    place of the sums of a group. ``splits``: parts of the columns, at most, a program each, where programs are few.
-    ``registers`` of a thread, at most.
+    ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``scaled``:
+    elements of 4 bits are scaled in place of the sums of a group. ``splits``: parts of the columns, at most, a program
+    each, where programs are few.
     """
 
     block_m: int
@@ -33,10 +33,8 @@ class CodeTuning(NamedTuple):
     spans: int
     num_warps: int
     num_stages: int
-    ahead: int = 0
     scaled: bool = False
     splits: int = 1
-    registers: int | None = None
 
 
 class CodeSums(NamedTuple):
@@ -109,17 +107,17 @@ def linear_codes(
     num_rows, num_out = len(x), len(weight.codes)
     assert x.is_contiguous() and x.shape[1] == weight.num_columns
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
-    kernel, constexprs, launch = code_variant(weight, num_rows, gated=gated, tuning=tuning)
-    launch |= overlap_options(x.device)
+    kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
+    launch = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
     programs = triton.cdiv(num_out, constexprs["BLOCK_N"])
     operands = weight.scales, weight.zeros, bias
     if kernel is code_sum_kernel:
-        kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch, **FUSED)
+        kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch)
         return out
     splits = constexprs["SPLITS"]
     to = out if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
     grid = (programs, triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
-    kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch, **FUSED)
+    kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch)
     if splits > 1:
         add_splits(to, bias, out, gated=gated)
     return out
@@ -127,16 +125,16 @@ def linear_codes(
 
 def code_variant(
     weight: PackedCodes, num_rows: int, *, gated: bool = False, tuning: Tuning | None = None
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Kernel, compile-time arguments and launch options for ``num_rows``."""
+) -> tuple[Any, dict[str, Any], int]:
+    """Kernel, compile-time arguments and warps for ``num_rows``."""
     if tuning is None:
         tuning = _tuning(weight, num_rows)
     constexprs = weight.constexprs | {"GATED": gated}
     if isinstance(tuning, CodeSums):
-        found, launch = _sum_variant(weight, tuning)
-        return code_sum_kernel, constexprs | found, launch
-    found, launch = _tile_variant(weight, num_rows, tuning)
-    return code_tile_kernel, constexprs | found, launch
+        found, num_warps = _sum_variant(weight, tuning)
+        return code_sum_kernel, constexprs | found, num_warps
+    found, num_warps = _tile_variant(weight, num_rows, tuning)
+    return code_tile_kernel, constexprs | found, num_warps
 
 
 def can_sum(weight: PackedCodes) -> bool:
@@ -152,28 +150,22 @@ def _tuning(weight: PackedCodes, num_rows: int) -> Tuning:
     return wide.get(most, tunings[most])
 
 
-def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any], int]:
     number = weight.codes.shape[1] // 16
-    num_warps = min(8, max(1, _power_of_2_below(number // tuning.vectors)))
+    num_warps = min(8, max(1, power_of_2_below(number // tuning.vectors)))
     rows = tuning.loads // triton.cdiv(number, 32 * num_warps)
-    found = {"BLOCK_N": min(8, max(2, _power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}
-    return found, {"num_warps": num_warps}
-
-
-def _power_of_2_below(number: int) -> int:
-    """The largest power of 2 up to ``number``, 0 for 0."""
-    return 1 << number.bit_length() >> 1
+    return {"BLOCK_N": min(8, max(2, power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}, num_warps
 
 
 def num_splits(most: int, programs: int, number: int) -> int:
-    """Parts of a ``number`` of spans, ``most`` at most and so that ``programs`` become no more than are useful."""
+    """The most splits up to ``most`` that divide a ``number`` of steps and make ``SPLIT_PROGRAMS`` programs at most."""
     splits = max(1, min(most, SPLIT_PROGRAMS // programs))
     while number % splits:
         splits -= 1
     return splits
 
 
-def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tuple[dict[str, Any], dict[str, Any]]:
+def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tuple[dict[str, Any], int]:
     number = triton.cdiv(weight.num_columns, weight.span)
     slices, spans, num_warps = tuning.slices, tuning.spans, tuning.num_warps
     programs = triton.cdiv(weight.shape[0], tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
@@ -184,16 +176,14 @@ def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tup
         spans //= 2
     if tuning.slices > 1:
         num_warps = slices
-    lines = weight.codes.shape[1] // slices // splits // 128
-    found = {
+    constexprs = {
         "BLOCK_N": tuning.block_n,
         "FULL": weight.shape[0] % tuning.block_n == 0,
         "BLOCK_M": tuning.block_m,
         "SLICES": slices,
         "SPANS": spans,
         "STAGES": tuning.num_stages,
-        "AHEAD": min(tuning.ahead, _power_of_2_below(lines)),
         "SCALED": tuning.scaled and weight.kind == "int4" and weight.group < weight.num_columns,
         "SPLITS": splits,
     }
-    return found, {"num_warps": num_warps, "maxnreg": tuning.registers}
+    return constexprs, num_warps

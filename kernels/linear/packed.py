@@ -6,12 +6,12 @@ nothing has to change its place.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..nvidia import is_nvidia
 from .codes import BLOCK, Float8Weight, IntegerWeight
 
 MAX_SPAN = 128  # columns
@@ -52,13 +52,7 @@ class PackedCodes(NamedTuple):
     def constexprs(self) -> dict[str, object]:
         """Compile-time arguments of the kernels that read it."""
         found = {"K": self.num_columns, "GROUP": self.group, "SPAN": self.span, "KIND": self.kind}
-        return found | {"BLOCKS": self.is_blockwise, "ASM": has_asm(self.codes.device)}
-
-
-@cache
-def has_asm(device: torch.device) -> bool:
-    """Whether kernels may use instructions of NVIDIA's, and are not interpreted."""
-    return device.type == "cuda" and torch.version.hip is None
+        return found | {"BLOCKS": self.is_blockwise, "ASM": is_nvidia(self.codes.device)}
 
 
 def pack(weight: IntegerWeight | Float8Weight) -> PackedCodes:

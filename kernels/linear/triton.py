@@ -14,9 +14,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import load_bias, load_columns, weight_rows
-
-VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
+from ..product_parts import VECTOR, load_bias, load_columns, power_of_2_below, store_row, store_tile, weight_rows
 
 
 class SumTuning(NamedTuple):
@@ -75,13 +73,7 @@ def linear_sum_kernel(
     for part in tl.static_range(PARTS):
         b_x = load_columns(x_ptr, part * BLOCK_K + o_k, K, BLOCK_K, "")
         b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
-    b_out = (tl.sum(b_acc, 1) + b_bias).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.reshape(b_out, [OUTS, 2])))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    tl.store(out_ptr + o_out, b_out, mask=o_out < num_out)
+    store_row(tl.sum(b_acc, 1), b_bias, out_ptr, i_p, N, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,28 +101,14 @@ def linear_tile_kernel(
         m_x = m_m if K % BLOCK_K == 0 else m_m & (i + o_k < K)[None, :]
         b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
         b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc)
-    b_out = (b_acc + tl.reshape(b_bias, [BLOCK_N, 1])).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_out = N // 2 if GATED else N
-    if GATED:
-        b_out = swiglu_tile(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))))
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    m_out = (o_m < M)[None, :] & (o_out < num_out)[:, None]
-    tl.store(out_ptr + o_m[None, :] * num_out + o_out[:, None], b_out, mask=m_out)
+    store_tile(b_acc, b_bias, out_ptr, i_p, o_m, o_m < M, N, GATED)
 
 
-@triton.jit
-def swiglu_tile(b_gate, b_up):
-    """As ``swiglu_kernel`` rounds."""
-    b_wide = b_gate.to(tl.float32)
-    b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)
-    return (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(b_gate.dtype)
-
-
-def can_stream(x: Tensor) -> bool:
-    """Whether ``linear_few_rows`` takes ``x``: few whole rows of 16-bit vectors, and no gradient to come."""
+def can_stream(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``linear_few_rows`` takes the operands: ``x`` few rows of whole vectors, and no gradient to come."""
     has_vectors = x.dtype.itemsize == 2 and x.shape[1] % VECTOR == 0 and x.is_contiguous()
-    return 0 < x.shape[0] <= MAX_ROWS and has_vectors and not x.requires_grad
+    needs_grad = x.requires_grad or weight.requires_grad
+    return 0 < x.shape[0] <= MAX_ROWS and has_vectors and not needs_grad
 
 
 def linear_few_rows(
@@ -147,7 +125,7 @@ def linear_few_rows(
     """
     num_rows, size = x.shape
     num_out = len(weight)
-    assert can_stream(x) and weight.is_contiguous()
+    assert can_stream(x, weight) and weight.is_contiguous()
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
     rows = () if kernel is linear_sum_kernel else (num_rows,)
@@ -171,18 +149,13 @@ def few_rows_variant(
 
 
 def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
-    num_warps = min(16, max(1, _power_of_2_below(size // tuning.columns)))
+    num_warps = min(16, max(1, power_of_2_below(size // tuning.columns)))
     block_k = num_warps * 32 * VECTOR
     rows = tuning.loads // triton.cdiv(size, block_k)
-    block_n = min(8, max(2, _power_of_2_below(rows)))  # of short rows not more: small weights want many programs
+    block_n = min(8, max(2, power_of_2_below(rows)))  # of short rows not more: small weights want many programs
     return {"BLOCK_N": block_n, "BLOCK_K": block_k}, num_warps
 
 
 def _tile_variant(num_out: int, tuning: TileTuning) -> tuple[dict[str, Any], int]:
     constexprs = {"BLOCK_M": 8, "BLOCK_N": tuning.block_n, "BLOCK_K": tuning.block_k, "STAGES": tuning.num_stages}
     return constexprs | {"FULL": num_out % tuning.block_n == 0}, tuning.num_warps
-
-
-def _power_of_2_below(number: int) -> int:
-    """The largest power of 2 up to ``number``, 0 for 0."""
-    return 1 << number.bit_length() >> 1

@@ -10,15 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT4, INT8, FLOAT8 = tl.constexpr("int4"), tl.constexpr("int8"), tl.constexpr("float8")
-
 # Of two 16-bit floats: their name, 1.0, the exponent that makes a code an integer, and what it adds to a 4-bit code.
 _BF16 = ("bf16", 0x3F803F80, 0x43434343, 0xC308C308)  # 128 + code - 136
 _FP16 = ("f16", 0x3C003C00, 0x64646464, 0xE408E408)  # 1024 + code - 1032
 
 
 def _four_bits(kind: str, one: int, magic: int, minus: int, *, zeros: bool, scaled: bool) -> tl.constexpr:
-    """Low halves of four bytes and then high ones; operands behind the bytes say what is added, and the scales."""
+    """Assembly for four bytes: floats of their low halves, then of the high ones.
+
+    With ``zeros`` operands behind the bytes say what is added, and with ``scaled`` those behind them are the scales.
+    """
     lines = ["{ .reg .b32 lo, hi, one, minus, none;", "and.b32 lo, $4, 0x0F0F0F0F; shr.u32 hi, $4, 4;"]
     lines.append(f"and.b32 hi, hi, 0x0F0F0F0F; mov.b32 one, {one:#x}; mov.b32 minus, {minus:#x};")
     lines.append("mov.b32 none, 0x80008000;")
@@ -35,7 +36,9 @@ FOUR_BITS_BF16, FOUR_BITS_FP16 = (_four_bits(*of, zeros=False, scaled=False) for
 ZEROS_BF16, ZEROS_FP16 = (_four_bits(*of, zeros=True, scaled=False) for of in (_BF16, _FP16))
 SCALED_BF16, SCALED_FP16 = (_four_bits(*of, zeros=False, scaled=True) for of in (_BF16, _FP16))
 BOTH_BF16, BOTH_FP16 = (_four_bits(*of, zeros=True, scaled=True) for of in (_BF16, _FP16))
-_OUT, _ONE, _TWO = (tl.constexpr("=r,=r,=r,=r,r" + more) for more in ("", ",r,r", ",r,r,r,r"))
+_NO_OPERAND, _ONE_OPERAND, _TWO_OPERANDS = (  # behind the bytes; each is two registers of two floats
+    tl.constexpr("=r,=r,=r,=r,r" + more) for more in ("", ",r,r", ",r,r,r,r")
+)
 _BF16_PAIR, _FP16_PAIR = tl.constexpr((tl.bfloat16, tl.bfloat16)), tl.constexpr((tl.float16, tl.float16))
 
 # The sign bit lies where bf16's exponent ends: 128 + its low seven bits, less 128 or 256.
@@ -52,7 +55,10 @@ prmt.b32 $1, a, 0x64646464, 0x4342; fma.rn.f16x2 $1, $1, one, minus; }""")
 
 
 def _float8(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
-    """Sign, exponent and mantissa in their places, times a power of two; subnormal numbers are mended, too."""
+    """Assembly for four bytes: sign, exponent and mantissa in their places, times a power of two.
+
+    The power mends subnormal numbers, too.
+    """
     lines = [f"{{ .reg .b32 a, b, factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, 0x80008000;"]
     for number, places in enumerate((0x1404, 0x3424)):
         lines.append(f"prmt.b32 a, $2, 0, {places:#x}; shr.u32 b, a, {shift}; and.b32 b, b, {mask:#x};")
@@ -68,13 +74,13 @@ FLOAT8_FP16 = _float8("f16", 1, 0x3F803F80, 0x5C005C00)  # 2^8
 def unpack_8_bits(b_codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Floats of ``DTYPE`` of 8-bit codes, given as bytes."""
     if not ASM:
-        SOURCE: tl.constexpr = tl.int8 if KIND == INT8 else tl.float8e4nv
+        SOURCE: tl.constexpr = tl.int8 if KIND == "int8" else tl.float8e4nv
         return b_codes.to(SOURCE, bitcast=True).to(tl.float32).to(DTYPE)
     elif tl.bfloat16 == DTYPE:
-        BF16: tl.constexpr = EIGHT_BITS_BF16 if KIND == INT8 else FLOAT8_BF16
+        BF16: tl.constexpr = EIGHT_BITS_BF16 if KIND == "int8" else FLOAT8_BF16
         return tl.inline_asm_elementwise(BF16, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        FP16: tl.constexpr = EIGHT_BITS_FP16 if KIND == INT8 else FLOAT8_FP16
+        FP16: tl.constexpr = EIGHT_BITS_FP16 if KIND == "int8" else FLOAT8_FP16
         return tl.inline_asm_elementwise(FP16, "=r,=r,r", [b_codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
@@ -93,17 +99,18 @@ def unpack_4_bits(b_codes, b_minus, b_scale, DTYPE: tl.constexpr, ASM: tl.conste
             b_low, b_high = b_low * b_scale.to(tl.float32), b_high * b_scale.to(tl.float32)
         return b_low.to(DTYPE), b_high.to(DTYPE)
     elif b_minus is None and b_scale is None:
-        return _call(FOUR_BITS_BF16, FOUR_BITS_FP16, _OUT, [b_codes], IS_BF16)
+        return _call(FOUR_BITS_BF16, FOUR_BITS_FP16, _NO_OPERAND, [b_codes], IS_BF16)
     elif b_scale is None:
-        return _call(ZEROS_BF16, ZEROS_FP16, _ONE, [b_codes, b_minus], IS_BF16)
+        return _call(ZEROS_BF16, ZEROS_FP16, _ONE_OPERAND, [b_codes, b_minus], IS_BF16)
     elif b_minus is None:
-        return _call(SCALED_BF16, SCALED_FP16, _ONE, [b_codes, b_scale], IS_BF16)
+        return _call(SCALED_BF16, SCALED_FP16, _ONE_OPERAND, [b_codes, b_scale], IS_BF16)
     else:
-        return _call(BOTH_BF16, BOTH_FP16, _TWO, [b_codes, b_minus, b_scale], IS_BF16)
+        return _call(BOTH_BF16, BOTH_FP16, _TWO_OPERANDS, [b_codes, b_minus, b_scale], IS_BF16)
 
 
 @triton.jit
 def _call(BF16: tl.constexpr, FP16: tl.constexpr, REGISTERS: tl.constexpr, operands, IS_BF16: tl.constexpr):
+    """The results of assembly for one dtype or the other: the low halves' floats and the high ones'."""
     if IS_BF16:
         return tl.inline_asm_elementwise(BF16, REGISTERS, operands, _BF16_PAIR, is_pure=True, pack=4)
     else:

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
-from ..product_parts import load_bias, load_columns, weight_rows
-from .parts import gate
+from ..product_parts import load_bias, load_columns, store_row, weight_rows
 
 
 @triton.jit
@@ -39,11 +38,7 @@ def gate_up_sum_kernel(
     for part in tl.static_range(PARTS):
         b_x = load_columns(p_x, part * BLOCK_K + o_k, E, BLOCK_K, "")
         b_acc += weights[part].to(tl.float32) * b_x.to(tl.float32)[None, :]
-    b_out = (tl.sum(b_acc, 1) + b_bias).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2
-    b_out = gate(*tl.split(tl.reshape(b_out, [OUTS, 2])), ACTIVATION)
-    o_out = i_p * OUTS + tl.arange(0, OUTS)
-    tl.store(out_ptr + i_a * INNER + o_out, b_out, mask=o_out < INNER)
+    store_row(tl.sum(b_acc, 1), b_bias, out_ptr + i_a * INNER, i_p, 2 * INNER, True, ACTIVATION)
 
 
 @triton.jit

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
-from ..product_parts import load_bias, load_columns, weight_rows
-from .parts import gate
+from ..product_parts import load_bias, load_columns, store_tile, weight_rows
 
 
 @triton.jit
@@ -47,14 +46,8 @@ def expert_tile_kernel(
         m_x = m_m[:, None] if K % BLOCK_K == 0 else m_m[:, None] & (i + o_k < K)[None, :]
         b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
         b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc, input_precision="ieee")
-    b_out = (b_acc + tl.reshape(load_bias(bias_ptr, o_n), [BLOCK_N, 1])).to(out_ptr.dtype.element_ty)
-    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    WIDTH: tl.constexpr = N // 2 if GATED else N
-    if GATED:
-        b_out = gate(*tl.split(tl.permute(tl.reshape(b_out, [OUTS, 2, BLOCK_M]), (0, 2, 1))), ACTIVATION)
-    o_out, o_to = i_p * OUTS + tl.arange(0, OUTS), (o_place if GATED else o_pair).to(tl.int64)
-    m_out = m_m[None, :] & (o_out < WIDTH)[:, None]
-    tl.store(out_ptr + o_to[None, :] * WIDTH + o_out[:, None], b_out, mask=m_out)
+    o_to = (o_place if GATED else o_pair).to(tl.int64)
+    store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_to, m_m, N, GATED, ACTIVATION)
 
 
 @triton.jit

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import overlap_options
+from ..product_parts import VECTOR, power_of_2_below
 from .experts import Experts, Routing, SoftmaxOver, SwiGLU
 from .route_kernel import route_kernel, sort_kernel
 from .sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from .tile_kernel import combine_kernel, expert_tile_kernel
 
-VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
 COMBINE_TILE = 1024
 
 
@@ -239,10 +239,10 @@ def down_sum_variant(size: int, inner: int, top_k: int, launch: Sum) -> tuple[di
 
 def _sum_blocks(size: int, launch: Sum) -> tuple[dict[str, int], int, int]:
     """Rows and columns of a block, warps, and experts under way, for rows of ``size``."""
-    num_warps = min(16, max(1, _power_of_2_below(size // launch.columns)))
+    num_warps = min(16, max(1, power_of_2_below(size // launch.columns)))
     block_k = num_warps * 32 * VECTOR
     parts = triton.cdiv(size, block_k)
-    block_n = min(launch.rows, max(2, _power_of_2_below(launch.loads // parts)))
+    block_n = min(launch.rows, max(2, power_of_2_below(launch.loads // parts)))
     return {"BLOCK_N": block_n, "BLOCK_K": block_k}, num_warps, max(1, launch.loads // (block_n * parts))
 
 
@@ -261,8 +261,3 @@ def tile_variant(
 def combine_variant(size: int, top_k: int) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``combine_kernel``."""
     return {"E": size, "TOP_K": top_k, "TILE": COMBINE_TILE}, 4
-
-
-def _power_of_2_below(number: int) -> int:
-    """The largest power of 2 up to ``number``, 0 for 0."""
-    return 1 << number.bit_length() >> 1

@@ -26,14 +26,8 @@ _EXPONENT_OF_0 = 1023 - 127  # a float64's, of the scale that is stored as 0
 class Mxfp4:
     """See the module. Weights are dequantized while they are loaded: no product reads these codes."""
 
-    @property
-    def name(self) -> str:
-        return "MXFP4"
-
-    @property
-    def is_streamed(self) -> bool:
-        """See ``WeightFormat.is_streamed``."""
-        return False
+    name = "MXFP4"
+    is_streamed = False
 
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:

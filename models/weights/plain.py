@@ -15,7 +15,6 @@ class Plain:
 
     name = "plain"
     tensors = (CheckpointTensor("weight", FLOATS, (ROWS, COLUMNS)),)
-
     is_streamed = False
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -45,8 +45,8 @@ def compile_kernel(wanted: Wanted) -> str | None:
         if isinstance(tuning, Float8Tuning) or (kind == "float8" and tuning is None and num_rows >= MIN_ROWS):
             compile_float8(wanted, weight)
             return None
-        kernel, constexprs, launch = code_variant(weight, num_rows, gated=gated, tuning=tuning)
-        options = overlap_options(torch.device("cuda", 0)) | FUSED | launch
+        kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
+        options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
         bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
         out = dtype if constexprs.get("SPLITS", 1) == 1 else torch.float32
         operands = weight.scales.dtype, zeros, bias, out, shape[0]

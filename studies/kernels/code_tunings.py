@@ -24,9 +24,7 @@ def candidates(kind: str, num_rows: int) -> Sequence[AnyTuning]:
         return float8_candidates(num_rows)
     is_int4 = kind == "int4"
     if num_rows == 1:
-        return [
-            CodeSums(n, warps) for warps in (2, 4, 8) for n in (2, 4, 8, 16) if n * (8 if is_int4 else 4) >= 2 * warps
-        ]
+        return [CodeSums(vectors, loads) for vectors in (32, 64, 128) for loads in (4, 8, 16, 32)]
     if num_rows <= 16:
         block_m = 8 if num_rows <= 8 else 16
         sliced = [(16, 4, 2, 4), (16, 4, 4, 3), (32, 4, 1, 4), (32, 4, 2, 3), (32, 8, 1, 4)]
@@ -64,18 +62,11 @@ def candidates(kind: str, num_rows: int) -> Sequence[AnyTuning]:
             for n, w, s, stages in warps
             for scaled in (False, True)[: 1 + is_int4]
         ]
-    shapes = [(128, 128, 8, 2, 128), (128, 128, 8, 3, None), (128, 128, 8, 4, None), (128, 64, 4, 2, None)]
-    shapes += [
-        (128, 64, 4, 2, 168),
-        (128, 64, 4, 3, None),
-        (128, 64, 8, 2, 128),
-        (256, 64, 8, 2, None),
-        (64, 64, 4, 3, 128),
-    ]
-    shapes += [(64, 128, 8, 3, 128), (64, 128, 4, 2, None), (256, 128, 8, 2, None), (128, 64, 4, 2, 128)]
+    shapes = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2)]
+    shapes += [(256, 64, 8, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 2), (256, 128, 8, 2)]
     return [
-        CodeTuning(m, n, 1, 1, w, stages, scaled=is_int4, splits=splits, registers=registers)
-        for m, n, w, stages, registers in shapes
+        CodeTuning(m, n, 1, 1, w, stages, scaled=is_int4, splits=splits)
+        for m, n, w, stages in shapes
         for splits in (1, 2, 4)
     ]
 

@@ -160,10 +160,10 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
     for weight, gated in product((int4, int8, float8), (False, True)):
         for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
-            kernel, constexprs, launch = integer.code_variant(weight, num_rows, gated=gated)
+            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated)
             constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
             name = f"{weight.kind} {num_rows} rows" + gated * " gated"
-            yield name, kernel, constexprs, Tuning(launch["num_warps"], constexprs.get("STAGES", 1))
+            yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
 def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

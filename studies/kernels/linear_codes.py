@@ -25,13 +25,8 @@ from torch import Tensor
 from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.linear import linear, linear_swiglu
 from qkv_engine.kernels.linear.dequantize_kernel import dequantize
-from qkv_engine.kernels.linear.float8 import (
-    MIN_ROWS,
-    Float8Tuning,
-    scaled_product,
-    scaled_tiles,
-)
-from qkv_engine.kernels.linear.float8_rows import norm_rows, quantize_rows
+from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_product, scaled_tiles
+from qkv_engine.kernels.linear.float8_rows import quantize_rows
 from qkv_engine.kernels.linear.integer import linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes
 from qkv_engine.kernels.rms_norm import add_rms_norm
@@ -123,16 +118,6 @@ def run_layer(
     product(gated(add_rms_norm(product(attended, o), residual, norm, 1e-6), gate_up), down)
 
 
-def run_float8_layer(rows: list[Tensor], weights: list[PackedCodes]) -> None:
-    """``run_layer`` of many rows, which norms and SwiGLU quantize."""
-    x, residual, attended, norm = rows
-    qkv, o, gate_up, down = weights
-    scaled_product(norm_rows(x, residual, norm, 1e-6), qkv)
-    hidden = scaled_product(quantize_rows(attended), o)
-    gate_up_rows = scaled_product(norm_rows(hidden, residual, norm, 1e-6), gate_up)
-    scaled_product(quantize_rows(gate_up_rows, gated=True), down)
-
-
 def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> None:
     """Layers without attention one after another, over several layers of weights."""
     layer_shapes = [shape for name, shape in shapes.items() if name != "lm_head"]
@@ -145,15 +130,11 @@ def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> N
         for num_rows in row_numbers:
             rows = [random_rows(num_rows, size) for size in (hidden, hidden, heads)]
             rows.append(random_rows(1, hidden)[0])
-            forms: dict[str, Callable[..., None]] = {kind: partial(run_layer, product, gated, rows)}
-            if kind == "float8" and num_rows >= MIN_ROWS:
-                forms["float8 fused"] = partial(run_float8_layer, rows)
-            for form, run in forms.items():
-                try:
-                    us = 1e6 * time_calls([partial(run, of_layer) for of_layer in weights])
-                    print_line(layer=form, rows=num_rows, us=us)
-                except Exception as failure:
-                    print_line(layer=form, rows=num_rows, failed=f"{type(failure).__name__}: {failure}"[:300])
+            try:
+                us = 1e6 * time_calls([partial(run_layer, product, gated, rows, of_layer) for of_layer in weights])
+                print_line(layer=kind, rows=num_rows, us=us)
+            except Exception as failure:
+                print_line(layer=kind, rows=num_rows, failed=f"{type(failure).__name__}: {failure}"[:300])
         del weights
 
 

@@ -13,10 +13,9 @@ from qkv_engine.kernels.linear import codes_reference
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
-from qkv_engine.kernels.linear.float8_rows import Float8Rows, norm_rows, quantize_rows
+from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows
 from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
-from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
@@ -143,18 +142,6 @@ def values(x: Float8Rows) -> Tensor:
     return x.codes.double() * scales[:, : x.codes.shape[1]]
 
 
-def fused_rows(size: int) -> float:
-    """Codes, scales and the residual's sum are those of kernels one after another."""
-    x, residual, weight = (torch.randn(shape).bfloat16() for shape in ((3, size), (3, size), (size,)))
-    gate_up, summed = torch.randn(3, 2 * size).bfloat16(), residual.clone()
-    pairs = [(quantize_rows(gate_up, gated=True), quantize_rows(swiglu_triton(gate_up)))]
-    pairs.append((norm_rows(x, None, weight, 1e-6), quantize_rows(rms_norm_triton(x, None, weight, 1e-6))))
-    separate = quantize_rows(rms_norm_triton(x, summed, weight, 1e-6))
-    pairs.append((norm_rows(x, residual, weight, 1e-6), separate))
-    is_same = all(torch.equal(a.float(), b.float()) for pair in pairs for a, b in zip(*pair, strict=True))
-    return float(not (is_same and torch.equal(residual, summed)))
-
-
 def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     dtype, shape = dtype or tensor.dtype, shape[0] if isinstance(shape[0], tuple) else shape
     return tensor.new_full(tuple(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
@@ -211,7 +198,6 @@ def cases() -> dict[str, Callable[[], float]]:
         for num_rows in (3, 70):
             found[f"scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t)
             found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
-    found["equal fused rows"] = lambda: fused_rows(272)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
     found["quantized blocks"] = lambda: quantized_rows(384, 5, blocks=True)
     found["scaled blocks"] = lambda: scaled(70, FLOAT8["tiles"], blocks=True)

@@ -23,11 +23,12 @@ def test_linear_cases() -> None:
 
 
 def test_other_products_are_torchs() -> None:
-    x = torch.zeros(MAX_ROWS, 80, dtype=torch.bfloat16)
-    assert can_stream(x) and can_stream(x[:1]) and can_stream(x.half())
+    x, weight = torch.zeros(MAX_ROWS, 80, dtype=torch.bfloat16), torch.zeros(16, 80, dtype=torch.bfloat16)
+    assert can_stream(x, weight) and can_stream(x[:1], weight) and can_stream(x.half(), weight.half())
     many = torch.zeros(MAX_ROWS + 1, 80, dtype=torch.bfloat16)
     others = x[:0], many, x[:, :72], x[:, :79].contiguous(), x.float(), x.clone().requires_grad_()
-    assert not any(map(can_stream, others))
+    assert not any(can_stream(other, weight) for other in others)
+    assert not can_stream(x, weight.requires_grad_())
 
 
 @pytest.mark.parametrize("case", linear_kernels(), ids=lambda case: case[0])

@@ -23,8 +23,7 @@ from qkv_engine.models.weights.codes import unpack_words
 from qkv_engine.models.weights.loading import UNUSED, quantized_layers
 
 from ..conftest import CPU
-from ..test_ranks import logits_of as rank_logits
-from ..test_ranks import on_ranks
+from .ranks import check_two_ranks, logits_on_ranks
 from .writers import FORMS, quantize
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
@@ -66,22 +65,14 @@ def test_codes_are_kept_where_they_are_multiplied(name, source, tmp_path, load, 
 def test_ranks_have_parts_of_packed_tensors(name, is_unpacked, source, tmp_path, monkeypatch):
     quantize(source, tmp_path / "model", FORMS[name])
     monkeypatch.setattr(loader, "is_unpacked", lambda device: is_unpacked)
-    found = find_model(str(tmp_path / "model"))
-
-    def run(ranks):
-        return rank_logits(load_weights(found, dtype=torch.float32, device=CPU, ranks=ranks), ranks)
-
-    expected = on_ranks(1, run)[0]
-    for logits in on_ranks(2, run):
-        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    check_two_ranks(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "fp8 blocks"])
 def test_parts_of_groups_are_refused_by_name(name, source, tmp_path):
     quantize(source, tmp_path / "model", FORMS[name])
-    found = find_model(str(tmp_path / "model"))
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.\w_proj\.\w+ cannot be split over the ranks"):
-        on_ranks(2, lambda ranks: load_weights(found, dtype=torch.float32, device=CPU, ranks=ranks))
+        logits_on_ranks(tmp_path / "model", 2)
 
 
 @pytest.mark.parametrize(

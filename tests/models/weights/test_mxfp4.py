@@ -16,12 +16,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from qkv_engine import Engine, SamplingParams
 from qkv_engine.errors import ModelError
 from qkv_engine.models import loader
-from qkv_engine.models.loader import find_model, load_weights, num_parameters, weights_nbytes
+from qkv_engine.models.loader import num_parameters, weights_nbytes
 from qkv_engine.models.weights.mxfp4 import Mxfp4
 
-from ..conftest import CPU
-from ..test_ranks import logits_of as rank_logits
-from ..test_ranks import on_ranks
+from .ranks import check_two_ranks, logits_on_ranks
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 SHAPE = {"intermediate_size": 64, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5}
@@ -126,16 +124,9 @@ def test_one_line_says_that_experts_are_dequantized(source, tmp_path, load, capl
 
 def test_ranks_have_parts_of_whole_blocks(source, tmp_path):
     write(source, tmp_path / "model")
-    found = find_model(str(tmp_path / "model"))
-
-    def run(ranks):
-        return rank_logits(load_weights(found, dtype=torch.float32, device=CPU, ranks=ranks), ranks)
-
-    expected = on_ranks(1, run)[0]
-    for logits in on_ranks(2, run):
-        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    check_two_ranks(tmp_path / "model")
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\.down_proj_blocks cannot be split over the ranks"):
-        on_ranks(4, run)
+        logits_on_ranks(tmp_path / "model", 4)
 
 
 def test_blocks_must_be_whole(source, tmp_path, load):
