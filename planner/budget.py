@@ -17,7 +17,7 @@ from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.layer_kv import LayerKV
-from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
+from qkv_engine.sizes import MAX_SIZE, least_size, parse_size
 
 from .allocate import Choice, allocate
 
@@ -108,14 +108,7 @@ class Budget:
         """The smallest budget that ``ladder`` fits, in the unit of this one."""
         if self.nbytes is None:
             return f"{math.ceil(100 * self.bits_at(ladder)) / 100:g}bits"
-        low, high = 0, self.nbytes
-        while not Budget(self.context, self.requests, nbytes=high).holds(ladder):
-            low, high = high, 2 * high
-        while high - low > high // 1000 + 1:
-            middle = (low + high) // 2
-            fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder)
-            low, high = (low, middle) if fits else (middle, high)
-        return format_least(high).replace(" ", "")
+        return least_size(self.nbytes, lambda nbytes: replace(self, nbytes=nbytes).holds(ladder))
 
     def _too_short(self, ladder: Ladder) -> ConfigError:
         """No block of a request leaves the recent window; says from which context on one does, if any."""
