@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     common.add_loading_arguments(parser)
     group = parser.add_argument_group("load")
-    common.add_fit_arguments(group)
+    common.add_fit_fields(group)
     group.add_argument(
         "--kv", metavar="LIST", help="KV presets and plan files (.json) to compare (default: six presets)"
     )
