@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.loader import find_model, is_unpacked, num_parameters, resolve_dtype, weights_nbytes
+from qkv_engine.models.loader import is_unpacked, num_parameters, resolve_dtype, weights_nbytes
 
 from .config import WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
@@ -26,7 +26,7 @@ from .errors import CapacityError, ConfigError
 from .kv.demand import Demand, Share
 from .kv.slabs import make_tables
 from .kv.spec import KVSpec
-from .loading import check_context, demo_folder, rank_ladder, resolve_device, with_weights
+from .loading import check_context, find_checked, rank_ladder, resolve_device, with_weights
 from .measured_loss import measured_kv_loss, measured_weights_loss
 from .presets import DEFAULT_KV, PRESETS
 from .sizes import format_size, least_size, parse_size
@@ -211,8 +211,7 @@ def fitted(config: EngineConfig) -> EngineConfig:
             raise no_fit(task, rows)
         found.append((task, rows[0]))
 
-    name = str(demo_folder()) if config.source is None else config.source
-    find_model(name, load_format=config.load_format, revision=config.revision, token=config.token, check=choose)
+    find_checked(config, choose)
     task, best = found[-1]
     logger.info("fit: weights %s, KV %s, blocks on %s", best.weights or "as stored", best.kv, best.rung)
     return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.resources import files
@@ -114,14 +115,19 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
         check_groups(model, config.max_model_len)
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
 
-    source = find_model(
+    source = find_checked(config, check)
+    return replace(source, config=with_weights(source.config, config.weights))
+
+
+def find_checked(config: EngineConfig, check: Callable[[ModelConfig], None]) -> ModelSource:
+    """The model of ``config``, downloaded if it is on the Hub, once ``check`` has let its configuration pass."""
+    return find_model(
         str(demo_folder()) if config.source is None else config.source,
         load_format=config.load_format,
         revision=config.revision,
         token=config.token,
         check=check,
     )
-    return replace(source, config=with_weights(source.config, config.weights))
 
 
 def with_weights(model: ModelConfig, weights: str | None) -> ModelConfig:
