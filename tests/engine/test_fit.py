@@ -14,7 +14,7 @@ from qkv_engine import CapacityError, ConfigError, Engine, Fit, ModelError, Samp
 from qkv_engine.config import EngineConfig, KVConfig
 from qkv_engine.fit import FitRow, FitTask, fit_rows, fitted, no_fit
 from qkv_engine.loading import demo_folder
-from qkv_engine.measured_loss import KV, measured_kv_loss
+from qkv_engine.measured_loss import KV, WEIGHTS, measured_kv_loss
 from qkv_engine.models.loader import read_config
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
@@ -185,17 +185,16 @@ def test_weights_that_alone_are_too_much_leave_more_memory():
     assert no_fit(asked, fit_rows(asked)).remedy == "Change memory to at least 6.0GiB"
 
 
-def test_losses_are_those_of_the_rows_on_the_accuracy_page():
+def test_losses_are_those_of_the_measured_rows():
     """The means of the judge's rows, to two digits."""
-    lines = (ROOT / "results/cpu/judge-demo.jsonl").read_text().splitlines()
     means = {}
-    for row in map(json.loads, lines):
-        if row["kl"]:
-            per_set = [sum(kl) / sum(row["tokens"][name]) for name, kl in row["kl"].items()]
-            means[row["kv"]] = sum(per_set) / len(per_set)
-    assert {name: f"{means[name]:.2g}" for name in KV if name != "int8"} == {
-        name: f"{loss:.2g}" for name, loss in KV.items() if name != "int8"
-    }
+    for name in ("judge-demo", "judge-weights-demo"):
+        for row in map(json.loads, (ROOT / f"results/cpu/{name}.jsonl").read_text().splitlines()):
+            if row["kl"]:
+                per_set = [sum(kl) / sum(row["tokens"][name]) for name, kl in row["kl"].items()]
+                means[row["kv"]] = sum(per_set) / len(per_set)
+    losses = KV | {f"weights {name}": loss for name, loss in WEIGHTS.items()}
+    assert {name: f"{means[name]:.2g}" for name in losses} == {name: f"{loss:.2g}" for name, loss in losses.items()}
 
 
 def test_rungs_of_ladders_lose_what_the_presets_of_their_formats_do():
