@@ -28,8 +28,8 @@ class ParetoRow(RatedRow):
     """A rated row, and its KV memory with all blocks on the ladder's last rung.
 
     ``capacity_tokens`` is the longest request that fits alone, at most the model's context where all layers have
-    windows; ``floor_bytes_per_token`` and ``floor_bits`` are bytes
-    of a token and bits of a KV element, all metadata counted, in a block there.
+    windows; ``floor_bytes_per_token`` and ``floor_bits`` are bytes of a token and bits of a KV element, all metadata
+    counted, in a block there.
     """
 
     capacity_tokens: int | None = None

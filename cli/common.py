@@ -88,16 +88,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
     )
 
 
-def add_fit_options(parser: argparse.ArgumentParser) -> None:
-    """``--fit`` and what it takes, for commands that start an engine."""
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--fit`` and its fields, for commands that start an engine."""
     group = parser.add_argument_group("fit")
     help = "choose formats of weights and KV that fit the memory together: the first row of qkv-engine fit"
     group.add_argument("--fit", action="store_true", help=help)
-    add_fit_arguments(group)
+    add_fit_fields(group)
 
 
-def add_fit_arguments(group: argparse._ArgumentGroup) -> None:
-    """The load that weights and KV are to fit; see ``fit_of``."""
+def add_fit_fields(group: argparse._ArgumentGroup) -> None:
+    """The fields of a ``Fit``, which ``fit_of`` makes of them."""
     group.add_argument(
         "--memory",
         metavar="SIZE",
@@ -109,7 +109,7 @@ def add_fit_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def fit_of(args: argparse.Namespace) -> Fit:
-    """The load that the options of ``add_fit_arguments`` ask for. Raises ``ConfigError`` for a value out of range."""
+    """The ``Fit`` that the options of ``add_fit_fields`` ask for. Raises ``ConfigError`` for a value out of range."""
     return Fit(**given(args, *_FIT_OPTIONS))
 
 

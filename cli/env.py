@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine import __version__
 from qkv_engine.config import EngineConfig
 from qkv_engine.errors import CapacityError
-from qkv_engine.presets import DEFAULT_KV, resolve_kv
+from qkv_engine.presets import resolve_kv
 from qkv_engine.sizes import format_size, parse_size
 
 from . import common, results
@@ -104,7 +104,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
     context = args.max_model_len or config.max_position_embeddings
-    kv_config = resolve_kv(DEFAULT_KV if args.kv is None else args.kv)
+    kv_config = resolve_kv(args.kv)
     ladder = make_ladder(kv_config, config, dtype, num_ranks, context)
     facts = _device(device)
     weights, free = weights_nbytes(config, dtype, num_ranks, device), facts["free_bytes"]

@@ -23,9 +23,9 @@ ORDER = "order: what fits, then the least loss, then the fewest bytes a step"
 _OPTIONS = ("dtype", "extend_context", "tensor_parallel")
 EPILOG = """\
 Nothing is loaded but the model's configuration. MODEL may be a known shape, and
---device cuda with --memory a GPU that is not here. The first row is what --fit
-of serve and chat takes. Exit code 3: nothing fits; the error names the smallest
-changes with which something does.
+--device cuda with --memory a GPU that is not here. Without --weights and --kv
+the first row is what --fit of serve and chat takes. Exit code 3: nothing fits;
+the error names the smallest changes with which something does.
 
   weights       as stored in the checkpoint, or quantized while they load, from
                 which a CPU gains nothing; with --weights in that format alone
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     common.add_loading_arguments(parser)
     group = parser.add_argument_group("load")
-    common.add_fit_arguments(group)
+    common.add_fit_fields(group)
     group.add_argument(
         "--kv", metavar="LIST", help="KV presets and plan files (.json) to compare (default: six presets)"
     )
@@ -126,7 +126,6 @@ def _table(rows: Sequence[FitRow], task: FitTask, model: str, product: str, sour
     from qkv_engine.bench.report import number, size, times
     from qkv_engine.bench.table import Column, from_rows, joined
 
-    load = f"{task.requests:,} request{'' if task.requests == 1 else 's'} of {task.context:,} tokens"
     dtype = str(task.dtype).removeprefix("torch.")
     columns: list[Column[FitRow]] = [
         Column("weights", lambda row: row.weights or "as stored", is_text=True),
@@ -145,5 +144,5 @@ def _table(rows: Sequence[FitRow], task: FitTask, model: str, product: str, sour
     notes = [ORDER, f"loss {source} as measured on the demo model"]
     if rows[0].limit_tok_s is None:
         notes.append(f"speed by the bytes of a step: no bandwidth is known of {product}")
-    title = joined(model, product, dtype, f"memory {format_size(task.nbytes)}", load)
+    title = joined(model, product, dtype, f"memory {format_size(task.nbytes)}", task.load)
     return from_rows(title, rows, columns, notes)._replace(group=None)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
-from qkv_engine.presets import DEFAULT_KV, PLAN_SUFFIX, resolve_kv
+from qkv_engine.presets import PLAN_SUFFIX, resolve_kv
 from qkv_engine.sizes import MAX_SIZE, parse_size
 
 from . import common, plan_settings, results, tasks
@@ -151,7 +151,7 @@ def _engine_config(args: argparse.Namespace, options: dict[str, Any], model: Mod
     dtype = weight_dtype(args.dtype or "auto", model, resolve_device(args.device or "auto"))
     name = str(dtype).removeprefix("torch.")
     options["dtype"] = "bfloat16" if name == "float16" else name
-    return EngineConfig(kv=resolve_kv(DEFAULT_KV), **options)
+    return EngineConfig(kv=resolve_kv(None), **options)
 
 
 def _texts(args: argparse.Namespace, files: ModelFiles) -> TextSet:

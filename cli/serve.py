@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "SIGTERM and Ctrl-C end it once the requests under way have finished."
     )
     common.add_model_arguments(parser)
-    common.add_fit_options(parser)
+    common.add_fit_arguments(parser)
     parser.set_defaults(warm_up="full")
     _add_batching(parser)
     _add_access(parser)

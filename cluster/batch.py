@@ -14,11 +14,9 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 
 from qkv_engine import Engine, RequestError, RequestOutput, RequestOutputKind, RequestStream
-from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ConfigError, EngineDeadError
-from qkv_engine.presets import DEFAULT_KV, resolve_kv
 
-from .placement import resources_of
+from .placement import checked_options, resources_of
 
 logger = logging.getLogger("qkv_engine")
 
@@ -55,8 +53,7 @@ def batch(
     ``replicas`` engines have the ``options`` of ``Engine`` each; ``params`` are those of ``Engine.params``. A worker
     that is lost is replaced, and its parts are computed again. Raises ``ConfigError``.
     """
-    options = {**(options or {}), "kv": resolve_kv((options or {}).get("kv", DEFAULT_KV))}
-    EngineConfig(**options)  # for its checks
+    options = checked_options(options or {})
     for name, value in {"replicas": replicas, "part_rows": part_rows}.items():
         if value < 1:
             raise ConfigError("out of range", field=name, value=value, remedy="Give 1 or more")

@@ -22,12 +22,11 @@ from ray.serve.handle import DeploymentHandle
 
 from qkv_engine.config import EngineConfig
 from qkv_engine.errors import ConfigError, QKVError
-from qkv_engine.presets import DEFAULT_KV, resolve_kv
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 
 from .front import Front
-from .placement import resources_of
+from .placement import checked_options, resources_of
 from .replica import Replica
 from .scaling import wanted_replicas
 
@@ -93,8 +92,7 @@ def start(
     what browsers may do.
     Raises ``ConfigError`` for an option out of range, and ``QKVError`` where the replicas do not start.
     """
-    options = {**options, "kv": resolve_kv(options.get("kv", DEFAULT_KV))}  # here: other machines lack a plan's file
-    EngineConfig(**options)  # for its checks
+    options = checked_options(options)
     resources = resources_of(options)
     _warn_if_short(resources, replicas.low)
     engines = serve.deployment(

@@ -7,6 +7,21 @@ from typing import Any
 
 import ray
 
+from qkv_engine.config import EngineConfig, check_beside_fit
+from qkv_engine.presets import resolve_kv
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``options`` of ``Engine`` with the ladder of ``kv`` itself, since other machines lack a plan's file.
+
+    Raises ``ConfigError`` for one that is out of range or contradicts another.
+    """
+    found = dict(options)
+    check_beside_fit(found.get("fit"), found)
+    kv = resolve_kv(found.get("kv"))
+    EngineConfig(**{**found, "kv": kv})  # for its checks
+    return found if found.get("kv") is None else {**found, "kv": kv}
+
 
 def resources_of(options: Mapping[str, Any]) -> dict[str, float]:
     """What Ray reserves for an engine with ``options``: the GPUs of its tensor-parallel group on one machine, or cores.

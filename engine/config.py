@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
@@ -210,6 +211,23 @@ class Fit:
             parse_size(self.memory, field="memory", free=MAX_SIZE)
 
 
+_CHOSEN = {  # options that a fit chooses, each with what to do instead
+    "kv": "Leave kv or fit out",
+    "weights": "Leave weights or fit out",
+    "kv_memory": "Leave it out: the memory of fit is for weights and KV together",
+    "max_model_len": "Leave it out: the context of fit is that of the longest request",
+}
+
+
+def check_beside_fit(fit: Fit | None, options: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` for one of the ``options`` of ``Engine`` that is given beside a fit which chooses it."""
+    for field, remedy in _CHOSEN.items():
+        value = options.get(field)
+        if fit is not None and value is not None:
+            shown = value.name if isinstance(value, KVConfig) else value
+            raise ConfigError("fit chooses it", field=field, value=shown, remedy=remedy)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The options of ``Engine``, checked for type and range; ``ConfigError`` names the one that is wrong.
@@ -263,8 +281,9 @@ class EngineConfig:
             _check_flag(name, getattr(self, name))
         for name in _TEXTS:
             _check_text(name, getattr(self, name))
-        if self.revision is not None:
-            _check_text("revision", self.revision)
+        for name in ("revision", "weights"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
         if self.token is not None and not isinstance(self.token, str):  # a secret: its value stays out of the message
             raise ConfigError("must be a string", field="token", value=type(self.token).__name__)
         if self.warm_up not in WARM_UPS:

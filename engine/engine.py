@@ -13,12 +13,12 @@ from typing import Any, Never, overload
 import torch
 
 from .closable import Closable
-from .config import EngineConfig, Fit, KVConfig
+from .config import EngineConfig, Fit, KVConfig, check_beside_fit
 from .errors import EngineDeadError, RequestError
 from .fit import fitted
 from .intake import Conversation, Intake, Prompt, takes_long
 from .metrics import EngineStats
-from .presets import DEFAULT_KV, resolve_kv
+from .presets import resolve_kv
 from .request import RequestOutput, SamplingParams
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot
@@ -48,10 +48,10 @@ class Engine(Closable):
         seed: of random weights, 0 to 2^63 - 1.
 
     KV memory
-        kv: name of a preset, path of a plan file (a ``Path``, or a string that ends in .json), or a ``KVConfig``.
+        kv: preset, path of a plan file (a ``Path``, or a string that ends in .json), or ``KVConfig``; None for "auto".
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
-        fit: a ``Fit``, which chooses ``weights`` and the options of this section and ``max_model_len``; None for none.
+        fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
 
@@ -59,7 +59,7 @@ class Engine(Closable):
         max_model_len: tokens of the longest request, prompt and output together; None for the model's own context,
             or what KV memory holds if that is less.
         extend_context: allow ``max_model_len`` beyond what the model was made for.
-        max_num_seqs: requests that run at once, 1 to 4,096; others wait.
+        max_num_seqs: requests that run at once, 1 to 4,096, raised to those of ``fit``; others wait.
         max_num_batched_tokens: tokens that one step computes, 1 to 1,048,576; longer prompts are computed in chunks.
         max_itl_ms: limit in milliseconds for the time between two tokens of a request, above 0 to 60,000, kept by
             smaller chunks of prompts, whose first tokens come later; None for no limit.
@@ -78,7 +78,7 @@ class Engine(Closable):
         self,
         model: str | PathLike[str] | None = None,
         *,
-        kv: str | Path | KVConfig = DEFAULT_KV,
+        kv: str | Path | KVConfig | None = None,
         kv_memory: int | str | float | None = None,
         fit: Fit | None = None,
         kv_quota: float | None = None,
@@ -100,6 +100,7 @@ class Engine(Closable):
         token: str | None = None,
         seed: int = 0,
     ):
+        check_beside_fit(fit, {"kv": kv, "weights": weights, "kv_memory": kv_memory, "max_model_len": max_model_len})
         config = EngineConfig(
             model=model,
             kv=resolve_kv(kv),
@@ -126,8 +127,7 @@ class Engine(Closable):
         )
         self._started: Started | None = start(fitted(config))
         self._intake = Intake(self._started)
-        on_cpu = self._started.device.type == "cpu"
-        workers = self._started.workers
+        workers, on_cpu = self._started.workers, self._started.device.type == "cpu"
         abandon = None if workers is None else workers.abandon
         self._loop = EngineLoop(self._started.core, self._started.threads if on_cpu else None, abandon)
         self._finalizer = weakref.finalize(self, self._loop.close)

@@ -17,20 +17,19 @@ from typing import Any
 import torch
 
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.loader import find_model, is_unpacked, num_parameters, resolve_dtype, weights_nbytes
-from qkv_engine.models.weights.scheme import UNQUANTIZED
+from qkv_engine.models.loader import is_unpacked, num_parameters, resolve_dtype, weights_nbytes
 
 from .config import WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
-from .device.memory import default_memory, free_memory
-from .errors import CapacityError, ConfigError, ModelError
+from .device.memory import check_free, default_memory, free_memory
+from .errors import CapacityError, ConfigError
 from .kv.demand import Demand, Share
 from .kv.slabs import make_tables
 from .kv.spec import KVSpec
-from .loading import check_context, demo_folder, rank_ladder, resolve_device, with_weights
+from .loading import check_context, find_checked, rank_ladder, resolve_device, with_weights
 from .measured_loss import measured_kv_loss, measured_weights_loss
 from .presets import DEFAULT_KV, PRESETS
-from .sizes import format_least, format_size, parse_size
+from .sizes import format_size, least_size, parse_size
 
 logger = logging.getLogger("qkv_engine")
 
@@ -58,18 +57,24 @@ class FitTask:
     def of(
         cls, fit: Fit, model: ModelConfig, device: torch.device, config: EngineConfig, *, is_here: bool = True
     ) -> FitTask:
-        """What ``fit`` asks of a model under the options of ``config``. A device that is not here has no free memory.
+        """What ``fit`` asks of a model under the options of ``config``. A device that is not here needs ``fit.memory``.
 
-        Raises ``ConfigError`` for a context that the model was not made for, and ranks that cannot share it.
+        Raises ``ConfigError`` for a context that the model was not made for, ranks that cannot share it, and a share of
+        memory that is not here.
         """
-        check_context(model, fit.context, config.extend_context)
+        check_context(model, fit.context, config.extend_context, field="context")
         model.check_ranks(config.tensor_parallel)
         if fit.memory is None:
             nbytes = default_memory(device, config.cuda_graphs)
         else:
-            nbytes = parse_size(fit.memory, field="memory", free=free_memory(device) if is_here else 1)
+            nbytes = parse_size(fit.memory, field="memory", free=free_memory(device) if is_here else None)
         dtype, context = resolve_dtype(config.dtype, model, device), fit.context or model.max_position_embeddings
         return cls(model, dtype, device, nbytes, context, fit.requests, config.tensor_parallel)
+
+    @property
+    def load(self) -> str:
+        """The requests in words."""
+        return f"{self.requests:,} request{'' if self.requests == 1 else 's'} of {self.context:,} tokens"
 
     def ladder(self, kv: KVConfig) -> Ladder:
         """The ladder of ``kv``. Raises ``ConfigError`` if it does not fit the model's heads."""
@@ -125,12 +130,11 @@ def fit_rows(
 
 
 def _sizes(task: FitTask) -> Iterator[tuple[str | None, int]]:
-    """Formats that the weights may have, with their bytes; experts are not quantized while they load."""
+    """Formats that the weights may have, with their bytes; an unpacked one takes as many as the checkpoint's own."""
     yield None, _weights_nbytes(task, None)
-    if task.model.weights == UNQUANTIZED and not is_unpacked(task.device):
-        for name in WEIGHTS:
-            with suppress(ModelError):
-                yield name, _weights_nbytes(task, name)
+    for name in () if is_unpacked(task.device) else WEIGHTS:
+        with suppress(ConfigError):
+            yield name, _weights_nbytes(task, name)
 
 
 def _weights_nbytes(task: FitTask, name: str | None) -> int:
@@ -148,7 +152,7 @@ def _row(task: FitTask, name: str | None, weights: int, kv: KVConfig, ladder: La
     rung = next((rung for rung in rungs if _holds(task, ladder.spec, weights, rung)), None)
     at = ladder.last if rung is None else rung
     kv_bytes = task.requests * _request_nbytes(ladder.spec, task.context, at)
-    losses = measured_weights_loss(name), kv_loss(kv, ladder, at)
+    lost, kv_lost = measured_weights_loss(name), kv_loss(kv, ladder, at)
     return FitRow(
         weights=name,
         kv=kv.name,
@@ -160,9 +164,9 @@ def _row(task: FitTask, name: str | None, weights: int, kv: KVConfig, ladder: La
         step_bytes=weights + kv_bytes,
         weights_bits=round(8 * weights * task.num_ranks / num_parameters(task.model), 3),
         kv_bits=round(ladder.effective_bits(at), 3),
-        weights_loss=losses[0],
-        kv_loss=losses[1],
-        loss=None if None in losses else sum(each or 0.0 for each in losses),
+        weights_loss=lost,
+        kv_loss=kv_lost,
+        loss=None if lost is None or kv_lost is None else lost + kv_lost,
     )
 
 
@@ -178,18 +182,12 @@ def no_fit(task: FitTask, rows: Sequence[FitRow], ladders: Sequence[KVConfig] = 
     def holds(**change: Any) -> bool:
         return _holds(replace(task, **change), ladder.spec, least.weights_bytes, ladder.last)
 
-    high = 2 * least.step_bytes
-    while not holds(nbytes=high):
-        high *= 2
-    step = -(-high // 4096)
-    nbytes = step * bisect_left(range(4096), True, key=lambda number: holds(nbytes=number * step))
-    changes = [f"memory to at least {format_least(nbytes).replace(' ', '')}"]
+    changes = [f"memory to at least {least_size(least.step_bytes, lambda nbytes: holds(nbytes=nbytes))}"]
     for field, most in (("requests", task.requests), ("context", task.context)):
         if number := largest(field, most):
             changes.append(f"{field} to at most {number:,}")
-    load = f"{task.requests:,} request{'' if task.requests == 1 else 's'} of {task.context:,} tokens"
     return CapacityError(
-        f"weights and {load} take {format_size(least.step_bytes)} in the smallest formats",
+        f"weights and {task.load} take {format_size(least.step_bytes)} in the smallest formats",
         field="memory",
         value=format_size(task.nbytes),
         remedy=f"Change {', or '.join(changes)}",
@@ -199,48 +197,31 @@ def no_fit(task: FitTask, rows: Sequence[FitRow], ladders: Sequence[KVConfig] = 
 def fitted(config: EngineConfig) -> EngineConfig:
     """``config`` with the options that its ``fit`` stands for; without one ``config`` itself.
 
-    Raises ``ConfigError`` for an option that ``fit`` chooses, and ``CapacityError`` if nothing fits; weights are not
-    downloaded before.
+    Raises ``CapacityError`` if nothing fits, or the memory is not free; weights are not downloaded before.
     """
     if config.fit is None:
         return config
-    _refuse_chosen(config)
     fit, device, found = config.fit, resolve_device(config.device), list[tuple[FitTask, FitRow]]()
 
     def choose(model: ModelConfig) -> None:
         task = FitTask.of(fit, model, device, config)
+        check_free(task.nbytes, free_memory(device), device, field="memory", value=fit.memory)
         rows = fit_rows(task)
         if not rows[0].fits:
             raise no_fit(task, rows)
         found.append((task, rows[0]))
 
-    name = str(demo_folder()) if config.source is None else config.source
-    find_model(name, load_format=config.load_format, revision=config.revision, token=config.token, check=choose)
+    find_checked(config, choose)
     task, best = found[-1]
     logger.info("fit: weights %s, KV %s, blocks on %s", best.weights or "as stored", best.kv, best.rung)
     return replace(
         config,
-        fit=None,
         weights=best.weights,
         kv=PRESETS[best.kv],
         kv_memory=task.nbytes - best.weights_bytes,
         max_model_len=task.context,
         max_num_seqs=max(config.max_num_seqs, task.requests),
     )
-
-
-def _refuse_chosen(config: EngineConfig) -> None:
-    """Raises ``ConfigError`` for an option that ``fit`` chooses, unless it is left at its default."""
-    given = {
-        "kv": None if config.kv == PRESETS[DEFAULT_KV] else config.kv.name,
-        "weights": config.weights,
-        "kv_memory": config.kv_memory,
-        "max_model_len": config.max_model_len,
-    }
-    for field, value in given.items():
-        if value is not None:
-            remedy = "Leave one of them out; a Fit has a context and memory of its own"
-            raise ConfigError("fit chooses it", field=field, value=value, remedy=remedy)
 
 
 def _holds(task: FitTask, spec: KVSpec, weights: int, rung: int) -> bool:

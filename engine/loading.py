@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.resources import files
@@ -15,6 +16,7 @@ from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.key_scale import fold_key_scale
 from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
+from qkv_engine.models.moe import MoeConfig
 from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
 
@@ -49,8 +51,10 @@ def rank_ladder(
 ) -> Ladder:
     """The ladder of ``kv`` over the KV heads of one of ``num_ranks``, for a model that computes in ``dtype``.
 
-    No request is longer than ``max_model_len``, by default the model's context.
+    No request is longer than ``max_model_len``, by default the model's context. Raises ``ConfigError`` for a ladder
+    that does not fit the model, and ``ModelError`` as ``check_groups``.
     """
+    check_groups(model, max_model_len)
     return ladder_of_layers(kv, kv_of_layers(model.share(num_ranks), max_model_len), dtype)
 
 
@@ -111,26 +115,35 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
         check_groups(model, config.max_model_len)
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
 
-    source = find_model(
+    source = find_checked(config, check)
+    return replace(source, config=with_weights(source.config, config.weights))
+
+
+def find_checked(config: EngineConfig, check: Callable[[ModelConfig], None]) -> ModelSource:
+    """The model of ``config``, downloaded if it is on the Hub, once ``check`` has let its configuration pass."""
+    return find_model(
         str(demo_folder()) if config.source is None else config.source,
         load_format=config.load_format,
         revision=config.revision,
         token=config.token,
         check=check,
     )
-    return replace(source, config=with_weights(source.config, config.weights))
 
 
 def with_weights(model: ModelConfig, weights: str | None) -> ModelConfig:
     """The model with its linear layers quantized while they are read, ``None``: as the checkpoint has them.
 
-    Raises ``ConfigError`` if the checkpoint is quantized itself.
+    Raises ``ConfigError`` if the checkpoint is quantized itself, or the model has experts.
     """
     if weights is None:
         return model
+    why = None
     if model.weights != UNQUANTIZED:
-        message, remedy = f"the checkpoint is quantized itself ({model.weights.name})", "Leave weights out"
-        raise ConfigError(message, field="weights", value=weights, remedy=remedy)
+        why = f"the checkpoint is quantized itself ({model.weights.name})"
+    elif isinstance(model, MoeConfig):
+        why = "experts are not quantized while they are read"
+    if why is not None:
+        raise ConfigError(why, field="weights", value=weights, remedy="Leave weights out")
     return replace(model, weights=on_load_scheme(weights))
 
 
@@ -142,13 +155,18 @@ def check_groups(model: ModelConfig, max_model_len: int | None) -> None:
         raise ModelError(message, field="architecture", value=model.architecture)
 
 
-def check_context(model: ModelConfig, max_model_len: int | None, extend_context: bool = False) -> None:
-    """Raises ``ConfigError`` if ``max_model_len`` is more than the model was made for, unless ``extend_context``."""
-    if max_model_len is not None and max_model_len > model.max_context and not extend_context:
+def check_context(
+    model: ModelConfig, context: int | None, extend_context: bool = False, *, field: str = "max_model_len"
+) -> None:
+    """Raises ``ConfigError`` if the ``context`` that an option asks for is more than the model was made for.
+
+    Not where ``extend_context`` allows it.
+    """
+    if context is not None and context > model.max_context and not extend_context:
         raise ConfigError(
             f"the model was made for {model.max_context} tokens",
-            field="max_model_len",
-            value=max_model_len,
+            field=field,
+            value=context,
             remedy=f"Use at most {model.max_context}, or ask for a longer context with extend_context",
         )
 

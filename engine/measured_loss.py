@@ -1,7 +1,7 @@
 """Losses of formats as they were measured on the demo model: an order of formats, not the truth about another model.
 
 KL divergence of the next token's distribution from that of 16 bits, in nats a token, under teacher forcing: mean of
-eight sets of texts (docs/accuracy.md).
+eight sets of texts (docs/accuracy.md, docs/weights.md).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from .device.layouts import Ladder
 
 KV = {  # by preset, all blocks on its last rung
-    "int8": 0.00000047,  # the texts, seed and reference of the other rows, 2026-11-23
-    # results/cpu/judge-demo.jsonl:
+    "int8": 0.00000047,  # results/cpu/judge-weights-demo.jsonl; the others: results/cpu/judge-demo.jsonl
     "kivi-4": 0.000083,
     "int4": 0.00013,
     "kitty-pro": 0.0030,
@@ -26,7 +25,7 @@ KV = {  # by preset, all blocks on its last rung
     "kivi-2": 0.033,
     "xquant": 0.13,
 }
-WEIGHTS = {  # by the option ``weights``, beside KV at 16 bits; the same texts and reference, 2026-11-23
+WEIGHTS = {  # by the option ``weights``, beside KV at 16 bits: results/cpu/judge-weights-demo.jsonl
     "int8": 0.00000057,
     "fp8": 0.0000034,
     "int4": 0.000062,

@@ -36,10 +36,14 @@ def preset_families() -> Iterator[str]:
         yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)
 
 
-def resolve_kv(kv: str | Path | KVConfig) -> KVConfig:
-    """The KV configuration named by ``kv``: a preset, a plan file's path (a ``Path``, or a string that ends in .json),
-    or a ``KVConfig``, returned as it is. Raises ``ConfigError`` for anything else.
+def resolve_kv(kv: str | Path | KVConfig | None) -> KVConfig:
+    """The KV configuration that ``kv`` stands for: None for the default one, a ``KVConfig`` for itself.
+
+    Otherwise ``kv`` names a preset, or is a plan file's path: a ``Path``, or a string that ends in .json. Raises
+    ``ConfigError`` for anything else.
     """
+    if kv is None:
+        return PRESETS[DEFAULT_KV]
     if isinstance(kv, KVConfig):
         return kv
     if isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(PLAN_SUFFIX)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from .errors import ConfigError
 
@@ -18,8 +19,10 @@ _SIZE_REMEDY = 'Give bytes, a size such as "20GiB", or a share of free memory su
 _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{0,19})?|\.[0-9]{1,19})\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
-def parse_size(size: int | str | float, *, field: str, free: int) -> int:
+def parse_size(size: int | str | float, *, field: str, free: int | None) -> int:
     """Bytes named by ``size``: an int (bytes), a text such as "20GiB", or a share of ``free`` bytes.
+
+    ``free`` is None where no share can be had, since the memory is not here.
 
     A share is a float in (0, 1], the same as a text with a decimal point ("0.5"), or "50%". Units in any case: K, M,
     G, T, also written Ki or KiB, are powers of 1,024; KB, MB, GB, TB powers of 1,000. Raises ``ConfigError`` for
@@ -31,6 +34,9 @@ def parse_size(size: int | str | float, *, field: str, free: int) -> int:
     if isinstance(number, float):
         if not 0.0 < number <= 1.0:
             raise ConfigError("a share lies in (0, 1]", field=field, value=size, remedy=_SIZE_REMEDY)
+        if free is None:
+            remedy = 'Give bytes, or a size such as "20GiB"'
+            raise ConfigError("a share of memory that is not here", field=field, value=size, remedy=remedy)
         return max(1, int(number * free))
     if number <= 0:
         raise ConfigError("must be positive", field=field, value=size, remedy=_SIZE_REMEDY)
@@ -61,6 +67,20 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def least_size(start: int, holds: Callable[[int], bool]) -> str:
+    """The least bytes for which ``holds``, to a thousandth, as an option takes them. All larger sizes hold, too.
+
+    The search begins at ``start`` bytes, above 0.
+    """
+    low, high = 0, start
+    while not holds(high):
+        low, high = high, 2 * high
+    while high - low > high // 1000 + 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return format_least(high).replace(" ", "")
 
 
 def format_least(nbytes: int) -> str:

@@ -20,7 +20,7 @@ from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
 from .device.layouts import Ladder
 from .device.logits import CausalLM
-from .device.memory import default_kv_memory, free_memory
+from .device.memory import check_free, default_kv_memory, free_memory
 from .device.runner import Runner
 from .errors import CapacityError, ConfigError
 from .kv.manager import KVManager
@@ -167,18 +167,13 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int, chunk_tokens
 
 
 def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.device) -> int:
-    free = free_memory(device)
     if config.kv_memory is None:
         most = most_nbytes(ladder, config.max_num_seqs, limit, config.max_num_batched_tokens)
         return default_kv_memory(device, most, graphs=config.cuda_graphs)
+    free = free_memory(device)
     nbytes = parse_size(config.kv_memory, field="kv_memory", free=free)
-    if nbytes > free:
-        raise CapacityError(
-            f"{format_size(nbytes)} asked for, {format_size(free)} free on {device}",
-            field="kv_memory",
-            value=config.kv_memory,
-            remedy="Lower kv_memory",
-        )
+    field, value = ("kv_memory", config.kv_memory) if config.fit is None else ("memory", config.fit.memory)
+    check_free(nbytes, free, device, field=field, value=value)
     return nbytes
 
 

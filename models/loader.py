@@ -174,8 +174,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def is_unpacked(device: torch.device) -> bool:
-    """Whether quantized weights are unpacked on ``device`` when they are loaded: torch's products of codes are slower
-    than those of floats on a CPU.
+    """Whether quantized weights are unpacked on ``device`` when they are loaded.
+
+    On a CPU torch's products of codes are slower than those of floats.
     """
     return device.type == "cpu"
 
@@ -264,7 +265,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpack: bool = True) -> None:
+def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpack: bool) -> None:
     """Give every parameter of a meta model memory; parameters that are shared stay shared.
 
     Those whose weights are not plain have none unless they are to be unpacked.

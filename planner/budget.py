@@ -17,13 +17,14 @@ from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.layer_kv import LayerKV
-from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
+from qkv_engine.sizes import MAX_SIZE, least_size, parse_size
 
 from .allocate import Choice, allocate
 
 MAX_BITS = 64  # an element, in a budget: above 16, as the last block of a short request is mostly empty
 MAX_CONTEXT, MAX_REQUESTS = 2**24, 2**20  # tokens and requests of a budget; more is taken for a typing error
 MAX_LEAST_BITS = 8  # the widest codes of any format
+Floor = Sequence[Choice]  # a choice for each item
 TRIES = 8  # at most, to find the room of a floor that fits with its reserve: each halves what is left unknown
 _BITS = re.compile(r"\s*([0-9]{1,2}(?:\.[0-9]{0,9})?)\s*bits?\s*", re.IGNORECASE | re.ASCII)
 _SHARE = re.compile(r"\s*[0-9.]+\s*%?\s*", re.ASCII)
@@ -108,14 +109,7 @@ class Budget:
         """The smallest budget that ``ladder`` fits, in the unit of this one."""
         if self.nbytes is None:
             return f"{math.ceil(100 * self.bits_at(ladder)) / 100:g}bits"
-        low, high = 0, self.nbytes
-        while not Budget(self.context, self.requests, nbytes=high).holds(ladder):
-            low, high = high, 2 * high
-        while high - low > high // 1000 + 1:
-            middle = (low + high) // 2
-            fits = Budget(self.context, self.requests, nbytes=middle).holds(ladder)
-            low, high = (low, middle) if fits else (middle, high)
-        return format_least(high).replace(" ", "")
+        return least_size(self.nbytes, lambda nbytes: replace(self, nbytes=nbytes).holds(ladder))
 
     def _too_short(self, ladder: Ladder) -> ConfigError:
         """No block of a request leaves the recent window; says from which context on one does, if any."""
@@ -167,7 +161,7 @@ def solve(
     budget: Budget,
     text: str,
     items: Sequence[Sequence[Choice]],
-    make: Callable[[Sequence[Choice], int], KVConfig],
+    make: Callable[[Floor, int], KVConfig],
     num_rungs: int,
     model: ModelFingerprint,
 ) -> KVConfig:
@@ -178,8 +172,11 @@ def solve(
     has no choice.
     """
 
-    def ladder_on(floor: Sequence[Choice]) -> Ladder:
+    def ladder_on(floor: Floor) -> Ladder:
         return ladder_of(make(floor, num_rungs), model)
+
+    def holds(floor: Floor) -> bool:
+        return budget.holds(ladder_on(floor))
 
     if not all(items):
         remedy = "Profile the model again with qkv-engine plan"
@@ -187,7 +184,7 @@ def solve(
     shares = budget.shares(ladder_on([choices[0] for choices in items]))
     weighed = [_weighed(choices, shares[item * len(shares) // len(items)]) for item, choices in enumerate(items)]
 
-    def floor_in(nbytes: int) -> list[Choice] | None:
+    def floor_in(nbytes: int) -> Floor | None:
         picked = allocate(weighed, nbytes)
         if picked is None:
             return None
@@ -201,20 +198,29 @@ def solve(
     if not budget.holds(least):
         remedy = f"Give at least {budget.least(least)}"
         raise CapacityError("no plan is as small", field="budget", value=text, remedy=remedy)
-    floor = floor_in(room)
-    if floor is None or budget.holds(ladder_on(floor)):
-        return make(floor or narrowest, num_rungs)
-    # What the ladder and its reserve take beside the floor is only known once it is made.
-    floor, held, missed = narrowest, fewest, room
+    floor = floor_in(room) or narrowest
+    if not holds(floor):
+        floor = _widest_held(floor_in, holds, fewest, room) or narrowest
+    return make(floor, num_rungs)
+
+
+def _widest_held(
+    floor_in: Callable[[int], Floor | None], holds: Callable[[Floor], bool], held: int, missed: int
+) -> Floor | None:
+    """The floor of most bytes that holds; one of ``held`` bytes does, one of ``missed`` does not. None for the former.
+
+    What the ladder and its reserve take beside a floor is only known once it is made.
+    """
+    floor = None
     for _ in range(TRIES):
         room = (held + missed) // 2
         tried = floor_in(room)
         assert tried is not None, "there is room for the narrowest floor"
-        if budget.holds(ladder_on(tried)):
+        if holds(tried):
             floor, held = tried, room
         else:
             missed = room
-    return make(floor, num_rungs)
+    return floor
 
 
 def _weighed(choices: Sequence[Choice], share: Fraction) -> list[Choice]:

@@ -1,8 +1,9 @@
 """The accuracy page on any model: ``python -m studies.judge MODEL --output rows.jsonl --plot picture.png``.
 
-Every KV ladder of ``judge_ladders``, on its floor, beside 16 bits under teacher forcing: KL divergence, changed first
-choices, perplexity, and right replies where the texts are questions. The demo model reads its tasks; any other model
-the lines of ``--data``, or the pages of this checkout. Plans are made from texts like those and from unlike ones.
+Every KV ladder of ``judge_ladders``, on its floor, or with ``--weights`` every format of weights, beside 16 bits under
+teacher forcing: KL divergence, changed first choices, perplexity, and right replies where the texts are questions. The
+demo model reads its tasks; any other model the lines of ``--data``, or the pages of this checkout. Plans are made from
+texts like those and from unlike ones.
 
 A row is written as soon as it is measured, and a run that goes on measures the ladders that the file lacks. Rows of
 other weights or settings are measured anew.
@@ -34,7 +35,7 @@ from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import find_model
 
 from .judge_harness import run_lm_eval
-from .judge_ladders import Contender, Planner, contenders
+from .judge_ladders import Contender, Planner, contenders, weights_contenders
 from .judge_plot import draw
 from .judge_texts import DEMO, Material, material_for
 
@@ -111,7 +112,7 @@ class Judge:
 
 
 def command_line() -> str:
-    """How this run was started, less the places that it writes to."""
+    """How this run was started."""
     return " ".join(["python -m studies.judge", *sys.argv[1:]])
 
 
@@ -134,13 +135,13 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     material = material_for(args.model, work, data=args.data, samples=args.samples, seed=args.seed)
     planner = Planner([args.model, *_options(args, "device", "dtype")], work, material.profiles)
-    asked = {one.name: one for one in contenders(planner)}
+    asked = {one.name: one for one in (weights_contenders() if args.weights else contenders(planner))}
 
     def open_engine(one: Contender) -> Engine:
         options = {"device": args.device, "dtype": args.dtype, "kv_memory": args.kv_memory}
         given = {name: value for name, value in options.items() if value is not None}
         model = None if args.model == DEMO else args.model
-        return Engine(model, kv=one.kv, prefix_caching=False, **given)
+        return Engine(model, kv=one.kv, weights=one.weights, prefix_caching=False, **given)
 
     rows = kept_rows(args.output, weights=weights, settings=material.settings, names=list(asked))
     judge = Judge(args.model, weights, material, asked, rows, open_engine)
@@ -173,6 +174,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", nargs="?", default=DEMO, help="folder or Hugging Face name (default: the demo model)")
+    add("--weights", action="store_true", help="formats of weights in place of ladders of KV")
     add("--output", type=Path, required=True, help="rows, .jsonl")
     add("--plot", type=Path, help="divergence against bits, .png")
     add("--data", type=Path, help="lines of text in place of the checkout's pages, as eval --divergence takes them")

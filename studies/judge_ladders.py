@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qkv_engine.bench.quality import at_floor
 from qkv_engine.cli.main import main as command
-from qkv_engine.config import DENSE16, KVConfig, RungConfig
+from qkv_engine.config import DENSE16, WEIGHTS, KVConfig, RungConfig
 from qkv_engine.planner.plan import read_plan
 from qkv_engine.presets import PRESETS
 
@@ -23,12 +23,16 @@ SINK, RECENT = 32, 128  # windows of the planner, Kitty and the presets with a s
 
 @dataclass(frozen=True)
 class Contender:
-    """A ladder on its floor, by the name of its row. ``method`` made a plan of the texts ``profile``."""
+    """A ladder on its floor, by the name of its row. ``method`` made a plan of the texts ``profile``.
+
+    ``weights`` is the option of ``Engine``.
+    """
 
     name: str
     kv: KVConfig
     method: str | None = None
     profile: str | None = None
+    weights: str | None = None
 
     def windowed(self) -> Contender:
         """The same with the planner's windows, so that what is left of a difference is that of the formats."""
@@ -95,6 +99,14 @@ def contenders(planner: Planner) -> Iterator[Contender]:
     for one in _all(planner):
         if one is not None:
             yield one
+
+
+def weights_contenders() -> Iterator[Contender]:
+    """The rows of weights: as they are and in each format, beside KV at 16 bits; last, KV at 8 bits."""
+    yield _preset("bf16")
+    for name in WEIGHTS:
+        yield Contender(f"weights {name}", PRESETS["bf16"], weights=name)
+    yield _preset("int8")
 
 
 def _all(planner: Planner) -> Iterator[Contender | None]:

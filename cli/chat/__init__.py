@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "/help lists the commands. Gated models take their token from HF_TOKEN."
     )
     common.add_model_arguments(parser)
-    common.add_fit_options(parser)
+    common.add_fit_arguments(parser)
     group = parser.add_argument_group("conversation")
     group.add_argument(
         "-p",

@@ -186,11 +186,6 @@ class Ladder:
         return self.main.rungs
 
     @property
-    def slots(self) -> tuple[RequestSlot, ...]:
-        """Slots of a request in the main group."""
-        return self.main.slots
-
-    @property
     def window(self) -> RecentWindow:
         """The newest tokens of a request that stay dense in the main group."""
         return self.main.window

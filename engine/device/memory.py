@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CapacityError, QKVError
+from ..sizes import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,13 @@ def default_memory(device: torch.device, graphs: bool = True) -> int:
     if device.type == "cuda":
         return default_kv_memory(device, UNLIMITED, graphs)
     return int(CPU_SHARE_OF_BOTH * free_memory(device))
+
+
+def check_free(nbytes: int, free: int, device: torch.device, *, field: str, value: object) -> None:
+    """Raises ``CapacityError`` if the option ``field`` asks for more ``nbytes`` than are ``free`` on ``device``."""
+    if nbytes > free:
+        message = f"{format_size(nbytes)} asked for, {format_size(free)} free on {device}"
+        raise CapacityError(message, field=field, value=value, remedy=f"Lower {field}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

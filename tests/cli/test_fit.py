@@ -115,11 +115,14 @@ def test_chat_takes_the_best(capsys: pytest.CaptureFixture[str]):
     ("words", "message"),
     [
         (["fit", "--weights", "int3"], "--weights='int3'"),
-        (["fit", "--context", "9000"], "made for 8192"),
+        (["fit", "--context", "9000"], "--context=9000: the model was made for 8192"),
         (["fit", "--memory", "lots"], "--memory='lots'"),
         (["fit", "--requests", "0"], "--requests=0"),
         (["fit", "--tp", "3"], "neither split nor repeated"),
-        (["chat", "--fit", "--kv", "int4", "-p", "x"], "--kv='int4': fit chooses it"),
+        (["fit", "qwen3-8b", "--device", "cuda", "--memory", "50%"], "--memory='50%': a share of memory"),
+        (["chat", "--fit", "--kv", "auto", "-p", "x"], "--kv='auto': fit chooses it. Leave kv or fit out"),
+        (["serve", "--fit", "--weights", "int4"], "--weights='int4': fit chooses it. Leave weights or fit out"),
+        (["chat", "--fit", "--max-model-len", "64", "-p", "x"], "--max-model-len=64: fit chooses it"),
     ],
 )
 def test_wrong_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -18,7 +18,7 @@ from qkv_engine.device.layouts import build_ladder
 from qkv_engine.kernels.formats.uniform.layout import uniform_formats
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.presets import PRESETS, main_presets, preset_families, resolve_kv
-from qkv_engine.sizes import MAX_SIZE, format_least, parse_size
+from qkv_engine.sizes import MAX_SIZE, format_least, least_size, parse_size
 
 from ..models.tiny import write_tiny
 
@@ -90,6 +90,12 @@ def test_no_sizes():
         assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("least", [1, 1000, 12_345_678, 7 * 2**30])
+@pytest.mark.parametrize("start", [1, 5_000_000, 2**40])
+def test_a_least_size_is_found_from_anywhere(least: int, start: int):
+    assert least <= sized(least_size(start, lambda nbytes: nbytes >= least)) <= 1.1 * least + 1
+
+
 @pytest.mark.parametrize("nbytes", [1, 1000, 1025, 1536, 5 * 2**20, 5 * 2**20 + 1, 10**9, 2**40 + 1, 2**53 - 1])
 def test_a_least_size_in_words_suffices(nbytes: int):
     assert nbytes <= sized(format_least(nbytes)) <= 1.1 * nbytes + 1
@@ -102,8 +108,10 @@ def test_a_least_size_in_words_suffices(nbytes: int):
     ("field", "values"),
     [
         ("model", [v for v in OBJECTS if not isinstance(v, Path)] + NUMBERS),
-        ("kv", [None, True, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("kv", [True, *OBJECTS, *NUMBERS, *TEXTS]),
         ("kv_memory", [True, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("fit", [True, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("weights", [True, *OBJECTS, *NUMBERS, *TEXTS, "int3"]),
         ("kv_quota", [True, 0, 2, *OBJECTS, *NUMBERS, *TEXTS]),
         ("prefix_caching", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("cuda_graphs", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from qkv_engine import CapacityError, ConfigError, Engine, Fit, ModelError, SamplingParams
-from qkv_engine.config import EngineConfig
+from qkv_engine.config import EngineConfig, KVConfig
 from qkv_engine.fit import FitRow, FitTask, fit_rows, fitted, no_fit
 from qkv_engine.loading import demo_folder
-from qkv_engine.measured_loss import KV, measured_kv_loss
+from qkv_engine.measured_loss import KV, WEIGHTS, measured_kv_loss
 from qkv_engine.models.loader import read_config
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
@@ -70,8 +71,16 @@ def test_windows_count_once_they_are_full():
 def test_experts_are_not_quantized_while_they_load():
     asked = task(Fit(context=4096, memory="80GiB"), "qwen3-30b-a3b")
     assert {row.weights for row in fit_rows(asked)} == {None}
-    with pytest.raises(ModelError, match="quantized experts"):
+    with pytest.raises(ConfigError, match="experts are not quantized") as refused:
         fit_rows(asked, weights=("int4",))
+    assert (refused.value.field, refused.value.value) == ("weights", "int4")
+
+
+def test_layers_of_more_kinds_than_groups_are_refused():
+    config = config_from_hf(SHAPES["gemma-3-12b"])  # full attention, and a window of 1,024
+    model = replace(config, attention=(config.attention[0]._replace(window=512), *config.attention[1:]))
+    with pytest.raises(ModelError, match="layers with 3 different windows"):
+        fit_rows(FitTask.of(Fit(memory="48GiB"), model, torch.device("cuda"), AUTO, is_here=False))
 
 
 @pytest.mark.parametrize(("memory", "kv"), [("80MiB", "bf16"), ("53MiB", "int8"), ("47MiB", "auto")])
@@ -92,7 +101,7 @@ def test_the_best_row_starts_and_holds_the_requests(memory: str, kv: str):
 
 def test_options_of_the_best_row():
     config = fitted(replace(AUTO, fit=Fit(context=1024, requests=300, memory="3GiB"), device="cpu"))
-    assert (config.fit, config.weights, config.kv.name, config.max_model_len) == (None, None, "bf16", 1024)
+    assert (config.weights, config.kv.name, config.max_model_len) == (None, "bf16", 1024)
     assert config.max_num_seqs == 300 and config.kv_memory == 3 * GIB - 30974976
     assert fitted(AUTO) is AUTO
 
@@ -100,7 +109,9 @@ def test_options_of_the_best_row():
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("kv", {"kv": PRESETS["int4"]}),
+        ("kv", {"kv": "auto"}),
+        ("kv", {"kv": PRESETS["auto"]}),
+        ("kv", {"kv": Path("plan.json")}),
         ("weights", {"weights": "int4"}),
         ("kv_memory", {"kv_memory": "1GiB"}),
         ("max_model_len", {"max_model_len": 100}),
@@ -108,8 +119,10 @@ def test_options_of_the_best_row():
 )
 def test_what_fit_chooses_is_refused_beside_it(field: str, options: dict[str, object]):
     with pytest.raises(ConfigError, match="fit chooses it") as refused:
-        fitted(replace(AUTO, fit=Fit(), **options))
-    assert refused.value.field == field
+        Engine(fit=Fit(), **options)  # type: ignore[arg-type]
+    value = options[field]
+    shown = value.name if isinstance(value, KVConfig) else value
+    assert (refused.value.field, refused.value.value) == (field, shown) and refused.value.remedy is not None
 
 
 @pytest.mark.parametrize(
@@ -131,8 +144,23 @@ def test_wrong_values_name_their_field(field: str, options: dict[str, object]):
 
 
 def test_a_context_beyond_the_models_is_refused():
-    with pytest.raises(ConfigError, match="made for 8192"):
+    with pytest.raises(ConfigError, match="made for 8192") as refused:
         task(Fit(context=8193))
+    assert (refused.value.field, refused.value.value) == ("context", 8193)
+
+
+def test_a_share_of_a_gpu_that_is_not_here_is_refused():
+    with pytest.raises(ConfigError, match="not here") as refused:
+        task(Fit(memory="50%"), "qwen3-8b")
+    assert (refused.value.field, refused.value.value) == ("memory", "50%")
+
+
+@pytest.mark.parametrize("module", ["fit", "startup"])  # before the weights are loaded, and when KV is allocated
+def test_memory_that_is_not_free_is_refused_by_its_name(module: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(f"qkv_engine.{module}.free_memory", lambda device: 2**20)
+    with pytest.raises(CapacityError, match=r"1\.0 MiB free on cpu\. Lower memory") as refused:
+        Engine(fit=Fit(context=512, memory="60MiB"), device="cpu")
+    assert (refused.value.field, refused.value.value) == ("memory", "60MiB")
 
 
 def test_a_refusal_names_changes_that_fit_and_no_smaller_ones():
@@ -157,17 +185,16 @@ def test_weights_that_alone_are_too_much_leave_more_memory():
     assert no_fit(asked, fit_rows(asked)).remedy == "Change memory to at least 6.0GiB"
 
 
-def test_losses_are_those_of_the_rows_on_the_accuracy_page():
+def test_losses_are_those_of_the_measured_rows():
     """The means of the judge's rows, to two digits."""
-    lines = (ROOT / "results/cpu/judge-demo.jsonl").read_text().splitlines()
     means = {}
-    for row in map(json.loads, lines):
-        if row["kl"]:
-            per_set = [sum(kl) / sum(row["tokens"][name]) for name, kl in row["kl"].items()]
-            means[row["kv"]] = sum(per_set) / len(per_set)
-    assert {name: f"{means[name]:.2g}" for name in KV if name != "int8"} == {
-        name: f"{loss:.2g}" for name, loss in KV.items() if name != "int8"
-    }
+    for name in ("judge-demo", "judge-weights-demo"):
+        for row in map(json.loads, (ROOT / f"results/cpu/{name}.jsonl").read_text().splitlines()):
+            if row["kl"]:
+                per_set = [sum(kl) / sum(row["tokens"][name]) for name, kl in row["kl"].items()]
+                means[row["kv"]] = sum(per_set) / len(per_set)
+    losses = KV | {f"weights {name}": loss for name, loss in WEIGHTS.items()}
+    assert {name: f"{means[name]:.2g}" for name in losses} == {name: f"{loss:.2g}" for name, loss in losses.items()}
 
 
 def test_rungs_of_ladders_lose_what_the_presets_of_their_formats_do():

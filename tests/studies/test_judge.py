@@ -18,11 +18,12 @@ from qkv_engine.bench.judged import JudgedRow
 from qkv_engine.bench.questions import parse_tasks
 from qkv_engine.bench.report import as_json
 from qkv_engine.bench.result_files import read_records
+from qkv_engine.config import WEIGHTS
 from qkv_engine.planner.plan import read_plan
 from qkv_engine.presets import PRESETS
 from studies import judge_harness, judge_ladders, judge_texts
 from studies.judge import Judge, kept_rows, parse
-from studies.judge_ladders import Contender, Planner, contenders
+from studies.judge_ladders import Contender, Planner, contenders, weights_contenders
 from studies.judge_plot import draw
 from studies.judge_texts import OTHER, OWN, Material, material_for
 
@@ -54,6 +55,16 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert sum(kept["kivi-2"].kl["lookup 30"]) > sum(kept["int4"].kl["lookup 30"]) > 0
     draw(list(kept.values()), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_weights_are_compared_at_16_bits_of_kv() -> None:
+    found = list(weights_contenders())
+    assert [(one.name, one.kv.name, one.weights) for one in found] == [
+        ("bf16", "bf16", None),
+        *((f"weights {name}", "bf16", name) for name in WEIGHTS),
+        ("int8", "int8", None),
+    ]
+    assert parse(["--output", "a.jsonl", "--weights"]).weights
 
 
 @pytest.mark.parametrize("change", [{"weights": "v"}, {"settings": "3 questions"}, {"names": ["kivi-2"]}])

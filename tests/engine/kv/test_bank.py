@@ -171,15 +171,15 @@ def build(*rungs: RungConfig, sink: int = 0, dtype: torch.dtype = torch.bfloat16
 @pytest.mark.parametrize("sink", [0, 32])
 def test_a_ladder_with_patterns_has_a_slot_for_them(sink: int):
     ladder = build(pattern_rung(4), pattern_rung(2), sink=sink)
-    assert ladder.spec.main.has_bank and [slot.name for slot in ladder.slots] == ["sink", "bank"][not sink :]
-    bank = ladder.slots[-1]
+    assert ladder.spec.main.has_bank and [slot.name for slot in ladder.main.slots] == ["sink", "bank"][not sink :]
+    bank = ladder.main.slots[-1]
     assert bank.num_tokens == bank.num_elements == 0
     assert (
         bank.nbytes == 2 * 2 * 32 * 3 * 64 * 2 == ladder.widest.block_nbytes // 4
     )  # layers, sides, patterns, heads, channels, fp16
     assert not build(uniform_rung(4), sink=sink).spec.main.has_bank
     later = build(pattern_rung(4, 32, 20), pattern_rung(2, 32, 20), sink=sink)
-    assert (ladder.spec.main.num_windows, later.spec.main.num_windows) == (0, 20) and later.slots[
+    assert (ladder.spec.main.num_windows, later.spec.main.num_windows) == (0, 20) and later.main.slots[
         -1
     ].nbytes == 2 * bank.nbytes
 
@@ -193,14 +193,14 @@ def test_banks_that_cannot_be():
         build(pattern_rung(2, 100, 200))
     with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 32 and 8 later ones"):
         build(pattern_rung(4, 32, 8), pattern_rung(2, 32))
-    assert build(pattern_rung(2, 128)).slots[0].nbytes == build(pattern_rung(2)).widest.block_nbytes
+    assert build(pattern_rung(2, 128)).main.slots[0].nbytes == build(pattern_rung(2)).widest.block_nbytes
     for number in (0, 256, 1000):
         with pytest.raises(ConfigError, match=rf"patterns={number}.*1 to 255 together"):
             build(pattern_rung(2, number))
     with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*keeps the number of patterns, 32 and 0"):
         build(pattern_rung(4), pattern_rung(2, 16))
     mixed = RungConfig("mixed", "int2-channel-128-patterns32", "int2-token-128-patterns16")
-    assert build(mixed).slots[0].nbytes == 2 * (32 + 16) * 3 * 64 * 2
+    assert build(mixed).main.slots[0].nbytes == 2 * (32 + 16) * 3 * 64 * 2
     late = RungConfig("late", ("dense16", "int4-channel-128"), "int4-token-128")
     with pytest.raises(ConfigError, match=r"rung='int2-patterns'.*from uniform"):
         build(late, pattern_rung(2))

@@ -187,7 +187,7 @@ def test_abort_frees_the_bank():
     request, other = loop.add("a", prompt(300), 300), loop.add("b", prompt(200), 300)
     for _ in range(50):
         loop.step()
-    bank = loop.cache.ladder.slots[-1].nbytes
+    bank = loop.cache.ladder.main.slots[-1].nbytes
     assert loop.cache.arena.live[bank] == 2 and loop.cache.bytes_in_use()["meta"] >= 2 * bank
     loop.scheduler.finish(request, FinishReason.ABORT)
     assert loop.cache.arena.live[bank] == 1
