@@ -114,9 +114,9 @@ def test_interrupts_within_changes_of_the_books_leave_nothing_behind(seed: int, 
     with monkeypatch.context() as patched:
         for name in ("trim", "reserve", "demote", "open", "release"):
             patched.setattr(KVManager, name, interrupted(name, getattr(KVManager, name), rng, counts))
-        load = make_load(started, seed, 20)
+        load = make_load(started, seed, 12)
         outputs = play(core, load, {}, Interrupted)
-    assert len(outputs) == 20 and not any(output.error for output in outputs)
+    assert len(outputs) == 12 and not any(output.error for output in outputs)
     assert sum(counts.values()) >= 5
     later = [make_load(started, seed + 10, 4)[-1:] for _ in range(2)]
     expected, found = (seen(play(each, load, {})[0]) for each, load in zip((calm, core), later, strict=True))

@@ -1,4 +1,4 @@
-"""Forty mixed requests at once, on memory for a fraction of them: each is answered as it is alone."""
+"""Thirty mixed requests at once, on memory for a fraction of them: each is answered as it is alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 30
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def test_every_request_is_answered_as_it_is_alone(monkeypatch: pytest.MonkeyPatc
     with Engine(kv="fp32", kv_memory="1GiB", max_num_seqs=1) as engine:
         alone = [engine.generate([load.prompt], load.params)[0] for load in loads]
     found: dict[int, RequestOutput] = {}
-    with Engine(kv="fp32", kv_memory="16MiB", max_num_seqs=40, max_num_batched_tokens=256, max_model_len=512) as engine:
+    with Engine(kv="fp32", kv_memory="16MiB", max_num_seqs=30, max_num_batched_tokens=256, max_model_len=512) as engine:
 
         def client(mine: range) -> None:
             started = time.monotonic()
@@ -70,7 +70,7 @@ def test_every_request_is_answered_as_it_is_alone(monkeypatch: pytest.MonkeyPatc
                 time.sleep(max(0.0, loads[i].delay * mine.index(i) / len(mine) - (time.monotonic() - started)))
                 found[i] = answer(engine, loads[i])
 
-        threads = [threading.Thread(target=client, args=(range(i, NUM_REQUESTS, 30),)) for i in range(30)]
+        threads = [threading.Thread(target=client, args=(range(i, NUM_REQUESTS, 25),)) for i in range(25)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -16,7 +16,7 @@ from .test_precision_schedule import Recorder, Step, replay
 DENSE = RungConfig("dense32", "dense32", "dense32")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True, logprobs=0)
 
-LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=0)
+LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 
 
 def eager(name: str, recent: int = 0) -> KVConfig:

@@ -119,7 +119,7 @@ print(peak() - before, loader.weights_nbytes(source.config, torch.bfloat16) / 2*
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=512
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8, vocab_size=512
     )
     with torch.device("meta"):
         shapes = LlamaForCausalLM(config).state_dict()
@@ -133,4 +133,4 @@ print(peak() - before, loader.weights_nbytes(source.config, torch.bfloat16) / 2*
     )
     peak, quantized = map(float, run.stdout.split())
     layer = (4 * 1024**2 + 3 * 1024 * 4096) * 2 / 2**20
-    assert quantized > 90 and peak < quantized + 1.5 * layer
+    assert quantized > 60 and peak < quantized + 1.5 * layer
