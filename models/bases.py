@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from qkv_engine.errors import ConfigError, ModelError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.input_files import read_input
 
-from .checkpoint import parse_header
+from .checkpoint import StoredTensor, parse_header
 from .config import ModelConfig
 
 MOST_CONDITION = 1e4  # of a matrix; rounding errors of scores grow with it
@@ -42,12 +42,13 @@ def bases_bytes(bases: Sequence[LayerBases], model: ModelFingerprint) -> bytes:
     """The file of ``bases``, those of each layer of ``model`` that has KV. Equal bases make equal bytes."""
     tensors = {name: x for number, each in enumerate(bases) for name, x in zip(_names(number), each, strict=True)}
     metadata = {"format": FORMAT, "version": VERSION, "model": msgspec.json.encode(model).decode()}
-    header, data = {"__metadata__": metadata}, list[bytes]()
+    header: dict[str, object] = {"__metadata__": metadata}
+    data = list[bytes]()
     position = 0
     for name, x in tensors.items():
         data.append(x.detach().cpu().float().contiguous().numpy().astype("<f4").tobytes())
         end = position + len(data[-1])
-        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [position, end]}  # type: ignore[dict-item]
+        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [position, end]}
         position = end
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % _ALIGNMENT)
@@ -65,20 +66,28 @@ def read_bases(file: BasesFile, config: ModelConfig, weights: str | None = None)
         for number, spec in enumerate(config.attention)
         for name in _names(number)
     }
+    nbytes = 8 + _MAX_HEADER_NBYTES + sum(4 * math.prod(shape) for shape in shapes.values())
     try:
-        data = read_input(file.path, field="kv", max_nbytes=_most_nbytes(shapes.values()))
+        data = read_input(file.path, field="kv", max_nbytes=nbytes)
     except ConfigError as error:
         raise _refusal(file, error.message) from error
     if hashlib.sha256(data).hexdigest() != file.digest:
         raise _refusal(file, "not the bases that the plan was made with: their digest differs")
     try:
-        model, places = _read_header(data, shapes)
+        model, tensors = _read_header(data)
     except (ModelError, ValueError) as error:  # msgspec's errors are of the latter kind
         raise _refusal(file, str(error)[:_MAX_WHY_CHARS]) from error
     model.check_shape(config, file.path)
     if weights is not None:
         model.check_weights(weights, file.path)
-    found = {name: _tensor(data, offset, shapes[name]) for name, offset in places.items()}
+    if tensors.keys() != shapes.keys():
+        name = min(tensors.keys() ^ shapes.keys())
+        raise _refusal(file, f"tensor {name[:80]} is {'missing' if name in shapes else 'none of the model'}")
+    for name, shape in shapes.items():
+        dtype, own = tensors[name].dtype, tensors[name].shape
+        if (dtype, own) != ("F32", shape):
+            raise _refusal(file, f"tensor {name} is {dtype} {list(own)}, not F32 {list(shape)}")
+    found = {name: _tensor(data, tensors[name]) for name in shapes}
     for name, matrices in found.items():
         if not bool(matrices.isfinite().all()):
             raise _refusal(file, f"tensor {name} has values that are not finite")
@@ -97,12 +106,8 @@ def _names(layer: int) -> tuple[str, str]:
     return f"layers.{layer}.k", f"layers.{layer}.v"
 
 
-def _most_nbytes(shapes: Iterable[tuple[int, ...]]) -> int:
-    return _MAX_HEADER_NBYTES + sum(4 * math.prod(shape) for shape in shapes)
-
-
-def _read_header(data: bytes, shapes: dict[str, tuple[int, int, int]]) -> tuple[ModelFingerprint, dict[str, int]]:
-    """The model, and where each tensor begins. Raises ``ModelError`` or ``ValueError``."""
+def _read_header(data: bytes) -> tuple[ModelFingerprint, dict[str, StoredTensor]]:
+    """The model that a file is for, and its tensors. Raises ``ModelError`` or ``ValueError``."""
     nbytes = int.from_bytes(data[:8], "little")
     raw = data[8 : 8 + min(nbytes, _MAX_HEADER_NBYTES)]
     if len(raw) < nbytes or not raw.startswith(b"{"):
@@ -110,20 +115,12 @@ def _read_header(data: bytes, shapes: dict[str, tuple[int, int, int]]) -> tuple[
     tensors, metadata = parse_header(raw, "the file", len(data))
     if not isinstance(metadata, dict) or (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"its metadata are not those of {FORMAT}, version {VERSION}")
-    model = msgspec.json.decode(str(metadata.get("model")), type=ModelFingerprint)
-    if tensors.keys() != shapes.keys():
-        name = min(tensors.keys() ^ shapes.keys())
-        raise ValueError(f"tensor {name[:80]} is {'missing' if name in shapes else 'none of the model'}")
-    for name, shape in shapes.items():
-        stored = tensors[name]
-        if (stored.dtype, stored.shape) != ("F32", shape):
-            raise ValueError(f"tensor {name} is {stored.dtype} {list(stored.shape)}, not F32 {list(shape)}")
-    return model, {name: tensors[name].offset for name in shapes}
+    return msgspec.json.decode(str(metadata.get("model")), type=ModelFingerprint), tensors
 
 
-def _tensor(data: bytes, offset: int, shape: tuple[int, int, int]) -> Tensor:
-    nbytes = 4 * math.prod(shape)
-    return torch.frombuffer(bytearray(data[offset : offset + nbytes]), dtype=torch.float32).view(shape)
+def _tensor(data: bytes, stored: StoredTensor) -> Tensor:
+    part = bytearray(data[stored.offset : stored.offset + stored.nbytes])
+    return torch.frombuffer(part, dtype=torch.float32).view(stored.shape)
 
 
 def _refusal(file: BasesFile, why: str) -> ConfigError:

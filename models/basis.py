@@ -7,6 +7,7 @@ rotation lies between weights and keys: attention multiplies keys, and queries b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from qkv_engine.kernels.rope_kv_write import KeyBasis
 
 from .attention import Attention
 from .bases import LayerBases
+from .llama import LlamaForCausalLM
 from .weights.plain import PLAIN
 
 
@@ -47,7 +49,7 @@ def check_bases(net: nn.Module) -> None:
 
 def attentions_with_bases(net: nn.Module) -> list[Attention]:
     """The attention of each layer of ``net``. Raises ``ConfigError`` for others than projections around a batch's."""
-    layers = list(net.model.layers)
+    layers = cast(LlamaForCausalLM, net).model.layers
     found = [module for module in net.modules() if isinstance(module, Attention)]
     if len(found) != len(layers) or any(type(each).forward is not Attention.forward for each in found):
         message = "K and V of this model cannot be stored in other bases: its attention is not projections alone"
