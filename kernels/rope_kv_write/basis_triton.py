@@ -124,5 +124,5 @@ def rope_basis_kv_write_variant(
     constexprs = {"HQ": num_heads, "H": num_kv_heads, "D": head_dim, "NORM": norm, "EPS": eps}
     constexprs["TILE_N"] = MANY_TOKENS if many and not is_wide else FEW_TOKENS
     constexprs["BLOCK_D"] = block = max(16, triton.next_power_of_2(head_dim))
-    constexprs["BLOCK_K"] = 16 if is_wide or head_dim <= 32 else 32
+    constexprs["BLOCK_K"] = 32 if not is_wide and 32 < block <= 256 else 16
     return constexprs, 8 if block * constexprs["TILE_N"] > 4096 else 4
