@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from qkv_engine import ConfigError, Engine, RungConfig, SamplingParams
-from qkv_engine.config import BasesFile, KVConfig
+from qkv_engine.config import BasesFile, EngineConfig, KVConfig
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
+from qkv_engine.loading import load
 from qkv_engine.models.bases import LayerBases, bases_bytes, read_bases
 from qkv_engine.models.basis import check_bases, fold_bases
 from qkv_engine.models.checkpoint import weights_digest
@@ -222,6 +223,25 @@ def expected(folder: Path) -> list[list[int]]:
 def test_an_engine_gives_the_same_tokens(rungs, num_ranks, file: BasesFile, folder: Path, expected: list[list[int]]):
     kv = KVConfig(name="x", rungs=rungs, sink=32, eager=len(rungs) > 1, bases=file)
     assert tokens(folder, kv, tensor_parallel=num_ranks) == expected
+
+
+def test_quantized_weights_that_are_unpacked_take_bases_in(file: BasesFile, folder: Path):
+    plain, kv = (KVConfig(name="x", rungs=(DENSE,), bases=each) for each in (None, file))
+    assert tokens(folder, kv, weights="int8") == tokens(folder, plain, weights="int8")
+
+
+def test_a_key_scale_comes_before_the_basis_of_keys(file: BasesFile, folder: Path, config: ModelConfig):
+    scale = (((0.5, 2.0, *(1.0,) * 6), (1.5,) * 8),) * 2
+    keys = []
+    for given in ({}, {"key_scale": scale, "bases": file}):
+        kv, batch = KVConfig(name="x", rungs=(DENSE,), **given), DenseBatch(config.attention)
+        net = load(EngineConfig(model=folder, kv=kv), CPU)[0].model
+        with torch.inference_mode():
+            net(torch.arange(3, 40), torch.arange(37), batch)
+        keys.append(batch.keys[1])
+    divisors = torch.tensor(scale[1]).repeat(1, 2)
+    expected = in_basis(keys[0] / divisors, random_bases(config)[1].k)
+    torch.testing.assert_close(keys[1], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_an_engine_refuses_bases_of_other_weights(file: BasesFile, tmp_path: Path):
