@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from qkv_engine.errors import ModelError
-from qkv_engine.plan_file import KeyScale, Strict
+from qkv_engine.plan_file import Digest, KeyScale, Strict
 
 MAX_FORMATS = 256  # that a profile names, several times those there are
 
@@ -54,7 +54,8 @@ class Profile(Strict, frozen=True, kw_only=True):
     ``key_scale``: per layer, KV head and rotary pair the divisor of K that had been folded into the weights; None for
     weights as they came. ``scores``: gradient norms of W_k and W_v. ``key_outliers``: per layer the largest magnitude
     in K's largest channel over that in its median channel. ``has_qk_norm``: of the model. ``loss``: of a token at
-    16 bits, in nats; None in files of releases that did not note it.
+    16 bits, in nats; None in files of releases that did not note it. ``bases``: SHA-256 of the file of bases beside the
+    plan; None for K and V in the model's own channels.
     """
 
     dtype: str
@@ -67,6 +68,7 @@ class Profile(Strict, frozen=True, kw_only=True):
     key_outliers: list[Norm]
     has_qk_norm: bool
     loss: Norm | None = None
+    bases: Digest | None = None
 
     def lists(self) -> dict[str, list[float]]:
         """Every list with one number a layer, by field name."""
