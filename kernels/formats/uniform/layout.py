@@ -56,6 +56,20 @@ class UniformSpec(NamedTuple):
     ETA: float
 
 
+class RunSpec(NamedTuple):
+    """Compile-time layout of plane sets of consecutive channels, (min, range) per channel of the page.
+
+    ``FIRST``, ``CHANNELS``: of the head's channels. ``BITS``, ``ETA``: as in ``UniformSpec``. ``CODES``: bytes from the
+    head's codes to these.
+    """
+
+    FIRST: int
+    CHANNELS: int
+    BITS: int
+    ETA: float
+    CODES: int
+
+
 @dataclass(frozen=True)
 class HeadSide(Side):
     """A side whose heads follow one another: all codes, all metadata, then the largest range of each head, fp16."""

@@ -1,0 +1,9 @@
+"""The device functions of graded sides."""
+
+from __future__ import annotations
+
+from ..family import TritonOps
+from .tile import load_tile
+from .write_triton import demote_head, seal_head
+
+GRADED_TRITON = TritonOps(load_tile, seal_head, demote_head, lambda side: None)
