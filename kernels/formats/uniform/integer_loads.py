@@ -35,6 +35,26 @@ def load_part(p_x, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def load_channels(p_meta, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Numbers FIRST .. FIRST + COUNT - 1 of a head's metadata as float32, padded with zeros, of channels in a few runs.
+
+    They are read with their neighbours, as only loads of four bytes are fetched ahead.
+    """
+    o_x = tl.arange(0, block_of(COUNT))
+    p_words = p_meta.to(tl.pointer_type(tl.int32), bitcast=True) + (FIRST + o_x) // 2
+    b_words = tl.load(p_words, mask=o_x < COUNT, other=0) >> (FIRST + o_x) % 2 * 16
+    return b_words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_query(p_q, FIRST: tl.constexpr, COUNT: tl.constexpr, b_heads, scale):
+    """Channels FIRST .. FIRST + COUNT - 1 of the heads' queries times ``scale``, padded with zeros: [n, BLOCK_G]."""
+    o_d = tl.arange(0, block_of(COUNT))
+    b_mask = (o_d < COUNT)[:, None] & b_heads[None, :]
+    return tl.load(p_q[None, :] + (FIRST + o_d)[:, None], mask=b_mask, other=0.0).to(tl.float32) * scale
+
+
+@triton.jit
 def load_token_meta(p_meta, G: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr):
     """(min, range) of channel group G, each [ROWS, TILES] float32, from ``[groups][T / 4 lanes][4 tiles][2]``."""
     ROWS: tl.constexpr = T // TILES
