@@ -19,10 +19,12 @@ from ..uniform.integer_channels import (
     run_blocks,
 )
 from ..uniform.integer_codes import fixed, fixed_point, join8, join_tiles, split_rows, zero_value
-from ..uniform.integer_loads import DOT_DEPTH, block_of, load_channels, load_query, load_top
+from ..uniform.integer_loads import DOT_DEPTH, load_channel_pairs, load_channels, load_query, load_top
 from ..uniform.integer_tiles import count, field_place, key_codes, tile_shift
 from ..uniform.layout import TILES as MAX_TILES
 from .layout import GradedSide
+
+DEPTH = tl.constexpr(DOT_DEPTH)
 
 
 def integer_functions(side: GradedSide) -> KeyFunctions | ValueFunctions | None:
@@ -45,7 +47,7 @@ def blocks_before(side, i):
 @triton.jit
 def graded_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """(q of each block with codes, then of each without [channels, BLOCK_G]; largest magnitude [BLOCK_G])."""
-    BLOCKS: tl.constexpr = coded_blocks(K, D)
+    BLOCKS: tl.constexpr = coded_blocks(K)
     MEANS: tl.constexpr = mean_blocks(K, D)
     query: tl.tuple = ()
     b_top = tl.zeros([BLOCK_G], tl.float32)
@@ -62,20 +64,19 @@ def graded_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.conste
 @triton.jit
 def scaled_query(query, b_fix, p_meta, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """(digits of q * range of each block with codes; bias [BLOCK_G])."""
-    BLOCKS: tl.constexpr = coded_blocks(K, D)
+    BLOCKS: tl.constexpr = coded_blocks(K)
     MEANS: tl.constexpr = mean_blocks(K, D)
     digits: tl.tuple = ()
-    b_bias = tl.zeros([BLOCK_G], tl.float32)
+    b_bias = tl.zeros([DEPTH, BLOCK_G], tl.float32)
     for r in tl.static_range(count(BLOCKS)):
-        b_low = load_channels(p_meta, BLOCKS[r][0].FIRST + BLOCKS[r][1], BLOCKS[r][2])
-        b_range = load_channels(p_meta, K.CODED + BLOCKS[r][0].FIRST + BLOCKS[r][1], BLOCKS[r][2])
-        b_bias += tl.sum(query[r] * zero_value(b_low, b_range, BLOCKS[r][0].BITS, BLOCKS[r][0].ETA)[:, None], 0)
+        b_low, b_range = load_channel_pairs(p_meta, BLOCKS[r][0].FIRST + BLOCKS[r][1], BLOCKS[r][2], K.CODED, DEPTH)
+        b_bias += query[r] * zero_value(b_low, b_range, BLOCKS[r][0].BITS, BLOCKS[r][0].ETA)[:, None]
         b_scaled = fixed(query[r] * b_fix[None, :] * b_range[:, None])
-        digits += (split_rows(b_scaled, block_of(BLOCKS[r][2]), BLOCK_G),)
+        digits += (split_rows(b_scaled, DEPTH, BLOCK_G),)
     for r in tl.static_range(count(MEANS)):
-        b_mean = load_channels(p_meta, K.CODED + MEANS[r][0], MEANS[r][1])
-        b_bias += tl.sum(query[count(BLOCKS) + r] * b_mean[:, None], 0)
-    return digits, b_bias
+        b_mean = load_channels(p_meta, K.CODED + MEANS[r][0], MEANS[r][1], DEPTH)
+        b_bias += query[count(BLOCKS) + r] * b_mean[:, None]
+    return digits, tl.sum(b_bias, 0)
 
 
 @triton.jit

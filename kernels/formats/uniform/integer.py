@@ -258,7 +258,7 @@ def add_values(
         if r == 0 or BLOCKS[r][0] != BLOCKS[r - 1][0]:  # a group's weights serve all its rows
             b_mean, weights = group_weights(b_p, b_fix, p_meta, BLOCKS[r][0], V, TILES, T, BLOCK_G)
             lows += (sums[count(BLOCKS) + BLOCKS[r][0]] * b_shrink[None, :] + b_mean,)
-        b_o = value_block(weights, p_codes, BLOCKS[r][1], BLOCKS[r][2], V, TILES, T, D, BLOCK_G)
+        b_o = value_block(weights, p_codes, BLOCKS[r][1], BLOCKS[r][2], block_of(BLOCKS[r][2]), V, TILES, T, D, BLOCK_G)
         outs += (sums[r] * b_shrink[None, :] + b_o * b_unit,)
     return outs + lows
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .integer_codes import join8, take_bits, take_joined
-from .integer_loads import block_of, load_key_bytes, load_value_bytes
+from .integer_loads import load_key_bytes, load_value_bytes
 
 
 @triton.constexpr_function
@@ -71,13 +71,14 @@ def value_codes(
     p_codes,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
     J: tl.constexpr,
     V: tl.constexpr,
     TILES: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Codes [channels, ROWS] of token tile J of a block of V's rows."""
+    """Codes [BLOCK, ROWS] of token tile J of a block of V's rows."""
     ROWS: tl.constexpr = T // TILES
     WIDTH: tl.constexpr = 2 if V.BITS == 3 else V.BITS
     LANES: tl.constexpr = set_lanes(WIDTH, T)
@@ -85,11 +86,11 @@ def value_codes(
     HIGH: tl.constexpr = T // 4 * D if V.BITS == 3 else 0
     BIT: tl.constexpr = FIRST // (D // 2) * 4 + J  # in a 1-bit set
     if V.BITS % 2:
-        b_high = load_value_bytes(p_codes + HIGH + FIRST % (D // 2) * (T // 4), T // 4, ROWS, CHANNELS)
+        b_high = load_value_bytes(p_codes + HIGH + FIRST % (D // 2) * (T // 4), T // 4, ROWS, CHANNELS, BLOCK)
     if V.BITS == 1:
         b_c = take_bits(b_high, BIT, 1, 0)
     else:
-        b_w = load_value_bytes(p_codes + FIRST * LANES + J % SETS * ROWS, LANES, ROWS, CHANNELS)
+        b_w = load_value_bytes(p_codes + FIRST * LANES + J % SETS * ROWS, LANES, ROWS, CHANNELS, BLOCK)
         b_c = take_joined(b_w, b_high, J * 2, BIT, 0) if V.BITS == 3 else take_bits(b_w, J // SETS * WIDTH, WIDTH, 0)
     return b_c
 
@@ -100,14 +101,17 @@ def value_block(
     p_codes,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
     V: tl.constexpr,
     TILES: tl.constexpr,
     T: tl.constexpr,
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Codes of a block of V's rows times weights, [channels, BLOCK_G] in fixed-point units."""
-    b_o = tl.zeros([block_of(CHANNELS), 2 * BLOCK_G], tl.int32)
+    """Codes of a block of V's rows times weights, [BLOCK, BLOCK_G] in fixed-point units."""
+    b_o = tl.zeros([BLOCK, 2 * BLOCK_G], tl.int32)
     for j in tl.static_range(TILES):
-        b_o = tl.dot(value_codes(p_codes, FIRST, CHANNELS, j, V, TILES, T, D), weights[j], b_o, out_dtype=tl.int32)
-    return join8(b_o, block_of(CHANNELS), BLOCK_G)
+        b_o = tl.dot(
+            value_codes(p_codes, FIRST, CHANNELS, BLOCK, j, V, TILES, T, D), weights[j], b_o, out_dtype=tl.int32
+        )
+    return join8(b_o, BLOCK, BLOCK_G)
