@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,40 +271,38 @@ def test_device_functions() -> None:
 @pytest.mark.parametrize(
     ("name", "head_dim", "registers"),
     [
+        (SPECTRAL, 80, 144),
         (SPECTRAL, 128, 168),  # as many as Kitty's: twelve programs a multiprocessor
-        ("graded-16x8-16x4-16x2-16x1", 128, 168),
-        ("graded-128x4", 128, 168),
+        ("graded-16x4-112x1", 128, 192),
+        ("graded-16x8-16x4-16x2-16x1", 128, 192),
         ("int4-channel-128", 128, 168),
         ("int8-channel-128", 128, 168),
-        (SPECTRAL, 80, 168),
     ],
 )
-def test_a_page_is_fetched_ahead_and_once(name: str, head_dim: int, registers: int) -> None:
+def test_a_page_is_fetched_ahead_and_nothing_spills(name: str, head_dim: int, registers: int) -> None:
     pytest.importorskip("triton")
-    from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
-    from studies.kernels.compiled import compile_kernel, describe
-    from studies.kernels.inputs import named_page
-
-    page = named_page(name, name, 8, head_dim)
-    kernel, options, tuning = decode_variant(page, 4, sink_tokens=32)
-    one_page = {**options, **NO_BANKS, "STAGES": 4, "OVERLAP": True}  # 4 stages hold one page
-    built = compile_kernel(kernel, one_page, Tuning(tuning.num_warps, 4))
-    found = describe(built)
-    assert "tt.load" not in built.asm["ttgir"].split("scf.for", 1)[1]
+    built, found = compiled_decode(name, head_dim, 90)
+    # Of 8 bits two stages hold a page, whose address is not fetched ahead.
+    assert name.startswith("int8") or "tt.load" not in built.asm["ttgir"].split("scf.for", 1)[1]
     assert found["spilled"] == 0 and found["registers"] <= registers
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_decode_compiles_without_spills(capability: int) -> None:
     pytest.importorskip("triton")
+    assert compiled_decode(SPECTRAL, 128, capability)[1]["spilled"] == 0
+
+
+def compiled_decode(name: str, head_dim: int, capability: int) -> tuple[Any, dict[str, Any]]:
+    """The decode kernel for K and V in a format, as it is launched, and what ``describe`` says of it."""
     from qkv_engine.kernels.paged_decode.triton import NO_BANKS, decode_variant
     from studies.kernels.compiled import compile_kernel, describe
     from studies.kernels.inputs import named_page
 
-    kernel, options, tuning = decode_variant(named_page(SPECTRAL, SPECTRAL, 8, 128), 4, sink_tokens=32)
-    options |= {**NO_BANKS, "OVERLAP": capability >= 90}
-    found = describe(compile_kernel(kernel, options, tuning, capability))
-    assert found["spilled"] == 0 and found["registers"] <= 200
+    kernel, options, tuning = decode_variant(named_page(name, name, 8, head_dim), 4, sink_tokens=32)
+    options = {**options, **NO_BANKS, "OVERLAP": capability >= 90}
+    built = compile_kernel(kernel, options, tuning, capability)
+    return built, describe(built)
 
 
 @pytest.mark.gpu

@@ -32,8 +32,10 @@ def split_channels(first, last):
 @triton.constexpr_function
 def run_blocks(run):
     """``split_channels`` of a run, within its halves where they share the bytes of a set of 1 bit."""
-    n = run.CHANNELS
-    return split_channels(0, n // 2) + split_channels(n // 2, n) if run.BITS % 2 else split_channels(0, n)
+    if run.BITS % 2:
+        half = run.CHANNELS // 2
+        return tuple((first + at, n) for at, n in split_channels(0, half) for first in (0, half))
+    return split_channels(0, run.CHANNELS)
 
 
 @triton.constexpr_function
