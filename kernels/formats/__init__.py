@@ -8,6 +8,7 @@ from qkv_engine.errors import ConfigError
 
 from .dense import DENSE
 from .family import Family, Format, PageShape, Side, SideBytes
+from .graded import GRADED
 from .kitty import KITTY
 from .page import BlockLayout, PageLayout, Place
 from .pattern import PATTERN
@@ -16,7 +17,7 @@ from .uniform import UNIFORM
 if TYPE_CHECKING:
     import torch
 
-FAMILIES: list[Family] = [DENSE, UNIFORM, KITTY, PATTERN]
+FAMILIES: list[Family] = [DENSE, UNIFORM, KITTY, PATTERN, GRADED]
 
 
 def make_format(name: str, dtype: torch.dtype) -> Format:

@@ -127,7 +127,7 @@ class Format(Protocol):
 
     @property
     def bits(self) -> float:
-        """Code bits per element, metadata not counted."""
+        """Code bits per element that has a code, metadata not counted."""
         ...
 
     def layout(self, shape: PageShape, side: SideName) -> Side: ...

@@ -33,7 +33,8 @@ def test_equals_float_attention() -> None:
         ("k", "token", 128, True),
         ("k", "token", 64, False),
         ("v", "token", 32, True),
-        ("v", "channel", 128, False),
+        ("v", "channel", 128, True),
+        ("v", "channel", 64, False),
     ],
 )
 def test_sides_that_integer_dots_serve(side: SideName, axis: Axis, group: int, is_integer: bool) -> None:

@@ -11,20 +11,22 @@ import triton.language as tl
 
 @triton.jit
 def store_codes(
-    p_codes, b_codes, BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
-    """Packs b_codes [T, TILE_D] int32 and writes it at p_codes (uint8)."""
+    p_codes, b_codes, BITS: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """Packs channels ``FIRST`` to ``FIRST + D - 1`` of b_codes [T, TILE_D] int32 and writes them at p_codes (uint8)."""
     if BITS == 3:
-        _store_set(p_codes, b_codes & 3, 2, IS_K, T, D, TILE_D)
-        _store_set(p_codes + T // 4 * D, b_codes >> 2, 1, IS_K, T, D, TILE_D)
+        _store_set(p_codes, b_codes & 3, 2, IS_K, T, D, TILE_D, FIRST)
+        _store_set(p_codes + T // 4 * D, b_codes >> 2, 1, IS_K, T, D, TILE_D, FIRST)
     else:
-        _store_set(p_codes, b_codes, BITS, IS_K, T, D, TILE_D)
+        _store_set(p_codes, b_codes, BITS, IS_K, T, D, TILE_D, FIRST)
 
 
 @triton.jit
 def _store_set(
-    p_codes, b_codes, WIDTH: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
+    p_codes, b_codes, WIDTH: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+    FIRST: tl.constexpr,
+):  # fmt: skip
     LANES: tl.constexpr = T // 4 if WIDTH == 1 else T * WIDTH // 8
     COLUMNS: tl.constexpr = D // 2 if WIDTH == 1 else D
     b_bytes = join_planes(b_codes, WIDTH, LANES, TILE_D)
@@ -32,11 +34,12 @@ def _store_set(
         b_bytes = _fold_halves(b_bytes, LANES, COLUMNS, TILE_D)
     b_bytes = b_bytes.to(tl.uint8)
     o_lane = tl.arange(0, LANES)
-    o_d = tl.arange(0, b_bytes.shape[1])
+    o_d = tl.arange(0, b_bytes.shape[1]) - FIRST
+    m_d = (o_d >= 0) & (o_d < COLUMNS)
     if IS_K:
-        tl.store(p_codes + o_lane[:, None] * COLUMNS + o_d[None, :], b_bytes, mask=o_d[None, :] < COLUMNS)
+        tl.store(p_codes + o_lane[:, None] * COLUMNS + o_d[None, :], b_bytes, mask=m_d[None, :])
     else:
-        tl.store(p_codes + o_d[:, None] * LANES + o_lane[None, :], tl.trans(b_bytes), mask=o_d[:, None] < COLUMNS)
+        tl.store(p_codes + o_d[:, None] * LANES + o_lane[None, :], tl.trans(b_bytes), mask=m_d[:, None])
 
 
 @triton.jit

@@ -37,12 +37,27 @@ _ETA = re.compile(r"[0-9]\.[0-9]{1,6}|[0-9]{1,3}/[1-9][0-9]{0,2}", re.ASCII)
 _ETA_REMEDY = "Choose at least 0 and less than 1/2, such as 0.045 or 1/6"
 
 
+class RunSpec(NamedTuple):
+    """Compile-time layout of plane sets of consecutive channels, (min, range) per channel of the page.
+
+    ``FIRST``, ``CHANNELS``: of the head's channels. ``BITS``, ``ETA``: as in ``UniformSpec``. ``CODES``: bytes from the
+    head's codes to these.
+    """
+
+    FIRST: int
+    CHANNELS: int
+    BITS: int
+    ETA: float
+    CODES: int
+
+
 class UniformSpec(NamedTuple):
     """Compile-time layout of a uniform side, for device functions. Strides and offsets in bytes.
 
     ``IS_K``: lanes are rows, else columns. ``PER_TOKEN``: a group is ``GROUP`` channels of one token, else ``GROUP``
     tokens of one channel. ``CODES``, ``META``: of one head; a subordinate side has no ``CODES``. ``TOP``: from the
     metadata's start to the largest ranges. ``ETA``: share of the range by which the levels are drawn in at each end.
+    ``RUNS``: all channels, for functions of sides that have several runs.
     """
 
     IS_K: bool
@@ -54,6 +69,7 @@ class UniformSpec(NamedTuple):
     META: int
     TOP: int
     ETA: float
+    RUNS: tuple[RunSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -143,6 +159,7 @@ class UniformSide(HeadSide):
             self.head_meta_nbytes,
             self.top_offset,
             float(self.eta),
+            (RunSpec(0, self.shape.head_dim, self.bits, float(self.eta), 0),),
         )
 
 
