@@ -71,6 +71,11 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"decode K {k} V {v} D{head_dim}"] = attention(k, v, head_dim, 2, heads=1)
     for group in (1, 3, 8):
         found[f"decode G{group}"] = attention(SPECTRAL, SPECTRAL, 128, group)
+    for bits in (8, 4, 3, 2, 1):
+        for head_dim in (6, 80, 128):
+            name = f"int{bits}-channel-128"
+            found[f"decode K {name} V {name} D{head_dim}"] = attention(name, name, head_dim, 2, heads=1)
+    found["decode V eta"] = attention("int4-channel-128", "int2-channel-128-eta0.045", 64, 2)
     for other in ("int4-token-128", "int8-token-64", "int8-channel-128", "int2-channel-32", "dense32"):
         found[f"decode V {other}"] = attention(SPECTRAL, other, 64, 2)
     for other in ("int4-channel-128", "int8-channel-128", "int2-token-128", "kitty-25", "dense32"):

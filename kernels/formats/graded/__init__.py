@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..family import Family, TorchOps, TritonOps
-from .layout import Graded, GradedSide, ChannelRun, check_step, parse
+from .layout import ChannelRun, Graded, GradedSide, check_step, parse
 
 if TYPE_CHECKING:
     import torch
@@ -36,4 +36,4 @@ def _triton() -> TritonOps:
 GRADED = Family("graded", _formats, check_step, _torch_ops, _triton, parse)
 GradedSide.family = GRADED
 
-__all__ = ["GRADED", "Graded", "GradedSide", "ChannelRun"]
+__all__ = ["GRADED", "ChannelRun", "Graded", "GradedSide"]

@@ -6,18 +6,7 @@ import triton
 import triton.language as tl
 
 from ..uniform.codes_triton import load_codes
-
-
-@triton.constexpr_function
-def num_runs(side):
-    """The number of runs of a side."""
-    return len(side.RUNS)
-
-
-@triton.constexpr_function
-def run_of(side, i):
-    """The record of run ``i``."""
-    return side.RUNS[i]
+from ..uniform.integer_tiles import count
 
 
 @triton.jit
@@ -34,13 +23,18 @@ def load_tile(
     b_low = tl.load(p_meta + o_low, mask=o_d < D, other=0.0).to(tl.float32)
     b_span = tl.load(p_meta + SIDE.CODED + o_d, mask=m_coded, other=0.0).to(tl.float32)
     b_x = tl.zeros([o_t.shape[0], BLOCK_D], tl.float32)
-    for i in tl.static_range(num_runs(SIDE)):
-        RUN: tl.constexpr = run_of(SIDE, i)
-        STEP: tl.constexpr = (1.0 - 2.0 * RUN.ETA) / (2**RUN.BITS - 1)
-        o_run = o_d - RUN.FIRST
-        m_run = (o_run >= 0) & (o_run < RUN.CHANNELS)
-        m_codes = m_x & m_run[None, :]
-        b_codes = load_codes(p_codes + RUN.CODES, o_t, o_run, m_codes, RUN.BITS, SIDE.IS_K, T, RUN.CHANNELS)
-        b_step = tl.where(m_run, b_span * STEP, 0.0)
-        b_x += b_codes.to(tl.float32) * b_step[None, :] + tl.where(m_run, b_span * RUN.ETA, 0.0)[None, :]
+    for i in tl.static_range(count(SIDE.RUNS)):
+        b_x += run_tile(p_codes, b_span, o_t, o_d, m_x, SIDE.RUNS[i], SIDE.IS_K, T)
     return tl.where(m_x, b_x + b_low[None, :], 0.0).to(DTYPE)
+
+
+@triton.jit
+def run_tile(p_codes, b_span, o_t, o_d, m_x, RUN: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr):
+    """Values above the minima in the channels of a run, elsewhere 0: [TILE, BLOCK_D] float32."""
+    STEP: tl.constexpr = (1.0 - 2.0 * RUN.ETA) / (2**RUN.BITS - 1)
+    o_run = o_d - RUN.FIRST
+    m_run = (o_run >= 0) & (o_run < RUN.CHANNELS)
+    b_span = tl.where(m_run, b_span, 0.0)[None, :]
+    b_codes = load_codes(p_codes + RUN.CODES, o_t, o_run, m_x & m_run[None, :], RUN.BITS, IS_K, T, RUN.CHANNELS)
+    b_x = b_codes.to(tl.float32) * (b_span * STEP)
+    return b_x + b_span * RUN.ETA if RUN.ETA > 0 else b_x

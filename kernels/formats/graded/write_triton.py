@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from ..uniform.codes_triton import load_codes, shrink_codes, store_codes
+from ..uniform.integer_tiles import count
 from ..uniform.seal_triton import min_range, quantize_codes
 from .layout import MEAN_BITS
-from .tile import num_runs, run_of
 
 MEAN_WIDTH = tl.constexpr(MEAN_BITS)
 
@@ -46,10 +46,8 @@ def _write_head(
 ):  # fmt: skip
     """Codes of ``BITS`` bits [T, TILE_D] int32 and (min, range) [TILE_D] fp16 as the bytes of head ``i_h``."""
     p_codes += i_h * SIDE.CODES
-    for i in tl.static_range(num_runs(SIDE)):
-        RUN: tl.constexpr = run_of(SIDE, i)
-        b_run = shrink_codes(b_codes, BITS, RUN.BITS)
-        store_codes(p_codes + RUN.CODES, b_run, RUN.BITS, SIDE.IS_K, T, RUN.CHANNELS, TILE_D, RUN.FIRST)
+    for i in tl.static_range(count(SIDE.RUNS)):
+        _store_run(p_codes, b_codes, BITS, SIDE.RUNS[i], SIDE.IS_K, T, TILE_D)
     o_d = tl.arange(0, TILE_D)
     m_coded = o_d < SIDE.CODED
     p_top = (p_meta + SIDE.TOP).to(tl.pointer_type(tl.float16)) + i_h
@@ -61,6 +59,15 @@ def _write_head(
         b_total = tl.sum(shrink_codes(b_codes, BITS, MEAN_WIDTH), 0)
         b_mean = mean_values(b_total, b_low.to(tl.float32), b_span.to(tl.float32), T)
         tl.store(p_meta + SIDE.CODED + o_d, b_mean, mask=(o_d >= SIDE.CODED) & (o_d < D))
+
+
+@triton.jit
+def _store_run(
+    p_codes, b_codes, BITS: tl.constexpr, RUN: tl.constexpr, IS_K: tl.constexpr, T: tl.constexpr, TILE_D: tl.constexpr
+):
+    """Shrinks the codes of a run's channels and writes them."""
+    b_run = shrink_codes(b_codes, BITS, RUN.BITS)
+    store_codes(p_codes + RUN.CODES, b_run, RUN.BITS, IS_K, T, RUN.CHANNELS, TILE_D, RUN.FIRST)
 
 
 @triton.jit

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from ..family import KeyFunctions
-from ..uniform.integer import channel_parts, channel_query, count, field_place, key_dots
+from ..uniform.integer import channel_parts, channel_query, key_dots
 from ..uniform.integer_codes import digits, fixed, fixed_point, join8, join_tiles, split_rows, take_bits
 from ..uniform.integer_loads import DOT_DEPTH, block_of, load_key_bytes, load_part, load_top
+from ..uniform.integer_tiles import count, field_place
 from ..uniform.layout import TILES as MAX_TILES
 from .layout import KittySide
 

@@ -16,7 +16,6 @@ from ..uniform.integer import (
     channel_parts,
     channel_query,
     channel_scores,
-    count,
     finish_values,
     row_blocks,
 )
@@ -25,6 +24,7 @@ from ..uniform.integer import (
 )
 from ..uniform.integer_codes import USE_ASM, join8, split_tiles, split_weights, tile_lanes
 from ..uniform.integer_loads import block_of
+from ..uniform.integer_tiles import count
 from ..uniform.layout import TILES as MAX_TILES
 from .layout import MIN_ROWS, NO_PATTERN, PatternSide
 

@@ -14,8 +14,8 @@ from qkv_engine.errors import ConfigError
 
 from ..family import SIDE_ALIGN, PageShape, Side, SideName
 from ..uniform import Uniform, UniformSide
+from ..uniform.layout import RunSpec, uniform_formats
 from ..uniform.layout import check_step as check_residual_step
-from ..uniform.layout import uniform_formats
 
 NO_PATTERN = 255  # index of a token stored as it is
 MAX_PATTERNS = 255  # an index is a byte
@@ -46,6 +46,7 @@ class PatternSpec(NamedTuple):
     META: int
     TOP: int
     ETA: float
+    RUNS: tuple[RunSpec, ...]
     INDEX: int
     ROWS: int
     STRIDE: int

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..family import KeyFunctions, ValueFunctions
+from .integer_channels import add_channels, begin_channels, finish_channels
 from .integer_codes import (
     fixed,
     fixed_point,
@@ -22,19 +23,10 @@ from .integer_codes import (
     split_rows,
     split_tiles,
     split_weights,
-    take_bits,
-    take_joined,
     zero_value,
 )
-from .integer_loads import (
-    DOT_DEPTH,
-    block_of,
-    load_key_bytes,
-    load_part,
-    load_token_meta,
-    load_top,
-    load_value_bytes,
-)
+from .integer_loads import DOT_DEPTH, block_of, load_part, load_query, load_token_meta, load_top
+from .integer_tiles import count, field_place, key_codes, tile_shift, value_block
 from .layout import TILES as MAX_TILES
 from .layout import UniformSide
 
@@ -43,14 +35,18 @@ def integer_functions(side: UniformSide) -> KeyFunctions | ValueFunctions | None
     """The device functions of a side, or ``None`` where integer dots do not apply.
 
     All products in one integer dot need the same step once ranges are folded into q or p: K's groups must be tokens of
-    a channel or a token's whole head, V's groups channels of a token. Pages have 128 tokens.
+    a channel or a token's whole head, V's groups channels of a token or the page's tokens of a channel. Pages have 128
+    tokens.
     """
     tokens = side.shape.num_tokens
     if tokens != MAX_TILES * DOT_DEPTH:
         return None
     min_tiles = MAX_TILES if side.bits < 4 else 8 // side.bits
     if side.name == "v":
-        return ValueFunctions(begin_values, add_values, finish_values, min_tiles) if side.axis == "token" else None
+        if side.axis == "token":
+            return ValueFunctions(begin_values, add_values, finish_values, min_tiles)
+        functions = ValueFunctions(begin_channels, add_channels, finish_channels, min_tiles)
+        return functions if side.num_groups == 1 else None
     if side.axis == "channel":
         return KeyFunctions(channel_query, channel_scores, max(min_tiles, tokens // side.group))
     return KeyFunctions(token_query, token_scores, min_tiles) if side.num_groups == 1 else None
@@ -72,33 +68,6 @@ def row_blocks(side, d):
     return tuple((a // side.GROUP, a, b - a) for a, b in zip(starts, (*starts[1:], d), strict=True))
 
 
-@triton.constexpr_function
-def set_lanes(width, t):
-    """Token lanes of a plane set; 1-bit sets have two channels in a byte instead of fewer lanes."""
-    return max(2, width) * t // 8
-
-
-@triton.constexpr_function
-def tile_shift(bits, j, rows, t):
-    """The first bit of token tile ``j`` of ``rows`` tokens in the bytes of its plane set; of 3 bits, in the low set."""
-    width = 2 if bits == 3 else bits
-    return j // (set_lanes(width, t) // rows) * width
-
-
-@triton.constexpr_function
-def count(items):
-    """Length of a tuple."""
-    return len(items)
-
-
-@triton.constexpr_function
-def field_place(bits, shift):
-    """The bit at which K's codes of a tile stay, at 3 bits the one with the least shifts; codes must fit an int8."""
-    if bits == 3:
-        return (0, 2, 4, 1)[shift // 2]
-    return shift if bits == 2 and shift < 6 else 0
-
-
 @triton.jit
 def key_dots(
     b_s,
@@ -111,22 +80,9 @@ def key_dots(
     D: tl.constexpr,
 ):
     """``b_s`` [ROWS, 2 BLOCK_G] plus codes of token tile J, at their ``field_place``, times q's digits."""
-    ROWS: tl.constexpr = T // TILES
     PARTS: tl.constexpr = channel_parts(K.BITS, D)
-    WIDTH: tl.constexpr = 2 if K.BITS == 3 else K.BITS  # of the plane set
-    SETS: tl.constexpr = set_lanes(WIDTH, T) // ROWS  # tiles side by side in the lanes
-    SHIFT: tl.constexpr = tile_shift(K.BITS, J, ROWS, T)
-    HIGH: tl.constexpr = T // 4 * D  # bytes of the low set of 3 bits
-    TO: tl.constexpr = field_place(K.BITS, SHIFT)
     for i in tl.static_range(count(PARTS)):
-        if K.BITS == 1:
-            b_c = take_bits(load_key_bytes(p_codes, D // 2, ROWS, D // 2), 4 * i + J, 1, TO)
-        else:
-            b_w = load_key_bytes(p_codes + J % SETS * ROWS * D + i * (D // 2), D, ROWS, PARTS[i])
-            if K.BITS == 3:
-                b_c = take_joined(b_w, load_key_bytes(p_codes + HIGH, D // 2, ROWS, D // 2), SHIFT, 4 * i + J, TO)
-            else:
-                b_c = take_bits(b_w, SHIFT, WIDTH, TO)
+        b_c = key_codes(p_codes, i * (D // 2), PARTS[i], J, K, TILES, T, D)
         b_s = tl.dot(b_c, digits[i], b_s, out_dtype=tl.int32)
     return b_s
 
@@ -157,9 +113,7 @@ def channel_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.const
     query: tl.tuple = ()
     b_top = tl.zeros([BLOCK_G], tl.float32)
     for i in tl.static_range(count(PARTS)):
-        o_d = tl.arange(0, block_of(PARTS[i]))
-        b_mask = (o_d < PARTS[i])[:, None] & b_heads[None, :]
-        b_q = tl.load(p_q[None, :] + (i * (D // 2) + o_d)[:, None], mask=b_mask, other=0.0).to(tl.float32) * scale
+        b_q = load_query(p_q, i * (D // 2), PARTS[i], b_heads, scale)
         b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 0))
         query += (b_q,)
     query += (b_top,)
@@ -247,53 +201,6 @@ def token_scores(
 
 
 @triton.jit
-def value_codes(
-    p_codes,
-    FIRST: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    J: tl.constexpr,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    T: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Codes [channels, ROWS] of token tile J of a block of V's rows."""
-    ROWS: tl.constexpr = T // TILES
-    WIDTH: tl.constexpr = 2 if V.BITS == 3 else V.BITS
-    LANES: tl.constexpr = set_lanes(WIDTH, T)
-    SETS: tl.constexpr = LANES // ROWS
-    HIGH: tl.constexpr = T // 4 * D if V.BITS == 3 else 0
-    BIT: tl.constexpr = FIRST // (D // 2) * 4 + J  # in a 1-bit set
-    if V.BITS % 2:
-        b_high = load_value_bytes(p_codes + HIGH + FIRST % (D // 2) * (T // 4), T // 4, ROWS, CHANNELS)
-    if V.BITS == 1:
-        b_c = take_bits(b_high, BIT, 1, 0)
-    else:
-        b_w = load_value_bytes(p_codes + FIRST * LANES + J % SETS * ROWS, LANES, ROWS, CHANNELS)
-        b_c = take_joined(b_w, b_high, J * 2, BIT, 0) if V.BITS == 3 else take_bits(b_w, J // SETS * WIDTH, WIDTH, 0)
-    return b_c
-
-
-@triton.jit
-def value_block(
-    weights,
-    p_codes,
-    FIRST: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    V: tl.constexpr,
-    TILES: tl.constexpr,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """Codes of a block of V's rows times weights, [channels, BLOCK_G] in fixed-point units."""
-    b_o = tl.zeros([block_of(CHANNELS), 2 * BLOCK_G], tl.int32)
-    for j in tl.static_range(TILES):
-        b_o = tl.dot(value_codes(p_codes, FIRST, CHANNELS, j, V, TILES, T, D), weights[j], b_o, out_dtype=tl.int32)
-    return join8(b_o, block_of(CHANNELS), BLOCK_G)
-
-
-@triton.jit
 def group_weights(
     b_p,
     b_fix,
@@ -351,7 +258,7 @@ def add_values(
         if r == 0 or BLOCKS[r][0] != BLOCKS[r - 1][0]:  # a group's weights serve all its rows
             b_mean, weights = group_weights(b_p, b_fix, p_meta, BLOCKS[r][0], V, TILES, T, BLOCK_G)
             lows += (sums[count(BLOCKS) + BLOCKS[r][0]] * b_shrink[None, :] + b_mean,)
-        b_o = value_block(weights, p_codes, BLOCKS[r][1], BLOCKS[r][2], V, TILES, T, D, BLOCK_G)
+        b_o = value_block(weights, p_codes, BLOCKS[r][1], BLOCKS[r][2], block_of(BLOCKS[r][2]), V, TILES, T, D, BLOCK_G)
         outs += (sums[r] * b_shrink[None, :] + b_o * b_unit,)
     return outs + lows
 

@@ -37,25 +37,6 @@ _ETA = re.compile(r"[0-9]\.[0-9]{1,6}|[0-9]{1,3}/[1-9][0-9]{0,2}", re.ASCII)
 _ETA_REMEDY = "Choose at least 0 and less than 1/2, such as 0.045 or 1/6"
 
 
-class UniformSpec(NamedTuple):
-    """Compile-time layout of a uniform side, for device functions. Strides and offsets in bytes.
-
-    ``IS_K``: lanes are rows, else columns. ``PER_TOKEN``: a group is ``GROUP`` channels of one token, else ``GROUP``
-    tokens of one channel. ``CODES``, ``META``: of one head; a subordinate side has no ``CODES``. ``TOP``: from the
-    metadata's start to the largest ranges. ``ETA``: share of the range by which the levels are drawn in at each end.
-    """
-
-    IS_K: bool
-    BITS: int
-    PER_TOKEN: bool
-    GROUP: int
-    GROUPS: int
-    CODES: int
-    META: int
-    TOP: int
-    ETA: float
-
-
 class RunSpec(NamedTuple):
     """Compile-time layout of plane sets of consecutive channels, (min, range) per channel of the page.
 
@@ -68,6 +49,27 @@ class RunSpec(NamedTuple):
     BITS: int
     ETA: float
     CODES: int
+
+
+class UniformSpec(NamedTuple):
+    """Compile-time layout of a uniform side, for device functions. Strides and offsets in bytes.
+
+    ``IS_K``: lanes are rows, else columns. ``PER_TOKEN``: a group is ``GROUP`` channels of one token, else ``GROUP``
+    tokens of one channel. ``CODES``, ``META``: of one head; a subordinate side has no ``CODES``. ``TOP``: from the
+    metadata's start to the largest ranges. ``ETA``: share of the range by which the levels are drawn in at each end.
+    ``RUNS``: all channels, for functions of sides that have several runs.
+    """
+
+    IS_K: bool
+    BITS: int
+    PER_TOKEN: bool
+    GROUP: int
+    GROUPS: int
+    CODES: int
+    META: int
+    TOP: int
+    ETA: float
+    RUNS: tuple[RunSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class UniformSide(HeadSide):
             self.head_meta_nbytes,
             self.top_offset,
             float(self.eta),
+            (RunSpec(0, self.shape.head_dim, self.bits, float(self.eta), 0),),
         )
 
 
