@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
@@ -97,6 +98,27 @@ class RungConfig:
         return names
 
 
+@dataclass(frozen=True)
+class BasesFile:
+    """A file of bases, in which a ladder stores K and V, by its place and its contents.
+
+    Raises ``ConfigError`` for anything but a path and a digest; the file is read when the weights are loaded.
+
+    Fields
+        path: of the safetensors file, which lies beside the plan.
+        digest: SHA-256 of its bytes, in hex; another file is refused.
+    """
+
+    path: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        _check_text("path", self.path)
+        if not isinstance(self.digest, str) or not re.fullmatch("[0-9a-f]{64}", self.digest):
+            remedy = "Give the 64 lower-case hex digits of a SHA-256"
+            raise ConfigError("not a digest", field="digest", value=self.digest, remedy=remedy)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """A ladder: the rungs that KV blocks may step down, and when they do.
@@ -117,6 +139,8 @@ class KVConfig:
         model: fingerprint of the only model that the ladder was made for, as a plan file has it; None for any.
         key_scale: divisors of K by layer, KV head and rotary pair, which the weights take in when they are loaded;
             None for keys as the model has them.
+        bases: file of the bases in which K and V are stored; None for channels as the model has them. Keys are divided
+            by ``key_scale`` first.
     """
 
     name: str
@@ -129,6 +153,7 @@ class KVConfig:
     narrow_windows: bool = False
     model: ModelFingerprint | None = None
     key_scale: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    bases: BasesFile | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -142,6 +167,9 @@ class KVConfig:
         _check_flag("narrow_windows", self.narrow_windows)
         if self.model is not None:
             self._check_fingerprint()
+        if self.bases is not None and not isinstance(self.bases, BasesFile):
+            remedy = "Give None, or BasesFile(path, digest)"
+            raise ConfigError("not a file of bases", field="bases", value=self.bases, remedy=remedy)
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qkv_engine.models.bases import read_bases
+from qkv_engine.models.basis import check_bases, fold_bases
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.key_scale import fold_key_scale
-from qkv_engine.models.loader import LoadedModel, ModelSource, find_model, load_nbytes, load_weights, resolve_dtype
+from qkv_engine.models.loader import (
+    LoadedModel,
+    ModelSource,
+    find_model,
+    kept_config,
+    load_nbytes,
+    load_weights,
+    resolve_dtype,
+)
 from qkv_engine.models.ranks import ALONE, Ranks
+from qkv_engine.models.registry import build_model
 from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
 
 from .config import EngineConfig, KVConfig
@@ -79,9 +91,7 @@ def load(
             "max_model_len %d is beyond the %d tokens the model was made for", config.max_model_len,
             source.config.max_context,
         )  # fmt: skip
-    if config.kv.model is not None and config.load_format != "random":  # random weights suit any plan
-        assert source.folder is not None, "only random weights have no folder"
-        config.kv.model.check_weights(weights_digest(source.folder), config.kv.name)
+    prepare = _preparation(config, source)
     dtype = resolve_dtype(config.dtype, source.config, device)
     loaded = in_own_thread(
         lambda stopped: load_weights(
@@ -91,12 +101,33 @@ def load(
             load_format=config.load_format,
             seed=config.seed,
             stopped=stopped,
-            prepare=lambda net: None if config.kv.key_scale is None else fold_key_scale(net, config.kv.key_scale),
+            prepare=prepare,
             pack=pack,
             ranks=ranks,
         )
     )
     return loaded, dtype
+
+
+def _preparation(config: EngineConfig, source: ModelSource) -> Callable[[nn.Module], None]:
+    """What the ladder does to the weights before they are packed, once it is known to be made for them."""
+    kv, digest = config.kv, None
+    if (
+        kv.model is not None or kv.bases is not None
+    ) and config.load_format != "random":  # random weights suit any plan
+        assert source.folder is not None, "only random weights have no folder"
+        digest = weights_digest(source.folder)
+    if kv.model is not None and digest is not None:
+        kv.model.check_weights(digest, kv.name)
+    bases = None if kv.bases is None else read_bases(kv.bases, source.config, digest)
+
+    def prepare(net: nn.Module) -> None:
+        if kv.key_scale is not None:
+            fold_key_scale(net, kv.key_scale)
+        if bases is not None:
+            fold_bases(net, bases)
+
+    return prepare
 
 
 def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> ModelSource:
@@ -109,6 +140,8 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
         check_context(model, config.max_model_len, config.extend_context)
         model.check_ranks(num_ranks)
         check_groups(model, config.max_model_len)
+        if config.kv.bases is not None:
+            check_bases(build_model(kept_config(model, device)))
         check_weights_fit(model, resolve_dtype(config.dtype, model, device), device, num_ranks)
 
     source = find_model(

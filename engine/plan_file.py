@@ -6,14 +6,17 @@ Settings and profile, from which the ladder was made, are the planner's: ``plann
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
-from .config import MAX_NAME_CHARS, KVConfig, RungConfig
+from .config import MAX_NAME_CHARS, BasesFile, KVConfig, RungConfig
 from .errors import ConfigError
 from .fingerprint import ModelFingerprint
 from .input_files import read_input
@@ -23,11 +26,13 @@ VERSION: Final = 2  # of the file format; files of another version are refused
 MAX_NBYTES = 4 * 2**20  # of a plan file: 16 rungs of 512 layers take a tenth of it
 MAX_REASON_CHARS = 400  # of an error about a file, in which a name may have millions
 LEAST_SCALE, MOST_SCALE = 1e-4, 1e4  # bounds of a divisor of K; a channel that is always 0 gets the lower one
+BASES_SUFFIX = ".bases.safetensors"  # of the file of bases beside a plan, in place of the plan's own
 _REMEDY = "Make it anew with qkv-engine plan"
 _LEAF_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
 
 Divisor = Annotated[float, msgspec.Meta(ge=LEAST_SCALE, le=MOST_SCALE)]
 KeyScale = tuple[tuple[tuple[Divisor, ...], ...], ...]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # SHA-256 in hex
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,10 +61,10 @@ def _listed(side: str | tuple[str, ...] | LayerSchedule) -> str | list[str]:
     return side if isinstance(side, str) else list(side)
 
 
-def check_length(field: str, values: list[str] | list[float], num_layers: int) -> None:
-    """Raises ``ValueError`` unless ``values``, those of ``field`` in a plan file, are one a layer."""
-    if len(values) != num_layers:
-        raise ValueError(f"{field} has {len(values)} entries for {num_layers} layers")
+def check_length(field: str, values: Sequence[object], number: int, of: str = "layers") -> None:
+    """Raises ``ValueError`` unless ``values``, those of ``field`` in a plan file, are one each ``of`` its ``number``."""
+    if len(values) != number:
+        raise ValueError(f"{field} has {len(values)} entries for {number} {of}")
 
 
 class PlannedLadder(Strict, frozen=True):
@@ -106,6 +111,7 @@ class _ProfiledKeys(msgspec.Struct, frozen=True):
     """The part of a profile that weights are loaded with; the rest is the planner's."""
 
     key_scale: KeyScale | None
+    bases: Digest | None = None
 
 
 class _PlanFile(Strict, frozen=True):
@@ -151,7 +157,13 @@ def load_plan(path: str | Path) -> KVConfig:
     plan, name = decode_plan(path, _PlanFile), Path(path).stem[:MAX_NAME_CHARS]
     if not name.isprintable():
         raise ConfigError("its name has to stand in tables", field="kv", value=str(path), remedy="Rename the file")
-    return plan.config(name)
+    config, digest = plan.config(name), plan.profile.bases
+    return config if digest is None else replace(config, bases=BasesFile(str(bases_path(path)), digest))
+
+
+def bases_path(plan: str | Path) -> Path:
+    """The file of bases that belongs to the plan file at ``plan``: beside it, as an absolute path."""
+    return Path(os.path.abspath(os.path.expanduser(plan))).with_suffix(BASES_SUFFIX)
 
 
 def plan_bytes(plan: msgspec.Struct) -> bytes:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight
+from qkv_engine.kernels.rope_kv_write import KeyBasis
 
 from .config import ModelConfig
 from .layers import HeadNorm, Layer, Linear, RowParallelLinear
@@ -26,12 +27,15 @@ class AttentionBatch(Protocol):
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         """Normalises and rotates q and k, writes k and v of the step's tokens, attends to all that each token may see.
 
+        With a ``key_basis`` rotated q and k are multiplied by its matrices first.
+
         Scale, window and soft cap are those of the layer's ``AttentionSpec``.
         Shapes: qkv [N, HQ + 2 H, D], contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
-        null_logits [HQ]; result [N, HQ, D]. All in the model's dtype.
+        null_logits [HQ]; key_basis [H, D, D]; result [N, HQ, D]. All in the model's dtype.
         """
         ...
 
@@ -39,8 +43,11 @@ class AttentionBatch(Protocol):
 class Attention(Layer):
     """Grouped-query attention of one layer, with the biases and the q/k norm that ``config`` asks for.
 
-    Each of ``ranks`` has its part of the query heads and the KV heads that they share.
+    Each of ``ranks`` has its part of the query heads and the KV heads that they share. ``key_basis`` is that in which
+    keys are cached, None for the model's own channels (``models/basis.py``).
     """
+
+    key_basis: KeyBasis | None = None
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
@@ -68,7 +75,7 @@ class Attention(Layer):
 
     def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """qkv [N, HQ + 2 H, D] -> [N, HQ, D]."""
-        return batch.attend(self.layer, qkv, rotation, self.qk_norm)
+        return batch.attend(self.layer, qkv, rotation, self.qk_norm, key_basis=self.key_basis)
 
     def convert(self) -> None:
         """Puts the channels of q and k in the order in which ``Rotation`` pairs them."""

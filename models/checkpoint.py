@@ -196,15 +196,19 @@ def weights_digest(folder: Path) -> str:
 def read_header(file: FileIO, file_name: str) -> dict[str, StoredTensor]:
     """Tensors of one safetensors file, after checking that they tile the data exactly. Raises ``ModelError``."""
     total = os.fstat(file.fileno()).st_size
-    raw = _raw_header(file, file_name, total)
+    return parse_header(_raw_header(file, file_name, total), file_name, total)[0]
+
+
+def parse_header(raw: bytes | bytearray, file_name: str, total: int) -> tuple[dict[str, StoredTensor], object]:
+    """Tensors of a header ``raw`` in a file of ``total`` bytes, and its metadata, unchecked. See ``read_header``."""
     header = parse_json(raw, f"the header of {file_name}")
     if len(header) > _MAX_TENSORS:
         raise ModelError(f"the header of {file_name} is not an object of at most {_MAX_TENSORS} tensors")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     data_start = 8 + len(raw)
     tensors = {name: _stored_tensor(name, entry, file_name, data_start) for name, entry in header.items()}
     _check_tiling(tensors, file_name, data_start, total)
-    return tensors
+    return tensors, metadata
 
 
 def _raw_header(file: FileIO, file_name: str, total: int) -> bytearray:

@@ -60,7 +60,7 @@ class GptOssAttention(Attention):
 
     def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """See ``Attention.attend``."""
-        return batch.attend(self.layer, qkv, rotation, None, self.null_logits)
+        return batch.attend(self.layer, qkv, rotation, None, self.null_logits, self.key_basis)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         size, first, whole = self.heads

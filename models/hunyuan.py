@@ -50,7 +50,7 @@ class HunyuanAttention(Attention):
         rotate(qk, *rotation, out=qk)
         qk.copy_(F.rms_norm(kept(qk), (self.head_dim,), None, self.head_norm.eps) * self.head_norm.weight)
         at_rest = Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.signed_sin))
-        return batch.attend(self.layer, qkv, at_rest, None)
+        return batch.attend(self.layer, qkv, at_rest, None, key_basis=self.key_basis)
 
 
 class HunyuanLayer(DecoderLayer):

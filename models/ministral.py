@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.rope_kv_write import KeyBasis
+
 from .attention import AttentionBatch
 from .config import SLIDING, ModelConfig, read_layer_types, read_num_layers
 from .fields import Fields
@@ -64,11 +66,12 @@ class ScaledQueries:
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         """See ``AttentionBatch.attend``; without a norm, which would undo the factor."""
         assert norm is None
         qkv[:, : self.num_heads].mul_(self.factors.to(qkv.dtype))
-        return self.batch.attend(layer, qkv, rotation, norm, null_logits)
+        return self.batch.attend(layer, qkv, rotation, norm, null_logits, key_basis)
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):

@@ -71,7 +71,7 @@ class OlmoAttention(Attention):
         """See ``Attention.attend``."""
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
         qk.copy_(self.projection_norm(kept(qk)))
-        return batch.attend(self.layer, qkv, rotation, None)
+        return batch.attend(self.layer, qkv, rotation, None, key_basis=self.key_basis)
 
 
 class OlmoLayer(PostNormLayer):

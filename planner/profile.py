@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from qkv_engine.errors import ModelError
-from qkv_engine.plan_file import KeyScale, Strict
+from qkv_engine.plan_file import Digest, KeyScale, Strict
 
 MAX_FORMATS = 256  # that a profile names, several times those there are
 
@@ -40,7 +40,7 @@ class Sensitivities(Strict, frozen=True):
 class Spectra(Strict, frozen=True):
     """What spectral plans are made from: energies of runs of 16 channels in bases of K and of V, layer by layer.
 
-    An energy is the squared change of the loss, nats^2, that the run makes to first order if only its means are kept.
+    An energy is what the run costs, in nats, if only its means are kept.
     ``shrink``: of the metrics that the bases were solved with.
     """
 
@@ -67,7 +67,7 @@ class Profile(Strict, frozen=True, kw_only=True):
     weights as they came. ``scores``: gradient norms of W_k and W_v. ``key_outliers``: per layer the largest magnitude
     in K's largest channel over that in its median channel. ``has_qk_norm``: of the model. ``loss``: of a token at
     16 bits, in nats; None in files of releases that did not note it. ``spectra``, ``bases``: of spectral plans alone,
-    and the SHA-256 of the file of their bases.
+    the latter the SHA-256 of the file of bases beside the plan.
     """
 
     dtype: str
@@ -81,13 +81,15 @@ class Profile(Strict, frozen=True, kw_only=True):
     has_qk_norm: bool
     loss: Norm | None = None
     spectra: Spectra | msgspec.UnsetType = msgspec.UNSET
-    bases: str | msgspec.UnsetType = msgspec.UNSET
+    bases: Digest | None | msgspec.UnsetType = msgspec.UNSET
 
-    def lists(self) -> dict[str, list[float]]:
-        """Every list with one number a layer, by field name."""
-        found = {"scores.k": self.scores.k, "scores.v": self.scores.v, "key_outliers": self.key_outliers}
+    def lists(self) -> dict[str, Sequence[object]]:
+        """Every list with one entry a layer, by field name."""
+        found: dict[str, Sequence[object]] = {"scores.k": self.scores.k, "scores.v": self.scores.v, "key_outliers": self.key_outliers}
         for side, formats in (("k", self.sensitivities.k), ("v", self.sensitivities.v)):
             found |= {f"sensitivities.{side}.{name}": values for name, values in formats.items()}
+        if self.spectra:
+            found |= {"spectra.k": self.spectra.k, "spectra.v": self.spectra.v}
         return found
 
 

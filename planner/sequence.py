@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qkv_engine.kernels.attention_reference import softmax_weights
 from qkv_engine.kernels.rms_norm.reference import rms_norm
+from qkv_engine.kernels.rope_kv_write import KeyBasis
+from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.llama import LlamaForCausalLM
@@ -25,7 +27,9 @@ from qkv_engine.models.rope import Rotation
 
 
 class Heads(NamedTuple):
-    """Queries [N, HQ, D], keys and values [N, H, D] of one sequence as attention takes them: normed and rotated."""
+    """Queries [N, HQ, D], keys and values [N, H, D] of one sequence as attention takes them: normed, rotated, and in
+    the basis of the layer's keys if it has one.
+    """
 
     q: Tensor
     k: Tensor
@@ -45,9 +49,13 @@ class SequenceBatch:
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         """See ``AttentionBatch.attend``; ``qkv`` stays as it is."""
-        return self.attend_heads(layer, split_heads(self.specs[layer], qkv, rotation, norm), null_logits)
+        heads = split_heads(self.specs[layer], qkv, rotation, norm)
+        if key_basis is not None:
+            heads = Heads(in_basis(heads.q, key_basis.q), in_basis(heads.k, key_basis.k), heads.v)
+        return self.attend_heads(layer, heads, null_logits)
 
     def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
         """Attention of ``layer`` over the whole sequence, [N, HQ, D]; the place to look at ``heads``."""

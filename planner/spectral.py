@@ -1,7 +1,7 @@
 """Spectral KV: K and V in bases of their own, few bits for the channels that matter and none for those that do not.
 
 A floor is a layout for K and one for V of each layer: runs of 16 channels of falling width, the same in all heads. The
-error of a run is its energy, nats^2, times the gain of its bits; all layers and both sides share the budget, exactly.
+error of a run is its energy, in nats, times the gain of its bits; all layers and both sides share the budget, exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from itertools import chain, combinations_with_replacement, groupby
 
 import msgspec
 import torch
-from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
 from qkv_engine.device.layouts import WINDOW_BITS
@@ -23,14 +22,14 @@ from qkv_engine.kernels.formats.graded import ChannelRun, Graded
 from qkv_engine.kernels.formats.graded.layout import UNIT
 from qkv_engine.kernels.formats.uniform import Uniform
 from qkv_engine.layer_kv import LayerKV
-from qkv_engine.plan_file import Strict
+from qkv_engine.models.bases import LayerBases
 
 from .allocate import Choice, efficient
 from .basis import GAIN, Basis, channel_energies, solve_basis
 from .budget import Budget, least_bits, solve
 from .mixed import RECENT, SINK, can_step
 from .moments import SideMoments
-from .profile import Norm, Profile, Spectra
+from .profile import Profile, Spectra
 
 DEFAULT_SHRINK = 0.3
 WIDTHS = (8, 4, 2, 1, 0)  # bits of a run
@@ -96,25 +95,30 @@ class Spectral(
         return rungs
 
 
+def num_runs(layer: LayerKV) -> int:
+    """Runs of 16 channels of a head. Raises ``ConfigError`` for heads that 16 does not divide."""
+    if layer.head_dim % UNIT:
+        message = f"{UNIT} must divide the channels of a head, and this model's have {layer.head_dim}"
+        raise ConfigError(message, field="method", value="spectral", remedy="Choose another method")
+    return layer.head_dim // UNIT
+
+
 def choices(layer: LayerKV, energies: Sequence[float]) -> list[Choice]:
     """The layouts of K, or of V, that cost less than all smaller ones; blocks of windows keep 8 bits.
 
     Codes are nested from 8 bits, so a block gets to each of them. ``energies``: of runs of 16 channels.
     """
-    if layer.head_dim % UNIT:
-        message = f"{UNIT} must divide the channels of a head, and this model's have {layer.head_dim}"
-        raise ConfigError(message, field="method", value="spectral", remedy="Choose another method")
     if least_bits(layer, 1) >= WINDOW_BITS:
         widths = [8] * len(energies)
         fmt = format_of(widths)
         return [Choice(fmt.name, _side(fmt, layer).nbytes, error(widths, energies))]
-    found = _layouts(layer)
-    costs = (torch.tensor([[GAIN[bits] for bits in each[0]] for each in found]).double() @ _vector(energies)).tolist()
+    found, weights = _layouts(layer), torch.tensor(energies, dtype=torch.float64)
+    costs = (torch.tensor([[GAIN[bits] for bits in each[0]] for each in found]).double() @ weights).tolist()
     return efficient([Choice(name, nbytes, cost) for (_, name, nbytes), cost in zip(found, costs, strict=True)])
 
 
 def error(widths: Sequence[int], energies: Sequence[float]) -> float:
-    """The squared change of the loss, nats^2, to first order: each run's energy times the gain of its bits."""
+    """What the errors of runs of ``widths`` cost: each run's energy times the gain of its bits."""
     return sum(GAIN[bits] * energy for bits, energy in zip(widths, energies, strict=True))
 
 
@@ -125,18 +129,10 @@ def format_of(widths: Sequence[int]) -> Format:
     return Graded(tuple(ChannelRun(UNIT * len(list(of)), bits) for bits, of in groupby(widths) if bits))
 
 
-def layout_widths(name: str, head_dim: int) -> list[int]:
-    """The bits of each run of 16 channels in the format called ``name``; inverse of ``format_of``."""
-    fmt = make_format(name, torch.bfloat16)
-    runs = fmt.runs if isinstance(fmt, Graded) else (ChannelRun(head_dim, int(fmt.bits)),)
-    widths = [run.bits for run in runs for _ in range(run.channels // UNIT)]
-    return widths + [0] * (head_dim // UNIT - len(widths))
-
-
 @lru_cache
 def _layouts(layer: LayerKV) -> list[tuple[tuple[int, ...], str, int]]:
     """Widths of runs, name and bytes of every layout of a side that has codes."""
-    found = combinations_with_replacement(WIDTHS, layer.head_dim // UNIT)
+    found = combinations_with_replacement(WIDTHS, num_runs(layer))
     formats = [(widths, format_of(widths)) for widths in found if widths[0]]
     return [(widths, fmt.name, _side(fmt, layer).nbytes) for widths, fmt in formats]
 
@@ -152,19 +148,22 @@ def _leads(wide: str, name: str, layer: LayerKV) -> bool:
 
 
 def run_energies(basis: Basis, moments: SideMoments) -> list[float]:
-    """The squared change of the loss, nats^2, that each run of 16 channels without codes makes, of all heads."""
+    """What each run of 16 channels costs without codes, all heads together, in nats, to six digits."""
     channels = channel_energies(basis.spectrum, moments.covariance, moments.gradient).sum(0)
     return [float(f"{run:.6g}") for run in channels.unflatten(0, (-1, UNIT)).sum(-1).tolist()]
 
 
 def solve_spectra(
     moments: Sequence[tuple[SideMoments, SideMoments]], shrink: float
-) -> tuple[list[tuple[Tensor, Tensor]], Spectra]:
-    """The matrices P of K and V of each layer, [H, D, D] float64, and what plans are made from."""
-    solved = [[(solve_basis(m.metric, m.covariance, shrink), m) for m in layer] for layer in moments]
-    k, v = ([run_energies(*layer[side]) for layer in solved] for side in range(2))
-    return [(k_side[0].matrix, v_side[0].matrix) for k_side, v_side in solved], Spectra(shrink, k, v)
+) -> tuple[list[LayerBases], Spectra]:
+    """The bases of each layer, and what plans are made from. ``moments``: those of K and of V, by layer."""
+    solved = [[solve_basis(side.metric, side.covariance, shrink) for side in layer] for layer in moments]
+    bases = [LayerBases(*(basis.matrix.float() for basis in layer)) for layer in solved]
+    k, v = ([run_energies(layer[side], of[side]) for layer, of in zip(solved, moments, strict=True)] for side in (0, 1))
+    return bases, Spectra(shrink, k, v)
 
 
-def _vector(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def empty_spectra(model: ModelFingerprint, shrink: float) -> Spectra:
+    """Spectra of zeros, with which settings are checked before the passes over the texts."""
+    nothing = [[0.0] * num_runs(layer) for layer in model.kv_of_layers]
+    return Spectra(shrink, nothing, nothing)

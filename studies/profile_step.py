@@ -60,6 +60,7 @@ KERNELS = {
     "linear_tile_kernel": "linear",
     "rms_norm_kernel": "norm",
     "rope_kv_write_kernel": "q/k norm, rope, KV write",
+    "rope_basis_kv_write_kernel": "q/k norm, rope, KV write",
     "swiglu_kernel": "SwiGLU",
     "update_kernel": "tables and plan",
     "place_kernel": "tables and plan",

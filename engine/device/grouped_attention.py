@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from qkv_engine.kernels.rope_kv_write import KeyBasis
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
@@ -26,10 +27,11 @@ class GroupedAttention:
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         """See ``AttentionBatch``."""
         group, index = self._places[layer]
-        return self._groups[group].attend(index, qkv, rotation, norm, null_logits)
+        return self._groups[group].attend(index, qkv, rotation, norm, null_logits, key_basis)
 
 
 def over_groups(ladder: Ladder, groups: Sequence[AttentionBatch]) -> AttentionBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .key_basis import KeyBasis
 from .reference import rope_kv_write_reference
 
 
@@ -17,10 +18,13 @@ def rope_kv_write(
     num_kv_heads: int,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    key_basis: KeyBasis | None = None,
 ) -> Tensor:
     """Normalises q and k head by head if there is a ``norm_weight``, rotates them, and stores k and v in dense pages.
 
-    Rounds as the separate operators do: to the model's dtype after the norm, after its weight and after the rotation.
+    With a ``key_basis`` rotated heads of q and k are multiplied by its matrices.
+    Rounds as the separate operators do: to the model's dtype after the norm, after its weight, after the rotation and
+    after the product.
     On a GPU all but ``qkv`` are read while the kernel before may still run: that kernel must not write them.
 
     A dense slot is ``[layers][K, V][H][tokens]`` rows of D elements. So two numbers place a token in all layers: the
@@ -29,14 +33,20 @@ def rope_kv_write(
 
     Shapes:  qkv [N, HQ + 2 H, D], contiguous, its q part overwritten;  cos, signed_sin [N, 1, D] float32, from
              ``RotaryEmbedding``: halves of cos equal, of sin opposite;  rows [N, 2] int64, as above;
-             pages [R, D], the whole arena as rows in the pages' dtype;  norm_weight [HQ + H, D]
+             pages [R, D], the whole arena as rows in the pages' dtype;  norm_weight [HQ + H, D];
+             key_basis [H, D, D], contiguous, in the dtype of ``qkv``
     Returns: q [N, HQ, D], a view of ``qkv``
     """
-    if qkv.is_cuda:
+    arguments = (qkv, cos, signed_sin, rows, pages, layer, num_kv_heads, norm_weight, eps)
+    if not qkv.is_cuda:
+        return rope_kv_write_reference(*arguments, key_basis)
+    if key_basis is None:
         from .triton import rope_kv_write_triton
 
-        return rope_kv_write_triton(qkv, cos, signed_sin, rows, pages, layer, num_kv_heads, norm_weight, eps)
-    return rope_kv_write_reference(qkv, cos, signed_sin, rows, pages, layer, num_kv_heads, norm_weight, eps)
+        return rope_kv_write_triton(*arguments)
+    from .basis_triton import rope_basis_kv_write_triton
+
+    return rope_basis_kv_write_triton(*arguments, key_basis)
 
 
-__all__ = ["rope_kv_write", "rope_kv_write_reference"]
+__all__ = ["KeyBasis", "rope_kv_write", "rope_kv_write_reference"]

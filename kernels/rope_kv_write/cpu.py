@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .key_basis import KeyBasis, in_basis
+
 
 def rope_kv_write(
     qkv: Tensor,
@@ -17,8 +19,9 @@ def rope_kv_write(
     pages: Tensor,
     num_kv_heads: int,
     norm: Callable[[Tensor], Tensor] | None,
+    key_basis: KeyBasis | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalises and rotates q and k in place, and stores k and v.
+    """Normalises and rotates q and k in place, puts them in ``key_basis`` if there is one, and stores k and v.
 
     Shapes:  qkv [N, HQ + 2 H, D];  cos, signed_sin [N, 1, D] float32;  rows [N * 2 H] int64, the row of ``pages`` of
              each token's K heads, then V heads, from ``head_rows``;  pages [R, D];  ``norm`` maps [N, HQ + H, D]
@@ -27,6 +30,10 @@ def rope_kv_write(
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk, kv = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads:]
     rotate(qk if norm is None else norm(qk), cos, signed_sin, out=qk)
+    if key_basis is not None:
+        q, k = qk.tensor_split((num_heads,), 1)
+        q.copy_(in_basis(q, key_basis.q))
+        k.copy_(in_basis(k, key_basis.k))
     pages.index_put_((rows.view(kv.shape[:2]),), kv.to(pages.dtype))
     return qkv[:, :num_heads], kv
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .key_basis import KeyBasis, in_basis
+
 
 def rope_kv_write_reference(
     qkv: Tensor,
@@ -16,6 +18,7 @@ def rope_kv_write_reference(
     num_kv_heads: int,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    key_basis: KeyBasis | None = None,
 ) -> Tensor:
     """Same contract as ``qkv_engine.kernels.rope_kv_write.rope_kv_write``."""
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -26,6 +29,9 @@ def rope_kv_write_reference(
         qk = norm_weight * wide.to(qkv.dtype)
     first, second = qk.float().chunk(2, dim=-1)
     qk = (qk * cos + torch.cat((second, first), -1) * signed_sin).to(qkv.dtype)
+    if key_basis is not None:
+        q, k = qk.float().split((num_heads, num_kv_heads), dim=1)
+        qk = torch.cat((in_basis(q, key_basis.q.float()), in_basis(k, key_basis.k.float())), 1).to(qkv.dtype)
     qkv[:, :num_heads] = qk[:, :num_heads]
     written = rows[:, 0] >= 0
     row, stride = rows[written, :1], rows[written, 1:]

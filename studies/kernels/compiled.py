@@ -36,6 +36,7 @@ from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
 from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
+from qkv_engine.kernels.rope_kv_write.basis_triton import rope_basis_kv_write_kernel, rope_basis_kv_write_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.sample.reference import TILE
 from qkv_engine.kernels.sample.triton import sample_variants
@@ -54,7 +55,20 @@ POINTERS |= {
     "banks_ptr": "*i64",
 }
 NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
-BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source", "inner", "pairs")
+BF16 = (
+    "x",
+    "residual",
+    "weight",
+    "gate_up",
+    "qkv",
+    "pages",
+    "logits",
+    "source",
+    "inner",
+    "pairs",
+    "q_basis",
+    "k_basis",
+)
 POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
 POINTERS |= {"codes_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
@@ -139,6 +153,14 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     }
     for name, (kernel, (constexprs, num_warps)) in variants.items():
         yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
+
+
+def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Rotation and KV write in a basis of keys, of few tokens and of many, behind a norm."""
+    for d, many in product(head_dims, (False, True)):
+        constexprs, num_warps = rope_basis_kv_write_variant(32, 8, d, 1e-6, norm=True, itemsize=2, many=many)
+        name = f"rope_basis_kv_write 32/8 D{d}" + many * " many"
+        yield name, rope_basis_kv_write_kernel, {**constexprs, "OVERLAP": overlap}, Tuning(num_warps, 2)
 
 
 def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
@@ -250,6 +272,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     yield from ruled_kernels()
     yield from seal_kernels()
     yield from fused_kernels()
+    yield from basis_kernels(64, 80, 96, 128, 256)
     yield from linear_kernels()
     yield from code_kernels()
     yield from moe_kernels()

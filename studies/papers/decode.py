@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.rope_kv_write import KeyBasis
+from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.rope import Rotation
@@ -22,13 +24,23 @@ class SimulatedBatch:
     layers: list[LayerCache]
     num_kv_heads: int
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        null_logits: None = None,
+        key_basis: KeyBasis | None = None,
+    ) -> Tensor:
         """See ``AttentionBatch``."""
         num_heads = qkv.shape[1] - 2 * self.num_kv_heads
         qk, v = qkv.tensor_split((num_heads + self.num_kv_heads,), 1)
         qk = qk if norm is None else norm(qk)
         qk = qk * rotation.cos + qk.roll(qk.shape[-1] // 2, -1) * rotation.signed_sin
         q, k = qk.tensor_split((num_heads,), 1)
+        if key_basis is not None:
+            q, k = in_basis(q, key_basis.q), in_basis(k, key_basis.k)
         out = self.layers[layer].attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
         return out.transpose(0, 1)
 

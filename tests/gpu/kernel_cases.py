@@ -180,13 +180,14 @@ def experts(seed: int) -> Figure:
 
 
 def rope_kv_write(seed: int) -> Figure:
-    """With and without norm; pages in the model's dtype or another."""
+    """With and without norm, with and without a basis; pages in the model's dtype or another."""
     rng = random.Random(seed)
     kv_heads, dtype = rng.randint(1, 8), rng.choice(DTYPES)
     stored = rng.choice((dtype, dtype, dtype, BF16, FP32))
     heads, head_dim, tokens = kv_heads * rng.randint(1, 8), rng.choice((*HEAD_DIMS, 6, 10)), rng.randint(7, 50)
+    norm, basis = rng.random() < 0.5, rng.random() < 0.5
     with torch.device(DEVICE):
-        error = fused_cases.rope_kv_write(heads, kv_heads, head_dim, dtype, stored, rng.random() < 0.5, tokens)
+        error = fused_cases.rope_kv_write(heads, kv_heads, head_dim, dtype, stored, norm, tokens, basis)
     return error, 1 + max(ROUNDINGS[dtype], ROUNDINGS[stored])  # norm, weight and rotation each round
 
 

@@ -77,6 +77,7 @@ def fused() -> None:
         fused_cases.swiglu(1025, 3, BF16)
         fused_cases.rope_kv_write(6, 2, 80, BF16, BF16, True)
         fused_cases.rope_kv_write(3, 1, 64, BF16, BF16, False)
+        fused_cases.rope_kv_write(4, 2, 80, BF16, BF16, True, 20, basis=True)
 
 
 def products() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
-from qkv_engine.kernels.rope_kv_write import rope_kv_write_reference
+from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write_reference
+from qkv_engine.kernels.rope_kv_write.basis_triton import FEW_TOKENS, rope_basis_kv_write_triton
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
@@ -98,8 +99,12 @@ def rope_kv_write(
     stored: torch.dtype,
     norm: bool,
     num_tokens: int = 7,
+    basis: bool = False,
 ) -> float:
-    """Error of rotation and KV write; every page but those of the tokens, and every padding, must stay NaN."""
+    """Error of rotation, of the product with a ``basis`` if asked for, and of KV write.
+
+    Every page but those of the tokens, and every padding, must stay NaN.
+    """
     token_nbytes = LAYERS * 2 * kv_heads * head_dim * stored.itemsize
     memory = torch.full((6 * BLOCK * token_nbytes,), NAN_BYTE, dtype=torch.uint8)
     addresses, requests, positions = places(num_tokens)
@@ -114,16 +119,20 @@ def rope_kv_write(
     cos, signed_sin = RotaryEmbedding(RopeConfig(attention_factor=1.25), head_dim)(positions + 1000)
     qkv, buffer = fenced(len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
     weight = (1 + torch.randn(heads + kv_heads, head_dim) / 4).to(dtype) if norm else None
+    key_basis, size_of = random_basis(kv_heads, head_dim, dtype) if basis else None, head_norm if basis else pair_norm
     expected_qkv, expected_memory = qkv.clone(), memory.clone()
     worst = 0.0
     for layer in range(LAYERS):
         pages, expected_pages = (m.view(stored).view(-1, head_dim) for m in (memory, expected_memory))
         arguments = (layer, kv_heads, weight, 1e-6)
         before = qkv[:, heads:].clone()
-        q = rope_kv_write_triton(qkv, cos, signed_sin, rows, pages, *arguments)
-        expected_q = rope_kv_write_reference(expected_qkv, cos, signed_sin, rows, expected_pages, *arguments)
+        if key_basis is None:
+            q = rope_kv_write_triton(qkv, cos, signed_sin, rows, pages, *arguments)
+        else:
+            q = rope_basis_kv_write_triton(qkv, cos, signed_sin, rows, pages, *arguments, key_basis)
+        expected_q = rope_kv_write_reference(expected_qkv, cos, signed_sin, rows, expected_pages, *arguments, key_basis)
         assert torch.equal(qkv[:, heads:], before) and untouched(buffer)
-        worst = max(worst, roundings(q, expected_q, pair_norm(expected_q)))
+        worst = max(worst, roundings(q, expected_q, size_of(expected_q)))
         qkv.copy_(expected_qkv)
     num_written = int((positions >= 0).sum()) * LAYERS * 2 * kv_heads
     written = ~expected_pages.isnan().all(1)
@@ -132,7 +141,7 @@ def rope_kv_write(
     assert bool((nan_bytes == NAN_BYTE).all())
     coarse = dtype if dtype.itemsize < stored.itemsize else stored
     found, expected = (p[written].to(coarse) for p in (pages, expected_pages))
-    error = roundings(found, expected, pair_norm(expected))
+    error = roundings(found, expected, size_of(expected))
     assert coarse is torch.float32 or error <= 3
     return max(worst, error)
 
@@ -142,6 +151,17 @@ def pair_norm(x: Tensor) -> Tensor:
     first, second = x.double().chunk(2, dim=-1)
     norm = torch.hypot(first, second)
     return torch.cat((norm, norm), -1)
+
+
+def head_norm(x: Tensor) -> Tensor:
+    """The length of each head: a product's components may cancel."""
+    return x.double().norm(dim=-1, keepdim=True).expand(x.shape)
+
+
+def random_basis(kv_heads: int, head_dim: int, dtype: torch.dtype) -> KeyBasis:
+    """Orthogonal matrices, rows of which are stretched by up to two."""
+    k = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim))[0] * (1 + torch.rand(kv_heads, head_dim, 1))
+    return KeyBasis(*(x.to(dtype).contiguous() for x in (k, torch.linalg.inv(k).mT)))
 
 
 def cases() -> dict[str, Callable[[], float]]:
@@ -162,6 +182,13 @@ def cases() -> dict[str, Callable[[], float]]:
     for model, stored in (("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")):
         types = DTYPES[model], DTYPES[stored]
         found[f"rope {model}, pages {stored}"] = lambda t=types: rope_kv_write(4, 2, 16, *t, True)
+    for name, dtype in DTYPES.items():
+        for head_dim, norm, tokens in ((64, False, 7), (80, True, FEW_TOKENS + 20), (96, True, 7), (256, False, 7)):
+            shape = (4, 2, head_dim, dtype, dtype, norm, tokens, True)
+            found[f"rope basis {name} D{head_dim} {tokens} tokens"] = lambda s=shape: rope_kv_write(*s)
+    types = DTYPES["bf16"], DTYPES["fp32"]
+    found["rope basis bf16 D128, pages fp32"] = lambda: rope_kv_write(3, 1, 128, *types, True, FEW_TOKENS + 1, True)
+    found["rope basis fp32 D6"] = lambda: rope_kv_write(6, 3, 6, types[1], types[1], True, 7, True)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The small fused kernels compiled for Hopper, which needs no GPU: nothing spills, and rows move 16 bytes at a time."""
+"""The small fused kernels compiled without a GPU: next to nothing spills; on Hopper rows move 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from studies.kernels.compiled import compile_kernel, describe, fused_kernels
+from studies.kernels.compiled import basis_kernels, compile_kernel, describe, fused_kernels
 
 MAX_LOADS = {"rms_norm": 6, "swiglu": 2, "rope_kv_write": 8}  # instructions a thread; bytes one by one would be dozens
 
@@ -17,3 +17,10 @@ def test_fused_kernels_fit_in_registers(case) -> None:
     found = describe(compile_kernel(kernel, constexprs, tuning))
     assert found["spilled"] == 0 and found["registers"] <= 80
     assert found["LDG"] <= next(most for part, most in MAX_LOADS.items() if part in name)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_a_basis_fits_in_registers_and_shared_memory(capability) -> None:
+    for _, kernel, constexprs, tuning in basis_kernels(128, 256, overlap=capability >= 90):
+        found = describe(compile_kernel(kernel, constexprs, tuning, capability))
+        assert found["spilled"] <= 16 and found["shared"] <= 48 << 10 and found["HMMA"] > 0

@@ -12,7 +12,9 @@ import transformers
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
+from qkv_engine.kernels.rope_kv_write import KeyBasis
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
+from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.loader import LoadedModel, load_model
@@ -52,11 +54,14 @@ class DenseBatch:
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         num_heads, num_kv_heads, _, scale, window, softcap, _ = self.specs[layer]
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         rotate(qk if norm is None else norm(qk), *rotation, out=qk)
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        if key_basis is not None:
+            q, k = in_basis(q, key_basis.q), in_basis(k, key_basis.k)
         if layer in self.keys and torch.equal(self.keys[layer][-len(k) :], k):  # a reader of the layer's KV
             k, v = self.keys[layer], self.values[layer]
         elif layer in self.keys:

@@ -114,7 +114,7 @@ def test_tokens_of_a_batch_do_not_mix(demo_folder, load):
     """With attention cut out every token is on its own: rows, order and neighbours do not matter."""
 
     class NoAttention:
-        def attend(self, layer, qkv, rotation, norm):
+        def attend(self, layer, qkv, rotation, norm, key_basis=None):
             return qkv[:, :4]
 
     loaded = load(demo_folder)
@@ -144,7 +144,7 @@ def test_gpu_equals_cpu(dtype, bound, demo_folder, load, dense_batch):
         def __init__(self, batch):
             self.batch = batch
 
-        def attend(self, layer, qkv, rotation, norm):
+        def attend(self, layer, qkv, rotation, norm, key_basis=None):
             def norm_there(x):
                 return rms_norm(x, norm.weight.cpu(), norm.eps)
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
+from qkv_engine.config import BasesFile
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.loading import demo_folder
 from qkv_engine.models.checkpoint import weights_digest
@@ -213,6 +214,15 @@ def test_a_file_name_that_cannot_be_shown_is_refused(file: Path):
         load_plan(file.rename(file.with_name("a\nb.json")))
 
 
+def test_a_plan_names_the_bases_beside_it(edit: Callable, model: Path):
+    assert load_plan(edit(lambda plan: plan["profile"].pop("bases", None))).bases is None  # as plans of older releases
+    path = edit(lambda plan: plan["profile"].update(bases="a1" * 32))
+    place = str(path.with_name("mine.bases.safetensors"))
+    assert load_plan(path).bases == BasesFile(place, "a1" * 32) and read_plan(path).profile.bases == "a1" * 32
+    with pytest.raises(ConfigError, match=r"kv='.*mine.bases.safetensors'.*No such file.*qkv-engine plan"):
+        Engine(str(model), kv=path)
+
+
 @pytest.mark.parametrize("method", ["kvmix", "pm-kvq", "mixed"])
 def test_a_method_without_a_plan_names_the_command(method: str):
     with pytest.raises(ConfigError, match=rf"kv='{method}'.*qkv-engine plan MODEL --method {method} -o plan.json"):
@@ -249,6 +259,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "torch" or "pl
         (lambda plan: plan["profile"].update(key_scale=[[[0.0] * 8]] * 2), "key_scale"),
         (lambda plan: plan["profile"].update(key_scale=[[[1.0] * 8]] * 3), "key_scale is not of 2 layers, 1 heads"),
         (lambda plan: plan["ladder"]["rungs"][1].update(k=["int2-channel-32"]), r"kvmix.k has 1 entries"),
+        (lambda plan: plan["profile"].update(bases="A1" * 32), "profile.bases"),
         (lambda plan: plan["ladder"].update(sink=3), "sink"),
     ],
 )

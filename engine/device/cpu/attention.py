@@ -12,6 +12,7 @@ from torch import Tensor
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode
 from qkv_engine.kernels.paged_prefill import paged_prefill
 from qkv_engine.kernels.request_pages import LayerPages, RequestPages
+from qkv_engine.kernels.rope_kv_write import KeyBasis
 from qkv_engine.kernels.rope_kv_write.cpu import head_rows, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.attention_spec import AttentionSpec
@@ -193,16 +194,19 @@ class CpuAttention:
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         """See ``AttentionBatch``. Rows beyond the step's tokens are padding; they come out as zeros."""
         if len(qkv) > self._num_tokens:
             n = self._num_tokens
             out = qkv.new_zeros(len(qkv), qkv.shape[1] - 2 * self._num_kv_heads, qkv.shape[2])
-            out[:n] = self.attend(layer, qkv[:n], Rotation(*(x[:n] for x in rotation)), norm, null_logits)
+            rotation = Rotation(*(x[:n] for x in rotation))
+            out[:n] = self.attend(layer, qkv[:n], rotation, norm, null_logits, key_basis)
             return out
         pages, n, spec = self._pages[layer], self._num_decodes, self._specs[layer]
         scale, softcap = spec.scale, spec.softcap
-        q, kv = rope_kv_write(qkv, *rotation, self._rows[layer], self._page_rows, self._num_kv_heads, norm)
+        rows, heads = self._rows[layer], self._num_kv_heads
+        q, kv = rope_kv_write(qkv, *rotation, rows, self._page_rows, heads, norm, key_basis)
         plan = self._plan
         if not self._chunks and plan is not None:
             return paged_decode(q, pages, plan, scale, softcap=softcap, null_logits=null_logits)
@@ -211,11 +215,11 @@ class CpuAttention:
             out[:n] = paged_decode(q[:n], pages, plan, scale, softcap=softcap, null_logits=null_logits)
         k, v = kv.chunk(2, dim=1)
         for chunk in self._chunks:
-            rows = slice(chunk.first, chunk.last)
-            out[rows] = paged_prefill(
-                q[rows],
-                k[rows],
-                v[rows],
+            part = slice(chunk.first, chunk.last)
+            out[part] = paged_prefill(
+                q[part],
+                k[part],
+                v[part],
                 pages,
                 chunk.past,
                 scale,

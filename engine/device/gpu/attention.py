@@ -17,7 +17,7 @@ from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
-from qkv_engine.kernels.rope_kv_write import rope_kv_write
+from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.attention_spec import AttentionSpec
 from qkv_engine.models.layers import HeadNorm
@@ -181,11 +181,12 @@ class GpuAttention:
         rotation: Rotation,
         norm: HeadNorm | None,
         null_logits: Tensor | None = None,
+        key_basis: KeyBasis | None = None,
     ) -> Tensor:
         """See ``AttentionBatch``. Rows of padding come out as zeros, those behind chunks as anything."""
         n, heads, spec = self._num_decodes, self._num_kv_heads, self._specs[layer]
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps)
+        q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps, key_basis)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         rule, chunks = (spec.softcap, null_logits), self._chunks
         if self._decode is not None:

@@ -25,6 +25,7 @@ from qkv_engine.models.rope import Rotation
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from ...kernels.fused_cases import random_basis
 from ...kernels.interpreted import report
 from .copies import Copy
 
@@ -101,11 +102,13 @@ def step(
     turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
     cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder, specs).plan(*columns)
     nulls = torch.randn(KV_HEADS * GROUP) if specs[0].has_null_logit else None
+    basis = random_basis(KV_HEADS, head_dim, torch.float32)
     worst = 0.0
     for layer in range(LAYERS):
+        others = (None, nulls, basis if layer % 2 else None)
         rows = torch.where(token[:, None, None], qkv[layer][source], padding).contiguous()
-        found = gpu.attend(layer, rows, turned, None, nulls)[token]
-        expected = cpu.attend(layer, qkv[layer].clone(), rotation, None, nulls)
+        found = gpu.attend(layer, rows, turned, *others)[token]
+        expected = cpu.attend(layer, qkv[layer].clone(), rotation, *others)
         worst = max(worst, ((found - expected).norm() / expected.norm()).item())
     return worst
 
