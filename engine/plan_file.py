@@ -62,7 +62,7 @@ def _listed(side: str | tuple[str, ...] | LayerSchedule) -> str | list[str]:
 
 
 def check_length(field: str, values: Sequence[object], number: int, of: str = "layers") -> None:
-    """Raises ``ValueError`` unless ``values``, those of ``field`` in a plan file, are one each ``of`` its ``number``."""
+    """Raises ``ValueError`` unless ``values``, those of ``field`` in a plan file, are ``number``, one each ``of``."""
     if len(values) != number:
         raise ValueError(f"{field} has {len(values)} entries for {number} {of}")
 

@@ -5,6 +5,7 @@ All are [H, D, D] float64, a matrix a KV head, of keys as a cache holds them: af
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.errors import ConfigError, ModelError
+from qkv_engine.models.basis import attentions_with_bases
+from qkv_engine.models.llama import LlamaForCausalLM
 
 from .sensitivity import SINK
 from .sequence import Heads
@@ -88,6 +91,15 @@ def scatter(x: Tensor) -> Tensor:
     """
     blocks = x.double().split(BLOCK_TOKENS)
     return products(torch.cat([block - block.mean(0) for block in blocks]) if len(x) else x)
+
+
+def moments_of(model: LlamaForCausalLM, sums: Sequence[LayerSums]) -> list[tuple[SideMoments, SideMoments]]:
+    """The moments of K and of V of each layer. Raises as ``LayerSums.found``."""
+    metrics = (
+        value_metric(attention.o_proj.weight, attention.num_kv_heads, attention.head_dim)
+        for attention in attentions_with_bases(model)
+    )
+    return [layer.found(metric) for layer, metric in zip(sums, metrics, strict=True)]
 
 
 def value_metric(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:

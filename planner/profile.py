@@ -81,11 +81,15 @@ class Profile(Strict, frozen=True, kw_only=True):
     has_qk_norm: bool
     loss: Norm | None = None
     spectra: Spectra | msgspec.UnsetType = msgspec.UNSET
-    bases: Digest | None | msgspec.UnsetType = msgspec.UNSET
+    bases: Digest | msgspec.UnsetType | None = msgspec.UNSET
 
     def lists(self) -> dict[str, Sequence[object]]:
         """Every list with one entry a layer, by field name."""
-        found: dict[str, Sequence[object]] = {"scores.k": self.scores.k, "scores.v": self.scores.v, "key_outliers": self.key_outliers}
+        found: dict[str, Sequence[object]] = {
+            "scores.k": self.scores.k,
+            "scores.v": self.scores.v,
+            "key_outliers": self.key_outliers,
+        }
         for side, formats in (("k", self.sensitivities.k), ("v", self.sensitivities.v)):
             found |= {f"sensitivities.{side}.{name}": values for name, values in formats.items()}
         if self.spectra:
