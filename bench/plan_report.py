@@ -12,6 +12,7 @@ import torch
 from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import make_format
+from qkv_engine.kernels.formats.graded import Graded
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.planner.budget import ladder_of
 from qkv_engine.planner.kvmix import KVmix
@@ -78,12 +79,12 @@ def layer_rows(plan: KVPlan) -> list[LayerRow]:
             v_nats[layer],
             k[-1][layer],
             v[-1][layer],
-            _bits(k[-1][layer]),
-            _bits(v[-1][layer]),
-            [_bits(rung[layer]) for rung in k],
-            [_bits(rung[layer]) for rung in v],
+            _bits(k[-1][layer], kv.head_dim),
+            _bits(v[-1][layer], kv.head_dim),
+            [_bits(rung[layer], kv.head_dim) for rung in k],
+            [_bits(rung[layer], kv.head_dim) for rung in v],
         )
-        for layer in range(number)
+        for layer, kv in enumerate(plan.model.kv_of_layers)
     ]
 
 
@@ -194,5 +195,7 @@ def _steps(bits: Sequence[float]) -> str:
     return " ".join(dict.fromkeys(f"{width:g}" for width in bits))
 
 
-def _bits(name: str) -> float:
-    return make_format(name, torch.float32).bits
+def _bits(name: str, head_dim: int) -> float:
+    """Code bits an element; channels without codes count."""
+    fmt = make_format(name, torch.float32)
+    return sum(run.channels * run.bits for run in fmt.runs) / head_dim if isinstance(fmt, Graded) else fmt.bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.presets import PLAN_SUFFIX, resolve_kv
 from qkv_engine.sizes import MAX_SIZE, parse_size
 
-from . import common, plan_settings, results, tasks
+from . import common, plan_bases, plan_settings, results, tasks
 from .combinations import check_combinations
 from .eval import DEFAULT_TASKS
 from .model import ModelFiles, check_shape, read_model, weight_dtype
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
     from qkv_engine.models.llama import LlamaForCausalLM
     from qkv_engine.plan_file import KeyScale
+    from qkv_engine.planner.moments import SideMoments
     from qkv_engine.planner.plan import KVPlan
     from qkv_engine.planner.profile import Profile
 
@@ -39,6 +40,8 @@ PROFILED = ("data", "shape", "samples", "max_tokens", "position_scale", "key_sca
 EPILOG = """\
 mixed: of each layer's K and V the format, of any family, so that the errors
 matter least to the loss within --budget; a ladder of up to 12 nested rungs.
+spectral: K and V in bases of their own, a file beside the plan; few bits for the
+channels that matter, none for the others.
 pm-kvq: K and V per token, halved in bits together, each layer down to a floor.
 kvmix: more bits for the layers whose W_k or W_v has the largest loss gradients.
 Of a question with a known reply only the reply counts. The plan, with its
@@ -86,16 +89,19 @@ def run(args: argparse.Namespace) -> int:
     check_combinations(args, excluded=EXCLUDED, needed={})
     check_shape(args)
     results.check_targets_and_plot(args, output=(PLAN_SUFFIX,))
+    if args.method == "spectral":
+        plan_bases.check_target(args.output)
     memory = None if args.kv_memory is None else parse_size(args.kv_memory, field="kv_memory", free=MAX_SIZE)
     common.load_torch()
-    _deliver(args, _profiled(args) if args.source is None else _solved_again(args), memory)
+    _deliver(args, *(_profiled(args) if args.source is None else _solved_again(args)), memory)
     return common.EXIT_OK
 
 
-def _profiled(args: argparse.Namespace) -> KVPlan:
-    """A plan of a new profile. What can be wrong with it is found before the model is loaded."""
+def _profiled(args: argparse.Namespace) -> tuple[KVPlan, bytes | None]:
+    """A plan of a new profile, and its bases. What can be wrong with it is found before the model is loaded."""
     from qkv_engine.planner.budget import ladder_of
     from qkv_engine.planner.plan import KVPlan
+    from qkv_engine.planner.spectral import Spectral, empty_spectra
 
     options = common.engine_options(args)
     options.pop("kv_memory", None)  # whose capacity is told; nothing is cached here
@@ -104,13 +110,20 @@ def _profiled(args: argparse.Namespace) -> KVPlan:
     settings = plan_settings.settings(args, files.config.max_position_embeddings)
     shape = ModelFingerprint.of(args.shape or args.model or common.DEMO, files.config, None)
     texts = _texts(args, files)
-    ladder_of(settings.solve(_empty_profile(args, files.config, texts), shape), shape)
-    profile, weights = _profile(args, config, texts)
-    return KVPlan.make(settings, profile, replace(shape, weights=weights))
+    empty = _empty_profile(args, files.config, texts)
+    if isinstance(settings, Spectral):
+        plan_bases.check(args)
+        empty = replace(empty, spectra=empty_spectra(shape, settings.shrink))
+    ladder_of(settings.solve(empty, shape), shape)
+    found = _profile(args, config, texts)
+    model, profile, bases = replace(shape, weights=found.weights), found.profile, None
+    if isinstance(settings, Spectral):
+        profile, bases = plan_bases.with_bases(profile, found.moments, settings.shrink, model)
+    return KVPlan.make(settings, profile, model), bases
 
 
-def _solved_again(args: argparse.Namespace) -> KVPlan:
-    """A plan of the profile in another plan's file, for the same model."""
+def _solved_again(args: argparse.Namespace) -> tuple[KVPlan, bytes | None]:
+    """A plan of the profile in another plan's file, for the same model, and its bases."""
     from qkv_engine.planner.budget import ladder_of
     from qkv_engine.planner.plan import KVPlan, read_plan
 
@@ -126,10 +139,12 @@ def _solved_again(args: argparse.Namespace) -> KVPlan:
     if args.dtype not in (None, "auto", found.profile.dtype):
         message = f"the profile of a model in {found.profile.dtype}"
         raise ConfigError(message, field="source", value=source, remedy="Profile the model in that dtype")
+    if args.method == "spectral" and args.shrink is None and found.profile.spectra:
+        args.shrink = found.profile.spectra.shrink
     settings = plan_settings.settings(args, found.profile.context)
     plan = KVPlan.make(settings, found.profile, found.model)
     ladder_of(plan.config("plan"), plan.model)
-    return plan
+    return plan, plan_bases.read(args.source, plan.profile.bases) if plan.profile.bases else None
 
 
 def _check_model(args: argparse.Namespace, model: ModelFingerprint, source: str) -> None:
@@ -193,18 +208,28 @@ def _empty_profile(args: argparse.Namespace, config: ModelConfig, texts: TextSet
     return empty_profile(config, texts.prompts, _position_scale(args))
 
 
-def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> tuple[Profile, str | None]:
-    """The profile of the model that ``config`` names, and the digest of its weights; None for random ones."""
+class _Found(NamedTuple):
+    """A model's profile, the digest of its weights, None for random ones, and its moments by layer, if wanted."""
+
+    profile: Profile
+    weights: str | None
+    moments: list[tuple[SideMoments, SideMoments]]
+
+
+def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> _Found:
+    """The profile of the model that ``config`` names."""
     from qkv_engine.device.cpu.threads import computing_with
     from qkv_engine.layer_kv import kv_of_layers
     from qkv_engine.loading import load, resolve_device
     from qkv_engine.models.checkpoint import weights_digest
     from qkv_engine.models.key_scale import fold_key_scale
     from qkv_engine.planner.gradients import mean_profile, profile_texts
+    from qkv_engine.planner.moments import moments_of
     from qkv_engine.planner.sensitivity import Candidates
 
     loaded, dtype = load(config, resolve_device(config.device), pack=False)
     model, scale, key_scale = cast("LlamaForCausalLM", loaded.model), _position_scale(args), None
+    sums = plan_bases.begin(model) if args.method == "spectral" else []
     with computing_with(config.num_threads):
         if plan_settings.wants_key_scale(args):
             key_scale = _key_scale(model, texts, scale)
@@ -212,14 +237,15 @@ def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> 
         candidates, found = Candidates.of_layers(kv_of_layers(model.config), dtype), []
         with progress_bar(len(texts.texts)) as bar:
             bar.begin(f"profiling {len(texts.texts)} texts")
-            for profile in profile_texts(model, texts.texts, candidates, scale):
+            for profile in profile_texts(model, texts.texts, candidates, scale, sums):
                 found.append(profile)
                 bar.reach(len(found))
     mean = mean_profile(found, model.config, dtype, candidates[0], texts.prompts, scale, key_scale)
+    moments = moments_of(model, sums) if sums else []
     if config.load_format == "random":
-        return mean, None
+        return _Found(mean, None, moments)
     assert loaded.folder is not None, "only random weights have no folder"
-    return mean, weights_digest(loaded.folder)
+    return _Found(mean, weights_digest(loaded.folder), moments)
 
 
 def _key_scale(model: LlamaForCausalLM, texts: TextSet, position_scale: int) -> KeyScale:
@@ -242,15 +268,17 @@ def _key_scale(model: LlamaForCausalLM, texts: TextSet, position_scale: int) -> 
     return best_key_scale(peaks, sum(errors[1:], errors[0]))
 
 
-def _deliver(args: argparse.Namespace, plan: KVPlan, memory: int | None) -> None:
-    """The layers to stdout, the plan to its file, and the plot to its own."""
+def _deliver(args: argparse.Namespace, plan: KVPlan, bases: bytes | None, memory: int | None) -> None:
+    """The layers to stdout, the bases and then the plan that names them to their files, and the plot to its own."""
     from qkv_engine.bench.plan_report import layer_rows, plan_table
     from qkv_engine.bench.plots.plan import plot_plan
     from qkv_engine.bench.report import render
-    from qkv_engine.plan_file import plan_bytes
+    from qkv_engine.plan_file import BASES_SUFFIX, plan_bytes
 
     rows = layer_rows(plan)
     table = plan_table(plan, rows, memory)
     files = [results.Extra(args.output, lambda: plan_bytes(plan), "the plan")]
+    if bases is not None:
+        files.insert(0, results.Extra(args.output.with_suffix(BASES_SUFFIX), lambda: bases, "its bases"))
     files += results.plot(args, lambda kind: plot_plan(plan, kind=kind))
     results.show_and_write(args.format, lambda form, width: render(form, rows, table, width=width), files)

@@ -12,12 +12,13 @@ from qkv_engine.planner.kvmix import KVmix
 if TYPE_CHECKING:
     from qkv_engine.planner.plan import Settings
 
-BUDGETED = ("budget", "context", "requests", "least_bits")
+BUDGETED = ("budget", "context", "requests")
 RANKED = ("share", "k_bits", "v_bits", "low_bits", "group", "recent_ratio", "random")
 WINDOWS = ("sink", "recent")
 OPTIONS = {  # by method
-    "mixed": (*BUDGETED, "rungs", "eager"),
-    "pm-kvq": (*BUDGETED, "most_bits", *WINDOWS),
+    "mixed": (*BUDGETED, "least_bits", "rungs", "eager"),
+    "spectral": (*BUDGETED, "shrink", "eager"),
+    "pm-kvq": (*BUDGETED, "least_bits", "most_bits", *WINDOWS),
     "kvmix": (*RANKED, *WINDOWS),
 }
 METHODS = tuple(OPTIONS)
@@ -27,14 +28,18 @@ DEFAULT_BUDGET = "3bits"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A group of options for each method. None of them has a default here, so that a wrong one is noticed."""
-    add = parser.add_argument_group("mixed and pm-kvq").add_argument
+    add = parser.add_argument_group("mixed, spectral and pm-kvq").add_argument
     add("--budget", metavar="BITS|SIZE", help=f'memory at the floor: "2.5bits", "6GiB" (default: {DEFAULT_BUDGET})')
     add("--context", type=int, metavar="N", help="tokens of a request in the budget (default: the model's context)")
     add("--requests", type=int, metavar="N", help="requests that a budget of bytes holds at once (default: 1)")
+    add = parser.add_argument_group("mixed and pm-kvq").add_argument
     add("--least-bits", type=int, metavar="N", help="fewest bits of any layer's codes (default: 1, with pm-kvq 2)")
+    add = parser.add_argument_group("mixed and spectral").add_argument
+    add("--eager", action="store_const", const=True, help="go to the floor as soon as a block is full")
     add = parser.add_argument_group("mixed").add_argument
     add("--rungs", type=int, metavar="N", help="rungs of the ladder, 2 to 12 (default: 8)")
-    add("--eager", action="store_const", const=True, help="go to the floor as soon as a block is full")
+    add = parser.add_argument_group("spectral").add_argument
+    add("--shrink", type=float, help="0 to 1, how far bases ignore what queries ask (default: 0.3)")
     add = parser.add_argument_group("pm-kvq").add_argument
     add("--most-bits", type=int, metavar="N", help="most bits of any layer at the floor: 16, 8, 4, 2 (default: 16)")
     add = parser.add_argument_group("pm-kvq and kvmix").add_argument
@@ -67,8 +72,9 @@ def settings(args: argparse.Namespace, context: int) -> Settings:
         return KVmix(**given, random_seed=random_seed)
     from qkv_engine.planner.mixed import Mixed
     from qkv_engine.planner.pm_kvq import PMKVQ
+    from qkv_engine.planner.spectral import Spectral
 
-    budgeted: dict[str, Callable[..., Settings]] = {"mixed": Mixed, "pm-kvq": PMKVQ}
+    budgeted: dict[str, Callable[..., Settings]] = {"mixed": Mixed, "spectral": Spectral, "pm-kvq": PMKVQ}
     return budgeted[args.method](**{"budget": DEFAULT_BUDGET, "context": context} | given)
 
 

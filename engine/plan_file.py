@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
@@ -60,10 +61,10 @@ def _listed(side: str | tuple[str, ...] | LayerSchedule) -> str | list[str]:
     return side if isinstance(side, str) else list(side)
 
 
-def check_length(field: str, values: list[str] | list[float], num_layers: int) -> None:
-    """Raises ``ValueError`` unless ``values``, those of ``field`` in a plan file, are one a layer."""
-    if len(values) != num_layers:
-        raise ValueError(f"{field} has {len(values)} entries for {num_layers} layers")
+def check_length(field: str, values: Sequence[object], number: int, of: str = "layers") -> None:
+    """Raises ``ValueError`` unless ``values``, those of ``field`` in a plan file, are ``number``, one each ``of``."""
+    if len(values) != number:
+        raise ValueError(f"{field} has {len(values)} entries for {number} {of}")
 
 
 class PlannedLadder(Strict, frozen=True):

@@ -43,7 +43,7 @@ def allocate(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice] | N
             if units <= room:
                 way[units:] = cost[: room + 1 - units] + choice.cost
         cost, pick = ways.min(0)
-        picks.append(pick.to(torch.uint8))
+        picks.append(pick.to(torch.int16))
     found = list[Choice]()
     for choices, nbytes_of, pick in zip(items[::-1], extra[::-1], picks[::-1], strict=True):
         index = int(pick[room])

@@ -26,6 +26,7 @@ from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.models.ranks import Part
 from qkv_engine.plan_file import KeyScale
 
+from .moments import LayerSums
 from .profile import LayerScores, Profile, Prompts, Sensitivities, mean
 from .sensitivity import Candidates, side_sensitivities
 from .sequence import Heads, SequenceBatch, layer_by_layer, run
@@ -89,16 +90,22 @@ def empty_profile(config: ModelConfig, prompts: Prompts, position_scale: int = 1
 
 
 def profile_texts(
-    model: LlamaForCausalLM, texts: Sequence[Text], candidates: Sequence[Candidates], position_scale: int = 1
+    model: LlamaForCausalLM,
+    texts: Sequence[Text],
+    candidates: Sequence[Candidates],
+    position_scale: int = 1,
+    moments: Sequence[LayerSums] = (),
 ) -> Iterator[TextProfile]:
     """Yields the profile of each of ``texts``; ``candidates`` of each layer, the same formats in all.
+
+    Each text is added to the ``moments`` of each layer, if they are wanted.
 
     Raises ``ModelError`` for a token that the model does not have, ``CapacityError`` if the device has no memory for a
     text.
     """
     for text in texts:
         with checked(model, text):
-            yield profile_text(model, text, candidates, position_scale)
+            yield profile_text(model, text, candidates, position_scale, moments)
 
 
 @contextmanager
@@ -116,13 +123,17 @@ def checked(model: LlamaForCausalLM, text: Text) -> Iterator[None]:
 
 
 def profile_text(
-    model: LlamaForCausalLM, text: Text, candidates: Sequence[Candidates], position_scale: int = 1
+    model: LlamaForCausalLM,
+    text: Text,
+    candidates: Sequence[Candidates],
+    position_scale: int = 1,
+    moments: Sequence[LayerSums] = (),
 ) -> TextProfile:
     """The profile of one text of at least two tokens; see ``profile_texts``."""
     ids = torch.tensor(text.token_ids, device=model.model.norm.weight.device)
     labels = ids[1:].clone()
     labels[: text.first_label - 1] = -100  # the label that cross_entropy ignores
-    batch = ProfilingBatch(model.config.attention, candidates)
+    batch = ProfilingBatch(model.config.attention, candidates, moments)
     with layer_by_layer(model), weight_norms(model) as norms:
         hidden = run(model, ids[:-1], batch, position_scale)
         loss, gradient = _loss_gradient(model, hidden.detach(), labels)
@@ -137,12 +148,15 @@ class ProfilingBatch(SequenceBatch):
     """A ``SequenceBatch`` whose backward pass leaves the ``numbers`` of each layer's keys and values.
 
     The numbers are the outlier ratio of K, then the sensitivities to the candidates of K and of V: [1 + candidates]
-    float32. A layer that reads the KV of an earlier one adds to the gradients there.
+    float32. A layer that reads the KV of an earlier one adds to the gradients there. ``moments``, one a layer or none:
+    what the heads are added to.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], candidates: Sequence[Candidates]):
+    def __init__(
+        self, specs: Sequence[AttentionSpec], candidates: Sequence[Candidates], moments: Sequence[LayerSums] = ()
+    ):
         super().__init__(specs)
-        self.candidates = candidates
+        self.candidates, self.moments = candidates, moments
         self.numbers = dict[int, Tensor]()
         self._readers = dict[int, list[Heads]]()  # gradients of those who read a layer's KV
 
@@ -164,6 +178,8 @@ class ProfilingBatch(SequenceBatch):
         k = side_sensitivities(heads.k, k_gradient, self.candidates[layer].k)
         v = side_sensitivities(heads.v, v_gradient, self.candidates[layer].v)
         self.numbers[layer] = torch.cat((ratio[None], k, v))
+        if self.moments:
+            self.moments[layer].add(heads, Heads(gradient.q, k_gradient, v_gradient))
 
 
 class WatchedHeads(torch.autograd.Function):

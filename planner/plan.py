@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Literal
+
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from qkv_engine.config import KVConfig
 from qkv_engine.fingerprint import ModelFingerprint
@@ -13,8 +17,9 @@ from .kvmix import KVmix
 from .mixed import Mixed
 from .pm_kvq import PMKVQ
 from .profile import Profile
+from .spectral import Spectral, num_runs
 
-Settings = KVmix | PMKVQ | Mixed
+Settings = KVmix | PMKVQ | Mixed | Spectral
 
 
 class KVPlan(Strict, frozen=True, kw_only=True):
@@ -28,14 +33,25 @@ class KVPlan(Strict, frozen=True, kw_only=True):
 
     @classmethod
     def make(cls, settings: Settings, profile: Profile, model: ModelFingerprint) -> KVPlan:
-        """The plan that ``settings`` make of a profile. Raises ``CapacityError`` for a budget that no plan fits."""
+        """The plan that ``settings`` make of a profile. Raises ``CapacityError`` for a budget that no plan fits.
+
+        Those of other methods than ``Spectral`` store K and V as the model has them, and leave the bases out.
+        """
+        if not isinstance(settings, Spectral):
+            profile = replace(profile, spectra=UNSET, bases=UNSET)
         ladder = PlannedLadder.of(settings.solve(profile, model))
         return cls(model=model, settings=settings, ladder=ladder, profile=profile)
 
     def __post_init__(self) -> None:
         for field, values in self.profile.lists().items():
             check_length(f"profile.{field}", values, self.model.num_layers)
+        for energies, layer in zip(self._energies(), chain(*[self.model.kv_of_layers] * 2), strict=False):
+            check_length("profile.spectra", energies, num_runs(layer), "runs")
         self.config("plan")  # checks the ladder
+
+    def _energies(self) -> list[list[float]]:
+        spectra = self.profile.spectra
+        return [*spectra.k, *spectra.v] if spectra else []
 
     @property
     def method(self) -> str:

@@ -37,6 +37,18 @@ class Sensitivities(Strict, frozen=True):
     v: ByFormat
 
 
+class Spectra(Strict, frozen=True):
+    """What spectral plans are made from: energies of runs of 16 channels in bases of K and of V, layer by layer.
+
+    An energy is what the run costs, in nats, if only its means are kept.
+    ``shrink``: of the metrics that the bases were solved with.
+    """
+
+    shrink: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    k: list[list[Norm]]
+    v: list[list[Norm]]
+
+
 class Prompts(Strict, frozen=True):
     """The profiled texts: source, number, tokens in all, and the limit on the tokens of one."""
 
@@ -54,8 +66,8 @@ class Profile(Strict, frozen=True, kw_only=True):
     ``key_scale``: per layer, KV head and rotary pair the divisor of K that had been folded into the weights; None for
     weights as they came. ``scores``: gradient norms of W_k and W_v. ``key_outliers``: per layer the largest magnitude
     in K's largest channel over that in its median channel. ``has_qk_norm``: of the model. ``loss``: of a token at
-    16 bits, in nats; None in files of releases that did not note it. ``bases``: SHA-256 of the file of bases beside the
-    plan; None for K and V in the model's own channels.
+    16 bits, in nats; None in files of releases that did not note it. ``spectra``, ``bases``: of spectral plans alone,
+    the latter the SHA-256 of the file of bases beside the plan.
     """
 
     dtype: str
@@ -68,13 +80,20 @@ class Profile(Strict, frozen=True, kw_only=True):
     key_outliers: list[Norm]
     has_qk_norm: bool
     loss: Norm | None = None
-    bases: Digest | None = None
+    spectra: Spectra | msgspec.UnsetType = msgspec.UNSET
+    bases: Digest | msgspec.UnsetType | None = msgspec.UNSET
 
-    def lists(self) -> dict[str, list[float]]:
-        """Every list with one number a layer, by field name."""
-        found = {"scores.k": self.scores.k, "scores.v": self.scores.v, "key_outliers": self.key_outliers}
+    def lists(self) -> dict[str, Sequence[object]]:
+        """Every list with one entry a layer, by field name."""
+        found: dict[str, Sequence[object]] = {
+            "scores.k": self.scores.k,
+            "scores.v": self.scores.v,
+            "key_outliers": self.key_outliers,
+        }
         for side, formats in (("k", self.sensitivities.k), ("v", self.sensitivities.v)):
             found |= {f"sensitivities.{side}.{name}": values for name, values in formats.items()}
+        if self.spectra:
+            found |= {"spectra.k": self.spectra.k, "spectra.v": self.spectra.v}
         return found
 
 

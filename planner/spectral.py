@@ -1,0 +1,169 @@
+"""Spectral KV: K and V in bases of their own, few bits for the channels that matter and none for those that do not.
+
+A floor is a layout for K and one for V of each layer: runs of 16 channels of falling width, the same in all heads. The
+error of a run is its energy, in nats, times the gain of its bits; all layers and both sides share the budget, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain, combinations_with_replacement, groupby
+
+import msgspec
+import torch
+
+from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
+from qkv_engine.device.layouts import WINDOW_BITS
+from qkv_engine.errors import ConfigError
+from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.kernels.formats import Format, PageShape, Side, make_format
+from qkv_engine.kernels.formats.graded import ChannelRun, Graded
+from qkv_engine.kernels.formats.graded.layout import UNIT
+from qkv_engine.kernels.formats.uniform import Uniform
+from qkv_engine.layer_kv import LayerKV
+from qkv_engine.models.bases import LayerBases
+
+from .allocate import Choice, efficient
+from .basis import GAIN, Basis, channel_energies, solve_basis
+from .budget import Budget, least_bits, solve
+from .mixed import RECENT, SINK, can_step
+from .moments import SideMoments
+from .profile import Profile, Spectra
+
+DEFAULT_SHRINK = 0.3
+WIDTHS = (8, 4, 2, 1, 0)  # bits of a run
+WIDE = {bits: f"int{bits}-channel-128" for bits in (8, 4)}  # formats of all channels alike, through which blocks step
+
+
+class Spectral(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="spectral"
+):
+    """Settings of spectral plans, which turn a profile with spectra into a ladder.
+
+    ``budget``: memory at the floor, such as "1.75bits" or "6GiB"; see ``Budget`` for ``context`` and ``requests``.
+    ``shrink``: 0 to 1, how far the bases' metrics are drawn towards the identity. ``eager``: blocks go to the floor at
+    once. Raises ``ConfigError`` for a value out of range.
+    """
+
+    budget: str
+    context: int
+    requests: int = 1
+    shrink: float = DEFAULT_SHRINK
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        self.parsed()
+        if not 0 <= self.shrink <= 1:
+            raise ConfigError("out of range", field="shrink", value=self.shrink, remedy="Give a number from 0 to 1")
+
+    def parsed(self) -> Budget:
+        return Budget.parse(self.budget, self.context, self.requests)
+
+    def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
+        """The ladder of least error.
+
+        Raises ``ConfigError`` for a profile without spectra or of another ``shrink``, and for heads that 16 does not
+        divide; ``CapacityError``, naming the smallest budget that has a ladder, if this one has none.
+        """
+        spectra = profile.spectra
+        if not isinstance(spectra, Spectra):
+            remedy = "Profile the model with qkv-engine plan --method spectral"
+            raise ConfigError("its profile has no spectra", field="method", value="spectral", remedy=remedy)
+        if spectra.shrink != self.shrink:
+            remedy = f"Give {spectra.shrink:g}, or profile the model anew"
+            raise ConfigError("the bases have another", field="shrink", value=self.shrink, remedy=remedy)
+        layers = model.kv_of_layers
+        sides = chain.from_iterable(zip(spectra.k, spectra.v, strict=True))
+        items = [choices(layers[number // 2], energies) for number, energies in enumerate(sides)]
+
+        def make(floor: Sequence[Choice], number: int) -> KVConfig:
+            rungs = (DENSE16, *self._rungs(floor, layers))
+            return KVConfig(name="plan", rungs=rungs, sink=SINK, recent=RECENT, eager=self.eager)
+
+        return solve(self.parsed(), self.budget, items, make, len(WIDE) + 2, model)
+
+    def _rungs(self, floor: Sequence[Choice], layers: Sequence[LayerKV]) -> list[RungConfig]:
+        """The rungs below the dense one: all channels at 8 bits, then at 4 where that leads on, then ``floor``."""
+        names = [choice.name for choice in floor]
+        rungs = [RungConfig("spectral", tuple(names[::2]), tuple(names[1::2]))]
+        for bits, wide in () if self.eager else reversed(WIDE.items()):
+            above = [wide if _leads(wide, name, layers[item // 2]) else WIDE[8] for item, name in enumerate(names)]
+            k, v = tuple(above[::2]), tuple(above[1::2])
+            if (k, v) != (rungs[0].k, rungs[0].v):
+                rungs.insert(0, RungConfig(f"int{bits}", k, v))
+        return rungs
+
+
+def num_runs(layer: LayerKV) -> int:
+    """Runs of 16 channels of a head. Raises ``ConfigError`` for heads that 16 does not divide."""
+    if layer.head_dim % UNIT:
+        message = f"{UNIT} must divide the channels of a head, and this model's have {layer.head_dim}"
+        raise ConfigError(message, field="method", value="spectral", remedy="Choose another method")
+    return layer.head_dim // UNIT
+
+
+def choices(layer: LayerKV, energies: Sequence[float]) -> list[Choice]:
+    """The layouts of K, or of V, that cost less than all smaller ones; blocks of windows keep 8 bits.
+
+    Codes are nested from 8 bits, so a block gets to each of them. ``energies``: of runs of 16 channels.
+    """
+    if least_bits(layer, 1) >= WINDOW_BITS:
+        widths = [8] * len(energies)
+        fmt = format_of(widths)
+        return [Choice(fmt.name, _side(fmt, layer).nbytes, error(widths, energies))]
+    found, weights = _layouts(layer), torch.tensor(energies, dtype=torch.float64)
+    costs = (torch.tensor([[GAIN[bits] for bits in each[0]] for each in found]).double() @ weights).tolist()
+    return efficient([Choice(name, nbytes, cost) for (_, name, nbytes), cost in zip(found, costs, strict=True)])
+
+
+def error(widths: Sequence[int], energies: Sequence[float]) -> float:
+    """What the errors of runs of ``widths`` cost: each run's energy times the gain of its bits."""
+    return sum(GAIN[bits] * energy for bits, energy in zip(widths, energies, strict=True))
+
+
+def format_of(widths: Sequence[int]) -> Format:
+    """The format whose runs of 16 channels have ``widths``, which do not rise."""
+    if len(set(widths)) == 1 and widths[0] in WIDE:
+        return Uniform(widths[0], "channel", BLOCK_TOKENS)
+    return Graded(tuple(ChannelRun(UNIT * len(list(of)), bits) for bits, of in groupby(widths) if bits))
+
+
+@lru_cache
+def _layouts(layer: LayerKV) -> list[tuple[tuple[int, ...], str, int]]:
+    """Widths of runs, name and bytes of every layout of a side that has codes."""
+    found = combinations_with_replacement(WIDTHS, num_runs(layer))
+    formats = [(widths, format_of(widths)) for widths in found if widths[0]]
+    return [(widths, fmt.name, _side(fmt, layer).nbytes) for widths, fmt in formats]
+
+
+def _side(fmt: Format, layer: LayerKV) -> Side:
+    """The layout of K; that of V has as many bytes and the same steps."""
+    return fmt.layout(PageShape(layer.num_kv_heads, BLOCK_TOKENS, layer.head_dim), "k")
+
+
+def _leads(wide: str, name: str, layer: LayerKV) -> bool:
+    """Whether a side can step from the format ``wide`` to ``name``."""
+    return can_step(*(_side(make_format(each, torch.bfloat16), layer) for each in (wide, name)))
+
+
+def run_energies(basis: Basis, moments: SideMoments) -> list[float]:
+    """What each run of 16 channels costs without codes, all heads together, in nats, to six digits."""
+    channels = channel_energies(basis.spectrum, moments.covariance, moments.gradient).sum(0)
+    return [float(f"{run:.6g}") for run in channels.unflatten(0, (-1, UNIT)).sum(-1).tolist()]
+
+
+def solve_spectra(
+    moments: Sequence[tuple[SideMoments, SideMoments]], shrink: float
+) -> tuple[list[LayerBases], Spectra]:
+    """The bases of each layer, and what plans are made from. ``moments``: those of K and of V, by layer."""
+    solved = [[solve_basis(side.metric, side.covariance, shrink) for side in layer] for layer in moments]
+    bases = [LayerBases(*(basis.matrix.float() for basis in layer)) for layer in solved]
+    k, v = ([run_energies(layer[side], of[side]) for layer, of in zip(solved, moments, strict=True)] for side in (0, 1))
+    return bases, Spectra(shrink, k, v)
+
+
+def empty_spectra(model: ModelFingerprint, shrink: float) -> Spectra:
+    """Spectra of zeros, with which settings are checked before the passes over the texts."""
+    nothing = [[0.0] * num_runs(layer) for layer in model.kv_of_layers]
+    return Spectra(shrink, nothing, nothing)
