@@ -1,0 +1,103 @@
+"""KVarN by its own rules: tiles of 128 tokens, rotated, scaled to equal spread along both axes, then coded.
+
+A tile x = H k over the channels is divided by a scale of each row and one of each column, so that all rows and all
+columns have about the same standard deviation. Keys then have minimum and range per channel, values per token; both
+are multiplied into the scale of that axis, so a tile keeps three vectors: x = (code * step + minimum) * scale.
+Source:  KVarN (arXiv 2606.03458); constants and roundings as in huawei-csl/KVarN, ascend_kernel/kvarn_store_tile_k
+(its reference), and vllm/model_executor/layers/quantization/kvarn of its forks (sztlink/KVarN, config.py)
+Assumed:  values are K's rule with rows and columns exchanged, as the formulas of the forks' kvarn_decode.py say, whose
+store function is not public in the sources found; K2 V2, which the paper measures and the release has no preset for, is
+the same with other bits; the matrix is Sylvester's without random signs. The rotated tile is float32, not fp16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache import LayerCache, Side, Simulate
+from .hadamard import META_BITS, hadamard, rotated
+
+TILE = 128  # tokens that are coded together
+SINK = 128  # first tokens of a sequence, never coded
+ROUNDS = 16  # of scaling columns, then rows
+LEAST_STD, MOST_STD = 1e-3, 1e3  # bounds of a standard deviation that a round divides by
+LEAST_LOG, MOST_LOG = -0.3, 10.0  # bounds of the logarithm of a scale: no scale is below 0.74
+LEAST_STEP = 1e-10
+
+
+class Scales(NamedTuple):
+    """Scales of the columns ``[..., 1, C]`` and of the rows ``[..., R, 1]`` of tiles."""
+
+    columns: Tensor
+    rows: Tensor
+
+
+def balance(tiles: Tensor, rounds: int = ROUNDS) -> Scales:
+    """The scales of tiles ``[..., R, C]``: of all rounds those that leave deviations most alike, the last of equals.
+
+    A round multiplies each scale by the deviation of what is left of its column, and then of its row.
+    """
+    logs = [torch.zeros_like(tiles[..., :1, :]), torch.zeros_like(tiles[..., :1])]
+    best, least = Scales(*(log.exp() for log in logs)), imbalance(tiles)
+    for _ in range(rounds):
+        for number, axis in enumerate((-2, -1)):
+            left = tiles / logs[0].exp() / logs[1].exp()
+            spread = left.std(axis, keepdim=True).clamp(LEAST_STD, MOST_STD)
+            logs[number] = (logs[number] + spread.log()).clamp(LEAST_LOG, MOST_LOG)
+        found = Scales(*(log.exp() for log in logs))
+        now = imbalance(tiles / found.columns / found.rows)
+        is_better = (now <= least)[..., None, None]
+        best = Scales(*(torch.where(is_better, new, old) for new, old in zip(found, best, strict=True)))
+        least = torch.minimum(now, least)
+    return best
+
+
+def imbalance(tiles: Tensor) -> Tensor:
+    """Largest over smallest deviation of columns plus that of rows, ``[...]``; 2 where all are alike."""
+    spreads = [tiles.std(axis) for axis in (-2, -1)]
+    return sum((s.amax(-1) / s.amin(-1).clamp(min=1e-8) for s in spreads), start=torch.zeros(()))
+
+
+def code(tiles: Tensor, bits: int) -> Tensor:
+    """Tiles ``[..., R, C]``, coded with a step and a minimum of each row, as they are read: from fp16 vectors."""
+    scales, top = balance(tiles), 2**bits - 1
+    balanced = tiles / scales.columns / scales.rows
+    low, high = balanced.amin(-1, keepdim=True), balanced.amax(-1, keepdim=True)
+    step = ((high - low) / top).clamp(min=LEAST_STEP)
+    codes = ((balanced - low) / step).round().clamp(0, top)
+    step, low, columns = (x.half().float() for x in (scales.rows * step, scales.rows * low, scales.columns))
+    found: Tensor = (codes * step + low) * columns
+    return found
+
+
+def keys(bits: int) -> Simulate:
+    """Keys ``[H, n, D]`` of whole tiles, quantized and dequantized: rows are channels."""
+    return _simulate(lambda tiles: code(tiles.mT, bits).mT)
+
+
+def values(bits: int) -> Simulate:
+    """Values ``[H, n, D]`` of whole tiles, quantized and dequantized: rows are tokens."""
+    return _simulate(lambda tiles: code(tiles, bits))
+
+
+def _simulate(of_tiles: Simulate) -> Simulate:
+    def of_heads(x: Tensor) -> Tensor:
+        tiles = rotated(of_tiles, hadamard(x.shape[2]))
+        return tiles(torch.unflatten(x, 1, (-1, TILE))).flatten(1, 2)
+
+    return of_heads
+
+
+def element_bits(k_bits: int, v_bits: int, head_dim: int) -> float:
+    """Bits of an element, mean of K and V: codes; step and minimum of K's channels or V's tokens; the other scale."""
+    k_vectors, v_vectors = 2 * head_dim + TILE, head_dim + 2 * TILE
+    return (k_bits + v_bits + (k_vectors + v_vectors) * META_BITS / (TILE * head_dim)) / 2
+
+
+def layer(k_bits: int, v_bits: int) -> LayerCache:
+    """A layer's cache: a tile is coded as soon as it is full."""
+    k, v = (Side(lambda full: full // TILE * TILE, simulate, SINK) for simulate in (keys(k_bits), values(v_bits)))
+    return LayerCache(k, v)
