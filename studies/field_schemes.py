@@ -201,15 +201,18 @@ class Field:
 
         return self._paper("pm-kvq-2", scheme.preset, scheme.layer if self.own else layer)
 
-    def _kvarn(self, k_bits: int, v_bits: int) -> FieldScheme:
-        bits = kvarn.element_bits(k_bits, v_bits, self.head_dim)
-        return self._made(f"kvarn-k{k_bits}v{v_bits}", BESIDE, bits, lambda _: kvarn.layer(k_bits, v_bits))
+    def _kvarn(self, name: str, k_bits: int, quantile: float = 0.0) -> FieldScheme:
+        bits = kvarn.element_bits(k_bits, 2, self.head_dim)
+        return self._made(name, BESIDE, bits, lambda _: kvarn.layer(k_bits, 2, quantile))
 
     def _kvarn_k4v2(self) -> FieldScheme:
-        return self._kvarn(4, 2)
+        return self._kvarn("kvarn-k4v2", 4)
 
     def _kvarn_k2v2(self) -> FieldScheme:
-        return self._kvarn(2, 2)
+        return self._kvarn("kvarn-k2v2", 2)
+
+    def _kvarn_k2v2_clipped(self) -> FieldScheme:
+        return self._kvarn("kvarn-k2v2-clipped", 2, kvarn.QUANTILE)
 
     def _oscar(self, name: str, *, by_head: bool) -> FieldScheme:
         rotations = self._fitted(by_head)
@@ -241,5 +244,5 @@ class Field:
 
 NAMES = (
     *("fp16", "kivi-2", "kivi-2-g32", "kitty", "kitty-pro", "xquant", "patternkv", "kvmix", "pm-kvq-2"),
-    *("kvarn-k4v2", "kvarn-k2v2", "oscar-2", "oscar-2-heads", "hadamard-2"),
+    *("kvarn-k4v2", "kvarn-k2v2", "kvarn-k2v2-clipped", "oscar-2", "oscar-2-heads", "hadamard-2"),
 )

@@ -3,11 +3,12 @@
 A tile x = H k over the channels is divided by a scale of each row and one of each column, so that all rows and all
 columns have about the same standard deviation. Keys then have minimum and range per channel, values per token; both
 are multiplied into the scale of that axis, so a tile keeps three vectors: x = (code * step + minimum) * scale.
-Source:  KVarN (arXiv 2606.03458); constants and roundings as in huawei-csl/KVarN, ascend_kernel/kvarn_store_tile_k
-(its reference), and vllm/model_executor/layers/quantization/kvarn of its forks (sztlink/KVarN, config.py)
-Assumed:  values are K's rule with rows and columns exchanged, as the formulas of the forks' kvarn_decode.py say, whose
-store function is not public in the sources found; K2 V2, which the paper measures and the release has no preset for, is
-the same with other bits; the matrix is Sylvester's without random signs. The rotated tile is float32, not fp16.
+Source:  KVarN (arXiv 2606.03458); constants and roundings as in huawei-csl/KVarN (ascend_kernel/kvarn_store_tile_k, its
+reference) and its pull request to vllm-project/vllm (quantization/kvarn/sinkhorn.py, ops/kvarn_store.py and
+kvarn_decode.py); the sizes of vectors as in sztlink/KVarN (quantization/kvarn/config.py)
+Assumed:  the matrix is Sylvester's without random signs, and the rotated tile is float32, where the server's is fp16.
+K2 V2, which the paper measures and the release has no preset for, is the same with other bits; the store's option of
+ranges from quantile to quantile is ``quantile``, off by default and named there as needed by K2 V2 of some models.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROUNDS = 16  # of scaling columns, then rows
 LEAST_STD, MOST_STD = 1e-3, 1e3  # bounds of a standard deviation that a round divides by
 LEAST_LOG, MOST_LOG = -0.3, 10.0  # bounds of the logarithm of a scale: no scale is below 0.74
 LEAST_STEP = 1e-10
+QUANTILE = 0.005  # of a row that is clipped at each end, where anything is
 
 
 class Scales(NamedTuple):
@@ -61,11 +63,14 @@ def imbalance(tiles: Tensor) -> Tensor:
     return sum((s.amax(-1) / s.amin(-1).clamp(min=1e-8) for s in spreads), start=torch.zeros(()))
 
 
-def code(tiles: Tensor, bits: int) -> Tensor:
-    """Tiles ``[..., R, C]``, coded with a step and a minimum of each row, as they are read: from fp16 vectors."""
+def code(tiles: Tensor, bits: int, quantile: float = 0.0) -> Tensor:
+    """Tiles ``[..., R, C]``, coded with a step and a minimum of each row, as they are read: from fp16 vectors.
+
+    ``quantile``: share of a row that lies below its minimum, and above its maximum.
+    """
     scales, top = balance(tiles), 2**bits - 1
     balanced = tiles / scales.columns / scales.rows
-    low, high = balanced.amin(-1, keepdim=True), balanced.amax(-1, keepdim=True)
+    low, high = (balanced.quantile(end, -1, keepdim=True) for end in (quantile, 1 - quantile))
     step = ((high - low) / top).clamp(min=LEAST_STEP)
     codes = ((balanced - low) / step).round().clamp(0, top)
     step, low, columns = (x.half().float() for x in (scales.rows * step, scales.rows * low, scales.columns))
@@ -73,14 +78,14 @@ def code(tiles: Tensor, bits: int) -> Tensor:
     return found
 
 
-def keys(bits: int) -> Simulate:
+def keys(bits: int, quantile: float = 0.0) -> Simulate:
     """Keys ``[H, n, D]`` of whole tiles, quantized and dequantized: rows are channels."""
-    return _simulate(lambda tiles: code(tiles.mT, bits).mT)
+    return _simulate(lambda tiles: code(tiles.mT, bits, quantile).mT)
 
 
-def values(bits: int) -> Simulate:
+def values(bits: int, quantile: float = 0.0) -> Simulate:
     """Values ``[H, n, D]`` of whole tiles, quantized and dequantized: rows are tokens."""
-    return _simulate(lambda tiles: code(tiles, bits))
+    return _simulate(lambda tiles: code(tiles, bits, quantile))
 
 
 def _simulate(of_tiles: Simulate) -> Simulate:
@@ -97,7 +102,8 @@ def element_bits(k_bits: int, v_bits: int, head_dim: int) -> float:
     return (k_bits + v_bits + (k_vectors + v_vectors) * META_BITS / (TILE * head_dim)) / 2
 
 
-def layer(k_bits: int, v_bits: int) -> LayerCache:
+def layer(k_bits: int, v_bits: int, quantile: float = 0.0) -> LayerCache:
     """A layer's cache: a tile is coded as soon as it is full."""
-    k, v = (Side(lambda full: full // TILE * TILE, simulate, SINK) for simulate in (keys(k_bits), values(v_bits)))
+    simulated = keys(k_bits, quantile), values(v_bits, quantile)
+    k, v = (Side(lambda full: full // TILE * TILE, simulate, SINK) for simulate in simulated)
     return LayerCache(k, v)
