@@ -201,9 +201,9 @@ class Field:
 
         return self._paper("pm-kvq-2", scheme.preset, scheme.layer if self.own else layer)
 
-    def _kvarn(self, name: str, k_bits: int, quantile: float = 0.0) -> FieldScheme:
+    def _kvarn(self, name: str, k_bits: int, variant: kvarn.Variant = kvarn.RELEASED) -> FieldScheme:
         bits = kvarn.element_bits(k_bits, 2, self.head_dim)
-        return self._made(name, BESIDE, bits, lambda _: kvarn.layer(k_bits, 2, quantile))
+        return self._made(name, BESIDE, bits, lambda _: kvarn.layer(k_bits, 2, variant))
 
     def _kvarn_k4v2(self) -> FieldScheme:
         return self._kvarn("kvarn-k4v2", 4)
@@ -212,7 +212,10 @@ class Field:
         return self._kvarn("kvarn-k2v2", 2)
 
     def _kvarn_k2v2_clipped(self) -> FieldScheme:
-        return self._kvarn("kvarn-k2v2-clipped", 2, kvarn.QUANTILE)
+        return self._kvarn("kvarn-k2v2-clipped", 2, kvarn.CLIPPED)
+
+    def _kvarn_k2v2_unbounded(self) -> FieldScheme:
+        return self._kvarn("kvarn-k2v2-unbounded", 2, kvarn.UNBOUNDED)
 
     def _oscar(self, name: str, *, by_head: bool) -> FieldScheme:
         rotations = self._fitted(by_head)
@@ -244,5 +247,6 @@ class Field:
 
 NAMES = (
     *("fp16", "kivi-2", "kivi-2-g32", "kitty", "kitty-pro", "xquant", "patternkv", "kvmix", "pm-kvq-2"),
-    *("kvarn-k4v2", "kvarn-k2v2", "kvarn-k2v2-clipped", "oscar-2", "oscar-2-heads", "hadamard-2"),
+    *("kvarn-k4v2", "kvarn-k2v2", "kvarn-k2v2-clipped", "kvarn-k2v2-unbounded"),
+    *("oscar-2", "oscar-2-heads", "hadamard-2"),
 )

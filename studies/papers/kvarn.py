@@ -7,8 +7,9 @@ Source:  KVarN (arXiv 2606.03458); constants and roundings as in huawei-csl/KVar
 reference) and its pull request to vllm-project/vllm (quantization/kvarn/sinkhorn.py, ops/kvarn_store.py and
 kvarn_decode.py); the sizes of vectors as in sztlink/KVarN (quantization/kvarn/config.py)
 Assumed:  the matrix is Sylvester's without random signs, and the rotated tile is float32, where the server's is fp16.
-K2 V2, which the paper measures and the release has no preset for, is the same with other bits; the store's option of
-ranges from quantile to quantile is ``quantile``, off by default and named there as needed by K2 V2 of some models.
+K2 V2, which the paper measures and the release has no preset for, is the same with other bits. The store's option of
+ranges from quantile to quantile, off by default, is ``CLIPPED``. As released no scale is below 0.74, so values that are
+small as such are not balanced; ``UNBOUNDED`` is the same rule without that bound, which no source has.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ TILE = 128  # tokens that are coded together
 SINK = 128  # first tokens of a sequence, never coded
 ROUNDS = 16  # of scaling columns, then rows
 LEAST_STD, MOST_STD = 1e-3, 1e3  # bounds of a standard deviation that a round divides by
-LEAST_LOG, MOST_LOG = -0.3, 10.0  # bounds of the logarithm of a scale: no scale is below 0.74
+MOST_LOG = 10.0  # of a scale
 LEAST_STEP = 1e-10
-QUANTILE = 0.005  # of a row that is clipped at each end, where anything is
+
+
+class Variant(NamedTuple):
+    """A form of the rule: the least logarithm of a scale, and the share of a row that is clipped at each end."""
+
+    least_log: float = -0.3
+    quantile: float = 0.0
+
+
+RELEASED, CLIPPED, UNBOUNDED = Variant(), Variant(quantile=0.005), Variant(least_log=-20.0)
 
 
 class Scales(NamedTuple):
@@ -37,7 +47,7 @@ class Scales(NamedTuple):
     rows: Tensor
 
 
-def balance(tiles: Tensor, rounds: int = ROUNDS) -> Scales:
+def balance(tiles: Tensor, variant: Variant = RELEASED, rounds: int = ROUNDS) -> Scales:
     """The scales of tiles ``[..., R, C]``: of all rounds those that leave deviations most alike, the last of equals.
 
     A round multiplies each scale by the deviation of what is left of its column, and then of its row.
@@ -48,7 +58,7 @@ def balance(tiles: Tensor, rounds: int = ROUNDS) -> Scales:
         for number, axis in enumerate((-2, -1)):
             left = tiles / logs[0].exp() / logs[1].exp()
             spread = left.std(axis, keepdim=True).clamp(LEAST_STD, MOST_STD)
-            logs[number] = (logs[number] + spread.log()).clamp(LEAST_LOG, MOST_LOG)
+            logs[number] = (logs[number] + spread.log()).clamp(variant.least_log, MOST_LOG)
         found = Scales(*(log.exp() for log in logs))
         now = imbalance(tiles / found.columns / found.rows)
         is_better = (now <= least)[..., None, None]
@@ -63,14 +73,11 @@ def imbalance(tiles: Tensor) -> Tensor:
     return sum((s.amax(-1) / s.amin(-1).clamp(min=1e-8) for s in spreads), start=torch.zeros(()))
 
 
-def code(tiles: Tensor, bits: int, quantile: float = 0.0) -> Tensor:
-    """Tiles ``[..., R, C]``, coded with a step and a minimum of each row, as they are read: from fp16 vectors.
-
-    ``quantile``: share of a row that lies below its minimum, and above its maximum.
-    """
-    scales, top = balance(tiles), 2**bits - 1
+def code(tiles: Tensor, bits: int, variant: Variant = RELEASED) -> Tensor:
+    """Tiles ``[..., R, C]``, coded with a step and a minimum of each row, as they are read: from fp16 vectors."""
+    scales, top = balance(tiles, variant), 2**bits - 1
     balanced = tiles / scales.columns / scales.rows
-    low, high = (balanced.quantile(end, -1, keepdim=True) for end in (quantile, 1 - quantile))
+    low, high = (balanced.quantile(end, -1, keepdim=True) for end in (variant.quantile, 1 - variant.quantile))
     step = ((high - low) / top).clamp(min=LEAST_STEP)
     codes = ((balanced - low) / step).round().clamp(0, top)
     step, low, columns = (x.half().float() for x in (scales.rows * step, scales.rows * low, scales.columns))
@@ -78,14 +85,14 @@ def code(tiles: Tensor, bits: int, quantile: float = 0.0) -> Tensor:
     return found
 
 
-def keys(bits: int, quantile: float = 0.0) -> Simulate:
+def keys(bits: int, variant: Variant = RELEASED) -> Simulate:
     """Keys ``[H, n, D]`` of whole tiles, quantized and dequantized: rows are channels."""
-    return _simulate(lambda tiles: code(tiles.mT, bits, quantile).mT)
+    return _simulate(lambda tiles: code(tiles.mT, bits, variant).mT)
 
 
-def values(bits: int, quantile: float = 0.0) -> Simulate:
+def values(bits: int, variant: Variant = RELEASED) -> Simulate:
     """Values ``[H, n, D]`` of whole tiles, quantized and dequantized: rows are tokens."""
-    return _simulate(lambda tiles: code(tiles, bits, quantile))
+    return _simulate(lambda tiles: code(tiles, bits, variant))
 
 
 def _simulate(of_tiles: Simulate) -> Simulate:
@@ -102,8 +109,8 @@ def element_bits(k_bits: int, v_bits: int, head_dim: int) -> float:
     return (k_bits + v_bits + (k_vectors + v_vectors) * META_BITS / (TILE * head_dim)) / 2
 
 
-def layer(k_bits: int, v_bits: int, quantile: float = 0.0) -> LayerCache:
+def layer(k_bits: int, v_bits: int, variant: Variant = RELEASED) -> LayerCache:
     """A layer's cache: a tile is coded as soon as it is full."""
-    simulated = keys(k_bits, quantile), values(v_bits, quantile)
+    simulated = keys(k_bits, variant), values(v_bits, variant)
     k, v = (Side(lambda full: full // TILE * TILE, simulate, SINK) for simulate in simulated)
     return LayerCache(k, v)

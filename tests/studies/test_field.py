@@ -79,13 +79,16 @@ def test_the_best_round_is_taken():
 
 
 def _balanced(tiles: Tensor, rounds: int) -> Tensor:
-    scales = kvarn.balance(tiles, rounds)
+    scales = kvarn.balance(tiles, rounds=rounds)
     return tiles / scales.columns / scales.rows
 
 
-def test_no_scale_is_below_its_bound():
-    scales = kvarn.balance(side(1, 128, 64) * 1e-3)
-    assert float(torch.cat([x.flatten() for x in scales]).min()) >= 0.74
+def test_small_tiles_are_balanced_without_the_bound_alone():
+    tiles = side(1, 128, 64) * 0.01 * torch.linspace(1, 9, 64)
+    bounded, free = kvarn.balance(tiles), kvarn.balance(tiles, kvarn.UNBOUNDED)
+    assert float(torch.cat([x.flatten() for x in bounded]).min()) >= 0.74
+    assert kvarn.imbalance(tiles / bounded.columns / bounded.rows) == pytest.approx(float(kvarn.imbalance(tiles)))
+    assert kvarn.imbalance(tiles / free.columns / free.rows) < 2.1
 
 
 @pytest.mark.parametrize("simulate", [hadamard.simulate(2), kvarn.keys(2), kvarn.keys(4), kvarn.values(2)])
@@ -122,9 +125,9 @@ def test_more_bits_err_less():
 def test_clipped_rows_resolve_the_rest_better():
     x = side(1, 128, 128)
     x[0, 5] *= 3  # rare large values in every channel
-    left = [(kvarn.code(x, 2, quantile) - x).abs().median() for quantile in (0.0, 0.05)]
+    left = [(kvarn.code(x, 2, kvarn.Variant(quantile=q)) - x).abs().median() for q in (0.0, 0.05)]
     assert left[1] < left[0]
-    ends = kvarn.code(torch.arange(128.0).expand(1, 128, 128), 2, 0.25)
+    ends = kvarn.code(torch.arange(128.0).expand(1, 128, 128), 2, kvarn.Variant(quantile=0.25))
     assert len(ends.unique()) == 4
 
 
