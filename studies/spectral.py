@@ -7,20 +7,12 @@ makes of them, and replies are teacher-forced. ``answers``: replies are decoded 
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import mean
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from qkv_engine.bench.grading import grade
-from qkv_engine.bench.questions import ask, parse_tasks
-from qkv_engine.bench.table import Column, Table, from_rows
 from qkv_engine.bench.texts import task_texts
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig
 from qkv_engine.kernels.formats import PageShape, make_format
@@ -33,14 +25,11 @@ from qkv_engine.planner.mixed import RECENT, SINK
 from qkv_engine.planner.moments import LayerSums, SideMoments, value_metric
 from qkv_engine.planner.sensitivity import Candidates, pages, round_trip
 from qkv_engine.planner.spectral import choices, run_energies
-from qkv_engine.layer_kv import kv_of_layers
 from qkv_engine.presets import DEFAULT_KV, resolve_kv
 from qkv_engine.text.tokenizer import Tokenizer
 
-from . import results
-from .papers.cache import LayerCache, Side, attention
-from .papers.decode import SimulatedBatch, generate
-from .papers.demo import demo_model
+from .papers.cache import attention
+from .papers.decode import SimulatedBatch
 
 CALIBRATION = {"ledger": 40, "lookup": 100, "addition": 10, "sorting": 40}
 EXAM_SEED, REPLIED = 77_001, 0.6  # of a text before the tokens that are compared, at least
@@ -115,7 +104,10 @@ def _energies(basis, moments, variant):
     from qkv_engine.planner.spectral import UNIT
 
     if variant == "equal":
-        return [float(x) for x in (basis.spectrum / basis.spectrum.sum(-1, keepdim=True)).sum(0).unflatten(0, (-1, UNIT)).sum(-1)]
+        return [
+            float(x)
+            for x in (basis.spectrum / basis.spectrum.sum(-1, keepdim=True)).sum(0).unflatten(0, (-1, UNIT)).sum(-1)
+        ]
     if variant.startswith("power"):
         p = float(variant[5:])
         w = ((moments.gradient * moments.covariance).sum((-2, -1)) / basis.spectrum.sum(-1)) ** p

@@ -27,7 +27,7 @@ from qkv_engine.presets import PRESETS
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .. import results
-from . import kitty, kivi, kvmix, patternkv, pm_kvq, xquant
+from . import hadamard, kitty, kivi, kvarn, kvmix, patternkv, pm_kvq, xquant
 from .cache import LayerCache, Scheme, full_precision
 from .decode import generate
 from .demo import HEAD_DIM, demo_model
@@ -77,6 +77,9 @@ SCHEMES: dict[str, Callable[[Task, int], Scheme]] = {
     "pm-kvq-2": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS),
     "pm-kvq-2-modified": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS, variant=pm_kvq.MODIFIED),
     "pm-kvq-2-direct": lambda task, n: pm_kvq.scheme(2, n, max_len=PM_KVQ_TOKENS, variant=pm_kvq.DIRECT),
+    "kvarn-k4v2": lambda task, n: Scheme(lambda _: kvarn.layer(4, 2), None),
+    "kvarn-k2v2": lambda task, n: Scheme(lambda _: kvarn.layer(2, 2), None),
+    "hadamard-2": lambda task, n: Scheme(lambda _: hadamard.layer(2), None),
 }
 
 

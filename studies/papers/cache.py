@@ -110,6 +110,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Shapes:  q [HQ, n, D], k and v [H, T, D];  returns [HQ, n, D]
     """
     n, length = q.shape[1], k.shape[1]
+    if n == 1:  # a query head is one of several queries of its KV head, which sees all tokens
+        heads = q.view(1, k.shape[0], -1, q.shape[2])
+        return F.scaled_dot_product_attention(heads, k[None], v[None]).view(q.shape)
     seen = torch.ones(n, length, dtype=torch.bool).tril(length - n)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, enable_gqa=True)[0]
 
