@@ -208,12 +208,14 @@ class TritonOps(NamedTuple):
     ``NEW``; called for the family of ``NEW``.
     ``integer(side)``: ``KeyFunctions`` of a K side or ``ValueFunctions`` of a V side, for the integer decode kernel;
     ``None`` for a side that the floating-point kernel serves.
+    ``seal_warps``: the fewest warps of a program that seals a head, whose elements they hold in registers.
     """
 
     load_tile: Any
     seal_head: Any
     demote_head: Any
     integer: Callable[[Any], KeyFunctions | ValueFunctions | None]
+    seal_warps: int = 4
 
 
 class SideFormats(NamedTuple):

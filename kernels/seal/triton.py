@@ -88,5 +88,6 @@ def seal_variant(old: Side, new: Side) -> tuple[dict[str, Any], int]:
     assert old.dense_dtype is not None
     shape, tile_d = old.shape, max(16, triton.next_power_of_2(old.shape.head_dim))  # dots with patterns need 16
     extent = {"T": shape.num_tokens, "D": shape.head_dim, "TILE_D": tile_d}
-    constexprs = {"SEAL": new.family.triton().seal_head, "SIDE": new.spec, "DTYPE": TL_DTYPE[old.dense_dtype], **extent}
-    return constexprs, max(4, tile_d // 32) * (2 if new.bank_nbytes else 1)
+    ops = new.family.triton()
+    constexprs = {"SEAL": ops.seal_head, "SIDE": new.spec, "DTYPE": TL_DTYPE[old.dense_dtype], **extent}
+    return constexprs, max(ops.seal_warps, tile_d // 32) * (2 if new.bank_nbytes else 1)

@@ -131,6 +131,8 @@ def variants() -> dict[str, tuple[PageLayout, int]]:
         found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 4)
     for name in ("kitty-12.5", "kitty-25"):
         found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), g) for g in (4, 1, 8)}
+    for name in ("graded-16x4-48x2", "int4-channel-128", "int8-channel-128"):
+        found |= {f"{name} both D128 G{g}": (named_page(name, name, 8, 128), g) for g in (4, 8)}
     found |= {f"int2 patterns{m} D128 G8": (pattern_page(2, m, 8, 128), 8) for m in (32, 64)}
     for number, heads, group, d in PATTERN_SHAPES:
         for bits, tokens in product((4, 2, 1), (128, 32)):

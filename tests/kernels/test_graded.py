@@ -293,6 +293,23 @@ def test_decode_compiles_without_spills(capability: int) -> None:
     assert compiled_decode(SPECTRAL, 128, capability)[1]["spilled"] == 0
 
 
+@both_sides
+def test_seals_and_demotions_compile_without_spills(side_name: SideName) -> None:
+    pytest.importorskip("triton")
+    from qkv_engine.kernels.demote.triton import demote_kernel, demote_variant
+    from qkv_engine.kernels.formats.dense import DenseSide
+    from qkv_engine.kernels.paged_decode.triton import Tuning
+    from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
+    from studies.kernels.compiled import compile_kernel, describe
+
+    new = side_of(SPECTRAL, heads=8, side_name=side_name)
+    options, warps = seal_variant(DenseSide(side_name, new.shape, BF16), new)
+    options |= {"banks_ptr": None, "bank_steps_ptr": None, "windows_ptr": None}
+    built = [compile_kernel(seal_kernel, options, Tuning(warps, 3))]
+    built += [compile_kernel(demote_kernel, demote_variant(new.uniform(bits), new), Tuning(8, 3)) for bits in (8, 4)]
+    assert [describe(each)["spilled"] for each in built] == [0, 0, 0]
+
+
 def compiled_decode(name: str, head_dim: int, capability: int) -> tuple[Any, dict[str, Any]]:
     """The decode kernel for K and V in a format, as it is launched, and what ``describe`` says of it."""
     from qkv_engine.kernels.paged_decode.triton import NO_BANKS, decode_variant
