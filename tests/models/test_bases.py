@@ -206,7 +206,7 @@ INT8 = RungConfig("int8", "int8-channel-128", "int8-token-128")
 
 
 def tokens(folder: Path, kv: KVConfig, **options: Any) -> list[list[int]]:
-    """Greedy tokens of prompts in chunks, once more over their cached blocks, and the share of sealed blocks."""
+    """Greedy tokens of prompts in chunks, and once more over their cached blocks."""
     with Engine(str(folder), kv=kv, kv_memory="4MiB", max_num_batched_tokens=100, num_threads=1, **options) as engine:
         found = [each.outputs[0].token_ids for _ in range(2) for each in engine.generate(PROMPTS, PARAMS)]
         stats = engine.stats()
