@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SIZE = (11.0, 5.2)  # inches
 MARK, LABEL, NEAR = 3.6, 8.5, 9.0  # points: half a mark, letters, distance of a label that needs no line
 LEAST = 1e-7  # nats that are drawn
-KINDS = {"seeds": "five papers", "beside": "beside them", "engine": "this engine, channels as they are"}
+KINDS = {"seeds": "papers with presets here", "beside": "other papers", "engine": "this engine, channels as they are"}
 KINDS |= {"spectral": "this engine, spectral"}
 
 

@@ -1,4 +1,4 @@
-"""The schemes of the spectral study's table: five papers, what stands beside them, and codecs of the engine's formats.
+"""The schemes of the spectral study's table: papers with presets, other papers, and codecs of the engine's formats.
 
 All are floors: every block is at the fewest bits it ever gets. With ``same`` windows each has the first 32 tokens and
 the newest 128 to 255 at 16 bits and gives up whole blocks; with its ``own`` it does as its paper says.

@@ -1,6 +1,6 @@
 """Spectral KV beside the field: ``python -m studies.spectral_field --output results/cpu/spectral-field.jsonl``.
 
-The demo model in float32, attention in plain torch (``studies/papers``): five papers, KVarN, OSCAR and a Hadamard
+The demo model in float32, attention in plain torch (``studies/papers``): papers with presets, KVarN, OSCAR, a Hadamard
 rotation, and codecs of the engine's formats, each on its floor. KL divergence from 16 bits of the tokens of right
 replies under teacher forcing, and right answers of greedy decoding, against bits with all metadata.
 
