@@ -24,6 +24,7 @@ from qkv_engine.bench.questions import ask, parse_tasks
 from qkv_engine.bench.table import Column, Table, from_rows
 from qkv_engine.bench.texts import task_texts
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig
+from qkv_engine.device.layouts import SIDES
 from qkv_engine.kernels.formats import PageShape, make_format
 from qkv_engine.kernels.formats.graded.layout import UNIT
 from qkv_engine.layer_kv import LayerKV
@@ -56,7 +57,8 @@ VARIANTS = ("planner", "gradient-metric", "equal", "heads")
 SEED, MAX_TOKENS, COMPARED_FROM = 77, 1400, 0.6  # of the texts; the share of a text before the tokens that are compared
 
 
-class Codec(NamedTuple):
+@dataclass(frozen=True)
+class Codec:
     """What a codec makes of old blocks: x -> P^-1 (quantized P x), by layer and side; ``bits`` with all metadata."""
 
     name: str
@@ -69,7 +71,7 @@ class Codec(NamedTuple):
         for name, matrix, inverse in parts:
             heads = x[first : first + len(matrix)]
             shape = PageShape(len(heads), BLOCK_TOKENS, x.shape[-1])
-            layout = make_format(name, torch.float32).layout(shape, "kv"[side])
+            layout = make_format(name, torch.float32).layout(shape, SIDES[side])
             blocks = pages((heads @ matrix.mT).transpose(0, 1).contiguous())
             found.append(round_trip(blocks, layout).transpose(0, 1).flatten(1, 2) @ inverse.mT)
             first += len(heads)
@@ -81,7 +83,7 @@ def plain(name: str, k: str, v: str, model: LlamaForCausalLM) -> Codec:
     spec = model.config.attention[0]
     one = torch.eye(spec.head_dim).expand(spec.num_kv_heads, -1, -1)
     shape = PageShape(spec.num_kv_heads, BLOCK_TOKENS, spec.head_dim)
-    nbytes = [make_format(n, torch.float32).layout(shape, s).nbytes for n, s in ((k, "k"), (v, "v"))]
+    nbytes = [make_format(n, torch.float32).layout(shape, s).nbytes for n, s in zip((k, v), SIDES, strict=True)]
     elements = 2 * spec.num_kv_heads * BLOCK_TOKENS * spec.head_dim
     return Codec(name, 8 * sum(nbytes) / elements, [[[(k, one, one)], [(v, one, one)]]] * model.config.num_layers)
 
@@ -117,7 +119,7 @@ def _energies(basis: Basis, moments: SideMoments, variant: str) -> list[float]:
     if variant != "equal":
         return run_energies(basis, moments)
     shares = (basis.spectrum / basis.spectrum.sum(-1, keepdim=True)).sum(0)
-    return [float(run) for run in shares.unflatten(0, (-1, UNIT)).sum(-1)]
+    return [float(run) for run in torch.unflatten(shares, 0, (-1, UNIT)).sum(-1)]
 
 
 @torch.enable_grad()
@@ -223,7 +225,7 @@ def answer(codec: Codec, tasks: str, samples: int, model: LlamaForCausalLM, toke
         for asked, example in zip(ask(tokenizer, task.examples), task.examples, strict=True):
             sides = [[Side(rule, partial(codec, i, s), SINK) for s in (0, 1)] for i in range(model.config.num_layers)]
             assert tokenizer.eos_token_id is not None and asked.params.max_tokens is not None, "of the demo model"
-            layers = [LayerCache(*pair) for pair in sides]
+            layers = [LayerCache(k, v) for k, v in sides]
             ids = generate(model, layers, asked.prompt, asked.params.max_tokens, {tokenizer.eos_token_id})
             found.append(grade([tokenizer.decode(ids, skip_special_tokens=False)], [example]).correct == 1)
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,19 @@ from qkv_engine.models.rope import Rotation
 from .cache import LayerCache
 
 
+class SimulatedLayer(Protocol):
+    """What a batch asks of a layer's simulated cache."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``LayerCache.attend``."""
+        ...
+
+
 @dataclass(frozen=True)
 class SimulatedBatch:
     """One sequence whose layers' keys and values are in simulated caches; an ``AttentionBatch``."""
 
-    layers: list[LayerCache]
+    layers: Sequence[SimulatedLayer]
     num_kv_heads: int
 
     def attend(
