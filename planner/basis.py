@@ -48,7 +48,8 @@ def square_root(metric: Tensor) -> Tensor:
     """S^(1/2) of symmetric S, eigenvalues at least ``FLOOR`` of the largest. [H, D, D]"""
     values, vectors = torch.linalg.eigh(metric)
     values = torch.maximum(values, FLOOR * values[..., -1:])
-    return vectors * values.sqrt()[..., None, :] @ vectors.mT
+    root: Tensor = vectors * values.sqrt()[..., None, :] @ vectors.mT
+    return root
 
 
 def channel_energies(spectrum: Tensor, covariance: Tensor, gradient: Tensor) -> Tensor:

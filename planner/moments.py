@@ -46,7 +46,7 @@ class LayerSums:
     def add(self, heads: Heads, gradient: Heads) -> None:
         """Adds one text. Its sink stays dense and counts for queries alone. Shapes: those of ``Heads``."""
         group = heads.q.shape[1] // heads.k.shape[1]
-        queries = products(heads.q).unflatten(0, (-1, group)).sum(1)
+        queries = torch.unflatten(products(heads.q), 0, (-1, group)).sum(1)
         sides = [(scatter(x[SINK:]), products(g[SINK:])) for x, g in zip(heads[1:], gradient[1:], strict=True)]
         if self.queries is None:
             self.queries = torch.zeros_like(queries)
@@ -89,7 +89,7 @@ def scatter(x: Tensor) -> Tensor:
 
     Shapes:  x [N, H, D];  returns [H, D, D] float64
     """
-    blocks = x.double().split(BLOCK_TOKENS)
+    blocks = torch.split(x.double(), BLOCK_TOKENS)
     return products(torch.cat([block - block.mean(0) for block in blocks]) if len(x) else x)
 
 
@@ -108,5 +108,5 @@ def value_metric(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
     An error d of a value is the error p W_g d of the layer's output, p being the attention paid to it.
     Shapes:  weight [E, HQ * D];  returns [H, D, D] float64
     """
-    columns = weight.double().unflatten(1, (num_kv_heads, -1, head_dim))
+    columns = torch.unflatten(weight.double(), 1, (num_kv_heads, -1, head_dim))
     return torch.einsum("ehgc,ehgd->hcd", columns, columns)

@@ -150,7 +150,7 @@ def _leads(wide: str, name: str, layer: LayerKV) -> bool:
 def run_energies(basis: Basis, moments: SideMoments) -> list[float]:
     """What each run of 16 channels costs without codes, all heads together, in nats, to six digits."""
     channels = channel_energies(basis.spectrum, moments.covariance, moments.gradient).sum(0)
-    return [float(f"{run:.6g}") for run in channels.unflatten(0, (-1, UNIT)).sum(-1).tolist()]
+    return [float(f"{run:.6g}") for run in torch.unflatten(channels, 0, (-1, UNIT)).sum(-1).tolist()]
 
 
 def solve_spectra(

@@ -1,42 +1,64 @@
-"""Spectral KV on the demo model: ``python -m studies.spectral kl --calibrate addition,sorting --tasks ledger:40``.
+"""Spectral KV on the demo model: ``python -m studies.spectral --calibrate addition,sorting --tasks ledger:40``.
 
-Bases, layouts and quantizers are the engine's, attention is plain torch (``studies/papers``). Bits are those of blocks
-with all metadata. ``kl``: prompts are attended in full precision, then their old blocks are replaced by what a codec
-makes of them, and replies are teacher-forced. ``answers``: replies are decoded freely, right ones counted.
+Bases, layouts and quantizers are the engine's, attention is plain torch (``studies/papers``). Bits are those of a block
+with all metadata. Divergence: prompts are attended in full precision, then their old blocks are replaced by what a
+codec makes of them, and the last tokens of replies are compared with full precision. ``--answers``: questions are
+decoded freely, too, and right ones counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from qkv_engine.bench.grading import grade
+from qkv_engine.bench.questions import ask, parse_tasks
+from qkv_engine.bench.table import Column, Table, from_rows
 from qkv_engine.bench.texts import task_texts
 from qkv_engine.config import BLOCK_TOKENS, EngineConfig
+from qkv_engine.device.layouts import SIDES
 from qkv_engine.kernels.formats import PageShape, make_format
+from qkv_engine.kernels.formats.graded.layout import UNIT
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.loading import load
 from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.planner.allocate import allocate
-from qkv_engine.planner.basis import solve_basis
+from qkv_engine.planner.basis import Basis, solve_basis
 from qkv_engine.planner.gradients import Text, profile_texts
 from qkv_engine.planner.mixed import RECENT, SINK
-from qkv_engine.planner.moments import LayerSums, SideMoments, value_metric
+from qkv_engine.planner.moments import LayerSums, SideMoments, moments_of
 from qkv_engine.planner.sensitivity import Candidates, pages, round_trip
-from qkv_engine.planner.spectral import choices, run_energies
+from qkv_engine.planner.spectral import DEFAULT_SHRINK, choices, run_energies
 from qkv_engine.presets import DEFAULT_KV, resolve_kv
 from qkv_engine.text.tokenizer import Tokenizer
 
-from .papers.cache import attention
-from .papers.decode import SimulatedBatch
+from . import results
+from .papers.cache import LayerCache, Side, attention
+from .papers.decode import SimulatedBatch, generate
+from .papers.demo import demo_model
 
 CALIBRATION = {"ledger": 40, "lookup": 100, "addition": 10, "sorting": 40}
-EXAM_SEED, REPLIED = 77_001, 0.6  # of a text before the tokens that are compared, at least
-VARIANTS = ("", "gradient-metric", "equal", "heads")  # spectral codecs: the planner's, and what it was compared with
+PEERS = {  # K, V
+    "int4": ("int4-channel-128", "int4-token-128"),
+    "kitty-pro": ("kitty-25", "int2-token-128"),
+    "kivi-2": ("int2-channel-128", "int2-token-128"),
+}
+# The planner's codec, and what it was compared with: the gradients' second moment as metric; all heads weighed alike;
+# a layout for each head.
+VARIANTS = ("planner", "gradient-metric", "equal", "heads")
+SEED, MAX_TOKENS, COMPARED_FROM = 77, 1400, 0.6  # of the texts; the share of a text before the tokens that are compared
 
 
-class Codec(NamedTuple):
+@dataclass(frozen=True)
+class Codec:
     """What a codec makes of old blocks: x -> P^-1 (quantized P x), by layer and side; ``bits`` with all metadata."""
 
     name: str
@@ -49,7 +71,7 @@ class Codec(NamedTuple):
         for name, matrix, inverse in parts:
             heads = x[first : first + len(matrix)]
             shape = PageShape(len(heads), BLOCK_TOKENS, x.shape[-1])
-            layout = make_format(name, torch.float32).layout(shape, "kv"[side])
+            layout = make_format(name, torch.float32).layout(shape, SIDES[side])
             blocks = pages((heads @ matrix.mT).transpose(0, 1).contiguous())
             found.append(round_trip(blocks, layout).transpose(0, 1).flatten(1, 2) @ inverse.mT)
             first += len(heads)
@@ -58,9 +80,10 @@ class Codec(NamedTuple):
 
 def plain(name: str, k: str, v: str, model: LlamaForCausalLM) -> Codec:
     """Formats of the channels that the model has."""
-    spec, one = model.config.attention[0], torch.eye(model.config.head_dim).expand(model.config.num_kv_heads, -1, -1)
+    spec = model.config.attention[0]
+    one = torch.eye(spec.head_dim).expand(spec.num_kv_heads, -1, -1)
     shape = PageShape(spec.num_kv_heads, BLOCK_TOKENS, spec.head_dim)
-    nbytes = [make_format(n, torch.float32).layout(shape, s).nbytes for n, s in ((k, "k"), (v, "v"))]
+    nbytes = [make_format(n, torch.float32).layout(shape, s).nbytes for n, s in zip((k, v), SIDES, strict=True)]
     elements = 2 * spec.num_kv_heads * BLOCK_TOKENS * spec.head_dim
     return Codec(name, 8 * sum(nbytes) / elements, [[[(k, one, one)], [(v, one, one)]]] * model.config.num_layers)
 
@@ -68,75 +91,48 @@ def plain(name: str, k: str, v: str, model: LlamaForCausalLM) -> Codec:
 def spectral(
     moments: Sequence[tuple[SideMoments, SideMoments]], bits: float, shrink: float, variant: str, name: str
 ) -> Codec:
-    """A codec of the planner's, or of a variant, of at most ``bits``."""
-    split = variant == "heads"
-    solved = []
-    for layer in moments:
-        for side in layer:
-            parts = [SideMoments(*(x[h : h + 1] for x in vars(side).values())) for h in range(len(side.metric))]
-            solved += [(m, _basis(m, shrink, variant)) for m in (parts if split else [side])]
-    items = [choices(LayerOf(m), _energies(basis, m, variant)) for m, basis in solved]
-    elements = sum(len(m.metric) * m.metric.shape[-1] * BLOCK_TOKENS for m, _ in solved)
-    picked = allocate(items, int(bits * elements / 8))
+    """The planner's codec of at most ``bits``, or a variant of it."""
+    solved = list[tuple[SideMoments, Basis]]()
+    for side in chain(*moments):
+        for part in _heads(side) if variant == "heads" else [side]:
+            metric = part.gradient if variant == "gradient-metric" else part.metric
+            solved.append((part, solve_basis(metric, part.covariance, shrink)))
+    items = [choices(LayerKV(*part.metric.shape[:2]), _energies(basis, part, variant)) for part, basis in solved]
+    num_elements = sum(len(part.metric) * part.metric.shape[-1] * BLOCK_TOKENS for part, _ in solved)
+    picked = allocate(items, int(bits * num_elements / 8))
     assert picked is not None, "a floor of few bits fits"
     parts = [
         (choice.name, basis.matrix.float(), basis.matrix.inverse().float())
         for choice, (_, basis) in zip(picked, solved, strict=True)
     ]
     number = len(parts) // (2 * len(moments))
-    grouped = [parts[first : first + number] for first in range(0, len(parts), number)]
-    sides = [grouped[first : first + 2] for first in range(0, len(grouped), 2)]
-    return Codec(name, 8 * sum(choice.nbytes for choice in picked) / elements, sides)
+    sides = [parts[first : first + number] for first in range(0, len(parts), number)]
+    nbytes = sum(choice.nbytes for choice in picked)
+    return Codec(name, 8 * nbytes / num_elements, [sides[first : first + 2] for first in range(0, len(sides), 2)])
 
 
-def LayerOf(moments: SideMoments):
-    from qkv_engine.layer_kv import LayerKV
-
-    return LayerKV(len(moments.metric), moments.metric.shape[-1])
+def _heads(side: SideMoments) -> list[SideMoments]:
+    return [SideMoments(*(x[head : head + 1] for x in vars(side).values())) for head in range(len(side.metric))]
 
 
-def _basis(moments, shrink, variant):
-    metric = moments.gradient if variant == "gradient-metric" else moments.metric
-    return solve_basis(metric, moments.covariance, shrink)
+def _energies(basis: Basis, moments: SideMoments, variant: str) -> list[float]:
+    if variant != "equal":
+        return run_energies(basis, moments)
+    shares = (basis.spectrum / basis.spectrum.sum(-1, keepdim=True)).sum(0)
+    return [float(run) for run in torch.unflatten(shares, 0, (-1, UNIT)).sum(-1)]
 
 
-def _energies(basis, moments, variant):
-    from qkv_engine.planner.spectral import UNIT
-
-    if variant == "equal":
-        return [
-            float(x)
-            for x in (basis.spectrum / basis.spectrum.sum(-1, keepdim=True)).sum(0).unflatten(0, (-1, UNIT)).sum(-1)
-        ]
-    if variant.startswith("power"):
-        p = float(variant[5:])
-        w = ((moments.gradient * moments.covariance).sum((-2, -1)) / basis.spectrum.sum(-1)) ** p
-        whole = (basis.spectrum * w[:, None]).sum(0)
-        return [float(x) for x in whole.unflatten(0, (-1, UNIT)).sum(-1)]
-    if variant.startswith("mix"):
-        p = float(variant[3:])
-        share = basis.spectrum / basis.spectrum.sum(-1, keepdim=True)
-        w = ((moments.gradient * moments.covariance).sum((-2, -1))) ** p
-        return [float(x) for x in (share * w[:, None]).sum(0).unflatten(0, (-1, UNIT)).sum(-1)]
-    if variant == "exact":
-        inv = basis.matrix.inverse()
-        e = (inv.mT @ moments.gradient @ inv).diagonal(dim1=-2, dim2=-1) * basis.spectrum
-        return [float(x) for x in e.sum(0).unflatten(0, (-1, UNIT)).sum(-1)]
-    return run_energies(basis, moments)
-
-
+@torch.enable_grad()
 def calibrated(tasks: str, samples: int, tokenizer: Tokenizer) -> list[tuple[SideMoments, SideMoments]]:
-    """The moments of each layer of the demo model on texts of ``tasks``."""
+    """The moments of each layer of the demo model on texts of ``tasks``, separated by commas."""
     config = EngineConfig(kv=resolve_kv(DEFAULT_KV), dtype="float32")
     model = cast(LlamaForCausalLM, load(config, torch.device("cpu"), pack=False)[0].model)
     named = ",".join(f"{task}:{CALIBRATION[task]}" for task in tasks.split(","))
-    texts = task_texts(tokenizer, named, samples=samples, max_tokens=1024).texts
     sums = [LayerSums(spec.scale) for spec in model.config.attention]
+    texts = task_texts(tokenizer, named, samples=samples, max_tokens=1024).texts
     for _ in profile_texts(model, texts, [Candidates({}, {})] * model.config.num_layers, moments=sums):
         pass
-    outputs = [layer.self_attn.o_proj.weight for layer in model.model.layers]
-    spec = model.config.attention[0]
-    return [s.found(value_metric(w, spec.num_kv_heads, spec.head_dim)) for s, w in zip(sums, outputs, strict=True)]
+    return moments_of(model, sums)
 
 
 class Prompt:
@@ -173,7 +169,7 @@ class Asked:
 
     def __init__(self, model: LlamaForCausalLM, text: Text):
         ids, self.model = torch.tensor(text.token_ids), model
-        self.cut = max(text.first_label, int(REPLIED * len(ids)))
+        self.cut = max(text.first_label, int(COMPARED_FROM * len(ids)))
         self.rest, self.positions = ids[self.cut : -1], torch.arange(self.cut, len(ids) - 1)
         self.prompt = [Prompt() for _ in range(model.config.num_layers)]
         model(ids[: self.cut], torch.arange(self.cut), SimulatedBatch(self.prompt, model.config.num_kv_heads))
@@ -186,7 +182,110 @@ class Asked:
         return torch.log_softmax(self.model.compute_logits(hidden).float(), -1)
 
     def divergence(self, codec: Codec) -> tuple[Tensor, int]:
-        """The divergence of each token's prediction from that of full precision, and how many most likely ones differ."""
+        """Each token's divergence from full precision, and the number of tokens whose most likely one differs."""
         found = self.logprobs(codec)
         kl = (self.exact.exp() * (self.exact - found)).sum(-1)
         return kl, int((self.exact.argmax(-1) != found.argmax(-1)).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralRow:
+    """A codec on the texts: divergence a token in nats, share of tokens whose most likely one differs, right answers.
+
+    ``bits`` of an element of a block with all metadata; ``right`` of ``asked`` questions, None if none was asked.
+    """
+
+    codec: str
+    bits: float
+    divergence: float
+    differs: float
+    right: int | None
+    asked: int
+
+
+def measure(codec: Codec, texts: Sequence[Asked], answers: Sequence[bool] | None) -> SpectralRow:
+    """The row of ``codec``."""
+    found, differ = zip(*(text.divergence(codec) for text in texts), strict=True)
+    kl = torch.cat(found)
+    right, asked = (None, 0) if answers is None else (sum(answers), len(answers))
+    share = sum(differ) / len(kl)
+    return SpectralRow(
+        codec=codec.name, bits=codec.bits, divergence=float(kl.mean()), differs=share, right=right, asked=asked
+    )
+
+
+def answer(codec: Codec, tasks: str, samples: int, model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[bool]:
+    """Whether each question of ``tasks`` is answered right, decoded freely with blocks as ``codec`` leaves them."""
+    found = list[bool]()
+
+    def rule(full: int) -> int:
+        return max(0, full - RECENT) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    for task in parse_tasks(tasks, samples=samples, seed=SEED, field="tasks"):
+        for asked, example in zip(ask(tokenizer, task.examples), task.examples, strict=True):
+            sides = [[Side(rule, partial(codec, i, s), SINK) for s in (0, 1)] for i in range(model.config.num_layers)]
+            assert tokenizer.eos_token_id is not None and asked.params.max_tokens is not None, "of the demo model"
+            layers = [LayerCache(k, v) for k, v in sides]
+            ids = generate(model, layers, asked.prompt, asked.params.max_tokens, {tokenizer.eos_token_id})
+            found.append(grade([tokenizer.decode(ids, skip_special_tokens=False)], [example]).correct == 1)
+    return found
+
+
+def run(args: argparse.Namespace) -> Iterator[SpectralRow]:
+    """A row for each peer, and for each shrink, variant and number of bits."""
+    with demo_model() as (model, tokenizer):
+        moments = calibrated(args.calibrate, args.calibrating, tokenizer)
+        codecs = [plain(name, *sides, model) for name, sides in PEERS.items()]
+        for shrink in map(float, args.shrink.split(",")):
+            for variant in args.variants.split(","):
+                for bits in map(float, args.bits.split(",")):
+                    name = f"spectral {bits:g}, shrink {shrink:g}, {variant}"
+                    codecs.append(spectral(moments, bits, shrink, variant, name))
+        with torch.inference_mode():
+            found = task_texts(tokenizer, args.tasks, samples=args.samples, max_tokens=MAX_TOKENS, seed=SEED).texts
+            texts = [Asked(model, text) for text in found]
+            for codec in codecs:
+                answers = answer(codec, args.tasks, args.answers, model, tokenizer) if args.answers else None
+                yield measure(codec, texts, answers)
+
+
+def spectral_table(rows: Sequence[SpectralRow], title: str) -> Table:
+    """The rows for people."""
+    columns: list[Column[SpectralRow]] = [
+        Column("codec", lambda row: row.codec, is_text=True),
+        Column("bits", lambda row: f"{row.bits:.2f}"),
+        Column("nats a token", lambda row: f"{row.divergence:.2g}"),
+        Column("top-1 differs", lambda row: f"{row.differs:.2%}"),
+        Column("right", lambda row: "" if row.right is None else f"{row.right} of {row.asked}"),
+    ]
+    return from_rows(title, rows, columns, [])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns the exit code; Ctrl-C prints the rows there are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.spectral", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--calibrate", default=",".join(CALIBRATION), metavar="LIST", help="tasks (default: %(default)s)")
+    add("--calibrating", type=int, default=16, metavar="N", help="texts of them (default: %(default)s)")
+    add("--tasks", default="ledger:40,lookup:100", metavar="LIST", help="measured (default: %(default)s)")
+    add("--samples", type=int, default=8, metavar="N", help="texts compared (default: %(default)s)")
+    add("--answers", type=int, default=0, metavar="N", help="questions a task (default: %(default)s)")
+    add("--bits", default="2.25,2,1.75,1.5,1.4,1.25", metavar="LIST", help="with metadata (default: %(default)s)")
+    add("--shrink", default=str(DEFAULT_SHRINK), metavar="LIST", help="default: %(default)s")
+    add("--variants", default=VARIANTS[0], metavar="LIST", help=f"of {', '.join(VARIANTS)} (default: %(default)s)")
+    results.add_options(parser)
+    args = parser.parse_args(argv)
+    unknown = set(args.variants.split(",")) - set(VARIANTS)
+    if unknown or not set(args.calibrate.split(",")) <= set(CALIBRATION):
+        parser.error(f"choose --variants from {', '.join(VARIANTS)}, --calibrate from {', '.join(CALIBRATION)}")
+    rows, code = results.collect(run(args))
+    if rows:
+        title = f"demo model, float32, calibrated on {args.calibrate}, measured on {args.tasks}"
+        results.deliver(args, rows, spectral_table(rows, title))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
