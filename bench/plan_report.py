@@ -9,11 +9,13 @@ from statistics import fmean
 
 import torch
 
+from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import CapacityError
-from qkv_engine.kernels.formats import make_format
-from qkv_engine.kernels.formats.graded import Graded
+from qkv_engine.kernels.formats import PageShape, make_format
+from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kv.slabs import make_tables
+from qkv_engine.layer_kv import LayerKV
 from qkv_engine.planner.budget import ladder_of
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.plan import KVPlan
@@ -79,10 +81,10 @@ def layer_rows(plan: KVPlan) -> list[LayerRow]:
             v_nats[layer],
             k[-1][layer],
             v[-1][layer],
-            _bits(k[-1][layer], kv.head_dim),
-            _bits(v[-1][layer], kv.head_dim),
-            [_bits(rung[layer], kv.head_dim) for rung in k],
-            [_bits(rung[layer], kv.head_dim) for rung in v],
+            _bits(k[-1][layer], "k", kv),
+            _bits(v[-1][layer], "v", kv),
+            [_bits(rung[layer], "k", kv) for rung in k],
+            [_bits(rung[layer], "v", kv) for rung in v],
         )
         for layer, kv in enumerate(plan.model.kv_of_layers)
     ]
@@ -195,7 +197,6 @@ def _steps(bits: Sequence[float]) -> str:
     return " ".join(dict.fromkeys(f"{width:g}" for width in bits))
 
 
-def _bits(name: str, head_dim: int) -> float:
-    """Code bits an element; channels without codes count."""
-    fmt = make_format(name, torch.float32)
-    return sum(run.channels * run.bits for run in fmt.runs) / head_dim if isinstance(fmt, Graded) else fmt.bits
+def _bits(name: str, side: SideName, kv: LayerKV) -> float:
+    """Code bits an element."""
+    return make_format(name, torch.float32).layout(PageShape(kv.num_kv_heads, BLOCK_TOKENS, kv.head_dim), side).bits

@@ -114,6 +114,12 @@ class Side(ABC):
         return None
 
     @property
+    def bits(self) -> float:
+        """Bits of codes an element, of the side below if this one is subordinate; metadata not counted."""
+        shape = self.shape
+        return 8 * (self.dominant or self).codes_nbytes / (shape.num_kv_heads * shape.num_tokens * shape.head_dim)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and metadata one after the other, padded to a cache line."""
         return -(-(self.codes_nbytes + self.meta_nbytes) // SIDE_ALIGN) * SIDE_ALIGN
