@@ -18,11 +18,14 @@ demo: .venv/.installed
 	@printf '\n'
 	$(BIN)/qkv-engine bench --batch-sweep 1,4,16 --input-len 64 --output-len 32 --repeats 1
 
+# Programs that tests start find compiled modules, whatever the environment asks.
+COMPILED := PYTHONDONTWRITEBYTECODE=
+
 test: .venv/.installed-test lint
-	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+	$(COMPILED) $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-full: .venv/.installed-test lint
-	$(BIN)/pytest -n auto --dist loadfile -m "not gpu"
+	$(COMPILED) $(BIN)/pytest -n auto --dist loadfile -m "not gpu"
 
 test-gpu: .venv/.installed-test
 	$(BIN)/pytest -m gpu

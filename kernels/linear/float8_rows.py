@@ -59,8 +59,8 @@ def quantize_rows(x: Tensor, *, blocks: bool = False) -> Float8Rows:
     shape = (triton.cdiv(size, BLOCK), num_rows) if blocks else (num_rows, 1)
     scales = x.new_empty(shape, dtype=torch.float32)
     constexprs, num_warps = rows_variant(size)
-    options = {"BLOCKS": blocks, "num_warps": num_warps, **overlap_options(x.device), **FUSED}
-    quantize_rows_kernel[(num_rows,)](x, codes, scales, num_rows, **constexprs, **options)
+    options = {"BLOCKS": blocks, "num_warps": num_warps, **overlap_options(x.device)}
+    quantize_rows_kernel[(num_rows,)](x, codes, scales, num_rows, **constexprs, **options, **FUSED)
     return Float8Rows(codes, scales.T if blocks else scales)
 
 

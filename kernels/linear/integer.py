@@ -108,16 +108,16 @@ def linear_codes(
     assert x.is_contiguous() and x.shape[1] == weight.num_columns
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
-    launch = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
+    launch = {"num_warps": num_warps, **overlap_options(x.device)}
     programs = triton.cdiv(num_out, constexprs["BLOCK_N"])
     operands = weight.scales, weight.zeros, bias
     if kernel is code_sum_kernel:
-        kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch)
+        kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch, **FUSED)
         return out
     splits = constexprs["SPLITS"]
     to = out if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
     grid = (programs, triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
-    kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch)
+    kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch, **FUSED)
     if splits > 1:
         add_splits(to, bias, out, gated=gated)
     return out

@@ -91,7 +91,9 @@ def test_pressure_steps_blocks_down_only_as_far_as_memory_asks() -> None:
         assert tight.core.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "int4", "kivi-2", "auto"])
+@pytest.mark.parametrize(
+    "kv", ["bf16", "auto", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("int8", "int4", "kivi-2"))]
+)
 def test_the_largest_batch_runs_at_once_to_its_last_token(kv: str) -> None:
     with filled(kv, 2**24) as core:
         batch = largest_batch(core.cache.ladder, 2**24, 500)

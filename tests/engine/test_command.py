@@ -53,7 +53,9 @@ def as_bytes(command: StepCommand | MoveCommand) -> bytes:
     return msgspec.msgpack.encode(command)
 
 
-@pytest.mark.parametrize(("kv", "memory"), [("auto", "6MiB"), ("patternkv", "32MiB")])
+@pytest.mark.parametrize(
+    ("kv", "memory"), [("auto", "6MiB"), pytest.param("patternkv", "32MiB", marks=pytest.mark.slow)]
+)
 def test_commands_carry_all_that_a_step_depends_on(kv: str, memory: str):
     started = begin(kv, memory)
     core, runner = started.core, started.core.runner

@@ -83,7 +83,14 @@ def test_layers_of_more_kinds_than_groups_are_refused():
         fit_rows(FitTask.of(Fit(memory="48GiB"), model, torch.device("cuda"), AUTO, is_here=False))
 
 
-@pytest.mark.parametrize(("memory", "kv"), [("80MiB", "bf16"), ("53MiB", "int8"), ("47MiB", "auto")])
+@pytest.mark.parametrize(
+    ("memory", "kv"),
+    [
+        pytest.param("80MiB", "bf16", marks=pytest.mark.slow),
+        pytest.param("53MiB", "int8", marks=pytest.mark.slow),
+        ("47MiB", "auto"),
+    ],
+)
 def test_the_best_row_starts_and_holds_the_requests(memory: str, kv: str):
     fit = Fit(context=512, requests=8, memory=memory)
     (best, *_) = fit_rows(task(fit))

@@ -47,7 +47,7 @@ def answers(kv: str, memory: str) -> tuple[list[Any], int, int]:
     return found, cache.tables.max_tokens(0), cache.arena.slab_nbytes
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int4", "patternkv"])
+@pytest.mark.parametrize("kv", ["int4", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("bf16", "patternkv"))])
 def test_layers_in_two_equal_groups_give_the_same_tokens(kv: str, monkeypatch: pytest.MonkeyPatch):
     mine, capacity, _ = answers(kv, "64MiB")
     monkeypatch.setattr(layouts, "group_layers", by_parity)
@@ -69,7 +69,9 @@ def with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv_engine.loading.kv_of_layers", kv_of_layers)
 
 
-@pytest.mark.parametrize(("kv", "memory"), [("auto", "8MiB"), ("patternkv", "32MiB")])
+@pytest.mark.parametrize(
+    ("kv", "memory"), [("auto", "8MiB"), pytest.param("patternkv", "32MiB", marks=pytest.mark.slow)]
+)
 def test_commands_carry_all_that_two_groups_depend_on(kv: str, memory: str, monkeypatch: pytest.MonkeyPatch):
     with_windows(monkeypatch)
     started = begin(kv, memory)
@@ -105,7 +107,7 @@ def test_one_group_has_no_figures_of_its_own():
     assert stats.kv_group_blocks == () and b"kv_group_blocks" not in msgspec.json.encode(stats)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupts_within_changes_of_the_books_leave_nothing_behind(seed: int, monkeypatch: pytest.MonkeyPatch):
     """They come before or after any change of the books; ``play`` sees that no byte is left."""
     with_windows(monkeypatch)

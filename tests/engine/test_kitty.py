@@ -28,7 +28,11 @@ def prompts(number: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(5, 1000) for _ in range(rng.randint(300, 500))] for _ in range(number)]
 
 
-@pytest.mark.parametrize(("kv", "kv_memory"), [(EAGER, "64MiB"), (PRESSURE, "17MiB")], ids=["eager", "pressure"])
+@pytest.mark.parametrize(
+    ("kv", "kv_memory"),
+    [pytest.param(EAGER, "64MiB", marks=pytest.mark.slow), (PRESSURE, "17MiB")],
+    ids=["eager", "pressure"],
+)
 def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks stand on the same rungs in the same steps."""
     with Engine(kv=kv, kv_memory=kv_memory, prefix_caching=False, max_num_batched_tokens=200, device="cpu") as engine:

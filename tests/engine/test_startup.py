@@ -293,7 +293,7 @@ def signal_main() -> None:
 
 @pytest.mark.parametrize(
     ("load_format", "step"),
-    [("auto", "build_model"), ("random", "_materialize"), ("auto", "_go_on_unless"), ("random", "_go_on_unless")],
+    [("random", "_materialize"), ("auto", "_go_on_unless")],
 )
 def test_an_interrupted_load_ends_and_leaves_nothing(
     folder: Path, load_format: str, step: str, monkeypatch: pytest.MonkeyPatch

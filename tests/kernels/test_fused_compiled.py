@@ -19,7 +19,9 @@ def test_fused_kernels_fit_in_registers(case) -> None:
     assert found["LDG"] <= next(most for part, most in MAX_LOADS.items() if part in name)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)]
+)
 def test_a_basis_fits_in_registers_and_shared_memory(capability) -> None:
     for _, kernel, constexprs, tuning in basis_kernels(128, 256, overlap=capability >= 90):
         found = describe(compile_kernel(kernel, constexprs, tuning, capability))

@@ -46,7 +46,10 @@ def test_pages_of_another_size_are_not_integer() -> None:
     assert integer_functions(Uniform(4, "channel", 128).layout(PageShape(2, 256, 128), "k")) is None
 
 
-@pytest.mark.parametrize(("k_bits", "v_bits", "group"), [(4, 4, 128), (3, 1, 128), (2, 2, 32)])
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits", "group"),
+    [(4, 4, 128), *(pytest.param(*bits, marks=pytest.mark.slow) for bits in ((3, 1, 128), (2, 2, 32)))],
+)
 def test_every_byte_of_a_page_is_fetched_ahead_and_once(k_bits: int, v_bits: int, group: int) -> None:
     k, v = cases.sides(k_bits, v_bits, 128, "channel", group, group, heads=8)
     arguments = cases.constexprs(k, v, 4)

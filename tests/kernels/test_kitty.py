@@ -284,7 +284,7 @@ def test_random_ranking_depends_on_the_data_and_the_channel() -> None:
 # ---- back ends
 
 
-@pytest.mark.parametrize("name", ["kitty-12.5", "kitty-25"])
+@pytest.mark.parametrize("name", [pytest.param("kitty-12.5", marks=pytest.mark.slow), "kitty-25"])
 def test_a_page_is_fetched_ahead_and_once(name: str) -> None:
     pytest.importorskip("triton")
     from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant

@@ -52,6 +52,7 @@ def test_kernels_fit_in_registers(case) -> None:
         assert before.count("ld.global.L1::evict_first") == before.count("v4.b32") >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", moe_kernels(overlap=False), ids=lambda case: case[0])
 def test_kernels_fit_before_hopper(case) -> None:
     found = describe(compile_kernel(*case[1:], capability=80))

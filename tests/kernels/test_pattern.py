@@ -232,7 +232,7 @@ def test_seals_compile_and_do_not_spill() -> None:
         assert found["spilled"] == 0 and found["shared"] <= 115_712, name  # two programs a multiprocessor
 
 
-@pytest.mark.parametrize("number", [32, 64])
+@pytest.mark.parametrize("number", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_page_is_fetched_ahead_and_once(number: int) -> None:
     pytest.importorskip("triton")
     from qkv_engine.kernels.paged_decode.triton import Tuning, decode_variant

@@ -60,7 +60,11 @@ def _overcommitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
 
 
-@pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*VARIANTS[::2], *(pytest.param(*each, marks=pytest.mark.slow) for each in VARIANTS[1::2])],
+    ids=str,
+)
 def test_greedy_tokens_equal_transformers(
     family: str, changes: dict, make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path
 ):
