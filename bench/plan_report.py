@@ -199,4 +199,8 @@ def _steps(bits: Sequence[float]) -> str:
 
 def _bits(name: str, side: SideName, kv: LayerKV) -> float:
     """Code bits an element."""
-    return make_format(name, torch.float32).layout(PageShape(kv.num_kv_heads, BLOCK_TOKENS, kv.head_dim), side).bits
+    return (
+        make_format(name, torch.float32)
+        .layout(PageShape(kv.num_kv_heads, BLOCK_TOKENS, kv.head_dim), side)
+        .element_bits
+    )

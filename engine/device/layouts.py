@@ -75,7 +75,7 @@ class Rung:
     @property
     def bits(self) -> float:
         """The fewest code bits of any side."""
-        return min(side.bits for side in self.layout.sides)
+        return min(side.element_bits for side in self.layout.sides)
 
     @property
     def size(self) -> RungSize:

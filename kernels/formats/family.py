@@ -114,7 +114,7 @@ class Side(ABC):
         return None
 
     @property
-    def bits(self) -> float:
+    def element_bits(self) -> float:
         """Bits of codes an element, of the side below if this one is subordinate; metadata not counted."""
         shape = self.shape
         return 8 * (self.dominant or self).codes_nbytes / (shape.num_kv_heads * shape.num_tokens * shape.head_dim)
