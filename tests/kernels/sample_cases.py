@@ -217,8 +217,8 @@ def foreign_tokens(device: str = "cpu") -> float:
 
 
 cases = {
-    "small": fuzz(SIZES, 2048, 5, 16, 30),
-    "narrow lists": fuzz([130, 1000], 16, 4, 16, 15),
+    "small": fuzz(SIZES, 2048, 5, 16, 20),
+    "narrow lists": fuzz([130, 1000], 16, 4, 16, 10),
     "many shares": fuzz([4999, 12345], 64, 2, 64, 5),
     "one share": fuzz([4999], 512, 3, 1, 4),
     "flat": flat,

@@ -11,7 +11,10 @@ from studies.kernels.compiled import basis_kernels, compile_kernel, describe, fu
 MAX_LOADS = {"rms_norm": 6, "swiglu": 2, "rope_kv_write": 8}  # instructions a thread; bytes one by one would be dozens
 
 
-@pytest.mark.parametrize("case", fused_kernels(), ids=lambda case: case[0])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case[0], marks=pytest.mark.slow if i % 2 else ()) for i, case in enumerate(fused_kernels())],
+)
 def test_fused_kernels_fit_in_registers(case) -> None:
     name, kernel, constexprs, tuning = case
     found = describe(compile_kernel(kernel, constexprs, tuning))

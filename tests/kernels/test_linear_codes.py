@@ -43,7 +43,10 @@ def test_floats_are_kept() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case[0], marks=[pytest.mark.slow] if "gated" in case[0] else []) for case in code_kernels()],
+    [
+        pytest.param(case, id=case[0], marks=pytest.mark.slow if "gated" in case[0] or index % 2 else ())
+        for index, case in enumerate(code_kernels())
+    ],
 )
 def test_codes_become_floats_in_registers(case) -> None:
     """Nothing spills, codes of slices are read 16 bytes at a time, and no instruction converts one element."""

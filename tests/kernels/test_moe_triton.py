@@ -37,7 +37,13 @@ def test_tunings_serve_every_number() -> None:
     assert list(TUNINGS) == sorted(TUNINGS)
 
 
-@pytest.mark.parametrize("case", moe_kernels(), ids=lambda case: case[0])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case[0], marks=pytest.mark.slow if index % 2 else ())
+        for index, case in enumerate(moe_kernels())
+    ],
+)
 def test_kernels_fit_in_registers(case) -> None:
     """Weights are read 16 bytes at a time: for down sums before waiting for gate and up, for tiles by wide copies."""
     name, kernel, constexprs, tuning = case

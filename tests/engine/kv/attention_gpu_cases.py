@@ -158,7 +158,6 @@ if __name__ == "__main__":
             "a window, soft cap, null logits": lambda: compare(
                 (uniform_rung(4),), 0, 64, windows=(200, 200), softcap=3.0, has_null_logit=True, scale=0.3
             ),
-            "nested rungs, sink": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, 64),
             "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
             "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, 64),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
