@@ -34,18 +34,22 @@ from qkv_engine.bench.report import as_json, number, render
 from qkv_engine.bench.result_files import read_records
 from qkv_engine.bench.table import Column, Table, from_rows
 from qkv_engine.models.llama import LlamaForCausalLM
+from qkv_engine.planner.spectral import DEFAULT_SHRINK
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .field_plot import FieldPoint, draw
 from .field_schemes import NAMES, Field, FieldScheme
 from .papers.decode import Prompt, follow, generate_all, read
 from .papers.demo import demo_model
+from .spectral import Codec, calibrated, spectral
 
 TASKS = "ledger:40,lookup:100,addition:10,sorting:55"
 CALIBRATION_TEXTS, CALIBRATION_SEED = 4, 1_000_003  # right conversations a task, unlike those of any likely seed
 PIECE = 16  # tokens of a given reply that are computed at once
+SPECTRAL_TEXTS = 10  # a task, that spectral codecs are calibrated on
 LANES = 48  # questions that are answered at once
 REFERENCE = "fp16"
+SPECTRAL = ("spectral-2.25", "spectral-2", "spectral-1.75", "spectral-1.5", "spectral-1.25")
 
 Item = TypeVar("Item")
 
@@ -216,6 +220,7 @@ def run(args: argparse.Namespace, settings: str, rows: dict[str, FieldRow]) -> I
         ]
         words = [example.chat + example.reply for example in known]
         field = Field(model, [tokenizer.encode(text) for text in words], words, own=args.windows == "own")
+        field.codecs.update(spectral_codecs(args, tokenizer))
         exam = Exam(model, tokenizer, texts, questions)
         exam.forced(field.scheme(REFERENCE))
         for name in args.schemes:
@@ -223,12 +228,24 @@ def run(args: argparse.Namespace, settings: str, rows: dict[str, FieldRow]) -> I
                 yield measure(exam, field.scheme(name), settings, args.seed)
 
 
+def spectral_codecs(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Codec]:
+    """The codecs of the schemes called "spectral-BITS", by name."""
+    names = [name for name in args.schemes if name.startswith("spectral-")]
+    if not names:
+        return {}
+    tasks = ",".join(task.name for task in parse_tasks(args.calibrate or args.tasks, samples=1))
+    moments = calibrated(tasks, SPECTRAL_TEXTS, tokenizer)
+    return {
+        name: spectral(moments, float(name.removeprefix("spectral-")), args.shrink, "planner", name) for name in names
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures what is missing, prints the table and returns the exit code; 130 after Ctrl-C."""
     args = parse(argv)
     known = args.calibrate or args.tasks
     settings = f"{args.tasks}: {args.texts} texts and {args.samples} questions a task, seed {args.seed}, "
-    settings += f"{args.windows} windows, calibrated on {known}"
+    settings += f"{args.windows} windows, calibrated on {known}, shrink {args.shrink:g}"
     rows = kept_rows(args.output, settings=settings, names=args.schemes)
     code = 0
     try:
@@ -257,9 +274,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="rows, .jsonl; those that are there are kept")
     add("--plot", type=Path, help="divergence and right answers against bits, .png")
-    add("--schemes", default=",".join(NAMES), metavar="LIST", help=f"of {', '.join(NAMES)}, presets and plan files")
+    usual = (*NAMES, *SPECTRAL)
+    known = f"of {', '.join(NAMES)}, spectral-BITS, presets and plan files"
+    add("--schemes", default=",".join(usual), metavar="LIST", help=known)
     add("--tasks", default=TASKS, metavar="LIST", help="(default: %(default)s)")
     add("--calibrate", metavar="LIST", help="tasks whose texts calibrate, by default those that are measured")
+    add("--shrink", type=float, default=DEFAULT_SHRINK, help="of spectral bases (default: %(default)s)")
     add("--texts", type=int, default=24, help="right replies a task that are forced (default: %(default)s)")
     add("--samples", type=int, default=200, help="questions a task (default: %(default)s)")
     add("--seed", type=int, default=0)
