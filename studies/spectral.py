@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -33,7 +32,7 @@ from qkv_engine.models.llama import LlamaForCausalLM
 from qkv_engine.planner.allocate import allocate
 from qkv_engine.planner.basis import Basis, solve_basis
 from qkv_engine.planner.gradients import Text, profile_texts
-from qkv_engine.planner.mixed import RECENT, SINK
+from qkv_engine.planner.mixed import SINK
 from qkv_engine.planner.moments import LayerSums, SideMoments, moments_of
 from qkv_engine.planner.sensitivity import Candidates, pages, round_trip
 from qkv_engine.planner.spectral import DEFAULT_SHRINK, choices, run_energies
@@ -41,7 +40,8 @@ from qkv_engine.presets import DEFAULT_KV, resolve_kv
 from qkv_engine.text.tokenizer import Tokenizer
 
 from . import results
-from .papers.cache import LayerCache, Side, attention
+from .field_schemes import SPECTRAL, of_codec, old_blocks
+from .papers.cache import attention
 from .papers.decode import SimulatedBatch, generate
 from .papers.demo import demo_model
 
@@ -152,7 +152,7 @@ class Continued(NamedTuple):
 
     @classmethod
     def of(cls, layer: int, prompt: Prompt, codec: Codec | None) -> Continued:
-        number = max(0, prompt.k.shape[1] - SINK - RECENT) // BLOCK_TOKENS * BLOCK_TOKENS
+        number = old_blocks(prompt.k.shape[1] - SINK)
         old, sides = slice(SINK, SINK + number), [prompt.k.clone(), prompt.v.clone()]
         for side, x in enumerate(sides):
             if codec is not None and number:
@@ -217,15 +217,10 @@ def measure(codec: Codec, texts: Sequence[Asked], answers: Sequence[bool] | None
 def answer(codec: Codec, tasks: str, samples: int, model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[bool]:
     """Whether each question of ``tasks`` is answered right, decoded freely with blocks as ``codec`` leaves them."""
     found = list[bool]()
-
-    def rule(full: int) -> int:
-        return max(0, full - RECENT) // BLOCK_TOKENS * BLOCK_TOKENS
-
     for task in parse_tasks(tasks, samples=samples, seed=SEED, field="tasks"):
         for asked, example in zip(ask(tokenizer, task.examples), task.examples, strict=True):
-            sides = [[Side(rule, partial(codec, i, s), SINK) for s in (0, 1)] for i in range(model.config.num_layers)]
+            layers = of_codec(codec, SPECTRAL, model.config.num_layers).layers()
             assert tokenizer.eos_token_id is not None and asked.params.max_tokens is not None, "of the demo model"
-            layers = [LayerCache(k, v) for k, v in sides]
             ids = generate(model, layers, asked.prompt, asked.params.max_tokens, {tokenizer.eos_token_id})
             found.append(grade([tokenizer.decode(ids, skip_special_tokens=False)], [example]).correct == 1)
     return found

@@ -126,7 +126,7 @@ def test_options_of_the_best_row():
 )
 def test_what_fit_chooses_is_refused_beside_it(field: str, options: dict[str, object]):
     with pytest.raises(ConfigError, match="fit chooses it") as refused:
-        Engine(fit=Fit(), **options)  # type: ignore[arg-type]
+        Engine(fit=Fit(), **options)
     value = options[field]
     shown = value.name if isinstance(value, KVConfig) else value
     assert (refused.value.field, refused.value.value) == (field, shown) and refused.value.remedy is not None
@@ -144,7 +144,7 @@ def test_what_fit_chooses_is_refused_beside_it(field: str, options: dict[str, ob
 )
 def test_wrong_values_name_their_field(field: str, options: dict[str, object]):
     with pytest.raises(ConfigError) as refused:
-        Fit(**options)  # type: ignore[arg-type]
+        Fit(**options)
     assert refused.value.field == field
     with pytest.raises(ConfigError, match="not a Fit"):
         replace(AUTO, fit="24GiB")
