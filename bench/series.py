@@ -43,7 +43,7 @@ class StatsSample(NamedTuple):
             stats.kv_blocks,
             stats.kv_bytes_total - stats.kv_bytes_used - stats.kv_bytes_cached,
             stats.num_steps,
-            stats.num_demotions,
+            stats.num_demotions + stats.num_idle_demotions,
             stats.num_preemptions,
             stats.prompt_tokens,
             stats.generation_tokens,

@@ -27,13 +27,17 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         prompt_tokens: computed; recomputed ones are counted again.
         generation_tokens: sampled.
         prefix_query_tokens, prefix_hit_tokens: looked up in the prefix cache, and found there.
-        num_demotions: blocks that stepped down a rung.
+        prefix_hits: tokens found there by the rung that they stood on; where layers have different windows, in those
+            that see the most.
+        num_demotions: blocks of requests that stepped down a rung.
         demotions: the same by step, such as {"int8->int4": 3}.
+        num_idle_demotions: blocks of the prefix cache alone that stepped down a rung.
+        idle_demotions: the same by step.
 
     KV memory
         kv_bytes_total: held by the engine.
         kv_bytes_used: of live requests.
-        kv_bytes_cached: of the prefix cache alone, given up when needed.
+        kv_bytes_cached: of the prefix cache alone, which step down and are given up when needed.
         kv_bytes_reserve: kept free, so that a step down always finds a place to write.
         kv_bytes_peak: most used at one moment.
         kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
@@ -65,8 +69,11 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_preemptions: int
     num_demotions: int
     demotions: dict[str, int]
+    num_idle_demotions: int = 0
+    idle_demotions: dict[str, int] = {}
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    prefix_hits: dict[str, int] = {}
     kv_bytes_total: int
     kv_bytes_used: int
     kv_bytes_cached: int

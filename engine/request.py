@@ -219,16 +219,19 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class KVUsage(msgspec.Struct, frozen=True):
-    """Precision of a request's KV blocks when it ended.
+    """Precision of a request's KV blocks when it ended, and of those it found in the prefix cache when it began.
 
     Fields
         blocks: number of blocks of 128 tokens by final rung, such as {"dense16": 1, "int4": 3}; the sink, which stays
             at 16 bits, is not counted. Layers with a sliding window have blocks of their own, those in sight.
         lowest_bits: fewest bits a code of any of its tokens; None if nothing was computed.
+        cached_tokens: number of tokens found in the prefix cache by their rung then, such as {"dense16": 32, "int4":
+            512}; where layers have different windows, in those that see the most.
     """
 
     blocks: dict[str, int] = {}
     lowest_bits: float | None = None
+    cached_tokens: dict[str, int] = {}
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
@@ -340,6 +343,7 @@ class Request:
     next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # the same by rung, of its last start
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

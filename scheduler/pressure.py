@@ -1,5 +1,6 @@
-"""Response to a shortage of KV memory, in this order: idle cached blocks are given up; the coldest blocks step down one
-rung; no more requests are admitted; the last running request is preempted, by priority and arrival.
+"""Response to a shortage of KV memory, in this order: idle cached blocks step down one rung; where none can, one is
+given up; the coldest blocks of running requests step down one rung; no more requests are admitted; the last running
+request is preempted, by priority and arrival.
 
 The first running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do
 unless more urgent ones keep coming.
@@ -15,7 +16,7 @@ from qkv_engine.request import Request, RequestStatus
 
 from .coldest import Candidate, Coldest, Tally, eligible, eligible_blocks
 from .queue import RequestQueue
-from .space import KVSpace, ShortageLike
+from .space import BlockLike, KVSpace, ShortageLike
 
 logger = logging.getLogger("qkv_engine")
 
@@ -67,7 +68,7 @@ class Pressure:
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
         while not self._reserve(request, num_tokens):
-            found = self.space.evict() or self._relieve(request, num_tokens, 0)
+            found = self._yield_idle(request, num_tokens, 0) or self._relieve(request, num_tokens, 0)
             if not found and not self._step_down_any(request.params.tenant):
                 return False
         return True
@@ -77,15 +78,17 @@ class Pressure:
 
         Leaves each other running request the block for its next token, which admission promised it. For a request that
         waits nothing steps down unless it may start even with all blocks on their floors: those that begin a slab there
-        may take the room that there was.
+        may take the room that there was. Nor does an idle block, or is given up, unless it may start without any.
         """
         if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
             return num_tokens
         spare = self._num_lacking(request)
         room = self.space.room_for(request, num_tokens, spare)
-        while room < num_tokens and self.space.evict():
-            room = self.space.room_for(request, num_tokens, spare)
-        if room < num_tokens and (request.status is RequestStatus.RUNNING or self._could_start(request, spare)):
+        runs = request.status is RequestStatus.RUNNING
+        if room < num_tokens and (runs or self._could_start_without_idle(request, spare)):
+            while room < num_tokens and self._yield_idle(request, num_tokens, spare):
+                room = self.space.room_for(request, num_tokens, spare)
+        if room < num_tokens and (runs or self._could_start(request, spare)):
             while room < num_tokens and self._relieve(request, num_tokens, spare):
                 room = self.space.room_for(request, num_tokens, spare)
         return room if room and self._reserve(request, room) else 0
@@ -102,6 +105,27 @@ class Pressure:
             self._lacking = self.space.lacking(self.running)
         return len(self._lacking) - (request in self._lacking)
 
+    def _yield_idle(self, request: Request, num_tokens: int, spare: int) -> bool:
+        """Has idle cached blocks make room: a few step down, or else one is given up; ``False`` if there are none."""
+        shortage = self.space.shortage(request, num_tokens, spare)
+        return self._step_down_idle(RELIEF_BLOCKS, shortage) > 0 or self.space.evict()
+
+    def _step_down_idle(self, number: int, shortage: ShortageLike) -> int:
+        """Steps idle cached blocks down a rung, at most ``number``, no more than ``shortage`` needs; how many did."""
+        steps = list[tuple[BlockLike, int]]()
+        for block in self.space.idle(number):
+            steps.append((block, block.rung + 1))
+            if shortage.eased(block.group, block.rung, block.rung + 1):
+                break
+        if not steps:
+            return 0
+        before = self.space.free_blocks()
+        done = self.space.demote(steps)
+        if logger.isEnabledFor(logging.INFO):
+            after = self.space.free_blocks()
+            logger.info("%d idle cached blocks stepped down; free 16-bit blocks %d -> %d", done, before, after)
+        return done
+
     def _relieve(self, request: Request, num_tokens: int, spare: int) -> bool:
         """Steps a few blocks down for the room that lacks; ``False`` if none may."""
         if self.space.num_rungs == 1:
@@ -109,11 +133,25 @@ class Pressure:
         shortage = self.space.shortage(request, num_tokens, spare)
         return self._step_down(request.params.tenant, RELIEF_BLOCKS, shortage) > 0
 
+    def _could_start_without_idle(self, request: Request, spare: int) -> bool:
+        """Whether a token of a waiting ``request`` had room without idle blocks, or if others stepped down, too."""
+        shortage, enough = self._shortage_of_start(request, spare), False
+        kinds = self.space.idle_kinds()
+        for kind, number in kinds.items():
+            enough = shortage.rid(*kind, number)
+        return enough or (bool(kinds) and self._eased_on_floors(shortage, request.params.tenant))
+
     def _could_start(self, request: Request, spare: int) -> bool:
         """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
-        shortage = self.space.shortage(request, request.num_computed_tokens + 1, spare)
+        return self._eased_on_floors(self._shortage_of_start(request, spare), request.params.tenant)
+
+    def _shortage_of_start(self, request: Request, spare: int) -> ShortageLike:
+        return self.space.shortage(request, request.num_computed_tokens + 1, spare)
+
+    def _eased_on_floors(self, shortage: ShortageLike, tenant: str) -> bool:
+        """Whether ``shortage`` ended if all blocks that may step down for ``tenant`` stood on their floors."""
         if self._tally is None or self._has_quota:  # without quotas all tenants' blocks may step down
-            ranks = self._ranks(request.params.tenant, self.space.aged(self.running))
+            ranks = self._ranks(tenant, self.space.aged(self.running))
             self._tally = Tally(eligible_blocks(self.space, self.running, ranks))
         enough = False
         for steps, number in self._tally.items():
@@ -128,9 +166,12 @@ class Pressure:
         if self.space.has_blocks(len(self.running)):
             return
         wanted = self.space.num_growing(self.running, self._ahead_steps)
+        number = AHEAD_PER_STEP * -(-len(self.running) // 2)
         while not self.space.has_blocks(wanted):
+            if self._step_down_idle(number, self.space.shortage_of(wanted)):
+                return
             if not self.space.evict():
-                self._step_down(None, AHEAD_PER_STEP * -(-len(self.running) // 2), self.space.shortage_of(wanted))
+                self._step_down(None, number, self.space.shortage_of(wanted))
                 return
 
     def _settle(self) -> None:

@@ -190,11 +190,18 @@ class Scheduler:
                 break
             while not (num_tokens := self._start(request, budget)):
                 # Shared blocks may be narrower than its own would be, and their slabs leave no room for the rest.
-                if self.running or not self.space.evict():
+                if self.running or not self._evict_all():
                     return started
             started.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
         return started
+
+    def _evict_all(self) -> bool:
+        """Gives up all cached blocks that no request uses; whether there were any."""
+        found = False
+        while self.space.evict():
+            found = True
+        return found
 
     def _start(self, request: Request, budget: int) -> int:
         """Lets a waiting request run if there is room for a token of it; returns for how many, at most ``budget``."""

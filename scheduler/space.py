@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from qkv_engine.request import Request
@@ -27,6 +27,10 @@ class ShortageLike(Protocol):
 
         Returns whether all fits then.
         """
+        ...
+
+    def rid(self, group: int, rung: int, number: int) -> bool:
+        """Counts in that ``number`` blocks of a group on ``rung`` are given up; returns whether all fits then."""
         ...
 
 
@@ -97,6 +101,14 @@ class KVSpace(Protocol):
 
     def free_blocks(self) -> int:
         """The most blocks that ``has_blocks``; for the log."""
+        ...
+
+    def idle(self, number: int) -> list[Any]:
+        """The first ``number`` cached blocks that no request uses to step down; fewer if no more can."""
+        ...
+
+    def idle_kinds(self) -> Mapping[tuple[int, int], int]:
+        """Numbers by group and rung of the blocks that ``evict`` can give up."""
         ...
 
     def evict(self) -> bool:

@@ -60,14 +60,18 @@ class _Envelope:
 
     def usage(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        blocks: Counter[str] = Counter()
+        blocks, cached = Counter[str](), Counter[str]()
         for output in outputs:
             blocks.update(output.kv.blocks)
+            cached.update(output.kv.cached_tokens)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+                "cached_tokens_by_rung": cached,
+            },
             "kv_bits": min((o.kv.lowest_bits for o in outputs if o.kv.lowest_bits is not None), default=None),
             "kv_blocks": blocks,
         }

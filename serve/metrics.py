@@ -104,7 +104,9 @@ class _EngineCollector(Collector):
             counter.add_metric([self._model], value)
             yield counter
         yield self._blocks(stats)
-        yield self._demotions(stats)
+        yield self._hits(stats)
+        yield self._demotions("kv_demotions", "blocks of requests that stepped down a rung", stats.demotions)
+        yield self._demotions("kv_idle_demotions", "blocks of the prefix cache alone that did", stats.idle_demotions)
         yield self._setting(stats)
 
     def _blocks(self, stats: EngineStats) -> Metric:
@@ -113,10 +115,17 @@ class _EngineCollector(Collector):
             blocks.add_metric([self._model, rung], number)
         return blocks
 
-    def _demotions(self, stats: EngineStats) -> Metric:
+    def _hits(self, stats: EngineStats) -> Metric:
+        meaning = "prompt tokens found in the prefix cache by rung"
+        hits = CounterMetricFamily("qkv:prefix_cache_hits_by_rung", meaning, labels=["model_name", "rung"])
+        for rung, number in stats.prefix_hits.items():
+            hits.add_metric([self._model, rung], number)
+        return hits
+
+    def _demotions(self, name: str, meaning: str, steps: dict[str, int]) -> Metric:
         labels = ["model_name", "from_rung", "to_rung"]
-        demotions = CounterMetricFamily("qkv:kv_demotions", "blocks that stepped down a rung", labels=labels)
-        for step, number in stats.demotions.items():
+        demotions = CounterMetricFamily(f"qkv:{name}", meaning, labels=labels)
+        for step, number in steps.items():
             demotions.add_metric([self._model, *step.split("->")], number)
         return demotions
 
@@ -135,7 +144,7 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("kv_cache_usage_perc", "share of KV memory that live requests hold, 0 to 1", used / total),
         ("kv_capacity_bytes", "KV memory", total),
         ("kv_used_bytes", "KV memory of live requests", used),
-        ("kv_cached_bytes", "KV memory of the prefix cache alone, given up when needed", cached),
+        ("kv_cached_bytes", "KV memory of the prefix cache alone, which yields when needed", cached),
         ("kv_free_bytes", "KV memory that nothing holds", total - used - cached),
         ("kv_reserve_bytes", "KV memory kept free for steps down", stats.kv_bytes_reserve),
         ("kv_peak_bytes", "most KV memory in use at one moment", stats.kv_bytes_peak),

@@ -49,7 +49,6 @@ def print_history(console: Console, messages: Iterable[Mapping[str, str]]) -> No
 
 def print_stats(console: Console, stats: EngineStats) -> None:
     """What the engine is and has done, for people."""
-    steps = ", ".join(f"{number:,} {step}" for step, number in stats.demotions.items())
     rows = {
         "engine": f"{stats.model} on {stats.device} in {stats.dtype}, {count(stats.num_threads, 'CPU thread')}",
         "KV": f"{stats.kv}, {format_size(stats.kv_bytes_used)} of {format_size(stats.kv_bytes_total)} in use (see /kv)",
@@ -61,7 +60,8 @@ def print_stats(console: Console, stats: EngineStats) -> None:
         "tokens": f"{stats.prompt_tokens:,} of prompts, {stats.generation_tokens:,} generated",
         "prefix cache": f"had {stats.prefix_hit_tokens:,} of {stats.prefix_query_tokens:,} prompt tokens",
         "preemptions": f"{stats.num_preemptions:,}",
-        "blocks stepped down": steps or "none",
+        "blocks stepped down": _by_rung(stats.demotions),
+        "  of cached ones": _by_rung(stats.idle_demotions),
     }
     _print_rows(console, [(name, Text(text)) for name, text in rows.items()])
 
@@ -70,7 +70,6 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
     """How the KV memory is used, and by the chat's ``last`` turn."""
     floor = f", {stats.kv_tokens_floor:,} at its floor" if stats.kv_tokens_floor > stats.kv_tokens_capacity else ""
     groups = {f"  of group {index}": _by_rung(blocks) for index, blocks in enumerate(stats.kv_group_blocks)}
-    steps = ", ".join(f"{number:,} {step}" for step, number in stats.demotions.items())
     rows = {
         "preset": stats.kv,
         "memory": f"{format_size(stats.kv_bytes_total)}, {stats.kv_tokens_capacity:,} tokens{floor}",
@@ -79,7 +78,8 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "reserve": format_size(stats.kv_bytes_reserve),
         "blocks": _by_rung(stats.kv_blocks),
         **groups,
-        "stepped down": steps or "none",
+        "stepped down": _by_rung(stats.demotions),
+        "  for reuse": _by_rung(stats.idle_demotions),
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
     }
     if last is not None:

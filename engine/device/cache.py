@@ -78,6 +78,7 @@ class KVCache:
     def reset_counters(self) -> None:
         """Counts demotions anew; the peak becomes the memory in use."""
         self.tables.store.num_demotions.clear()
+        self.tables.store.num_idle_demotions.clear()
         self.peak.clear()
         self.fullest.clear()
         self.note_peak()

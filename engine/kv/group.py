@@ -131,9 +131,9 @@ class GroupTables:
         return spec.visible - 1 + spec.tokens_in(number)
 
     def release(self, request_id: str) -> None:
-        """Takes all blocks of a request back."""
+        """Takes all blocks of a request back, the last first: the end of a prefix is worth less than its beginning."""
         table = self._tables.pop(request_id)
-        for block in table:
+        for block in reversed([*table]):
             self._let_go(block, table.floor)
 
     def _let_go(self, block: Block, floor: int) -> None:

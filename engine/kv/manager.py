@@ -84,6 +84,7 @@ class KVManager:
         if prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
             hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+        request.cached_tokens = hit.by_rung(self.spec.main, self.tables.main.index)
         self.demand.add(request)
         self.tables.open(
             request.request_id,
@@ -160,6 +161,12 @@ class KVManager:
     def free_blocks(self) -> int:
         return self.tables.free_blocks()
 
+    def idle(self, number: int) -> list[Block]:
+        return [] if self.prefix is None else self.prefix.idle.coldest(number)
+
+    def idle_kinds(self) -> Counter[tuple[int, int]]:
+        return Counter() if self.prefix is None else self.prefix.idle.kinds()
+
     def evict(self) -> bool:
         return self.prefix is not None and self.prefix.evict()
 
@@ -200,7 +207,10 @@ class KVManager:
         return self.quota is not None and nbytes > self.quota * self.tables.arena.nbytes
 
     def usage(self, request: Request) -> KVUsage:
-        """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends."""
+        """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends.
+
+        And those of the tokens that it found in the prefix cache.
+        """
         if request.request_id not in self.tables:
             return KVUsage()
         num_blocks = self.spec.main.blocks_for(len(request.token_ids) - 1)
@@ -213,4 +223,5 @@ class KVManager:
         for (group, rung), number in sorted(rungs.items()):
             blocks[self.rung_name(group, rung)] += number
         holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
-        return KVUsage(dict(blocks), min(bits, default=self.spec.main.widest.bits if holds_any else None))
+        lowest = min(bits, default=self.spec.main.widest.bits if holds_any else None)
+        return KVUsage(dict(blocks), lowest, request.cached_tokens)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 from typing import NamedTuple
 
 from .block import Block
+from .idle import Entry, IdleBlocks
+from .spec import GroupSpec
 from .table import BlockTables
 
 
@@ -28,19 +28,16 @@ class Hit(NamedTuple):
     num_tokens: int = 0
     blocks: Sequence[Block] = ()
 
+    def by_rung(self, group: GroupSpec, index: int) -> dict[str, int]:
+        """Its tokens in sight by the name of the rung on which ``group``, with that index, has them now.
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """Cached blocks of the same tokens, which follow those of ``parent``; by group, None for one that is not cached.
-
-    ``used``: serial numbers of the blocks' last uses, equal in groups that see all tokens.
-    """
-
-    key: bytes
-    blocks: list[Block | None]
-    tokens: array[int]
-    parent: bytes
-    used: list[int]
+        Those of a sink stand on the first.
+        """
+        tokens: Counter[str] = Counter()
+        for block in self.blocks:
+            if block.group == index:
+                tokens[group.rungs[max(0, block.rung)].name] += group.block_tokens if block.rung >= 0 else group.sink
+        return dict(tokens)
 
 
 class PrefixCache:
@@ -55,18 +52,18 @@ class PrefixCache:
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
-        # Heaps of (used, key) of idle entries, some out of date: without a cached block that follows, and with one.
-        self._leaves: list[tuple[int, bytes]] = []
-        self._inner: list[tuple[int, bytes]] = []
-        self._parts: list[tuple[int, int, bytes]] = []  # the same of idle blocks in windows: (used, group, key)
-        self._uses = count()
-        tables.store.on_lone = self._note_lone
+        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
+        tables.store.on_lone = self.idle.fell_idle
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
+        self.reset_counters()
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def reset_counters(self) -> None:
+        """Counts tokens that are looked up and found anew."""
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        self.hit_tokens: Counter[str] = Counter()  # by name of the main group's rung that they stood on
 
     # ---- finding
 
@@ -120,13 +117,12 @@ class PrefixCache:
         return served
 
     def _take(self, found: Sequence[Entry | None]) -> Hit:
-        """The hit of these pieces, whose blocks are used now."""
+        """The hit of these pieces."""
         if not found:
             return Hit()
         num_tokens, sink = self._piece(len(found) - 1).stop, self._tables.spec.main.num_token_slots
         self.num_hit_tokens += num_tokens
         blocks: list[list[Block]] = []
-        serials = [next(self._uses) for _ in found]
         for index, group in enumerate(self._tables.spec.groups):
             pieces = [0] if group.sees_sink(num_tokens) else []
             pieces += range(sink + group.num_passed(num_tokens), len(found))
@@ -136,10 +132,10 @@ class PrefixCache:
                 assert entry is not None
                 block = entry.blocks[index]
                 assert block is not None
-                entry.used[index] = serials[piece]
                 blocks[-1].append(block)
-                self._note_idle(entry, index)
-        return Hit(num_tokens, [block for own in blocks for block in own])
+        hit = Hit(num_tokens, [block for own in blocks for block in own])
+        self.hit_tokens.update(hit.by_rung(self._tables.spec.main, self._tables.main.index))
+        return hit
 
     # ---- filing
 
@@ -159,21 +155,29 @@ class PrefixCache:
             self._published[request_id] = (index + 1, key)
 
     def _file(self, key: bytes, parent: bytes, tokens: array[int], blocks: Sequence[Block | None]) -> None:
-        """Files blocks of one piece, as far as none are filed for it yet; None for those that were given back."""
+        """Files blocks of one piece, where they are worth more than those that are filed for it; None: given back."""
         entry = self._entries.get(key)
-        lacking = [i for i, b in enumerate(blocks) if b is not None and (entry is None or entry.blocks[i] is None)]
-        if not lacking or (entry is not None and entry.tokens != tokens):
+        if entry is not None and entry.tokens != tokens:
+            return
+        filed = (None,) * len(blocks) if entry is None else entry.blocks
+        pairs = zip(blocks, filed, strict=True)
+        better = [block for block, old in pairs if block is not None and _replaces(block, old)]
+        if not better:
             return
         if entry is None:
             entry = self._entries[key] = Entry(key, [None] * len(blocks), tokens, parent, [0] * len(blocks))
             self._children[parent] = self._children.get(parent, 0) + 1
-        used = next(self._uses)
-        for index in lacking:
-            block = entry.blocks[index] = blocks[index]
-            assert block is not None
-            entry.used[index] = used
-            self._of_block[block] = entry
-            block.refs += 1
+        for block in better:
+            self._put(entry, block)
+
+    def _put(self, entry: Entry, block: Block) -> None:
+        """Files ``block`` in its group; the cache lets go of the one before it."""
+        before, entry.blocks[block.group] = entry.blocks[block.group], block
+        self._of_block[block] = entry
+        block.refs += 1
+        if before is not None:
+            del self._of_block[before]
+            self._tables.store.drop(before)
 
     def next_end(self, num_computed: int) -> int:
         """Token count at which one more block is full than at ``num_computed``."""
@@ -191,36 +195,26 @@ class PrefixCache:
 
         Of the latter preferably those that no cached block follows.
         """
-        part, leaf = self._first_part(), self._first_idle(self._leaves)
-        while leaf is not None and leaf.key in self._children:
-            heappush(self._inner, heappop(self._leaves))
-            leaf = self._first_idle(self._leaves)
-        if part is not None and (leaf is None or part[0] <= leaf.used[self._full[0]]):
-            self._remove_part(self._entries[part[2]], part[1])
-            return True
-        # A request may hold the successor of the last ones, computed beside them and filed after them.
-        entry = leaf or self._first_idle(self._inner)
-        if entry is not None:
-            self._remove(entry)
-        return entry is not None
+        found = self.idle.next_exit()
+        if found is not None:
+            entry, window = found
+            if window is None:
+                self._remove(entry)
+            else:
+                self._remove_part(entry, window)
+        return found is not None
 
     def purge(self, blocks: Iterable[Block]) -> None:
         """Takes out entries of blocks whose values are not trusted."""
         for entry in {self._of_block[block]: None for block in blocks if block in self._of_block}:
             self._remove(entry)
 
-    @property
-    def idle_nbytes(self) -> int:
-        """Bytes of cached blocks that no request uses; they are given up first when memory runs short."""
-        return sum(block.slot.nbytes for block in self._of_block if block.refs == 1)
-
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
         for block in self._of_block:
             self._tables.store.drop(block)
-        for book in (self._entries, self._of_block, self._children, self._leaves, self._inner, self._parts):
+        for book in (self._entries, self._of_block, self._children, self.idle, self._published):
             book.clear()
-        self._published.clear()
 
     def _remove(self, entry: Entry) -> None:
         """Takes an entry out, and all blocks that it has."""
@@ -229,7 +223,7 @@ class PrefixCache:
         if not self._children[entry.parent]:
             del self._children[entry.parent]
             if self._full and entry.parent in self._entries:
-                self._note_idle(self._entries[entry.parent], self._full[0])
+                self.idle.file_exit(self._entries[entry.parent], self._full[0])
         for block in entry.blocks:
             if block is not None:
                 del self._of_block[block]
@@ -244,49 +238,6 @@ class PrefixCache:
         self._tables.store.drop(block)
         if not any(entry.blocks):
             self._remove(entry)
-
-    # ---- blocks that no request holds
-
-    def _note_lone(self, block: Block) -> None:
-        """Files ``block`` as idle if its one remaining owner is the cache."""
-        if block in self._of_block:
-            self._note_idle(self._of_block[block], block.group)
-
-    def _note_idle(self, entry: Entry, index: int) -> None:
-        """Files the block of ``entry`` in a group among the idle ones if no request holds it."""
-        if not self._is_idle(entry, index):
-            return
-        if index in self._windows:
-            heappush(self._parts, (entry.used[index], index, entry.key))
-            if len(self._parts) > 2 * len(self._of_block) + 64:  # most are out of date
-                self._parts = sorted({part for part in self._parts if self._is_current(*part)})
-            return
-        heap = self._inner if entry.key in self._children else self._leaves
-        heappush(heap, (entry.used[index], entry.key))
-        if len(heap) > 2 * len(self._entries) + 64:  # most are out of date
-            found = ((key, self._entries.get(key)) for _, key in heap)
-            heap[:] = sorted({(e.used[index], key) for key, e in found if e is not None and self._is_idle(e, index)})
-
-    def _is_idle(self, entry: Entry, index: int) -> bool:
-        """Whether no request holds the block of a group; where groups see all tokens, the blocks of all of these."""
-        groups = [index] if index in self._windows else self._full
-        return all((block := entry.blocks[group]) is not None and block.refs == 1 for group in groups)
-
-    def _is_current(self, used: int, index: int, key: bytes) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and entry.used[index] == used and self._is_idle(entry, index)
-
-    def _first_idle(self, heap: list[tuple[int, bytes]]) -> Entry | None:
-        """The least recently used idle entry of a heap, which is its first then."""
-        while heap and not self._is_current(heap[0][0], self._full[0], heap[0][1]):
-            heappop(heap)
-        return self._entries[heap[0][1]] if heap else None
-
-    def _first_part(self) -> tuple[int, int, bytes] | None:
-        """The least recently used idle block in a window."""
-        while self._parts and not self._is_current(*self._parts[0]):
-            heappop(self._parts)
-        return self._parts[0] if self._parts else None
 
     # ---- pieces
 
@@ -313,6 +264,16 @@ def _serves(entry: Entry, index: int, allowed: Iterable[tuple[int, int, int]]) -
         if block is None or block.rung > (narrowest if index < num_narrow else 0):
             return False
     return True
+
+
+def _replaces(block: Block, filed: Block | None) -> bool:
+    """Whether a request's ``block`` takes the place of the one that is ``filed`` for the same tokens.
+
+    A wider one does; so does one that is as wide as an idle one, which would be kept beside it for nothing.
+    """
+    if filed is None or block.rung < filed.rung:
+        return True
+    return block.rung == filed.rung and filed.refs == 1
 
 
 def _extend(key: bytes, tokens: list[int]) -> bytes:

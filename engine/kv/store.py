@@ -27,7 +27,8 @@ class BlockStore:
         self.groups: tuple[GroupTables, ...] = ()
         self.waves: list[list[Move]] = []
         self.on_lone: Callable[[Block], None] | None = None  # called with each block left with one owner
-        self.num_demotions: Counter[tuple[str, str]] = Counter()  # by names of rungs
+        self.num_demotions: Counter[tuple[str, str]] = Counter()  # of requests' blocks, by names of rungs
+        self.num_idle_demotions: Counter[tuple[str, str]] = Counter()  # of blocks that no request holds
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
@@ -84,7 +85,8 @@ class BlockStore:
                 continue
             wave.append(Move.down(block, slot, rung))
             rungs, old = group.spec.rungs, block.rung
-            self.num_demotions[rungs[old].name, rungs[rung].name] += 1
+            demotions = self.num_demotions if block.holders else self.num_idle_demotions
+            demotions[rungs[old].name, rungs[rung].name] += 1
             # The old slot stays allocated until the wave ends, so that nothing in the wave is written over it.
             self._owner.pop(block.slot)
             self._retiring.append(block.slot)

@@ -107,6 +107,8 @@ class EngineCore:
         self.registry.counters = Counters()
         self.scheduler.num_preemptions = 0
         self.runner.cache.reset_counters()
+        if self.space.prefix is not None:
+            self.space.prefix.reset_counters()
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""

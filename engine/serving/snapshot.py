@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from ..device.cache import total_nbytes
 from ..metrics import EngineStats
@@ -18,7 +19,7 @@ def take_snapshot(started: Started) -> EngineStats:
     held = total_nbytes(fullest)
     widest_tokens, floor_tokens = cache.capacity
     blocks = cache.blocks_by_group()
-    idle = space.prefix.idle_nbytes if space.prefix else 0
+    idle = space.prefix.idle.nbytes if space.prefix else 0
     return EngineStats(
         time=time.monotonic(),
         model=started.name,
@@ -38,9 +39,12 @@ def take_snapshot(started: Started) -> EngineStats:
         generation_tokens=counters.generation_tokens,
         num_preemptions=counters.num_preemptions,
         num_demotions=sum(cache.tables.store.num_demotions.values()),
-        demotions={f"{old}->{new}": n for (old, new), n in cache.tables.store.num_demotions.items()},
+        demotions=_by_step(cache.tables.store.num_demotions),
+        num_idle_demotions=sum(cache.tables.store.num_idle_demotions.values()),
+        idle_demotions=_by_step(cache.tables.store.num_idle_demotions),
         prefix_query_tokens=space.prefix.num_queried_tokens if space.prefix else 0,
         prefix_hit_tokens=space.prefix.num_hit_tokens if space.prefix else 0,
+        prefix_hits=dict(space.prefix.hit_tokens) if space.prefix else {},
         kv_bytes_total=cache.nbytes,
         kv_bytes_used=cache.arena.used_nbytes - idle,
         kv_bytes_cached=idle,
@@ -56,3 +60,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_tokens_floor=floor_tokens,
         effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),
     )
+
+
+def _by_step(demotions: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    return {f"{old}->{new}": number for (old, new), number in demotions.items()}

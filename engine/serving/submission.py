@@ -212,9 +212,11 @@ class Submission:
         return Report(output, completions, self.params.output_kind is RequestOutputKind.DELTA)
 
     def _usage(self) -> KVUsage:
-        """The rungs of the blocks of all completions when they ended."""
+        """The rungs of the blocks of all completions when they ended, and what the one that found most had found."""
         kvs = [c.kv for c in self.completions]
         blocks: Counter[str] = Counter()
         for kv in kvs:
             blocks.update(kv.blocks)
-        return KVUsage(dict(blocks), min([kv.lowest_bits for kv in kvs if kv.lowest_bits is not None], default=None))
+        lowest = min([kv.lowest_bits for kv in kvs if kv.lowest_bits is not None], default=None)
+        cached = max([kv.cached_tokens for kv in kvs], key=lambda tokens: sum(tokens.values()), default={})
+        return KVUsage(dict(blocks), lowest, cached)

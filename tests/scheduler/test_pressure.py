@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from qkv_engine.kv.manager import KVManager
-from qkv_engine.request import FinishReason, Request
+from qkv_engine.request import Request
 from qkv_engine.scheduler import Scheduler
 
 from .common import BLOCK, LADDER, RUNGS, make_request, make_scheduler, make_spec, run, shape
@@ -156,16 +156,6 @@ def test_a_floor_is_respected_when_its_owner_joined_during_the_same_step():
     scheduler._admit(512)
     assert pinned.num_cached_tokens == BLOCK
     assert step_down(scheduler, 99) == 0
-
-
-def test_cached_blocks_nobody_uses_are_given_up_before_anything_steps_down():
-    scheduler = make_scheduler(8, LADDER, prefix=True)
-    started(scheduler, make_request("gone", ids(1, 3.5)))
-    scheduler.finish(scheduler.requests["gone"], FinishReason.ABORT)
-    assert len(scheduler.space.prefix) == 3
-    started(scheduler, make_request("a", ids(2, 4.5)))
-    assert rungs(scheduler, "a") == [[0] * 5]
-    assert len(scheduler.space.prefix) == 5 and scheduler.space.prefix.idle_nbytes == 16  # as much as was needed
 
 
 def test_who_left_or_got_a_block_lacks_none():

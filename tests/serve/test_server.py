@@ -148,10 +148,16 @@ def test_demotions_are_counted_by_step_and_bits_stand_in_usage():
         usage = server.post({"prompt": prompts, "max_tokens": 8, "ignore_eos": True}).json()["usage"]
         families = {f.name: f for f in text_string_to_metric_families(server.http.get("/metrics").text)}
         pinned = server.post({"prompt": prompts[0], "max_tokens": 8, "kv_pinned": True}).json()["usage"]
+        again = server.post({"prompt": prompts[0], "max_tokens": 8}).json()["usage"]["prompt_tokens_details"]
+        after = {f.name: f for f in text_string_to_metric_families(server.http.get("/metrics").text)}
     steps = {(s.labels["from_rung"], s.labels["to_rung"]): s.value for s in families["qkv:kv_demotions"].samples}
     assert steps["dense16", "int8"] > 0 and steps["int8", "int4"] > 0
     assert usage["kv_bits"] == 4 and usage["kv_blocks"]["int4"] > 0 and usage["kv_blocks"]["dense16"] >= 3
     assert pinned["kv_bits"] == 16
+    hits = {s.labels["rung"]: s.value for s in after["qkv:prefix_cache_hits_by_rung"].samples}
+    assert sum(again["cached_tokens_by_rung"].values()) == again["cached_tokens"] == 32 + 3 * 128
+    assert all(hits[rung] >= number for rung, number in again["cached_tokens_by_rung"].items())
+    assert sum(s.value for s in after["qkv:kv_idle_demotions"].samples) > 0
 
 
 def test_a_dead_engine_is_a_503_everywhere():

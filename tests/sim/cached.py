@@ -1,12 +1,15 @@
-"""The prefix cache reckoned again: the longest hit by brute force, and what is given up first."""
+"""The prefix cache reckoned again: the longest hit by brute force, and what steps down and is given up first."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from .broken import require
 from .options import Group, Options
 
 
@@ -17,7 +20,7 @@ class Part(NamedTuple):
     """
 
     is_inner: bool  # whether cached blocks follow, which would be lost
-    used: int
+    since: int
     is_whole: bool
     group: int
     key: bytes
@@ -28,6 +31,9 @@ class Cached:
 
     def __init__(self, prefix: Any, options: Options):
         self._prefix, self.options = prefix, options
+        self._since: dict[Any, int] = {}  # of the blocks that were idle at the last check
+        self._filed: dict[tuple[bytes, int], Any] = {}  # blocks at the last check
+        self.num_replaced = 0  # since the simulator looked
 
     def blocks(self) -> dict[tuple[bytes, int], Any]:
         """All cached blocks by key and group."""
@@ -46,10 +52,52 @@ class Cached:
         for entry in entries.values():
             idle = [block is not None and block.refs == 1 for block in entry.blocks]
             if full and all(idle[index] for index in full):
-                yield Part(entry.key in inner, entry.used[full[0]], True, 0, entry.key)
+                yield Part(entry.key in inner, entry.since[full[0]], True, 0, entry.key)
             for index, group in enumerate(groups):
                 if group.visible is not None and idle[index]:
-                    yield Part(False, entry.used[index], False, index, entry.key)
+                    yield Part(False, entry.since[index], False, index, entry.key)
+
+    def coldest(self, number: int) -> list[Any]:
+        """The first ``number`` blocks to step down: of those that no request holds, by rung and age."""
+        entries = {} if self._prefix is None else self._prefix._entries
+        groups = self.options.groups
+        found = [
+            (block.rung, entry.since[index], index, block)
+            for entry in entries.values()
+            for index, block in enumerate(entry.blocks)
+            if block is not None and block.refs == 1 and 0 <= block.rung < len(groups[index].sizes) - 1
+        ]
+        return [block for *_, block in sorted(found)[:number]]
+
+    def kinds(self) -> Counter[tuple[int, int]]:
+        """Numbers by group and rung of the blocks that can be given up."""
+        groups = {(part.key, index) for part in self._idle() for index in self._groups_of(part)}
+        return Counter((index, block.rung) for (key, index), block in self.blocks().items() if (key, index) in groups)
+
+    def _groups_of(self, part: Part) -> list[int]:
+        if not part.is_whole:
+            return [part.group]
+        return [index for index, group in enumerate(self.options.groups) if group.visible is None]
+
+    def check_ages(self) -> None:
+        """Checks that whoever fell idle later is younger; counts blocks that took the place of others."""
+        entries = {} if self._prefix is None else self._prefix._entries
+        now = {
+            block: entry.since[index]
+            for entry in entries.values()
+            for index, block in enumerate(entry.blocks)
+            if block is not None and block.refs == 1
+        }
+        for place, block in (blocks := self.blocks()).items():
+            before = self._filed.get(place, block)
+            require(block.rung <= before.rung, "a cached block gave way to a narrower one")
+            self.num_replaced += before is not block
+        self._filed = blocks
+        last = max(self._since.values(), default=-1)
+        require(len(set(now.values())) == len(now), "two blocks fell idle at once")
+        for block, since in now.items():
+            require(since >= self._since.get(block, last + 1), "a block is as old as when it was idle before")
+        self._since = now
 
     def of(self, part: Part) -> set[tuple[bytes, int]]:
         """The blocks of a part by key and group."""
@@ -60,14 +108,8 @@ class Cached:
         params, options = request.params, self.options
         if self._prefix is None or params.prompt_logprobs is not None or params.num_prefill_tokens is not None:
             return [[] for _ in options.groups]
-        key, cached = self._prefix._root(params.cache_salt), self.blocks()
-        ends = [options.sink] * (options.sink > 0)
-        ends += range(options.sink + options.block, request.num_tokens, options.block)
-        keys, start = list[bytes](), 0
-        for end in (end for end in ends if end < request.num_tokens):
-            key = hashlib.sha256(key + array("q", request.token_ids[start:end]).tobytes()).digest()
-            keys.append(key)
-            start = end
+        cached, ends = self.blocks(), self._ends(request.num_tokens - 1)
+        keys = self._keys(request, ends)
         for number in range(len(keys), 0, -1):
             found = [
                 [cached.get((keys[piece], index)) for piece in self._pieces(group, ends[number - 1], number)]
@@ -76,6 +118,38 @@ class Cached:
             if all(self._serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
                 return found
         return [[] for _ in options.groups]
+
+    def check_filed(self, request: Any, tables: list[Any], start: int, num_tokens: int) -> None:
+        """Checks that no block of ``request`` among its pieces from ``start`` on is worth more than the one filed.
+
+        ``num_tokens`` of it are computed; ``tables``: its tables by group.
+        """
+        if self._prefix is None or request.params.num_prefill_tokens is not None:
+            return
+        ends, cached, sink = self._ends(num_tokens), self.blocks(), int(self.options.sink > 0)
+        for piece, key in enumerate(self._keys(request, ends)):
+            for index, table in enumerate(tables if piece >= start else ()):
+                number = piece - sink - table.first
+                own = table.blocks[number] if 0 <= number < len(table.blocks) else None
+                if own is not None and piece >= sink:
+                    filed = cached.get((key, index))
+                    require(filed is not None and filed.rung <= own.rung, "a block is kept though a wider one came")
+                    is_worth = filed is own or filed.refs > 1 or filed.rung < own.rung
+                    require(is_worth, "an idle block is kept though one as wide came")
+
+    def _ends(self, num_tokens: int) -> list[int]:
+        """The tokens behind the pieces within the first ``num_tokens``."""
+        sink, block = self.options.sink, self.options.block
+        ends = [sink] * (sink > 0) + list(range(sink + block, num_tokens + 1, block))
+        return [end for end in ends if end <= num_tokens]
+
+    def _keys(self, request: Any, ends: list[int]) -> list[bytes]:
+        """Keys of the pieces of a request that end at ``ends``."""
+        keys, key = list[bytes](), self._prefix._root(request.params.cache_salt)
+        for start, end in pairwise([0, *ends]):
+            key = hashlib.sha256(key + array("q", request.token_ids[start:end]).tobytes()).digest()
+            keys.append(key)
+        return keys
 
     def _pieces(self, group: Group, end: int, number: int) -> list[int]:
         """Those of the first ``number`` pieces, which end at token ``end``, that the next token sees."""

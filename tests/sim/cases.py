@@ -16,7 +16,8 @@ LONG_LADDERS = (
 )  # fmt: skip
 STEPPING = tuple(sizes for sizes in LADDERS if len(sizes) > 1)
 RATIOS = tuple(Fraction(text) for text in ("0.1", "0.2", "0.3", "0.5", "0.77", "0.99"))
-KINDS = ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of")
+KINDS = ("demotion", "idle", "replaced", "copy", "hit", "preempted", "recover", "refused", "end of")
+SHARING = ("idle", "replaced", "hit")  # what banks forbid
 
 
 def with_slots(options: Options) -> Options:
@@ -153,11 +154,11 @@ CASES = {
     "slots": Case(with_slots, range(300, 311), range(400, 900)),
     "banks": Case(
         with_bank, range(629, 637), range(2000, 2500),
-        ("mined", *(kind for kind in KINDS if kind != "hit")), ("hit",),
+        ("mined", *(kind for kind in KINDS if kind not in SHARING)), SHARING,
     ),
     "many rungs": Case(many_rungs, range(108, 122), range(650, 1150)),
     "ratios": Case(with_ratio, range(213, 223), range(1200, 1700)),
-    "scored": Case(with_scored, range(3046, 3063), range(4000, 4500)),
+    "scored": Case(with_scored, range(3088, 3115), range(4000, 4500)),
     "paced": Case(with_pace, range(6100, 6110), range(7000, 7500)),
     "groups": Case(
         with_groups, range(8003, 8019), range(8100, 8600),

@@ -24,6 +24,7 @@ MODULES = {  # in order of their imports
     "group": "qkv_engine.kv.group",
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
+    "idle": "qkv_engine.kv.idle",
     "prefix": "qkv_engine.kv.prefix",
     "shortage": "qkv_engine.kv.shortage",
     "demand": "qkv_engine.kv.demand",

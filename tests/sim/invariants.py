@@ -87,6 +87,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     require(all(n < tables.groups[index].max_blocks for index, n in numbers), "a block's number is too high")
     require(not store._retiring, "slots wait to be released")
     require(+store.num_demotions == space.replayed, "demotions are miscounted")
+    require(+store.num_idle_demotions == space.replayed_idle, "demotions of idle blocks are miscounted")
     return now
 
 
@@ -135,11 +136,12 @@ def check_room(space: SpySpace) -> None:
         taken = {*slab.live, *slab.free}
         require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")
         require(len(taken) == arena.slab_nbytes // slab.slot_nbytes, f"slab {number} lost a slot")
+    space.cached.check_ages()
     if space.prefix is not None:
         children = Counter(entry.parent for entry in space.prefix._entries.values())
         require(children == space.prefix._children, "the prefix cache miscounts what follows its blocks")
         idle = sum(block.slot.nbytes for block in space.cached.blocks().values() if block.refs == 1)
-        require(space.prefix.idle_nbytes == idle, "idle bytes are miscounted")
+        require(space.prefix.idle.nbytes == idle, "idle bytes are miscounted")
 
 
 def check_queues(scheduler: Any, space: SpySpace) -> None:

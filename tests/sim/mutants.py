@@ -10,12 +10,13 @@ from itertools import chain, count
 from .broken import Broken
 from .mutants_books import BOOKS
 from .mutants_core import CORE
+from .mutants_idle import IDLE
 from .mutants_scheduling import SCHEDULING
 from .options import draw
 from .patch import Patch
 from .simulator import OutOfEvents, Simulation
 
-MUTANTS = {patch.name: patch for patch in (*BOOKS, *SCHEDULING, *CORE)}
+MUTANTS = {patch.name: patch for patch in (*BOOKS, *SCHEDULING, *IDLE, *CORE)}
 
 QUICK = (  # tried by make test: bugs of every module, found soon
     "a slot is handed out twice",
@@ -27,6 +28,8 @@ QUICK = (  # tried by make test: bugs of every module, found soon
     "admission forgets what may still be written",
     "the hottest block steps down first",
     "cached blocks are given up last",
+    "idle blocks are given up before they step down",
+    "a narrow block is kept for good",
     "a failed request is released as a good one",
     "recovery does not look for stops",
 )
@@ -36,6 +39,11 @@ RARE = {  # seeds that show bugs that need a coincidence, tried first
     "bad values stay on offer when their holder has ended": 1378,
     "holders of bad values go on": 1103,
     "who is left of a batch fails": 1048,
+    "a hit may be narrower than the floor": 126,
+    "idle blocks before one in use are kept": 287,
+    "blocks are given up by an old age": 78,
+    "blocks that others follow are given up in turn": 147,
+    "a wide block gives way to a narrow one": 126,
 }
 
 

@@ -236,7 +236,7 @@ BOOKS = (
         "return group.num_token_slots + in_blocks // group.block_tokens if in_blocks >= 0 else 0",
         "return group.num_token_slots + (in_blocks + 1) // group.block_tokens if in_blocks >= 0 else 0",
     ),
-    Patch("the cache holds no reference", "prefix", "PrefixCache._file", "block.refs += 1", ""),
+    Patch("the cache holds no reference", "prefix", "PrefixCache._put", "block.refs += 1", ""),
     Patch(
         "a hit may be narrower than the floor",
         "prefix",
@@ -253,17 +253,17 @@ BOOKS = (
     ),
     Patch(
         "blocks in use are given up",
-        "prefix",
-        "PrefixCache._is_idle",
+        "idle",
+        "IdleBlocks._can_go",
         "(block := entry.blocks[group]) is not None and block.refs == 1",
         "entry.blocks[group] is not None",
     ),
     Patch(
         "idle blocks before one in use are kept",
-        "prefix",
-        "PrefixCache.evict",
-        "if entry is not None:\n    self._remove(entry)",
-        "if False:\n    self._remove(entry)",
+        "idle",
+        "IdleBlocks.next_exit",
+        "heappush(self._exits, (True, since, index, key))",
+        "",
     ),
     Patch(
         "bad values stay on offer",
@@ -327,7 +327,7 @@ BOOKS = (
         "a block that falls idle is not noted",
         "prefix",
         "PrefixCache.__init__",
-        "tables.store.on_lone = self._note_lone",
+        "tables.store.on_lone = self.idle.fell_idle",
         "",
     ),
     Patch(

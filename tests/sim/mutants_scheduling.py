@@ -45,7 +45,8 @@ SCHEDULING = (
         "cached blocks are given up last",
         "pressure",
         "Pressure.stretch",
-        "while room < num_tokens and self.space.evict():\n    room = self.space.room_for(request, num_tokens, spare)",
+        "while room < num_tokens and self._yield_idle(request, num_tokens, spare):\n"
+        "    room = self.space.room_for(request, num_tokens, spare)",
         "",
     ),
     Patch(

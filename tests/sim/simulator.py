@@ -264,7 +264,10 @@ class Simulation:
         ahead = bool(self.core._in_flight)
         require(ahead <= self.options.ahead, "a step runs ahead that must not")
         self.counts["ahead"] += check_batch(batch, self.scheduler, self.space, ahead)
-        self.counts["trim"], self.space.num_trims = self.counts["trim"] + self.space.num_trims, 0
+        self.counts["trim"] += self.space.num_trims
+        self.counts["idle"] += self.space.num_idle_demotions
+        self.counts["replaced"] += self.space.cached.num_replaced
+        self.space.num_trims = self.space.num_idle_demotions = self.space.cached.num_replaced = 0
         first, rounds = self._first or (None, 0)
         require(first is None or first.num_preemptions == rounds, "the first was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)

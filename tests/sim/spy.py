@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from qkv_engine.request import RequestStatus
 
@@ -13,50 +13,24 @@ from .admission import Admission
 from .broken import require
 from .cached import Cached
 from .code import Code
-from .holdings import Holdings
-from .memory import Memory
 from .options import OPEN_END_BLOCKS, Options
+from .relief import Relief
 
 
-class Eligible(NamedTuple):
-    """A block that may step down by the spy's reckoning; sorts in the order of stepping down."""
-
-    rank: int
-    shared: bool
-    rung: int
-    newness: int
-    arrival: int
-    index: int
-    key: int
-    floor: int
-    group: int
-
-
-class SpySpace:
+class SpySpace(Relief):
     """A ``KVSpace`` that checks calls; other attributes are those of the space behind it."""
 
     def __init__(self, space: Any, options: Options, code: Code):
-        self._space, self.options, self._pressure = space, options, code.pressure
-        self.tables, self.prefix = space.tables, space.prefix
-        self.memory, self.holdings = Memory(space.tables, options), Holdings(space.tables, options)
+        super().__init__(space.tables, options, code.pressure, Cached(space.prefix, options))
+        self._space, self.prefix = space, space.prefix
         self._admission = Admission(space.tables, options, OPEN_END_BLOCKS * options.block)
-        self.cached = Cached(space.prefix, options)
-        self.scheduler: Any = None
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
+        self.replayed_idle: Counter[tuple[str, str]] = Counter()  # the same of blocks that nobody holds
         self.mined: set[Any] = set()  # banks that were mined
-        self.num_trims = 0
-        self.begin_schedule()
+        self.num_trims = self.num_idle_demotions = 0  # since the simulator looked
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._space, name)
-
-    def begin_schedule(self) -> None:
-        self.needy: Any = None  # the request that asked for room last
-        self.short = False  # whether its call got no room
-        self.asked: dict[str, int] = {}  # most blocks each request asked for
-        self.demoted = 0
-        self.wanted: list[int] = []  # bytes of the slots that the last call asked for
-        self.relieved: list[Any] = []  # waiting requests for which blocks stepped down
 
     # ---- calls
 
@@ -153,11 +127,40 @@ class SpySpace:
             floor = group.floors[self.options.floor(request.params)]
             require(table.floor == floor, f"a table with floor {table.floor} for one who allows {floor}")
             require(list(table) == blocks, f"{len(blocks)} blocks could be shared, or not those that are")
+        self._check_told(request, expected)
         if request.params.prompt_logprobs is not None:
             require(found == 0, "prompt log-probabilities need every token computed")
         if request.params.num_prefill_tokens is not None:
             require(found == 0, "a scored request attends to others' blocks")
         return int(found)
+
+    def release(self, request: Any) -> None:
+        if request.status is RequestStatus.WAITING:  # it could not start
+            others = [r for r in self.scheduler.running if self.holdings.lacks_block(r)]
+            wanted = self.holdings.lacking(request, self.holdings.held(request) + 1, len(others))
+            gone = [self._size_of(kind) for kind in self.cached.kinds().elements()]
+            fits = self.memory.packed(wanted, gone) <= self.memory.limit()
+            require(not fits, "a request waits although idle blocks are in its way alone")
+        self._space.release(request)
+
+    def _size_of(self, kind: tuple[int, int]) -> int:
+        """Bytes of a block of a group and rung."""
+        return self.options.groups[kind[0]].size(kind[1])
+
+    def _check_told(self, request: Any, expected: list[list[Any]]) -> None:
+        """Checks the rungs by which a request is told what it found."""
+        options, told = self.options, Counter[str]()
+        main = next((index for index, group in enumerate(options.groups) if group.visible is None), 0)
+        for block in expected[main]:
+            name = options.rung_names(main)[max(0, block.rung)]
+            told[name] += options.block if block.rung >= 0 else options.sink
+        require(request.cached_tokens == told, "a request is told other rungs than it found")
+
+    def computed(self, request: Any, num_tokens: int) -> None:
+        start, _ = (0, b"") if self.prefix is None else self.prefix._published.get(request.request_id, (0, b""))
+        self._space.computed(request, num_tokens)
+        if self._space.prefix is not None:
+            self.cached.check_filed(request, self.holdings.tables_of(request), start, num_tokens)
 
     def evict(self) -> bool:
         idle, had = self.cached.idle(), self.cached.blocks()
@@ -166,6 +169,9 @@ class SpySpace:
             growing = self._num_growing()
             needed = growing > 0 and self.memory.packed(self.holdings.dense(growing)) > self.memory.limit()
         require(needed, "cached blocks are given up without need")
+        if self.scheduler.running:  # a lone request may be in the way of itself
+            self._check_stuck("a cached block is given up while one could step down")
+            self._note_relieved()
         expected = self.cached.of(min(idle)) if idle else set()
         done = self._space.evict()
         gone = had.keys() - self.cached.blocks().keys()
@@ -174,9 +180,17 @@ class SpySpace:
         require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")
         return bool(done)
 
+    def idle_kinds(self) -> Any:
+        found = self._space.idle_kinds()
+        require(found == self.cached.kinds(), "what may be given up is miscounted")
+        return found
+
     def demote(self, steps: Iterable[tuple[Any, int]]) -> int:
         steps = list(steps)
-        if self.needy is None and self._is_settling(steps):
+        is_idle = any(not block.holders for block, _ in steps)
+        if is_idle:
+            self._check_idle_relief(steps)
+        elif self.needy is None and self._is_settling(steps):
             pass
         else:
             self._check_relief(steps)
@@ -196,7 +210,9 @@ class SpySpace:
             if block.rung > old:
                 group = block.group
                 names = self.options.rung_names(group)
-                self.replayed[names[old], names[block.rung]] += 1
+                replayed = self.replayed_idle if is_idle else self.replayed
+                replayed[names[old], names[block.rung]] += 1
+                self.num_idle_demotions += is_idle
                 won += self._size(block, old) - block.slot.nbytes
                 moved += 1
         if any(
@@ -249,126 +265,9 @@ class SpySpace:
     def check_preemption(self) -> None:
         """Checks that nobody gives way while cached blocks are idle or a block that may step down finds a slot."""
         require(not self.cached.idle(), "a request gives way while cached blocks are idle")
+        self._check_stuck("a request gives way while a cached block could step down")
         found = self._eligible(self._ranks(self.needy.params.tenant), even_recent=True)
         require(not any(map(self._finds_slot, found)), "a request gives way while a block could step down")
-
-    def _is_last_resort(self, block: Any) -> bool:
-        """Whether a block may step down alone: no block before it in order finds a slot; recent ones come last."""
-        ranks = self._ranks(self.needy.params.tenant)
-        if any(map(self._finds_slot, sorted(self._eligible(ranks))[: self._pressure.RELIEF_BLOCKS])):
-            return False
-        found = self._eligible(ranks, even_recent=True)
-        found.sort(key=lambda e: (e.newness > 0, e))
-        place = [e.key for e in found].index(id(block))
-        return not any(map(self._finds_slot, found[:place]))
-
-    def _finds_slot(self, found: Eligible) -> bool:
-        sizes, nbytes = self.options.groups[found.group].sizes, self.tables.arena.nbytes
-        return any(self.memory.packed([sizes[rung]]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
-
-    # ---- who may step down
-
-    def _is_settling(self, steps: list[tuple[Any, int]]) -> bool:
-        """Whether these steps are an eager ladder's: past the prompt, past the window, straight to the floor."""
-        if not self.options.eager:
-            return False
-        running = self.scheduler.running
-        ready = {request: 0 for request in running if request.num_computed_tokens >= request.num_prefill_tokens}
-        allowed = {found.key for found in self._eligible(ready)}
-        limit = self._pressure.EAGER_PER_STEP * -(-len(self.scheduler.running) // 32) + self._num_urgent()
-        return len(steps) <= limit and all(id(b) in allowed and rung == b.floor for b, rung in steps)
-
-    def _num_urgent(self) -> int:
-        """Blocks that need not wait for their turn."""
-        scored = [r for r in self.scheduler.running if r.params.num_prefill_tokens is not None]
-        return sum(len(table.blocks) for r in scored for table in self.holdings.tables_of(r))
-
-    def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
-        """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
-        running, tenant, most = self.scheduler.running, None, 8
-        require(not self.cached.idle(), "blocks step down while cached ones are idle")
-        wanted = self.wanted
-        if self.needy is None:
-            wanted = self.holdings.dense(self._num_growing())
-            most = self._pressure.AHEAD_PER_STEP * -(-len(running) // 2)
-        else:
-            require(self.short, "blocks step down although there is room")
-            tenant = self.needy.params.tenant
-        require(self.memory.packed(wanted) > self.memory.limit(), "blocks step down for nobody")
-        if len(steps) == 1 and self.needy is not None and self._is_last_resort(steps[0][0]):
-            return
-        expected = sorted(self._eligible(self._ranks(tenant)))[:most]
-        expected = expected[: self._num_needed(expected, wanted)]
-        require(
-            [id(block) for block, _ in steps] == [found.key for found in expected],
-            f"the blocks that step down are not the {len(expected)} coldest, which are needed",
-        )
-        # With quotas, tenants stop paying as their blocks step down.
-        if self.needy is not None and self.needy.status is RequestStatus.WAITING and self.options.quota is None:
-            self.relieved.append(self.needy)
-        require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
-
-    def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
-        """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
-        groups, limit = self.options.groups, self.memory.limit()
-        for number in range(1, len(expected) + 1):
-            old, new = ([groups[e.group].sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
-            if self.memory.packed(wanted + new, old) <= limit:
-                return number
-        return len(expected)
-
-    def _num_growing(self) -> int:
-        """Running requests whose next tokens, one for each step looked ahead, begin a block."""
-        return sum(
-            self.holdings.held(r) < min(r.num_computed_tokens + max(1, self.options.block // 32), r.max_num_tokens)
-            and r.num_tokens <= r.num_computed_tokens + 1
-            for r in self.scheduler.running
-        )
-
-    def check_relieved(self) -> None:
-        """Checks that each waiting request for which blocks stepped down runs now."""
-        require(all(r in self.scheduler.running for r in self.relieved), "blocks step down for one who is not admitted")
-
-    def _ranks(self, tenant: str | None) -> dict[Any, int]:
-        quota, running = self.options.quota, self.scheduler.running
-        if quota is None:
-            return {r: int(r.params.tenant != tenant) for r in running}
-        usage: Counter[str] = Counter()
-        for request in running:
-            for block in self.holdings.blocks_of(request):
-                holders = sum(block in self.holdings.blocks_of(r) for r in running)
-                usage[request.params.tenant] += block.slot.nbytes // holders
-        over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.nbytes}
-        ranked = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
-        if tenant in over:
-            return {r: int(r.params.tenant != tenant) for r in ranked}
-        return {r: int(r.params.tenant == tenant) for r in ranked}
-
-    def _eligible(self, ranks: dict[Any, int], *, even_recent: bool = False) -> list[Eligible]:
-        """All blocks that may step down, each as its newest holder sees it; narrow ones ``even_recent`` if need be."""
-        holders: dict[int, Any] = {}
-        for request in self.scheduler.running:
-            computed, place = request.num_computed_tokens, 0
-            for group, table in zip(self.options.groups, self.holdings.tables_of(request), strict=True):
-                oldest = computed - group.recent_tokens(computed)
-                for index, block in enumerate(table.blocks, table.first):
-                    place += 1
-                    if block.rung < block.floor:
-                        age = oldest - group.end(index)
-                        holders.setdefault(id(block), (block, []))[1].append((age, request, place))
-        found = []
-        for key, (block, ages) in holders.items():
-            if all(request in ranks for _, request, _ in ages) and (
-                all(age >= 0 for age, _, _ in ages) or (even_recent and block.rung > 0)
-            ):
-                age, request, index = min(ages, key=lambda entry: entry[0])
-                rank = max(ranks[request] for _, request, _ in ages)
-                found.append(
-                    Eligible(
-                        rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor, block.group
-                    )
-                )
-        return found
 
     def check_work(self) -> None:
         """Checks that the demotions in one schedule are bounded by the blocks asked for."""
@@ -378,7 +277,7 @@ class SpySpace:
         least = min(a - b for group in groups for a, b in pairwise(group.sizes))
         slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1))
         running, num_rungs = len(self.scheduler.running), sum(len(group.sizes) for group in groups)
-        bound = self._pressure.AHEAD_PER_STEP * -(-running // 2) + self._pressure.EAGER_PER_STEP * -(-running // 32)
+        bound = self._most_ahead() + self._pressure.EAGER_PER_STEP * -(-running // 32)
         bound += self._num_urgent()
         for blocks in self.asked.values():
             bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)

@@ -42,7 +42,8 @@ def swarm(
 def describe(seeds: range, total: Counter[str], digest: str, seconds: float) -> str:
     return (
         f"{total['events']:,} events, {len(seeds):,} configurations, {seconds:.0f} s: {total['add']:,} requests, "
-        f"{total['demotion']:,} demotions, {total['copy']:,} copies, {total['hit']:,} prefix hits, "
+        f"{total['demotion']:,} demotions, {total['idle']:,} of idle blocks, {total['replaced']:,} replaced, "
+        f"{total['copy']:,} copies, {total['hit']:,} prefix hits, "
         f"{total['preempted']:,} preemptions, {total['recover']:,} recoveries; "
         f"log {digest[:16]}"
     )
@@ -56,7 +57,7 @@ def test_random_loads_keep_every_invariant(report: list[str]):
     others = f"{total['preempted']:,}; {total['recover']:,}"
     for figure in (f"{total['events']:,}", f"{len(seeds)}", requests, others, f"`{digest[:16]}`"):
         assert f"| {figure} |" in PAGE.read_text(), "docs/reliability.md has figures of other decisions"
-    for kind in ("demotion", "copy", "hit", "preempted", "recover", "refused", "end of"):
+    for kind in ("demotion", "idle", "replaced", "copy", "hit", "preempted", "recover", "refused", "end of"):
         assert total[kind] > 5, f"the loads hardly show any {kind}"
 
 

@@ -61,7 +61,7 @@ class PatternLoop:
 
     def idle_nbytes(self) -> int:
         prefix = self.scheduler.space.prefix
-        return 0 if prefix is None else prefix.idle_nbytes
+        return 0 if prefix is None else prefix.idle.nbytes
 
     def step(self) -> None:
         batch = self.scheduler.schedule()

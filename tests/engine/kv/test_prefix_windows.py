@@ -94,18 +94,17 @@ def test_blocks_in_a_window_are_given_up_one_by_one_and_others_with_all_of_their
 
     assert prefix.evict() and left() == [[True, False], [True, True], [True, True]]
     assert space.tables.arena.used_nbytes == used - 16
-    assert hit(space, 3 * BLOCK).num_tokens == 2 * BLOCK  # its blocks are used now
-    assert prefix.evict() and left() == [[True, False], [True, True], [True, False]]
-    assert prefix.evict() and left() == [[True, False], [True, True]]
+    computed(space, "b", 3 * BLOCK)  # uses the blocks of two, and computes the last anew
+    assert prefix.evict() and left() == [[True, False], [True, False], [True, True]]  # b had passed the second one
     assert prefix.evict() and left() == [[True, False], [True, False]]
     assert prefix.evict() and prefix.evict() and not len(prefix) and not prefix.evict()
-    assert space.tables.arena.used_nbytes == 0 == prefix.idle_nbytes
+    assert space.tables.arena.used_nbytes == 0 == prefix.idle.nbytes
 
 
 def test_groups_that_see_all_are_given_up_together():
     space = space_of(None)
     computed(space, "a", 2 * BLOCK)
-    assert len(space.prefix) == 2 and space.prefix.idle_nbytes == 4 * 16
+    assert len(space.prefix) == 2 and space.prefix.idle.nbytes == 4 * 16
     assert space.prefix.evict() and space.tables.arena.used_nbytes == 2 * 16
     assert hit(space, 3 * BLOCK).num_tokens == BLOCK
     space.prefix.purge([next(iter(space.prefix._of_block))])

@@ -247,11 +247,24 @@ class TablesMachine(RuleBasedStateMachine):
         self.prefix.forget(name)
         del self.tokens[name], self.computed[name]
 
+    @rule(number=st.integers(1, 8))
+    def demote_idle(self, number: int) -> None:
+        blocks = self.prefix.idle.coldest(number)
+        assert len(set(blocks)) == len(blocks) and all(block.refs == 1 and not block.holders for block in blocks)
+        places = [(block.rung, self.prefix._of_block[block].since[0]) for block in blocks]
+        idle = [block for block in self.prefix._of_block if block.refs == 1 and 0 <= block.rung < 2]
+        others = [(b.rung, self.prefix._of_block[b].since[0]) for b in idle]
+        assert places == sorted(others)[:number]
+        used = self.tables.arena.used_nbytes
+        won = sum({0: 7, 1: 4}[block.rung] for block in blocks)
+        assert self.tables.demote([(block, block.rung + 1) for block in blocks]) == len(blocks)
+        assert self.tables.arena.used_nbytes == used - won
+
     @rule()
     def evict(self) -> None:
-        idle = self.prefix.idle_nbytes
+        idle = self.prefix.idle.nbytes
         assert self.prefix.evict() == bool(idle)
-        assert (self.prefix.idle_nbytes < idle) or not idle
+        assert (self.prefix.idle.nbytes < idle) or not idle
 
     @rule()
     def evacuate(self) -> None:
@@ -269,6 +282,9 @@ class TablesMachine(RuleBasedStateMachine):
             assert all(0 <= block.rung <= table.floor for block in table.blocks)
             assert [slot.rung for slot in table.slots] == [slot_rung(i) for i in range(len(table.slots))]
             assert all(slot.refs == 1 for slot in table.slots[1:])  # it holds no tokens, so it is not shared
+        kinds = Counter((0, block.rung) for block in self.prefix._of_block if block.refs == 1)
+        assert self.prefix.idle.kinds() == kinds
+        assert len(self.prefix._of_block) == len(self.prefix)
 
 
 TestTablesMachine = TablesMachine.TestCase

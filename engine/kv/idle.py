@@ -1,0 +1,152 @@
+"""Cached blocks that no request holds, in the order in which they make room. No torch.
+
+They are the coldest blocks of all. They step down first, rung by rung to their group's last one, and are given up when
+none can step down any more. The age of an idle block counts from when its last request let it go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from .block import Block
+from .spec import GroupSpec
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Cached blocks of the same tokens, which follow those of ``parent``; by group, None for one that is not cached.
+
+    ``since``: serial numbers of when each block fell idle last; they mean nothing while it is in use.
+    """
+
+    key: bytes
+    blocks: list[Block | None]
+    tokens: array[int]
+    parent: bytes
+    since: list[int]
+
+
+class IdleBlocks:
+    """The blocks of a prefix cache that the cache alone owns, by rung and age.
+
+    ``entries`` and ``children``, the numbers of entries that follow, by key; ``cached``: the entry of each block. All
+    three are the cache's own.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        entries: Mapping[bytes, Entry],
+        children: Mapping[bytes, int],
+        cached: Mapping[Block, Entry],
+    ):
+        self._entries, self._children, self._cached = entries, children, cached
+        self._full = [index for index, group in enumerate(groups) if group.visible is None]
+        self._serials = count()
+        # Heaps, some of whose items are out of date: blocks that can step down as (rung, since, block), and what can be
+        # given up as (whether cached blocks follow, since, group, key).
+        self._steps: list[tuple[int, int, Block]] = []
+        self._exits: list[tuple[bool, int, int, bytes]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all idle blocks."""
+        return sum(block.slot.nbytes for block in self._cached if block.refs == 1)
+
+    def kinds(self) -> Counter[tuple[int, int]]:
+        """Numbers by group and rung of the blocks that can be given up."""
+        is_alone = len(self._full) < 2  # asked of many blocks: mostly each can go by itself
+        idle = ((block, entry) for block, entry in self._cached.items() if block.refs == 1)
+        return Counter((b.group, b.rung) for b, entry in idle if is_alone or self._can_go(entry, b.group))
+
+    def coldest(self, number: int) -> list[Block]:
+        """The first ``number`` blocks to step down: of the widest ones the least recently used first."""
+        found: list[tuple[int, int, Block]] = []
+        while self._steps and len(found) < number:
+            rung, since, block = item = heappop(self._steps)
+            if block.rung > rung:  # it stepped down
+                self._file_step(block, since)
+            elif self._is_idle_since(block, since):
+                found.append(item)
+        for item in found:
+            heappush(self._steps, item)
+        return [block for _, _, block in found]
+
+    def next_exit(self) -> tuple[Entry, int | None] | None:
+        """What is given up next, the least recently used: an entry as a whole, or its block in a group with a window.
+
+        Entries that no cached one follows come first: a request may hold the successor of the others, computed beside
+        them and filed after them.
+        """
+        while self._exits:
+            is_inner, since, index, key = self._exits[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.since[index] == since and self._can_go(entry, index):
+                if is_inner == self._is_inner(entry, index):
+                    return entry, None if index in self._full else index
+                if not is_inner:
+                    heappush(self._exits, (True, since, index, key))
+            heappop(self._exits)
+        return None
+
+    def fell_idle(self, block: Block) -> None:
+        """Files ``block``, which has one owner left, if that is the cache."""
+        entry = self._cached.get(block)
+        if entry is None:
+            return
+        since = entry.since[block.group] = next(self._serials)
+        self._file_step(block, since)
+        self.file_exit(entry, block.group)
+
+    def file_exit(self, entry: Entry, index: int) -> None:
+        """Files what can be given up with the idle block of ``entry`` in a group, if anything can."""
+        if not self._can_go(entry, index):
+            return
+        if index in self._full:
+            index = self._full[0]
+        heappush(self._exits, (self._is_inner(entry, index), entry.since[index], index, entry.key))
+        if len(self._exits) > self._most_items:
+            self._exits = list({item for item in self._exits if self._is_current(*item[1:])})
+            heapify(self._exits)
+
+    def clear(self) -> None:
+        """Forgets all blocks."""
+        self._steps.clear()
+        self._exits.clear()
+
+    def _file_step(self, block: Block, since: int) -> None:
+        if not self._is_idle_since(block, since):
+            return
+        heappush(self._steps, (block.rung, since, block))
+        if len(self._steps) > self._most_items:
+            self._steps = [(b.rung, since, b) for _, since, b in self._steps if self._is_idle_since(b, since)]
+            heapify(self._steps)
+
+    @property
+    def _most_items(self) -> int:
+        """Items of a heap above which most are out of date."""
+        return 2 * len(self._cached) + 64
+
+    def _is_idle_since(self, block: Block, since: int) -> bool:
+        """Whether ``block`` can step down, and has been idle since then."""
+        entry = self._cached.get(block)
+        idle = entry is not None and block.refs == 1 and entry.since[block.group] == since
+        return idle and 0 <= block.rung < block.floor
+
+    def _is_current(self, since: int, index: int, key: bytes) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.since[index] == since and self._can_go(entry, index)
+
+    def _is_inner(self, entry: Entry, index: int) -> bool:
+        """Whether cached blocks follow, which would be lost, too."""
+        return index in self._full and entry.key in self._children
+
+    def _can_go(self, entry: Entry, index: int) -> bool:
+        """Whether no request holds the block of a group; where groups see all tokens, the blocks of all of these."""
+        groups: Iterable[int] = self._full if index in self._full else (index,)
+        return all((block := entry.blocks[group]) is not None and block.refs == 1 for group in groups)
