@@ -95,6 +95,7 @@ class FakeEngine:
             effective_bits=4.5,
             kv_rungs={"dense16": 16.0, "int4": 4.28},
             num_demotions=3,
+            num_idle_demotions=0,
             num_preemptions=0,
             num_finished=0,
             num_failed=0,

@@ -344,7 +344,7 @@ def test_kv_lists_the_blocks_of_two_groups(shell: Shell, monkeypatch: pytest.Mon
 def test_stats_are_grouped_and_in_words(shell: Shell):
     lines = run(shell, "/stats").splitlines()
     found = {line[:21].strip(): line[21:].strip() for line in lines}
-    assert len(lines) == len(found) == 10
+    assert len(lines) == len(found) == 11
     assert found["engine"] == "fake on cpu in float32, 1 CPU thread"
     assert found["requests so far"] == "0: 0 finished, 0 failed, 0 refused" and found["context"] == "8,192 tokens"
     assert "_" not in "".join(lines) and "time" not in "".join(lines)
