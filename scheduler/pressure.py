@@ -138,7 +138,7 @@ class Pressure:
         shortage, enough = self._shortage_of_start(request, spare), False
         kinds = self.space.idle_kinds()
         for kind, number in kinds.items():
-            enough = shortage.rid(*kind, number)
+            enough = shortage.without(*kind, number)
         return enough or (bool(kinds) and self._eased_on_floors(shortage, request.params.tenant))
 
     def _could_start(self, request: Request, spare: int) -> bool:

@@ -29,7 +29,7 @@ class ShortageLike(Protocol):
         """
         ...
 
-    def rid(self, group: int, rung: int, number: int) -> bool:
+    def without(self, group: int, rung: int, number: int) -> bool:
         """Counts in that ``number`` blocks of a group on ``rung`` are given up; returns whether all fits then."""
         ...
 

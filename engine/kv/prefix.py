@@ -2,7 +2,7 @@
 
 A block is keyed by SHA-256 over (salt, model, ladder) and all tokens so far; tokens are compared on a hit, so that
 even a collision cannot mix requests. A cached block may step down like any other; a hit then continues on the lower
-precision, unless the request's floor forbids it.
+precision, unless the request's floor forbids it. What is computed again then takes the place of the narrow block.
 
 Groups file their blocks of the same tokens together. A hit needs the blocks of all its tokens in groups that see all,
 and those in sight of the next token in groups with a window, which may be given up one by one.

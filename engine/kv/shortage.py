@@ -24,7 +24,7 @@ class Shortage:
         self._extra[sizes[new]] += number
         return self._tables.arena.has_room(self._extra)
 
-    def rid(self, group: int, rung: int, number: int) -> bool:
+    def without(self, group: int, rung: int, number: int) -> bool:
         """Counts in that ``number`` blocks of a group on ``rung`` are given up; returns whether all fits then."""
         self._extra[self._tables.groups[group].sizes[rung]] -= number
         return self._tables.arena.has_room(self._extra)

@@ -64,7 +64,7 @@ IDLE = (
     Patch(
         "what is given up is not counted in",
         "shortage",
-        "Shortage.rid",
+        "Shortage.without",
         "self._extra[self._tables.groups[group].sizes[rung]] -= number",
         "",
     ),

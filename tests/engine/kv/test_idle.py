@@ -152,11 +152,11 @@ def test_groups_that_see_all_step_down_one_by_one_and_are_given_up_together():
     assert space.evict() and space.tables.arena.used_nbytes == 8 + 16
 
 
-def test_what_is_rid_counts_as_room():
+def test_what_is_given_up_counts_as_room():
     space = make_space(6, LADDER, prefix=True)
     space.release(begun(space, "a", ids(1, 3)))
     shortage = Shortage(space.tables, {16: 3})
-    assert not shortage.rid(0, 0, 1) and shortage.rid(0, 0, 2)
+    assert not shortage.without(0, 0, 1) and shortage.without(0, 0, 2)
 
 
 def test_blocks_that_fall_idle_without_end_leave_nothing_behind():
