@@ -343,7 +343,8 @@ class Request:
     next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # the same by rung, of its last start
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # the same by the rung that they stood on then
+    found_tokens: dict[str, int] = field(default_factory=dict)  # those of its last start; kept by KV memory
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -220,7 +220,8 @@ class Scheduler:
             return 0
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        request.num_cached_tokens = max(request.num_cached_tokens, request.num_computed_tokens)
+        if request.num_computed_tokens > request.num_cached_tokens:
+            request.num_cached_tokens, request.cached_tokens = request.num_computed_tokens, request.found_tokens
         return num_tokens
 
     def _wanted(self, request: Request, budget: int) -> int:

@@ -84,7 +84,7 @@ class KVManager:
         if prefix is not None and request.params.prompt_logprobs is None:
             salt = request.params.cache_salt
             hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
-        request.cached_tokens = hit.by_rung(self.spec.main, self.tables.main.index)
+        request.found_tokens = hit.by_rung(self.spec.main, self.tables.main.index)
         self.demand.add(request)
         self.tables.open(
             request.request_id,

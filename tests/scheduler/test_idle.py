@@ -109,3 +109,18 @@ def test_the_log_tells_of_idle_blocks(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "qkv_engine"):
         started(scheduler, make_request("a", ids(2, 3.5)))
     assert "2 idle cached blocks stepped down; free 16-bit blocks 3 -> 4" in caplog.text
+
+
+def test_a_request_that_starts_again_tells_what_it_found_at_first():
+    scheduler = ended(make_scheduler(12, LADDER, prefix=True), "gone", 1, 3.5)
+    request = make_request("a", ids(1, 3.5))
+    started(scheduler, request)
+    assert request.cached_tokens == {"dense16": 3 * BLOCK}
+    scheduler._preempt(request)
+    scheduler.space.prefix.clear()
+    step(scheduler)
+    assert (request.num_cached_tokens, request.cached_tokens, request.found_tokens) == (
+        3 * BLOCK,
+        {"dense16": 3 * BLOCK},
+        {},
+    )

@@ -154,7 +154,7 @@ class SpySpace(Relief):
         for block in expected[main]:
             name = options.rung_names(main)[max(0, block.rung)]
             told[name] += options.block if block.rung >= 0 else options.sink
-        require(request.cached_tokens == told, "a request is told other rungs than it found")
+        require(request.found_tokens == told, "a request is told other rungs than it found")
 
     def computed(self, request: Any, num_tokens: int) -> None:
         start, _ = (0, b"") if self.prefix is None else self.prefix._published.get(request.request_id, (0, b""))

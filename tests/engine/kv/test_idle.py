@@ -85,10 +85,9 @@ def test_a_hit_runs_on_blocks_as_they_are_and_tells_their_rungs():
     space.demote([(first, 2)])
     request = make_request("b", [1] * (33 + 3 * BLOCK), floor=2)
     assert space.open(request) == 32 + 3 * BLOCK and list(space.blocks(request))[3] is first
-    assert request.cached_tokens == {"dense16": 32, "int8": 2 * BLOCK, "int4": BLOCK}
-    assert space.prefix.hit_tokens == request.cached_tokens and space.usage(request).cached_tokens["int4"] == BLOCK
+    assert request.found_tokens == {"dense16": 32, "int8": 2 * BLOCK, "int4": BLOCK} == space.prefix.hit_tokens
     space.demote([(second, 2)])
-    assert request.cached_tokens["int8"] == 2 * BLOCK  # what they were
+    assert request.found_tokens["int8"] == 2 * BLOCK  # what they were
 
 
 def test_a_wider_floor_recomputes_from_the_first_narrow_block_and_its_blocks_are_filed_once():
@@ -99,7 +98,7 @@ def test_a_wider_floor_recomputes_from_the_first_narrow_block_and_its_blocks_are
     space.demote([(a[1], 2), (a[3], 1)])
     used = space.tables.arena.used_nbytes
     pinned = begun(space, "pinned", ids(1, 4.5), floor=0)
-    assert pinned.cached_tokens == {"dense16": BLOCK}
+    assert pinned.found_tokens == {"dense16": BLOCK}
     own = space.tables.main["pinned"].blocks
     assert [entry.blocks[0] for entry in entries] == own[:4] == [a[0], *own[1:4]]
     assert space.tables.arena.used_nbytes == used - 4 - 8 + 3 * 16  # a third dense one, and the open one
