@@ -66,10 +66,9 @@ class MissMeter:
         """
         heads = []
         for kind, (offsets, scales) in self._places.items():
-            addresses = [block.slot.address // 2 for block in blocks if (block.group, block.rung) == kind]
-            if addresses:
-                starts = torch.tensor(addresses, device=offsets.device)
-                ranges = self._elements[starts[:, None, None] + offsets].float()
+            starts = [block.slot.address // 2 for block in blocks if (block.group, block.rung) == kind]
+            if starts:  # numbers go to a GPU with the launch; a tensor of them would wait for the step under way
+                ranges = torch.stack([self._elements[start + offsets] for start in starts]).float()
                 heads.append((ranges.square() * scales).mean((0, 2)))
         found = torch.cat(heads)
         return HostCopy(found.topk(-(-len(found) // WORST)).values.mean(0, keepdim=True))

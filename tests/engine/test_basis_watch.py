@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine import KVConfig, RungConfig
+from qkv_engine import Engine, KVConfig, RungConfig, SamplingParams
+from qkv_engine.bench.texts import task_texts
+from qkv_engine.cli.main import main
 from qkv_engine.device.basis_miss import LEAST_VARIANCE, SQUARED_RANGE, MissMeter
 from qkv_engine.device.cache import KVCache
 from qkv_engine.device.layouts import build_ladder
@@ -216,3 +219,18 @@ def test_counters_that_are_reset_do_not_hide_a_miss(watch: BasisWatch, caplog: p
     for number in range(1 + LEAST_STEPS // NUM_BLOCKS):
         run(watch, f"after{number}", NUM_BLOCKS, 2 * LIMIT)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_a_plan_knows_its_own_task_from_another(tmp_path: Path):
+    path = str(tmp_path / "plan.json")
+    profile = ["--task", "addition:10", "--samples", "6", "--context", "100000", "--budget", "1.75bits", "--eager"]
+    assert main(["plan", "--method", "spectral", *profile, "-o", path]) == 0
+    misses = []
+    for task in ("addition:10", "ledger:40"):
+        with Engine(kv=path, kv_memory="64MiB", max_num_seqs=2) as engine:
+            assert engine.stats().basis_miss is None and engine.tokenizer is not None
+            texts = task_texts(engine.tokenizer, task, samples=4, max_tokens=1024, seed=5).texts
+            engine.generate([list(text.token_ids) for text in texts], SamplingParams(max_tokens=4, ignore_eos=True))
+            misses.append(engine.stats().basis_miss)
+    assert 0.7 < misses[0] < LIMIT < misses[1]
