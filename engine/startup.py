@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from qkv_engine.models.basis import calibrated_variances
 from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
@@ -30,6 +31,7 @@ from .kv.table_rows import TableLayout
 from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device
 from .model_files import file_names, read_json_object
 from .parallel.all_ranks import AllRanks
+from .serving.basis_watch import watch_bases
 from .serving.core import EngineCore
 from .sizes import format_size, parse_size
 from .started import Started
@@ -111,7 +113,16 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     captured = None
     if config.warm_up == "full":
         captured = backend.capture(StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
-    core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
+    basis_watch = watch_bases(cache, calibrated_variances(loaded.model))
+    core = EngineCore(
+        scheduler,
+        runner,
+        tokenizer,
+        eos_ids,
+        make_space,
+        runs_ahead=device.type == "cuda",
+        basis_watch=basis_watch,
+    )
     summary = _summarize(name, device, dtype, cache, max_model_len)
     if captured is not None:
         summary.append(

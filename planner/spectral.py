@@ -158,7 +158,7 @@ def solve_spectra(
 ) -> tuple[list[LayerBases], Spectra]:
     """The bases of each layer, and what plans are made from. ``moments``: those of K and of V, by layer."""
     solved = [[solve_basis(side.metric, side.covariance, shrink) for side in layer] for layer in moments]
-    bases = [LayerBases(*(basis.matrix.float() for basis in layer)) for layer in solved]
+    bases = [LayerBases(k.matrix.float(), v.matrix.float(), k.spectrum.float(), v.spectrum.float()) for k, v in solved]
     k, v = ([run_energies(layer[side], of[side]) for layer, of in zip(solved, moments, strict=True)] for side in (0, 1))
     return bases, Spectra(shrink, k, v)
 

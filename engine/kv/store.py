@@ -8,7 +8,7 @@ may be written by the next.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from .arena import Arena, ArenaError, Slot
@@ -35,6 +35,10 @@ class BlockStore:
     def live_blocks(self) -> list[Block]:
         """Every block that owns a slot."""
         return list(self._owner.values())
+
+    def newest_blocks(self) -> Iterator[Block]:
+        """Every block that owns a slot, those that got it last first."""
+        return reversed(self._owner.values())
 
     def new_block(self, group: GroupTables, rung: int, floor: int, bank: Bank | None = None) -> Block:
         """A block of ``group`` with one owner, a request of that ``floor``. Raises ``ArenaError`` without room."""

@@ -20,6 +20,7 @@ from ..kv.manager import KVManager
 from ..metrics import Counters
 from ..request import FINISHED, SamplingParams
 from ..text.tokenizer import Tokenizer
+from .basis_watch import BasisWatch
 from .launched import Launched, NotLaunched, StepTimer
 from .recovery import Recovery
 from .registry import Registry
@@ -44,11 +45,12 @@ class EngineCore:
         make_space: Callable[[], KVManager],
         *,
         runs_ahead: bool = False,
+        basis_watch: BasisWatch | None = None,
     ):
-        """``make_space`` makes new books over the cache."""
+        """``make_space`` makes new books over the cache. ``basis_watch``: of KV in bases."""
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.eos_ids = eos_ids
-        self.runs_ahead = runs_ahead
+        self.runs_ahead, self.basis_watch = runs_ahead, basis_watch
         self.registry = Registry(scheduler, tokenizer, eos_ids)
         self.recovery = Recovery(self.registry, scheduler, runner, make_space)
         self._in_flight: deque[Launched] = deque()
@@ -111,7 +113,7 @@ class EngineCore:
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
         self._in_flight.clear()
-        del self.runner, self.scheduler, self.recovery, self.registry
+        del self.runner, self.scheduler, self.recovery, self.registry, self.basis_watch
 
     def step(self) -> None:
         """Launches the next step, then waits for the steps under way: all, or all but the new one if it may run ahead.
@@ -128,6 +130,8 @@ class EngineCore:
             self._collect(is_followed=num_followed > 0)
             num_followed -= 1
         self.counters.num_preemptions = self.scheduler.num_preemptions
+        if self.basis_watch is not None:
+            self.basis_watch.look()
 
     def _launch(self, batch: ScheduledBatch, began_at: float) -> bool:
         """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched."""

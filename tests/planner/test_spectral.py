@@ -96,7 +96,9 @@ def test_moments_of_a_model_give_bases(tmp_path: Path):
     for side in chain(*moments):
         assert all(x.shape == (2, 16, 16) and x.dtype == torch.float64 and x.any() for x in vars(side).values())
     bases, spectra = solve_spectra(moments, 0.3)
-    assert [x.shape for layer in bases for x in layer] == [(2, 16, 16)] * 4
+    assert [x.shape for layer in bases for x in layer] == [(2, 16, 16), (2, 16, 16), (2, 16), (2, 16)] * 2
+    coded = bases[0].k.double() @ moments[0][0].covariance @ bases[0].k.double().mT
+    torch.testing.assert_close(coded.diagonal(dim1=1, dim2=2).float(), bases[0].k_variance, rtol=1e-3, atol=1e-6)
     assert all(len(layer) == 1 and layer[0] > 0 for layer in (*spectra.k, *spectra.v))
     sums[0].scatters[0][0, 0, 0] = float("nan")
     with pytest.raises(ModelError, match="not finite"):
