@@ -14,7 +14,7 @@ from torch import Tensor
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.basis_triton import (
-    FEW_TOKENS,
+    MANY_FROM,
     rope_basis_kv_write_kernel,
     rope_basis_kv_write_variant,
 )
@@ -30,7 +30,7 @@ from .token_rows import token_rows
 BF16 = torch.bfloat16
 L2_NBYTES = 200 << 20  # bytes; copies of a case's inputs together exceed it where a few dozen can
 MAX_COPIES = 48  # of a case's inputs at most: tiny ones stay in L2 even so
-BASIS_TILES = [{"TILE_N": n, "BLOCK_K": k} for n in (16, 32, 64) for k in (16, 32, 64)]
+BASIS_TILES = [{"TILE_N": n, "BLOCK_K": k} for n in (16, 32, 64) for k in (32, 64)]
 BLOCK, SINK, LAYERS = 128, 32, 4  # of the arena that K and V are written to
 
 Constexprs = dict[str, Any]
@@ -161,9 +161,8 @@ def rope_case(config: ModelConfig, tokens: int, *, basis: bool) -> Case:
                 qk = F.rms_norm(qk, (dim,), None, eps).mul_(weight)
             qk = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin).to(BF16)
             if matrices is not None:
-                qk = torch.cat(
-                    [in_basis(x, m) for x, m in zip(qk.split_with_sizes((heads, kv_heads), 1), matrices, strict=True)], 1
-                )
+                parts = zip(qk.split_with_sizes((heads, kv_heads), 1), matrices, strict=True)
+                qk = torch.cat([in_basis(*part) for part in parts], 1)
             block_rows[0].index_copy_(0, where, qk[:, heads:].reshape(-1, dim))
             block_rows[1].index_copy_(0, where, v.reshape(-1, dim))
 
@@ -172,7 +171,7 @@ def rope_case(config: ModelConfig, tokens: int, *, basis: bool) -> Case:
     name = "norm_rope_kv_write" if config.qk_norm else "rope_kv_write"
     if basis:
         constexprs, warps = rope_basis_kv_write_variant(
-            heads, kv_heads, dim, eps, norm=config.qk_norm, itemsize=2, many=tokens > FEW_TOKENS
+            heads, kv_heads, dim, eps, norm=config.qk_norm, itemsize=2, many=tokens >= MANY_FROM
         )
         others = [({**constexprs, **tiles}, w) for tiles in BASIS_TILES for w in (2, 4, 8)]
         return Case(f"{name}, basis", tokens, nbytes, launches, separate, [(constexprs, warps), *others])
