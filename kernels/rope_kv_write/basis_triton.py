@@ -12,9 +12,7 @@ from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
 from .key_basis import KeyBasis
 
-FEW_TOKENS = 16  # of the tile of most steps of single tokens: more programs at once
-MANY_TOKENS = 64  # of the tile of chunks: a matrix is read once for all of them
-MANY_FROM = 129  # tokens; in smaller batches a large tile leaves processors idle
+TILE_TOKENS = 16  # the fewest of a dot: most programs at once, and chunks gain 1 us a layer at most by larger tiles
 
 
 @triton.jit(do_not_specialize=["layer", "num_tokens"])
@@ -105,7 +103,7 @@ def rope_basis_kv_write_triton(
     num_heads = heads - 2 * num_kv_heads
     norm, itemsize = norm_weight is not None, qkv.dtype.itemsize
     constexprs, num_warps = rope_basis_kv_write_variant(
-        num_heads, num_kv_heads, head_dim, eps, norm=norm, itemsize=itemsize, many=num_tokens >= MANY_FROM
+        num_heads, num_kv_heads, head_dim, eps, norm=norm, itemsize=itemsize
     )
     rope_basis_kv_write_kernel[(heads, triton.cdiv(num_tokens, constexprs["TILE_N"]))](
         qkv, cos, signed_sin, rows, pages, norm_weight, key_basis.q, key_basis.k, num_tokens, layer,
@@ -115,17 +113,15 @@ def rope_basis_kv_write_triton(
 
 
 def rope_basis_kv_write_variant(
-    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, norm: bool, itemsize: int, many: bool
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, norm: bool, itemsize: int
 ) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments and warps for a model's heads, elements of ``itemsize`` bytes, and few or ``many`` tokens.
+    """Compile-time arguments and warps for a model's heads and elements of ``itemsize`` bytes.
 
     Heads of at most 128 channels take all their pairs at once. Products of float32 are unrolled, so they are narrower.
     """
     block = max(16, triton.next_power_of_2(head_dim))
-    constexprs = {"HQ": num_heads, "H": num_kv_heads, "D": head_dim, "NORM": norm, "EPS": eps, "BLOCK_D": block}
-    if itemsize > 2:
-        return constexprs | {"TILE_N": FEW_TOKENS, "BLOCK_K": 16}, 4
-    if block > 128:
-        return constexprs | {"TILE_N": 2 * FEW_TOKENS if many else FEW_TOKENS, "BLOCK_K": 32}, 8 if many else 4
-    constexprs["BLOCK_K"] = max(16, block // 2)
-    return (constexprs | {"TILE_N": MANY_TOKENS}, 4) if many else (constexprs | {"TILE_N": FEW_TOKENS}, 8)
+    constexprs = {"HQ": num_heads, "H": num_kv_heads, "D": head_dim, "NORM": norm, "EPS": eps}
+    constexprs |= {"TILE_N": TILE_TOKENS, "BLOCK_D": block}
+    if itemsize > 2 or block > 128:
+        return constexprs | {"BLOCK_K": 16 if itemsize > 2 else 32}, 4
+    return constexprs | {"BLOCK_K": max(16, block // 2)}, 8

@@ -14,7 +14,6 @@ from torch import Tensor
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.basis_triton import (
-    MANY_FROM,
     rope_basis_kv_write_kernel,
     rope_basis_kv_write_variant,
 )
@@ -170,9 +169,7 @@ def rope_case(config: ModelConfig, tokens: int, *, basis: bool) -> Case:
         separate.append(apart)
     name = "norm_rope_kv_write" if config.qk_norm else "rope_kv_write"
     if basis:
-        constexprs, warps = rope_basis_kv_write_variant(
-            heads, kv_heads, dim, eps, norm=config.qk_norm, itemsize=2, many=tokens >= MANY_FROM
-        )
+        constexprs, warps = rope_basis_kv_write_variant(heads, kv_heads, dim, eps, norm=config.qk_norm, itemsize=2)
         others = [({**constexprs, **tiles}, w) for tiles in BASIS_TILES for w in (2, 4, 8)]
         return Case(f"{name}, basis", tokens, nbytes, launches, separate, [(constexprs, warps), *others])
     constexprs, warps = rope_kv_write_variant(heads, kv_heads, dim, eps, norm=config.qk_norm)
