@@ -27,13 +27,13 @@ WIDE = tuple(RungConfig(f"int{bits}", *(f"int{bits}-channel-128",) * 2) for bits
 SPECTRAL = RungConfig("spectral", "graded-32x4-16x2", "graded-48x4")
 
 
-def ladder(folder: Path, *rungs: RungConfig) -> KVConfig:
+def ladder(folder: Path, *rungs: RungConfig, eager: bool = False) -> KVConfig:
     """A ladder in random bases of the model in ``folder``."""
     config, path = find_model(str(folder)).config, folder / "x.bases.safetensors"
     data = bases_bytes(random_bases(config), ModelFingerprint.of("random", config, weights_digest(folder)))
     path.write_bytes(data)
     bases = BasesFile(str(path), hashlib.sha256(data).hexdigest())
-    return KVConfig(name="spectral", rungs=rungs, sink=32, bases=bases)
+    return KVConfig(name="spectral", rungs=rungs, sink=32, eager=eager, bases=bases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,9 +54,9 @@ def test_stepping_down_costs_what_it_costs_the_cpu(
     family: str, tmp_path: Path, report: list[str], device: str = "cuda"
 ) -> None:
     folder = save(family, tmp_path)
-    kv, found = ladder(folder, DENSE16, *WIDE, SPECTRAL), {}
+    kv, found = ladder(folder, DENSE16, *WIDE, SPECTRAL, eager=True), {}
     for name, where, options in (("cpu", "cpu", {}), ("lazy", device, {}), ("full", device, {"warm_up": "full"})):
-        outputs, stats = generate(folder, where, kv, under_pressure(folder, 2) // 2, **options)
+        outputs, stats = generate(folder, where, kv, under_pressure(folder, 2), **options)
         assert stats.num_demotions
         errors = differences(folder, outputs)[1]
         found[name] = sum(errors) / len(errors)
@@ -66,10 +66,11 @@ def test_stepping_down_costs_what_it_costs_the_cpu(
 
 @pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
 def test_graphs_do_not_change_tokens(memory: str, tmp_path: Path, device: str = "cuda") -> None:
+    """In float32: in 16 bits the library chooses a product's order of sums by its rows, which a captured step pads."""
     folder = save("Olmo2", tmp_path)
     kv = ladder(folder, DENSE16, *WIDE, SPECTRAL)
     options = {"model": str(folder), "kv": kv, "kv_memory": memory if memory == "1GiB" else under_pressure(folder, 1)}
-    options |= {"device": device, "seqs": 8, "max_model_len": 1024}
+    options |= {"device": device, "seqs": 8, "max_model_len": 1024, "dtype": "float32"}
     captured, core = test_gpu_steps.serve(test_gpu_steps.GREEDY, **options)
     graphs = core.runner.backend.steps._graphs
     batches = {shape.batch for shape in graphs._graphs if isinstance(shape, DecodeShape)}
