@@ -58,7 +58,7 @@ class Simulation:
         self._log = hashlib.sha256()
         self._requests = Requests(options, self.rng)
         self.model = Model(self)
-        self.space: SpySpace = self._new_space()
+        self.space: SpySpace = self._new_space(self._new_tables())
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
             self.space,
             max_num_seqs=options.max_num_seqs,
@@ -75,23 +75,27 @@ class Simulation:
             runs_ahead=options.ahead,
         )
 
-    def _new_space(self) -> SpySpace:
+    def _new_tables(self) -> Any:
         options, code = self.options, self.code
-        block, slab = options.block_nbytes, options.slab_nbytes
+        block, slab, chunk = options.block_nbytes, options.slab_nbytes, options.chunk_nbytes
         reserve = code.reserve.reserve_nbytes([group.sizes for group in options.groups], block, slab)
-        arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block)
-        tables = code.BlockTables(arena, options.spec(code.spec))
+        arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block, chunk_nbytes=chunk)
+        return code.BlockTables(arena, options.spec(code.spec))
+
+    def _new_space(self, tables: Any) -> SpySpace:
+        options, code = self.options, self.code
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
-        self.device = Device(arena.nbytes, options.groups, options.has_bank)
+        self.device = Device(options.nbytes, options.groups, options.has_bank)
         self.seen: dict[Any, Any] = {}
         space = code.KVManager(tables, prefix, options.quota, open_end_blocks=OPEN_END_BLOCKS)
         return SpySpace(space, options, code)
 
     def _renew_space(self) -> SpySpace:
         """Makes new books over the old bytes."""
-        device = self.device
-        self.space = self._new_space()
-        self.device._starts, self.device._records = device._starts, device._records
+        device, asked = self.device, self.space.size_asked
+        self.space = self._new_space(self.space.tables.renewed())
+        self.space.size_asked = asked
+        self.device._starts, self.device._records, self.device.hole = device._starts, device._records, device.hole
         self.space.scheduler = self.scheduler
         return self.space
 
@@ -109,6 +113,7 @@ class Simulation:
         self.is_calm = True
         bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
         bound = 2 * bound + 2 if self.options.ahead else bound
+        bound += 2 * len(self.space.cached.blocks()) + self.options.slabs if self.core.resizer.is_pending else 0
         while self.core.has_work:
             require(bound > 0, "requests do not finish")
             bound -= 1
@@ -119,6 +124,10 @@ class Simulation:
         require(self.space.tables.arena.used_nbytes == 0, "bytes are left when nobody is")
         require(not self.space.tables.arena._slabs, "slabs are left when nobody is")
         require(self.space.tables.arena._gap == self.space.tables.arena.nbytes, "places are left when nobody is")
+        require(not self.core.resizer.is_pending, "a shrink never ends")
+        require(not self.space.is_shrinking, "a shrink ends before its time")
+        noted = [self.device.hole, *self.space.tables.store.holes.values()]  # after a recovery without work
+        require(noted[-1] == self.space.tables.arena.hole.span, "the device has memory elsewhere")
         require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
             self._check_answer(name, submission.stream.get(0))
@@ -175,6 +184,36 @@ class Simulation:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
             self.recover()
+        if options.resizes and rng.random() < options.resizes:
+            self.resize(rng.randint(0, options.nbytes + options.nbytes // 8))
+
+    def resize(self, nbytes: int) -> None:
+        """Asks for another size; if it is refused, half of the time for the smallest one that there may be."""
+        before = self.space.size_asked
+        if not self._resizes_to(nbytes):
+            held = self.space.tables.arena.hole.held_nbytes + self.options.chunk_nbytes
+            require(held > before, "a refused size changes the memory")
+            if nbytes < before and self.rng.random() < 0.5:
+                least = self.code.resize.smallest_nbytes(self.space, self.scheduler.requests.values())
+                require(least > nbytes, "a size is refused that there may be")
+                require(least >= before or self._resizes_to(least), "the smallest size is refused")
+                smaller = self._resizes_to(least - self.options.chunk_nbytes)
+                require(not smaller, "a smaller size than the smallest is taken")
+        self.event("resize", nbytes, self.space.size_asked)
+
+    def _resizes_to(self, nbytes: int) -> bool:
+        asked = self.space.size_asked
+        try:
+            self.core.resize(nbytes)
+        except CapacityError:
+            return False
+        self.space.size_asked = nbytes
+        require(nbytes <= self.options.nbytes, "memory grows beyond its addresses")
+        for request in self.scheduler.requests.values():
+            require(request.max_num_tokens <= self.space.capacity_of(request.params), "a request never fits again")
+        self.counts["shrink"] += nbytes < asked
+        self.counts["growth"] += nbytes > asked
+        return True
 
     def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
         """Submits a request; without ``max_tokens`` it may go on as long as it fits."""
@@ -240,7 +279,8 @@ class Simulation:
             finally:
                 self.in_step = False
             self._check_core()
-            if not self.space.tables.store.waves:  # moves of an empty batch wait for the next one
+            store = self.space.tables.store
+            if not store.waves and not store.holes:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()
                 self.model.check_cached()
 
