@@ -177,7 +177,6 @@ class Arena:
         arena = Arena(self.range_nbytes, slab, reserve_nbytes, block_nbytes=block, chunk_nbytes=chunk)
         arena.resize(nbytes)
         arena.shrink()
-        arena.hole.was_dug = arena.hole.was_dug or self.hole.was_dug
         return arena
 
     def check_integrity(self) -> None:

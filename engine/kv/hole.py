@@ -12,7 +12,6 @@ class Hole:
     def __init__(self, range_nbytes: int, chunk_nbytes: int = 1):
         self.range_nbytes, self.chunk_nbytes = range_nbytes, chunk_nbytes
         self.first = self.number = 0
-        self.was_dug = False  # whether there ever was one
 
     @property
     def span(self) -> tuple[int, int]:
@@ -50,4 +49,3 @@ class Hole:
             self.first = (least + most) // 2
         self.number = number
         self.first *= number > 0
-        self.was_dug = self.was_dug or number > 0

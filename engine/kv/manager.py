@@ -60,7 +60,7 @@ class KVManager:
 
     def resize(self, nbytes: int) -> None:
         """Has at most ``nbytes`` of memory held: more at once, less as far as ``shrink`` takes it."""
-        self.tables.resize(nbytes)
+        self.tables.store.resize(nbytes)
         self.capacities = self.capacities_of(self.tables.renewed())
 
     @property

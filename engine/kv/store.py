@@ -99,6 +99,11 @@ class BlockStore:
         self._end_wave(wave)
         return done
 
+    def resize(self, nbytes: int) -> None:
+        """Has at most ``nbytes`` of memory held: more at once, less as far as ``shrink`` takes it."""
+        self.arena.resize(nbytes)
+        self.note_hole()
+
     def shrink(self) -> int:
         """Takes free bytes towards the arena's goal, and gathers some; returns the bytes that it lacks."""
         lacks = self.arena.shrink()

@@ -215,16 +215,11 @@ class BlockTables:
 
     # ---- other sizes
 
-    def resize(self, nbytes: int) -> None:
-        """Has at most ``nbytes`` of memory held: more at once, less as far as the store's ``shrink`` takes it."""
-        self.arena.resize(nbytes)
-        self.store.note_hole()
-
     def renewed(self, nbytes: int | None = None) -> BlockTables:
         """Empty tables over the same memory, of which at most ``nbytes`` are held; None: as much as was asked for."""
         arena = self.arena.renewed(self.arena.asked_nbytes if nbytes is None else nbytes, self._least_reserve)
         tables = BlockTables(arena, self.spec)
-        if arena.hole.was_dug:
+        if arena.hole.number:
             tables.store.note_hole(always=True)
         return tables
 

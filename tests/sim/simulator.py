@@ -26,6 +26,7 @@ from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
 from .patch import Patch
 from .requests import Requests
+from .resizes import Resizes
 from .spy import SpySpace
 from .stand_ins import SimulatedRunner, spy_scheduler
 from .truth import Truth
@@ -56,7 +57,7 @@ class Simulation:
         self.submissions: dict[str, Any] = {}
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
-        self._requests = Requests(options, self.rng)
+        self._requests, self._resizes = Requests(options, self.rng), Resizes(self)
         self.model = Model(self)
         self.space: SpySpace = self._new_space(self._new_tables())
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
@@ -125,9 +126,6 @@ class Simulation:
         require(not self.space.tables.arena._slabs, "slabs are left when nobody is")
         require(self.space.tables.arena._gap == self.space.tables.arena.nbytes, "places are left when nobody is")
         require(not self.core.resizer.is_pending, "a shrink never ends")
-        require(not self.space.is_shrinking, "a shrink ends before its time")
-        noted = [self.device.hole, *self.space.tables.store.holes.values()]  # after a recovery without work
-        require(noted[-1] == self.space.tables.arena.hole.span, "the device has memory elsewhere")
         require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
             self._check_answer(name, submission.stream.get(0))
@@ -185,35 +183,7 @@ class Simulation:
         if rng.random() < options.recoveries:
             self.recover()
         if options.resizes and rng.random() < options.resizes:
-            self.resize(rng.randint(0, options.nbytes + options.nbytes // 8))
-
-    def resize(self, nbytes: int) -> None:
-        """Asks for another size; if it is refused, half of the time for the smallest one that there may be."""
-        before = self.space.size_asked
-        if not self._resizes_to(nbytes):
-            held = self.space.tables.arena.hole.held_nbytes + self.options.chunk_nbytes
-            require(held > before, "a refused size changes the memory")
-            if nbytes < before and self.rng.random() < 0.5:
-                least = self.code.resize.smallest_nbytes(self.space, self.scheduler.requests.values())
-                require(least > nbytes, "a size is refused that there may be")
-                require(least >= before or self._resizes_to(least), "the smallest size is refused")
-                smaller = self._resizes_to(least - self.options.chunk_nbytes)
-                require(not smaller, "a smaller size than the smallest is taken")
-        self.event("resize", nbytes, self.space.size_asked)
-
-    def _resizes_to(self, nbytes: int) -> bool:
-        asked = self.space.size_asked
-        try:
-            self.core.resize(nbytes)
-        except CapacityError:
-            return False
-        self.space.size_asked = nbytes
-        require(nbytes <= self.options.nbytes, "memory grows beyond its addresses")
-        for request in self.scheduler.requests.values():
-            require(request.max_num_tokens <= self.space.capacity_of(request.params), "a request never fits again")
-        self.counts["shrink"] += nbytes < asked
-        self.counts["growth"] += nbytes > asked
-        return True
+            self._resizes.ask(rng.randint(0, options.nbytes + options.nbytes // 8))
 
     def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
         """Submits a request; without ``max_tokens`` it may go on as long as it fits."""
@@ -279,6 +249,7 @@ class Simulation:
             finally:
                 self.in_step = False
             self._check_core()
+            self._resizes.check()
             store = self.space.tables.store
             if not store.waves and not store.holes:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()

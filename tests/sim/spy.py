@@ -17,6 +17,7 @@ from .holdings import Holdings
 from .memory import Memory
 from .options import OPEN_END_BLOCKS, Options
 from .sealing import check_sealing
+from .shrinks import check_steps, lacks_bytes
 
 
 class Eligible(NamedTuple):
@@ -149,31 +150,18 @@ class SpySpace:
 
     def shrink(self) -> int:
         self.shrinks = self.has_shrunk = True
-        before = self.tables.arena.nbytes
+        before, places = self.tables.arena.nbytes, self._places()
         lacks = int(self._space.shrink())
         now = self.tables.arena.nbytes
+        gathers = lacks > 0 or now == self.tables.arena.goal_nbytes or self._places() != places
+        require(gathers, "a shrink that lacks nothing does not go on")
         require(self.tables.arena.goal_nbytes <= now <= before, "memory shrinks past its goal")
-        require((lacks > 0) == self._lacks(), f"a shrink lacks {lacks} bytes")
+        require((lacks > 0) == lacks_bytes(self), f"a shrink lacks {lacks} bytes")
         return lacks
 
-    def _lacks(self) -> bool:
-        """Whether a shrink lacks bytes, wherever they are."""
-        arena = self.tables.arena
-        return arena.nbytes - arena.goal_nbytes > max(0, self.memory.limit() - self.memory.packed())
-
-    def _check_shrinking(self, steps: list[tuple[Any, int]]) -> None:
-        """Checks steps down for a shrink: what it lacks, one rung, the coldest first where none pays for another."""
-        require(self._lacks() and self._space.is_shrinking, "blocks step down for a shrink that needs none")
-        require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
-        require(len(steps) <= 8, "a shrink makes a step long")
-        if self.options.quota is None:
-            ranks = dict.fromkeys(self.scheduler.running, 0)
-            found = self._eligible(ranks, even_recent=len(steps) == 1)
-            allowed = {each.key for each in found}
-            require({id(block) for block, _ in steps} <= allowed, "blocks step down that must not")
-            if len(steps) > 1:
-                expected = sorted(found)[: len(steps)]
-                require([id(block) for block, _ in steps] == [each.key for each in expected], "others are colder")
+    def _places(self) -> list[int]:
+        """Addresses of all slots."""
+        return [block.slot.address for block in self.tables.store.live_blocks()]
 
     def open(self, request: Any) -> int:
         expected = self.cached.longest(request)
@@ -195,7 +183,7 @@ class SpySpace:
         idle, had = self.cached.idle(), self.cached.blocks()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.shrinks:
-            needed = self._lacks()
+            needed = lacks_bytes(self)
         elif self.needy is None:
             growing = self._num_growing()
             needed = growing > 0 and self.memory.packed(self.holdings.dense(growing)) > self.memory.limit()
@@ -300,7 +288,7 @@ class SpySpace:
         running, tenant, most = self.scheduler.running, None, 8
         require(not self.cached.idle() or self.shrinks, "blocks step down while cached ones are idle")
         if self.shrinks:
-            self._check_shrinking(steps)
+            check_steps(self, steps)
             return
         wanted = self.wanted
         if self.needy is None:
@@ -323,9 +311,12 @@ class SpySpace:
             self.relieved.append(self.needy)
         require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
 
-    def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
-        """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
-        groups, limit = self.options.groups, self.memory.limit()
+    def _num_needed(self, expected: list[Eligible], wanted: list[int], taken: int = 0) -> int:
+        """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does.
+
+        ``taken``: bytes that go.
+        """
+        groups, limit = self.options.groups, self.memory.limit() - taken
         for number in range(1, len(expected) + 1):
             old, new = ([groups[e.group].sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
             if self.memory.packed(wanted + new, old) <= limit:

@@ -47,7 +47,7 @@ class MappedMemory:
     """
 
     def __init__(self, nbytes: int, chunk_nbytes: int, device: torch.device, driver: Any):
-        self._range = _Range(nbytes, chunk_nbytes, device, driver)
+        self._range = MappedRange(nbytes, chunk_nbytes, device, driver)
         self._device = device
         self._range.hold(0, 0)
         self.tensor: Tensor = torch.as_tensor(self._range, device=device)
@@ -58,7 +58,7 @@ class MappedMemory:
         self._range.hold(start, end)
 
 
-class _Range:
+class MappedRange:
     """Reserved addresses, and the memory behind each chunk of them."""
 
     def __init__(self, nbytes: int, chunk_nbytes: int, device: torch.device, driver: Any):
