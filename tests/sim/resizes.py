@@ -17,6 +17,7 @@ class Resizes:
 
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
+        self._was_pending = False  # when it was checked last
 
     def ask(self, nbytes: int) -> None:
         """Asks for another size; if it is refused, half of the time for the smallest one that there may be."""
@@ -57,3 +58,6 @@ class Resizes:
         noted = [self.simulation.device.hole, *tables.store.holes.values()][-1]
         require(is_pending or noted == tables.arena.hole.span, "the device has memory elsewhere")
         require(is_pending or not self.simulation.space.is_shrinking, "a shrink ends before its time")
+        ends = self._was_pending and not is_pending
+        require(not ends or not tables.store.holes, "a change of size ends before the device knows of it")
+        self._was_pending = is_pending

@@ -112,13 +112,10 @@ class Simulation:
     def finish_all(self) -> None:
         """Lets all finish, in a step for each token left (two when running ahead), and checks that nothing is left."""
         self.is_calm = True
-        bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
-        bound = 2 * bound + 2 if self.options.ahead else bound
-        bound += 2 * len(self.space.cached.blocks()) + self.options.slabs if self.core.resizer.is_pending else 0
-        while self.core.has_work:
-            require(bound > 0, "requests do not finish")
-            bound -= 1
-            self.step()
+        self._finish()
+        if self.options.resizes:  # when nobody is there
+            self._resizes.ask(self.options.nbytes // 2)
+            self._finish()
         if self.space.prefix is not None:
             self.space.prefix.clear()
         self.event("end")
@@ -129,6 +126,16 @@ class Simulation:
         require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
             self._check_answer(name, submission.stream.get(0))
+
+    def _finish(self) -> None:
+        """Takes steps until there is no work."""
+        bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
+        bound = 2 * bound + 2 if self.options.ahead else bound
+        bound += 2 * len(self.space.cached.blocks()) + self.options.slabs if self.core.resizer.is_pending else 0
+        while self.core.has_work:
+            require(bound > 0, "requests do not finish")
+            bound -= 1
+            self.step()
 
     def _check_answer(self, name: str, answer: Any) -> None:
         """Checks the final output of a request's reader."""
