@@ -6,7 +6,8 @@ from __future__ import annotations
 class Hole:
     """``number`` chunks without memory from the chunk ``first`` on, in ``range_nbytes`` of addresses.
 
-    Memory is given and taken in chunks of ``chunk_nbytes``, counted from the first address.
+    Memory is given and taken in chunks of ``chunk_nbytes``, counted from the first address. The first chunk stays: a
+    kernel may look at address 0 where a table has no entry.
     """
 
     def __init__(self, range_nbytes: int, chunk_nbytes: int = 1):
@@ -33,18 +34,18 @@ class Hole:
 
     def usable(self, number: int) -> int:
         """Bytes that slabs and blocks may take together beside ``number`` chunks, wherever the two meet chunks."""
-        return self.range_nbytes - number * self.chunk_nbytes - (self.chunk_nbytes - 1) * (number > 0)
+        return self.range_nbytes - (number + (number > 0)) * self.chunk_nbytes
 
     def most_beside(self, nbytes: int) -> int:
         """The most chunks that leave ``nbytes`` usable."""
-        return max(0, (self.range_nbytes - nbytes - self.chunk_nbytes + 1) // self.chunk_nbytes)
+        return max(0, (self.range_nbytes - nbytes) // self.chunk_nbytes - 1)
 
     def place(self, number: int, slabs_end: int, blocks_start: int) -> None:
         """Makes it ``number`` chunks between two addresses, which leave room for it.
 
         It stays where it is while it can; else the free bytes are shared between both sides, so that it seldom moves.
         """
-        least, most = -(-slabs_end // self.chunk_nbytes), blocks_start // self.chunk_nbytes - number
+        least, most = max(1, -(-slabs_end // self.chunk_nbytes)), blocks_start // self.chunk_nbytes - number
         if number and not (self.number and least <= self.first <= most):
             self.first = (least + most) // 2
         self.number = number

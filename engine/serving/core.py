@@ -52,7 +52,7 @@ class EngineCore:
         self.runs_ahead = runs_ahead
         self.registry = Registry(scheduler, tokenizer, eos_ids)
         self.recovery = Recovery(self.registry, scheduler, runner, make_space)
-        self.resizer = Resizer(scheduler, runner, self._carry_out_moves)
+        self.resizer = Resizer(runner, self._carry_out_moves)
         self._in_flight: deque[Launched] = deque()
         self._timer = StepTimer(scheduler.pace)
         self.last_step: tuple[int | None, float] | None = None  # its single tokens, None with chunks, and seconds
@@ -111,7 +111,10 @@ class EngineCore:
 
         Raises ``CapacityError``, which names the smallest size that requests allow, and changes nothing then.
         """
-        return self.resizer.begin(self.space, nbytes)
+        for submission in self.live.values():
+            submission.make_completions()  # one that waits for trials to end may have none yet
+        requests = [each.request for submission in self.live.values() for each in submission.completions]
+        return self.resizer.begin(self.space, nbytes, [request for request in requests if not request.is_finished])
 
     def reset_counters(self) -> None:
         """Starts counting anew; the peak of KV memory becomes the memory in use."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Protocol
-
-from qkv_engine.scheduler import Scheduler
 
 from ..errors import QKVError
 from ..kv.manager import KVManager
 from ..kv.resize import check_size
+from ..request import Request
 
 
 class Memory(Protocol):
@@ -35,9 +34,9 @@ class Resize:
 class Resizer:
     """Has KV memory grow at once, and shrink a little in each step."""
 
-    def __init__(self, scheduler: Scheduler, runner: Memory, flush: Callable[[], None]):
+    def __init__(self, runner: Memory, flush: Callable[[], None]):
         """``flush`` carries out the changes of bytes that stand in the books, and waits for them."""
-        self._scheduler, self._runner, self._flush = scheduler, runner, flush
+        self._runner, self._flush = runner, flush
         self._under_way: Resize | None = None
 
     @property
@@ -45,12 +44,12 @@ class Resizer:
         """Whether a shrink is under way."""
         return self._under_way is not None
 
-    def begin(self, space: KVManager, nbytes: int) -> Resize:
+    def begin(self, space: KVManager, nbytes: int, requests: Collection[Request]) -> Resize:
         """Begins to resize KV memory to at most ``nbytes``, instead of what was asked for before.
 
-        Raises ``CapacityError``, and changes nothing, for a size that it cannot have now.
+        ``requests``: all that live. Raises ``CapacityError``, and changes nothing, for a size that it cannot have now.
         """
-        check_size(space, nbytes, self._scheduler.requests.values())
+        check_size(space, nbytes, requests)
         self._runner.check_resize(nbytes)
         if nbytes > space.tables.arena.hole.held_nbytes:
             self._flush()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from qkv_engine import CapacityError, ConfigError, Engine, EngineDeadError, RequestOutput, SamplingParams
+from qkv_engine.device.resizable import FixedMemory
 
 MIB = 2**20
 LARGE, SMALL = 256 * MIB, 64 * MIB
@@ -137,6 +140,59 @@ def test_a_closed_engine_is_not_resized():
     engine.close()
     with pytest.raises(EngineDeadError):
         engine.resize("4MiB")
+
+
+def test_memory_that_the_system_does_not_give_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch):
+    def no_pages(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", no_pages)
+        with pytest.raises(CapacityError, match=r"kv_memory='8.0 MiB': the system does not give so much memory on cpu"):
+            Engine(kv_memory=8 * MIB)
+
+
+def test_growth_that_the_device_refuses_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    def refuse(hole: tuple[int, int]) -> None:
+        raise CapacityError("no memory left", remedy="Wait")
+
+    small = engine.resize(SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._alive.core.runner, "dig", refuse)  # type: ignore[union-attr]
+        with pytest.raises(CapacityError, match="no memory left"):
+            engine.resize(LARGE)
+    assert engine.stats().kv_bytes_total == small
+    assert engine.generate("Hi", SamplingParams(max_tokens=4))[0].finished and engine.resize(LARGE) == LARGE
+
+
+def test_memory_of_fixed_size_is_not_resized(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    cache = engine._alive.core.runner.cache  # type: ignore[union-attr]
+    monkeypatch.setattr(cache, "backing", FixedMemory(16, torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"fixed.*cuda-bindings"):
+        engine.resize(SMALL)
+
+
+def test_a_call_that_waits_ends_with_the_engine():
+    """Nobody notes that the shrink has ended."""
+    engine = Engine(kv_memory=LARGE, num_threads=1)
+    errors = list[BaseException]()
+    thread = threading.Thread(target=lambda: errors.append(_error_of(lambda: engine.resize(SMALL))))
+    monitor = engine._alive.core.resizer  # type: ignore[union-attr]
+    monitor.note = lambda space: None  # type: ignore[method-assign]
+    thread.start()
+    while not monitor.is_pending:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(10)
+    assert not thread.is_alive() and isinstance(errors[0], EngineDeadError)
+
+
+def _error_of(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    raise AssertionError("no error")
 
 
 def test_all_ranks_shrink_and_grow():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
-import mmap
 import random
 import re
 import signal
@@ -146,17 +144,6 @@ def test_memory_that_the_system_does_not_give_is_a_capacity_error(folder: Path, 
         assert caught.value.remedy
         messages.add(str(caught.value))
     assert any("the system gives no more memory to start with" in text for text in messages)
-    with monkeypatch.context() as patch:
-        patch.setattr(mmap, "mmap", _no_pages)
-        with pytest.raises(CapacityError) as caught:
-            open_tiny(folder)
-    assert caught.value.remedy
-    messages.add(str(caught.value))
-    assert any("kv_memory='1.0 MiB': the system does not give so much memory on cpu" in text for text in messages)
-
-
-def _no_pages(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def test_other_errors_of_a_start_stay_what_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):

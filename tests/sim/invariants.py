@@ -100,15 +100,16 @@ def check_hole(space: SpySpace, spans: list[tuple[int, int]]) -> None:
     arena, chunk = space.tables.arena, space.options.chunk_nbytes
     start, end = arena.hole.span
     require(start % chunk == end % chunk == 0, "a hole is off the chunks")
+    require(start >= chunk or end == 0, "the first chunk goes")
     require(not any(address < end and start < address + size for address, size in spans), "a slot lies in the hole")
     held = arena.range_nbytes - (end - start)
-    lost = chunk - 1 if end > start else 0
+    lost = chunk if end > start else 0
     require(arena.nbytes == held - lost, "books and hole disagree on the memory")
     slabs = max((number + 1 for number in arena._slabs), default=0) * arena.slab_nbytes
     blocks = arena.range_nbytes - min((slot.address for slot in arena._blocks.values()), default=arena.range_nbytes)
     require(slabs + blocks <= arena.nbytes, "slots take more than there is")
     gone = -(-(arena.range_nbytes - space.size_asked) // chunk) * chunk
-    goal = arena.range_nbytes - gone - (chunk - 1 if gone else 0)
+    goal = arena.range_nbytes - gone - (chunk if gone else 0)
     require(arena.goal_nbytes == goal <= arena.nbytes, f"{arena.goal_nbytes} bytes are promised, {goal} asked for")
     require(arena.nbytes == goal or end - start <= gone, "more is taken than was asked for")
 
