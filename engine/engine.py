@@ -19,7 +19,9 @@ from .fit import fitted
 from .intake import Conversation, Intake, Prompt, takes_long
 from .metrics import EngineStats
 from .presets import resolve_kv
+from .progress_bar import with_bar
 from .request import RequestOutput, SamplingParams
+from .resizing import resize
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot
 from .serving.submission import Submission
@@ -280,6 +282,15 @@ class Engine(Closable):
         """Sets counters to zero and the peak to the memory in use now."""
         self._loop.call(self._alive.core.reset_counters)
 
+    def resize(self, size: int | str | float, *, timeout: float | None = None) -> int:
+        """Changes the size of KV memory while requests run; returns the bytes held, at most ``size`` of them.
+
+        ``size`` is bytes, "4GiB", or a share of the ``kv_memory`` of the start, which is the most. Memory grows at
+        once, and shrinks beside the steps: blocks step down and move, nobody is preempted. Returns after ``timeout``
+        seconds while a shrink goes on. Raises ``CapacityError``, which names the smallest size possible now.
+        """
+        return resize(self._alive, self._loop, self._intake, size, timeout)
+
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
@@ -321,7 +332,7 @@ class Engine(Closable):
         """Submits all, waits for all; an interrupt of the wait aborts the requests that are left."""
         try:
             self._loop.submit(submissions)
-            return [_final(submission) for submission in _with_bar(submissions, show_bar)]
+            return [_final(submission) for submission in with_bar(submissions, show_bar)]
         except BaseException:
             for submission in submissions:
                 self._loop.drop(submission)
@@ -384,17 +395,6 @@ def _final(submission: Submission) -> RequestOutput:
     while output is None or not output.finished:
         output = submission.stream.get()
     return output
-
-
-def _with_bar(submissions: list[Submission], show: bool) -> Iterator[Submission]:
-    if not show:
-        return iter(submissions)
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # draws in notebooks, too
-
-    class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # without tqdm's thread, which would outlive the call
-
-    return iter(Bar(submissions, desc="Requests"))
 
 
 __all__ = ["Engine", "RequestStream"]

@@ -100,12 +100,12 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
     layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
-    backend = make_backend(cast(CausalLM, loaded.model), cache.memory, layout, ladder, config.cuda_graphs)
+    backend = make_backend(cast(CausalLM, loaded.model), cache.backing, layout, ladder, config.cuda_graphs)
     threads = choose_threads(config.num_threads, weights_nbytes(model_config, dtype, ranks.size, device))
     if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         workers.replies()  # their weights are loaded
-        workers.set_up(cache.nbytes, layout, threads.number)
+        workers.set_up(cache.nbytes, cache.arena.hole.chunk_nbytes, layout, threads.number)
         backend = AllRanks(workers, backend)
     runner = Runner(cache, backend, layout)
     if device.type == "cuda":

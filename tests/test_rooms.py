@@ -34,7 +34,7 @@ ROOMS: tuple[str, ...] = (
     "parallel",
     "started",
     "serving",
-    "startup measured_loss fit intake engine",
+    "startup measured_loss fit intake progress_bar resizing engine",
     "planner",
     "bench",
     "serve",

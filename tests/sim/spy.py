@@ -16,6 +16,8 @@ from .code import Code
 from .holdings import Holdings
 from .memory import Memory
 from .options import OPEN_END_BLOCKS, Options
+from .sealing import check_sealing
+from .shrinks import check_steps, lacks_bytes
 
 
 class Eligible(NamedTuple):
@@ -45,6 +47,7 @@ class SpySpace:
         self.replayed: Counter[tuple[str, str]] = Counter()  # demotions by rung
         self.mined: set[Any] = set()  # banks that were mined
         self.num_trims = 0
+        self.size_asked = options.nbytes  # of memory
         self.begin_schedule()
 
     def __getattr__(self, name: str) -> Any:
@@ -53,6 +56,7 @@ class SpySpace:
     def begin_schedule(self) -> None:
         self.needy: Any = None  # the request that asked for room last
         self.short = False  # whether its call got no room
+        self.has_shrunk = self.shrinks = False  # whether smaller memory was worked for, or asks for bytes now
         self.asked: dict[str, int] = {}  # most blocks each request asked for
         self.demoted = 0
         self.wanted: list[int] = []  # bytes of the slots that the last call asked for
@@ -77,6 +81,7 @@ class SpySpace:
         others = [
             r for r in self.scheduler.running if r is not request and r.num_computed_tokens >= self.holdings.held(r)
         ]
+        self.shrinks = False
         require(spare == len(others), f"{spare} blocks are spared, {len(others)} requests lack one")
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
@@ -135,13 +140,28 @@ class SpySpace:
         require(request.next_passed_at == min(due), f"{request.next_passed_at} tokens until the next block passes")
 
     def _ask(self, request: Any, num_tokens: int, spare: int) -> None:
-        self.needy, missing = request, self.holdings.num_missing(request, num_tokens)
+        self.shrinks, self.needy, missing = False, request, self.holdings.num_missing(request, num_tokens)
         self.wanted = self.holdings.lacking(request, num_tokens, spare)
         self.asked[request.request_id] = max(self.asked.get(request.request_id, 0), missing + spare + 1)
 
     def capacity_of(self, params: Any) -> int:
         """Tokens that fit alone for a request with ``params``."""
         return int(self._space.capacities[self.options.floor(params)])
+
+    def shrink(self) -> int:
+        self.shrinks = self.has_shrunk = True
+        before, places = self.tables.arena.nbytes, self._places()
+        lacks = int(self._space.shrink())
+        now = self.tables.arena.nbytes
+        gathers = lacks > 0 or now == self.tables.arena.goal_nbytes or self._places() != places
+        require(gathers, "a shrink that lacks nothing does not go on")
+        require(self.tables.arena.goal_nbytes <= now <= before, "memory shrinks past its goal")
+        require((lacks > 0) == lacks_bytes(self), f"a shrink lacks {lacks} bytes")
+        return lacks
+
+    def _places(self) -> list[int]:
+        """Addresses of all slots."""
+        return [block.slot.address for block in self.tables.store.live_blocks()]
 
     def open(self, request: Any) -> int:
         expected = self.cached.longest(request)
@@ -162,7 +182,9 @@ class SpySpace:
     def evict(self) -> bool:
         idle, had = self.cached.idle(), self.cached.blocks()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
-        if self.needy is None:
+        if self.shrinks:
+            needed = lacks_bytes(self)
+        elif self.needy is None:
             growing = self._num_growing()
             needed = growing > 0 and self.memory.packed(self.holdings.dense(growing)) > self.memory.limit()
         require(needed, "cached blocks are given up without need")
@@ -208,7 +230,7 @@ class SpySpace:
         require(done == moved, f"{moved} blocks stepped down, {done} are counted")
         for wave in waves[num_waves:]:
             for move in wave:
-                self._check_sealing(move)
+                check_sealing(self, move)
         require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
         self.demoted += done
         return int(done)
@@ -223,28 +245,6 @@ class SpySpace:
     def _size(self, block: Any, rung: int) -> int:
         """Bytes of a block on that rung."""
         return self.options.groups[block.group].size(rung)
-
-    def _check_sealing(self, move: Any) -> None:
-        """Checks that a block is sealed under its request's bank, mined before the first seal from computed tokens."""
-        options = self.options
-        if not options.has_bank or move.old or not move.new:
-            require(move.bank is None and move.mining is None, "a block that is not sealed needs no bank")
-            return
-        owners = [r for r in self.scheduler.running if move.block in self.holdings.tables_of(r)[0].blocks]
-        require(len(owners) == 1 and move.bank is not None, "a block under no bank, or under several")
-        request, table = owners[0], self.holdings.tables_of(owners[0])[0]
-        bank = table.slots[-1]
-        require((move.mining is not None) == (bank not in self.mined), "a bank is not mined with the first seal")
-        end = options.groups[0].end(table.blocks.index(move.block))
-        require(end <= request.num_computed_tokens, "a block is sealed before it is full")
-        ends = options.window_ends(request.num_prefill_tokens, end)
-        require(move.num_windows == len(ends), "a block may choose from other patterns")
-        if move.mining is not None:
-            self.mined.add(bank)
-            prompt = max(options.block, request.num_prefill_tokens - options.sink)
-            number = min(prompt, request.num_computed_tokens - options.sink)
-            require(move.mining.num_tokens == number >= options.block, "a bank is mined from other tokens")
-            require(len(move.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
 
     def check_preemption(self) -> None:
         """Checks that nobody gives way while cached blocks are idle or a block that may step down finds a slot."""
@@ -286,7 +286,10 @@ class SpySpace:
     def _check_relief(self, steps: list[tuple[Any, int]]) -> None:
         """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
         running, tenant, most = self.scheduler.running, None, 8
-        require(not self.cached.idle(), "blocks step down while cached ones are idle")
+        require(not self.cached.idle() or self.shrinks, "blocks step down while cached ones are idle")
+        if self.shrinks:
+            check_steps(self, steps)
+            return
         wanted = self.wanted
         if self.needy is None:
             wanted = self.holdings.dense(self._num_growing())
@@ -308,9 +311,12 @@ class SpySpace:
             self.relieved.append(self.needy)
         require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
 
-    def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
-        """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
-        groups, limit = self.options.groups, self.memory.limit()
+    def _num_needed(self, expected: list[Eligible], wanted: list[int], taken: int = 0) -> int:
+        """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does.
+
+        ``taken``: bytes that go.
+        """
+        groups, limit = self.options.groups, self.memory.limit() - taken
         for number in range(1, len(expected) + 1):
             old, new = ([groups[e.group].sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
             if self.memory.packed(wanted + new, old) <= limit:
@@ -338,7 +344,7 @@ class SpySpace:
             for block in self.holdings.blocks_of(request):
                 holders = sum(block in self.holdings.blocks_of(r) for r in running)
                 usage[request.params.tenant] += block.slot.nbytes // holders
-        over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.nbytes}
+        over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.goal_nbytes}
         ranked = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
         if tenant in over:
             return {r: int(r.params.tenant != tenant) for r in ranked}
@@ -379,7 +385,7 @@ class SpySpace:
         slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1))
         running, num_rungs = len(self.scheduler.running), sum(len(group.sizes) for group in groups)
         bound = self._pressure.AHEAD_PER_STEP * -(-running // 2) + self._pressure.EAGER_PER_STEP * -(-running // 32)
-        bound += self._num_urgent()
+        bound += self._num_urgent() + self._pressure.RELIEF_BLOCKS * self.has_shrunk
         for blocks in self.asked.values():
             bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")
