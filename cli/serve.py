@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     with sock:
         name = args.shape or args.model or common.DEMO
         note(f"loading {name}")
-        with common.open_engine(args, **engine_options(args)) as engine:
+        with common.open_engine(args, **engine_options(args), resizable=admin_key is not None) as engine:
             for line in engine.describe() if not args.verbose else ():  # which logs them
                 note(line)
             _log_to_stderr(args)

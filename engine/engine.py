@@ -37,15 +37,12 @@ class Engine(Closable):
     Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
 
     Model
-        model: local folder or Hub id; with ``load_format="random"`` also a named shape; None is the demo model inside
-            the package.
+        model: local folder or Hub id; with ``load_format="random"`` also a named shape; None is the demo model.
         revision: branch, tag or commit of a Hub model; None for its default branch.
         token: access token of the Hub; None for ``HF_TOKEN``.
-        dtype: of weights and activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU and
-            float32 on the CPU.
+        dtype: of activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU, else float32.
         device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU without one.
-        weights: "int8", "int4" or "fp8" quantizes a plain checkpoint's linear layers while they are read; None leaves
-            weights as the checkpoint has them. See docs/weights.md.
+        weights: "int8", "int4" or "fp8" quantizes linear layers of a plain checkpoint while they are read.
         load_format: "auto" reads safetensors; "random" makes random weights of the model's shape.
         seed: of random weights, 0 to 2^63 - 1.
 
@@ -56,6 +53,7 @@ class Engine(Closable):
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
+        resizable: let ``resize`` change KV memory of a GPU, by cuda-bindings; that of a CPU always can.
 
     Limits
         max_model_len: tokens of the longest request, prompt and output together; None for the model's own context,
@@ -85,6 +83,7 @@ class Engine(Closable):
         fit: Fit | None = None,
         kv_quota: float | None = None,
         prefix_caching: bool = True,
+        resizable: bool = False,
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
@@ -110,6 +109,7 @@ class Engine(Closable):
             fit=fit,
             kv_quota=kv_quota,
             prefix_caching=prefix_caching,
+            resizable=resizable,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,

@@ -85,7 +85,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     )
     limit = config.max_model_len or model_config.max_position_embeddings
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
-    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit)
+    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
 
     def make_space() -> KVManager:

@@ -21,15 +21,25 @@ from .memory import check_free, free_memory, memory_or_error
 from .mover import MoveBackend, PendingMoves
 from .resizable import FixedMemory, HostMemory, KVMemory, is_fixed
 
+RESIZABLE = "Make an Engine with resizable=True"
+
 
 class KVCache:
     """KV memory of an engine: its addresses are those of the start. ``tables`` is the scheduler's view of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, context: int | None = None):
-        """``context``: tokens of the longest request that the model takes."""
+    def __init__(
+        self,
+        ladder: Ladder,
+        nbytes: int,
+        device: torch.device,
+        context: int | None = None,
+        *,
+        resizable: bool = False,
+    ):
+        """``context``: tokens of the longest request that the model takes. ``resizable``: of a GPU, too."""
         self.ladder, self._context = ladder, context
-        self.tables = make_tables(ladder.spec, nbytes, granule_nbytes(device))
-        self.backing = allocate(self.arena.nbytes, device, self.arena.hole.chunk_nbytes)
+        self.tables = make_tables(ladder.spec, nbytes, granule_nbytes(device, resizable))
+        self.backing = allocate(self.arena.nbytes, device, self.arena.hole.chunk_nbytes, resizable)
         self.memory = self.backing.tensor
         self._capacity = 0, (0, 0)  # for a size
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
@@ -65,7 +75,7 @@ class KVCache:
         """Raises ``ConfigError`` for memory of fixed size, ``CapacityError`` if the device has not ``nbytes`` of it."""
         device = self.memory.device
         if is_fixed(self.backing):
-            raise ConfigError("KV memory of this engine is fixed", field="size", value=nbytes, remedy=REMEDY)
+            raise ConfigError("KV memory of this engine is fixed", field="size", value=nbytes, remedy=RESIZABLE)
         more = nbytes - self.nbytes
         if more > 0:
             check_free(more, free_memory(device), device, field="size", value=format_size(nbytes))
@@ -128,27 +138,32 @@ def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int
         found["elements"] += count * rung.num_elements
 
 
-def allocate(nbytes: int, device: torch.device, chunk_nbytes: int) -> KVMemory:
-    """KV memory of [nbytes], which may be given back in chunks where the device allows it.
+def allocate(nbytes: int, device: torch.device, chunk_nbytes: int, resizable: bool = False) -> KVMemory:
+    """KV memory of [nbytes], which may be given back in chunks on a CPU, and on a GPU if it is to be ``resizable``.
 
-    Raises ``CapacityError`` if the system does not give it.
+    Raises ``CapacityError`` if the system does not give it, ``ConfigError`` for a GPU whose memory cannot be mapped.
     """
     message = f"the system does not give so much memory on {device}"
     with memory_or_error(message, field="kv_memory", value=format_size(nbytes), remedy="Lower kv_memory"):
         if device.type == "cpu":
             return HostMemory(nbytes)
-        driver = _driver(device)
-        return FixedMemory(nbytes, device) if driver is None else MappedMemory(nbytes, chunk_nbytes, device, driver)
+        if not resizable:
+            return FixedMemory(nbytes, device)
+        return MappedMemory(nbytes, chunk_nbytes, device, _driver(device))
 
 
-def granule_nbytes(device: torch.device) -> int:
-    """Bytes of which a device gives and takes KV memory in multiples."""
-    driver = _driver(device)
-    return mmap.PAGESIZE if driver is None else mapped_granule_nbytes(driver, device)
+def granule_nbytes(device: torch.device, resizable: bool = False) -> int:
+    """Bytes of which a device gives and takes KV memory in multiples. Raises ``ConfigError`` as ``allocate``."""
+    if device.type == "cpu" or not resizable:
+        return mmap.PAGESIZE
+    return mapped_granule_nbytes(_driver(device), device)
 
 
-def _driver(device: torch.device) -> ModuleType | None:
-    return find_driver(device) if device.type == "cuda" else None
+def _driver(device: torch.device) -> ModuleType:
+    driver = find_driver(device)
+    if driver is None:
+        raise ConfigError(f"memory of {device} cannot be mapped", field="resizable", value=True, remedy=REMEDY)
+    return driver
 
 
 def total_nbytes(found: Counter[str]) -> int:

@@ -21,10 +21,10 @@ PARAMS = [
 
 def test_memory_of_the_device_follows_beside_requests():
     if find_driver(torch.device("cuda", 0)) is None:
-        with Engine(kv_memory=GIB) as engine, pytest.raises(ConfigError, match="cuda-bindings"):
-            engine.resize(GIB // 2)
+        with pytest.raises(ConfigError, match=r"resizable.*cuda-bindings"):
+            Engine(kv_memory=GIB, resizable=True)
         return
-    with Engine(kv_memory=4 * GIB) as engine:
+    with Engine(kv_memory=4 * GIB, resizable=True) as engine:
         alone = engine.generate(PROMPTS, PARAMS)
         found = list[RequestOutput]()
         thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, PARAMS)))
@@ -41,3 +41,8 @@ def test_memory_of_the_device_follows_beside_requests():
         assert number >= 3 and engine.stats().num_preemptions == 0
     assert [len(output.token_ids) for output in found] == [1000] * 20
     assert [found[i].token_ids for i in range(0, 20, 4)] == [alone[i].token_ids for i in range(0, 20, 4)]
+
+
+def test_other_memory_is_fixed():
+    with Engine(kv_memory=GIB) as engine, pytest.raises(ConfigError, match="fixed.*resizable=True"):
+        engine.resize(GIB // 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import CapacityError
 from ...sizes import format_size
 
-REMEDY = "Install cuda-bindings of the driver's CUDA version, and make a new Engine"
+REMEDY = "Install cuda-bindings of the driver's CUDA version, or leave resizable out"
 
 
 def find_driver(device: torch.device) -> ModuleType | None:
