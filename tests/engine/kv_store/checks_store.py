@@ -1,0 +1,336 @@
+"""Checks of a store: what it keeps, its queue and threads, and what it does when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from .checks_folder import filled, found, opened
+from .code import Code
+from .logs import warnings
+from .pieces import BOTH, blocks, buffers, contents, piece, put, read
+
+CALLS = ("pwritev", "fdatasync", "fsync", "ftruncate", "unlink", "open", "pread", "preadv", "listdir", "stat")
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+@contextmanager
+def replaced(name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """``os.name`` is ``new`` in the block."""
+    old = getattr(os, name)
+    setattr(os, name, new)
+    try:
+        yield
+    finally:
+        setattr(os, name, old)
+
+
+@contextmanager
+def failing(name: str, first: int, last: float, code: int) -> Iterator[list[int]]:
+    """Calls of ``os.name`` from the ``first`` to the ``last``, counted from 0, fail in the block."""
+    old, calls, failed = getattr(os, name), count(), list[int]()
+
+    def call(*args: Any, **options: Any) -> Any:
+        number = next(calls)
+        if first <= number <= last:
+            failed.append(number)
+            raise OSError(code, os.strerror(code))
+        return old(*args, **options)
+
+    with replaced(name, call):
+        yield failed
+
+
+def check_what_is_put_is_found_again(code: Code, path: Path) -> None:
+    """Also after a restart, in the order of groups and on the rungs that were given."""
+    cases = {1: BOTH, 2: ((0, 1), (1, 0)), 3: ((0, -1), (1, -1)), 4: ((1, 0),), 5: ((0, 0),)}
+    with opened(code, path) as store:
+        for number, rungs in cases.items():
+            assert put(store, number, rungs)
+        assert store.flush()
+        for number, rungs in cases.items():
+            assert read(store, piece(number)) == dict(rungs)
+        stats = store.stats()
+        assert (stats.num_pieces, stats.num_written, stats.num_read, stats.num_found) == (5, 5, 5, 5)
+        nbytes = sum(len(contents(b"", *part)) for rungs in cases.values() for part in rungs)
+        assert (stats.num_missed, stats.num_known, stats.num_dropped, stats.read_nbytes) == (0, 0, 0, nbytes)
+        assert stats.nbytes == sum(file.stat().st_size for file in path.glob("*.kv")) == stats.written_nbytes + 4096
+        assert store.find(piece(6).key) is None and store.stats().num_missed == 1
+    with opened(code, path) as store:
+        for number, rungs in cases.items():
+            assert read(store, piece(number)) == dict(rungs)
+            assert store.find(piece(number).key).num_tokens == 16
+
+
+def check_a_better_record_takes_the_place_of_another(code: Code, path: Path) -> None:
+    """One that has all groups, none of them narrower. Also after a restart."""
+    steps: list[tuple[tuple[tuple[int, int], ...], bool]] = [
+        (((0, 1),), True),
+        (((0, 1),), False),
+        (((1, 0),), False),
+        (((0, 1), (1, 0)), True),
+        (((0, 1),), False),
+        (((0, 0),), False),
+        (BOTH, True),
+        (((0, 1), (1, 0)), False),
+        (BOTH, False),
+    ]
+    with opened(code, path) as store:
+        for rungs, is_taken in steps:
+            assert put(store, 1, rungs) == is_taken and store.flush()
+        assert store.stats().num_known == 6 and store.stats().num_pieces == 1
+    with opened(code, path) as store:
+        assert read(store, piece(1)) == dict(BOTH)
+
+
+def check_tokens_and_parents_are_compared(code: Code, path: Path) -> None:
+    filled(code, path)
+    with opened(code, path) as store:
+        for wrong in ({"tokens": [98] * 16}, {"tokens": piece(1).tokens[:-1]}, {"parent": piece(2).key}):
+            stored, asked = store.find(piece(1).key), piece(1)._replace(**wrong)
+            assert not store.read(stored, asked, buffers(stored)), wrong
+            store.close()
+            store = opened(code, path)
+        stored = store.find(piece(1).key)
+        assert not store.read(stored, piece(2), buffers(stored)), "the record of another key"
+        assert found(store) == list(range(9))
+        store.close()
+
+
+def check_blocks_of_other_sizes_are_refused(code: Code, path: Path) -> None:
+    with opened(code, path) as store:
+        own = piece(1)
+        good = blocks(own.key)
+        short = good[0]._replace(data=good[0].data[:-1])
+        words = good[1]._replace(data=good[1].data.cast("I"))
+        wrong = [
+            *([], [short, good[1]], [good[1], good[0]], [good[0], good[0]], [good[0]._replace(rung=1)]),
+            *([good[0]._replace(group=2)], [good[0]._replace(group=-1)], [good[0]._replace(rung=-2)], [words]),
+        ]
+        calls: list[Callable[[], Any]] = [lambda each=each: store.put(own, each) for each in wrong]
+        calls += [lambda: store.put(own._replace(key=b"short"), good), lambda: store.put(own._replace(tokens=[]), good)]
+        calls += [lambda: store.put(own._replace(tokens=[1] * 17), good)]
+        assert store.put(own, good) and store.flush()
+        stored = store.find(own.key)
+        sizes: list[list[memoryview]] = [[], buffers(stored)[:1], [memoryview(bytearray(9)) for _ in range(2)]]
+        sizes += [[memoryview(bytes(buffer)) for buffer in buffers(stored)]]
+        calls += [lambda each=each: store.read(stored, own, each) for each in sizes]
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except ValueError:
+                continue
+            raise AssertionError(f"call {number} was taken")
+        assert read(store, own) == dict(BOTH)
+
+
+def check_reads_in_the_background(code: Code, path: Path) -> None:
+    filled(code, path)
+    store = opened(code, path)
+    stored = [store.find(piece(number).key) for number in range(9)]
+    room = [buffers(each) for each in stored]
+    results = [store.fetch(each, piece(n), room[n]) for n, each in enumerate(stored)]
+    for number, result in enumerate(results):
+        assert result.result(10) is True
+        assert [bytes(b) for b in room[number]] == [contents(piece(number).key, *part) for part in BOTH]
+    store.close()
+    assert store.fetch(stored[0], piece(0), room[0]).result(10) is False
+
+
+def check_a_closed_store_is_silent(code: Code, path: Path) -> None:
+    filled(code, path)
+    store = opened(code, path)
+    stored = store.find(piece(1).key)
+    with warnings() as told:
+        store.close()
+        store.close()
+        assert store.find(piece(1).key) is None and not store.read(stored, piece(1), buffers(stored))
+        assert not put(store, 20) and not store.stats().is_writable
+        store.refresh()
+        store.flush()
+    assert told == []
+    with opened(code, path) as store:
+        assert found(store, range(30)) == list(range(9))
+
+
+def check_the_queue_is_bounded_and_all_are_told(code: Code, path: Path) -> None:
+    """While the disk stands still: what the queue has no room for is dropped, and nobody waits."""
+    go, write, begun = threading.Event(), os.pwritev, threading.Event()
+
+    def slow(*args: Any) -> int:
+        begun.set()
+        assert go.wait(20)
+        return write(*args)
+
+    nbytes = sum(len(block.data) for block in blocks(b""))
+    with opened(code, path, max_queued_nbytes=3 * nbytes) as store:
+        told, accepted = list[int](), list[int]()
+        store.flush()
+        with replaced("pwritev", slow):
+            try:
+                for number in range(8):
+                    own = piece(number)
+                    if store.put(own, blocks(own.key), lambda number=number: told.append(number)):
+                        accepted.append(number)
+                assert begun.wait(10) and accepted == [0, 1, 2]
+                stats = store.stats()
+                assert (stats.num_dropped, stats.queued_nbytes, stats.num_pieces) == (5, 3 * nbytes, 0)
+                assert not put(store, 1) and store.stats().num_known == 1, "it waits to be written"
+                assert told == [] and found(store) == [] and not store.flush(0.05)
+            finally:
+                go.set()
+            assert store.flush()
+        assert told == accepted == found(store) and store.stats().queued_nbytes == 0
+        assert put(store, 7) and store.flush() and found(store) == [0, 1, 2, 7]
+
+
+def check_one_block_may_be_larger_than_the_queue(code: Code, path: Path) -> None:
+    with opened(code, path, max_queued_nbytes=1) as store:
+        assert put(store, 1) and store.flush() and found(store) == [1]
+
+
+def check_close_writes_what_waits(code: Code, path: Path) -> None:
+    told = list[int]()
+    with opened(code, path) as store:
+        for number in range(9):
+            own = piece(number)
+            assert store.put(own, blocks(own.key), lambda number=number: told.append(number))
+    assert told == list(range(9))
+    with opened(code, path) as store:
+        assert found(store) == list(range(9))
+
+
+def check_short_reads_and_writes_go_on(code: Code, path: Path) -> None:
+    write, read_into = os.pwritev, os.preadv
+    with (
+        replaced("pwritev", lambda fd, parts, offset: write(fd, [parts[0][:1000]], offset)),
+        replaced("preadv", lambda fd, parts, offset: read_into(fd, [parts[0][:777]], offset)),
+    ):
+        filled(code, path)
+        with opened(code, path) as store:
+            assert found(store) == list(range(9))
+
+
+def check_a_call_that_raises_harms_nobody(code: Code, path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("a callback's own bug")
+
+    with opened(code, path) as store:
+        assert store.put(piece(1), blocks(piece(1).key), fail) and store.flush()
+        assert put(store, 2) and store.flush() and found(store) == [1, 2]
+
+
+def check_a_full_disk_ends_writing_and_no_reading(code: Code, path: Path) -> None:
+    with opened(code, path) as store, warnings() as told:
+        for number in range(3):
+            put(store, number)
+        assert store.flush()
+        with failing("pwritev", 0, 99, errno.ENOSPC) as failed:
+            for number in range(3, 9):
+                put(store, number)
+            store.flush()
+        assert len(failed) == 1, "it goes on writing"
+        stats = store.stats()
+        assert not stats.is_writable and "No space" in stats.problem and stats.num_dropped == 6
+        assert [line for line in told if "No space" in line] == told and len(told) == 1
+        assert found(store) == [0, 1, 2] and not put(store, 10)
+    with warnings() as told, opened(code, path) as store:
+        assert found(store) == [0, 1, 2] and put(store, 10) and told == []
+
+
+def check_a_torn_write_is_taken_back(code: Code, path: Path) -> None:
+    """A record that the disk took half of, with an error then, leaves nothing."""
+    write = os.pwritev
+
+    def torn(fd: int, parts: Any, offset: int) -> int:
+        if offset < 20_000:
+            return write(fd, parts, offset)
+        write(fd, parts[:2], offset)
+        raise OSError(errno.ENOSPC, "full")
+
+    with opened(code, path) as store:
+        put(store, 1)
+        store.flush()
+        nbytes = store.stats().nbytes
+        with replaced("pwritev", torn):
+            put(store, 2)
+            put(store, 3)
+            store.flush()
+        assert sum(file.stat().st_size for file in path.glob("*.kv")) == nbytes
+    with warnings() as told, opened(code, path) as store:
+        assert found(store) == [1] and told == []
+
+
+def check_the_disk_may_fail_at_any_call(code: Code, path: Path) -> None:
+    """Once or for good: no error comes out, no wrong bytes, each caller is told, and a restart finds what it should."""
+    folders = count()
+    for name in CALLS:
+        for first in range(0, 12 if name in ("pread", "open") else 5):
+            for last in (first, 10**9):
+                fail_once(code, path.with_name(f"store-{next(folders)}"), name, first, last)
+
+
+def fail_once(code: Code, path: Path, name: str, first: int, last: int) -> None:
+    filled(code, path, range(3))
+    store, told = opened(code, path), list[int]()
+    accepted = list[int]()
+    with failing(name, first, last, ERRORS[(first + len(name)) % 3]), warnings() as lines:
+        for number in range(3, 45):
+            own = piece(number)
+            if store.put(own, blocks(own.key), lambda number=number: told.append(number)):
+                accepted.append(number)
+            store.flush()
+            read(store, piece(number % 7))
+        store.stats()
+        store.close()
+    assert told == accepted, name
+    assert len([line for line in lines if "nothing more is written" in line]) <= 1
+    with opened(code, path) as again:
+        assert again.stats().is_writable and put(again, 99) and again.flush()
+        assert set(found(again, range(100))) <= {0, 1, 2, 99, *accepted} and 99 in found(again, range(100))
+
+
+def check_opening_fails_in_words(code: Code, path: Path) -> None:
+    """Whatever call fails at opening, it is a ``ConfigError``, or the store opens and goes on."""
+    from qkv_engine.errors import ConfigError
+
+    for name in (*CALLS, "mkdir", "write", "rename", "fstat", "pwrite"):
+        for first in range(4):
+            own = path.with_name(f"{name}-{first}")
+            if first % 2:
+                filled(code, own)
+            try:
+                with failing(name, first // 2, 10**9, errno.EIO):
+                    store = opened(code, own)
+                    put(store, 50)
+                    store.flush()
+                    found(store)
+                    store.close()
+            except ConfigError as error:
+                assert "kv_store=" in str(error)
+            with opened(code, own) as store:
+                assert store.stats().is_writable, f"{name}: the lock is held"
+                assert put(store, 51) and store.flush() and 51 in found(store, range(60))
+
+
+def check_records_in_use_are_handed_on(code: Code, path: Path) -> None:
+    """Those that were read or offered again since; the others go, the oldest first."""
+    with opened(code, path) as store:
+        for number in range(120):
+            put(store, number)
+            store.flush()
+            assert read(store, piece(0)) is not None
+            if number >= 1:
+                assert not put(store, 1), "it is there"
+        has = found(store, range(120))
+        assert has[:2] == [0, 1] and 119 in has and 2 not in has
+        assert has[2:] == list(range(has[2], 120)), "a newer record went before an older one"
+        stats = store.stats()
+        assert stats.num_handed_on > 5 and stats.num_written == 120 + stats.num_handed_on
+        assert stats.num_pieces == len(has) and stats.num_evicted == 120 - len(has)

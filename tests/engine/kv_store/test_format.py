@@ -1,0 +1,196 @@
+"""The bytes of records and segments: what is packed is unpacked, and nothing else is taken for a record."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv_engine.errors import StoreError
+from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
+from qkv_engine.kv_store.namespace import Namespace, StoredGroup, StoredRung
+from qkv_engine.kv_store.record import (
+    ALIGNMENT,
+    MAX_PARTS,
+    MAX_TOKENS,
+    PartHeader,
+    RecordHeader,
+    key_digest,
+    pack_tokens,
+)
+from qkv_engine.kv_store.segment import SegmentHeader, SegmentScan
+from qkv_engine.window import RecentWindow
+
+from .pieces import MODEL, NAMESPACE
+
+SECRET = b"s" * 32
+U16, U32, U63 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 63))
+PLACE = st.integers(0, 2**40).map(lambda page: page * ALIGNMENT)
+PART = st.builds(PartHeader, U16, st.integers(-(2**15), 2**15 - 1), U32, U63)
+KEY = st.binary(min_size=32, max_size=32)
+TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=600).map(pack_tokens)
+HEADERS = st.builds(
+    RecordHeader, U63, PLACE, KEY, KEY, TOKENS, st.lists(PART, min_size=1, max_size=MAX_PARTS).map(tuple)
+)
+FITTING = st.builds(  # records of NAMESPACE
+    lambda rungs, tokens, key: ([PartHeader(g, r, 7, NAMESPACE.nbytes(g, r) or 0) for g, r in rungs], tokens, key),
+    st.sampled_from([((0, 0), (1, 0)), ((0, 1),), ((1, -1),), ((0, -1), (1, 0))]),
+    st.lists(st.integers(0, 98), min_size=1, max_size=16).map(pack_tokens),
+    KEY,
+)
+
+
+@given(HEADERS)
+def test_a_header_comes_back(header: RecordHeader):
+    data = header.pack(SECRET)
+    assert RecordHeader.unpack(data, SECRET) == header == RecordHeader.unpack(data + b"more", SECRET)
+    assert len(data) == header.header_nbytes and len(data) % ALIGNMENT == 0
+    assert header.offsets[0] == header.offset + len(data) and all(offset % ALIGNMENT == 0 for offset in header.offsets)
+    ends = [offset + part.nbytes for offset, part in zip(header.offsets, header.parts, strict=False)]
+    assert all(0 <= begin - end < ALIGNMENT for end, begin in zip(ends, header.offsets[1:], strict=True))
+
+
+@given(HEADERS, st.data())
+def test_an_altered_header_is_none(header: RecordHeader, data: st.DataObject):
+    packed = bytearray(header.pack(SECRET))
+    used = 112 + 16 * len(header.parts) + len(header.tokens)
+    packed[data.draw(st.integers(0, used - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(StoreError):
+        RecordHeader.unpack(bytes(packed), SECRET)
+
+
+@given(HEADERS, st.data())
+def test_a_header_that_is_cut_off_is_none(header: RecordHeader, data: st.DataObject):
+    packed = header.pack(SECRET)
+    with pytest.raises(StoreError):
+        RecordHeader.unpack(packed[: data.draw(st.integers(0, len(packed) - 1))], SECRET)
+
+
+@given(st.binary(max_size=300))
+def test_strange_bytes_are_no_header(data: bytes):
+    for text in (data, b"QKVBLOCK" + data, b"QKVBLOCK" + data.ljust(ALIGNMENT, b"\1")):
+        with pytest.raises(StoreError):
+            RecordHeader.unpack(text, SECRET)
+
+
+@given(HEADERS)
+def test_a_header_under_another_secret_is_none(header: RecordHeader):
+    with pytest.raises(StoreError):
+        RecordHeader.unpack(header.pack(SECRET), b"t" * 32)
+
+
+def test_a_header_claims_no_more_than_it_may():
+    with pytest.raises(ValueError, match="8193 tokens"):
+        pack_tokens([1] * (MAX_TOKENS + 1))
+    with pytest.raises(ValueError, match="0 tokens"):
+        pack_tokens([])
+    many = RecordHeader(1, 0, bytes(32), bytes(32), pack_tokens([1]), (PartHeader(0, 0, 0, 1),) * (MAX_PARTS + 1))
+    with pytest.raises(StoreError):
+        RecordHeader.unpack(many.pack(SECRET), SECRET)
+
+
+def test_keys_differ_by_namespace_and_secret():
+    digests = {
+        key_digest(key, space, secret) for key in (b"a", b"b") for space in (b"x", b"y") for secret in (b"1", b"2")
+    }
+    assert len(digests) == 8 and {len(digest) for digest in digests} == {32}
+
+
+@given(st.lists(FITTING, max_size=6), st.integers(0, 5000), st.booleans())
+def test_a_walk_finds_all_records_and_where_they_end(records, torn: int, has_gap: bool):
+    with tempfile.TemporaryFile() as file:
+        fd, header = file.fileno(), SegmentHeader(5, NAMESPACE)
+        os.pwrite(fd, header.pack(SECRET), 0)
+        end, written = header.nbytes, []
+        for number, (parts, tokens, key) in enumerate(records):
+            if has_gap and number == 1:
+                end += 3 * ALIGNMENT
+            record = RecordHeader(5, end, key, key, tokens, tuple(parts))
+            os.pwrite(fd, record.pack(SECRET), end)
+            os.ftruncate(fd, record.end)
+            written.append(record)
+            end = record.end
+        os.pwrite(fd, b"x" * torn, end)
+        assert SegmentHeader.read(fd, SECRET) == header
+        scan = SegmentScan(fd, header, SECRET, end + torn)
+        assert list(scan.records()) == written
+        assert (scan.end, scan.tail_nbytes, scan.num_gaps) == (end, torn, int(has_gap and len(records) > 1))
+        if written:
+            rest = SegmentScan(fd, header, SECRET, end + torn, written[0].end)
+            assert list(rest.records()) == written[1:]
+            short = SegmentScan(fd, header, SECRET, end - 1)
+            assert list(short.records()) == written[:-1], "a record that is cut off"
+
+
+def test_a_walk_skips_what_is_not_of_the_place_or_the_namespace():
+    place = SegmentHeader(5, NAMESPACE).nbytes
+    good = RecordHeader(5, place, bytes(32), bytes(32), pack_tokens([1]), (PartHeader(0, 0, 1, 5000),))
+    part = good.parts[0]
+    wrong = [
+        *(replace(good, segment=4), replace(good, offset=place + ALIGNMENT)),
+        *(replace(good, parts=(part._replace(**change),)) for change in ({"nbytes": 4999}, {"rung": 1}, {"group": 2})),
+        *(replace(good, parts=(part, part)), replace(good, parts=(PartHeader(1, 0, 1, 4096), part))),
+    ]
+    for record in (good, *wrong):
+        with tempfile.TemporaryFile() as file:
+            os.pwrite(file.fileno(), record.pack(SECRET), place)
+            os.ftruncate(file.fileno(), place + 40_000)
+            scan = SegmentScan(file.fileno(), SegmentHeader(5, NAMESPACE), SECRET, place + 40_000)
+            assert list(scan.records()) == ([good] if record is good else [])
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 700), st.integers(1, 255))
+def test_an_altered_segment_header_is_none(number: int, place: int, change: int):
+    header = SegmentHeader(number, NAMESPACE)
+    packed = bytearray(header.pack(SECRET))
+    used = len(bytes(packed).rstrip(b"\0"))
+    packed[place % used] ^= change
+    with tempfile.TemporaryFile() as file:
+        os.pwrite(file.fileno(), packed, 0)
+        with pytest.raises(StoreError):
+            SegmentHeader.read(file.fileno(), SECRET)
+        os.ftruncate(file.fileno(), place % used)
+        os.pwrite(file.fileno(), header.pack(SECRET)[: place % used], 0)
+        with pytest.raises(StoreError):
+            SegmentHeader.read(file.fileno(), SECRET)
+
+
+def test_a_long_namespace_fits():
+    """Its header takes several pages."""
+    group = StoredGroup(tuple(StoredRung(f"rung {n:0300}", n + 1) for n in range(40)), ())
+    header = SegmentHeader(1, Namespace(MODEL, "long", "ab" * 32, 128, (group,)))
+    assert header.nbytes > 3 * ALIGNMENT
+    with tempfile.TemporaryFile() as file:
+        os.pwrite(file.fileno(), header.pack(SECRET), 0)
+        assert SegmentHeader.read(file.fileno(), SECRET) == header
+
+
+def test_a_namespace_is_made_of_a_spec():
+    slots = (RequestSlot("sink", 32, 640, 99),)
+    group = GroupSpec((0, 1), 128, (RungSize("a", 4000, 16.0), RungSize("b", 100, 4.0)), (0, 1), slots, RecentWindow(0))
+    space = Namespace.of(MODEL, KVSpec("mine", (group,), False, 0), "ab")
+    assert (space.ladder, space.layout, space.piece_tokens) == ("mine", "ab", 128)
+    assert [space.nbytes(0, rung) for rung in (0, 1, 2, -1, -2)] == [4000, 100, None, 640, None]
+    assert space.nbytes(1, 0) is None and space.nbytes(-1, 0) is None
+    assert space.largest_record == 2 * ALIGNMENT and Namespace.decode(space.encode()) == space
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens"),
+    [
+        ((), 16),
+        ((StoredGroup((), ()),), 16),
+        ((StoredGroup((StoredRung("a", 0),), ()),), 16),
+        ((StoredGroup((StoredRung("a", 1),), (StoredRung("b", -1),)),), 16),
+        ((StoredGroup((StoredRung("a", 1),), ()),) * 3, 16),
+        ((StoredGroup((StoredRung("a", 1),), ()),), 0),
+        ((StoredGroup((StoredRung("a", 1),), ()),), MAX_TOKENS + 1),
+    ],
+)
+def test_a_namespace_of_nothing_is_refused(groups: tuple[StoredGroup, ...], tokens: int):
+    with pytest.raises(ValueError):
+        Namespace(MODEL, "x", "y", tokens, groups)
