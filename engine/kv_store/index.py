@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 
 from .record import RecordHeader, aligned, header_size
 
@@ -48,14 +47,12 @@ class StoredPiece:
 
 
 class PieceIndex:
-    """Pieces by key and by segment, and when they were last used. The caller holds a lock."""
+    """Pieces by key and by segment, and which of them were used. The caller holds a lock."""
 
     def __init__(self) -> None:
         self._pieces: dict[bytes, StoredPiece] = {}
         self._of_segment: dict[int, set[bytes]] = {}
-        self._uses: dict[bytes, int] = {}  # serial number of the last use since the record was written
-        self._clock = count()
-        self.nbytes = 0  # of all records that are found
+        self._used: set[bytes] = set()  # since their records were written
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -70,30 +67,31 @@ class PieceIndex:
         piece = StoredPiece.of(record)
         self._pieces[piece.key] = piece
         self._of_segment.setdefault(piece.segment, set()).add(piece.key)
-        self.nbytes += piece.nbytes
 
     def discard(self, key: bytes) -> None:
         """Forgets the piece of ``key`` if there is one."""
         piece = self._pieces.pop(key, None)
-        self._uses.pop(key, None)
+        self._used.discard(key)
         if piece is not None:
             self._of_segment[piece.segment].discard(key)
-            self.nbytes -= piece.nbytes
 
     def use(self, key: bytes) -> None:
-        """Notes that the piece of ``key`` is used now."""
+        """Notes that the piece of ``key`` is in use."""
         if key in self._pieces:
-            self._uses[key] = next(self._clock)
+            self._used.add(key)
 
     def drop_segment(self, segment: int) -> int:
         """Forgets all pieces of a segment; returns how many."""
         keys = self._of_segment.pop(segment, set())
         for key in keys:
-            self.nbytes -= self._pieces.pop(key).nbytes
-            self._uses.pop(key, None)
+            del self._pieces[key]
+            self._used.discard(key)
         return len(keys)
 
     def used_of(self, segment: int) -> list[StoredPiece]:
-        """Pieces of a segment that were used since they were written there, the last used first."""
-        keys = (key for key in self._of_segment.get(segment, ()) if key in self._uses)
-        return [self._pieces[key] for key in sorted(keys, key=self._uses.__getitem__, reverse=True)]
+        """Pieces of a segment that were used since they were written there, in the order of their records.
+
+        So the beginning of a prefix comes before what follows it, which is worth nothing alone.
+        """
+        keys = self._of_segment.get(segment, set()) & self._used
+        return sorted((self._pieces[key] for key in keys), key=lambda piece: piece.offset)

@@ -109,7 +109,7 @@ class SegmentLog:
         files = dict(self._folder.segments())
         for number in set(self._sizes) - set(files):
             self._forget(number)
-        for number, nbytes in sorted(files.items()):
+        for number, nbytes in files.items():
             if not nbytes and self._folder.is_owner:  # begun by a process that died then
                 self._folder.remove(number)
             elif nbytes != self._sizes.get(number, 0):
@@ -256,7 +256,7 @@ class SegmentLog:
         self._forget(number)
 
     def _hand_on(self, number: int, room: int) -> int:
-        """Appends used records of a segment again, the last used first, in ``room`` bytes; returns how many it took."""
+        """Appends used records of a segment again, the first ones, in ``room`` bytes; returns how many it took."""
         with self._lock:
             used = self._index.used_of(number)
         taken = 0

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
@@ -25,7 +26,7 @@ from .log import Draft, SegmentLog, StoredBlock, StoreLimits
 from .namespace import Namespace
 from .reader import read_blocks
 from .record import ALIGNMENT, KEY_NBYTES, aligned, key_digest, pack_tokens
-from .writer import Job, WriterThread
+from .writer import WriterJob, WriterThread
 
 logger = logging.getLogger("qkv_engine")
 
@@ -110,6 +111,7 @@ class KVStore(Closable):
         limits = limits_of(max_nbytes, namespace)
         self._max_nbytes = max_nbytes
         self._lock, self._counters, self._index = Lock(), Counter[str](), PieceIndex()
+        self._refreshing = Lock()
         self._pending: set[bytes] = set()
         self._problem = ""
         self._folder = StoreFolder(folder, read_only=read_only)
@@ -126,14 +128,15 @@ class KVStore(Closable):
             self._problem = "opened to be read" if read_only else f"process {self._folder.owner()} owns the folder"
             logger.info("KV store %s: %s; nothing is written", self._folder.path, self._problem)
         else:
-            self._writer.put(Job(0, self._shrink))
+            self._writer.put(WriterJob(0, self._shrink))
 
     # ---- finding and reading
 
     def find(self, key: bytes) -> StoredPiece | None:
         """What is stored of the piece of ``key``."""
+        digest = self._key(key)
         with self._lock:
-            piece = None if self._is_closed else self._index.get(self._key(key))
+            piece = None if self._is_closed else self._index.get(digest)
             self._counters["num_missed" if piece is None else "num_found"] += 1
         return piece
 
@@ -175,10 +178,8 @@ class KVStore(Closable):
     def refresh(self) -> None:
         """Finds what the owner of the folder has written and given up meanwhile. For a store that reads alone."""
         if self._writer is None and not self._is_closed:
-            try:
+            with self._refreshing, suppress(OSError):  # it finds what it found before
                 self._log.refresh()
-            except OSError as error:
-                self._fail(error)
 
     # ---- writing
 
@@ -203,7 +204,9 @@ class KVStore(Closable):
                 return False
             self._pending.add(key)
         draft = Draft(key, self._key(piece.parent), pack_tokens(piece.tokens), blocks)
-        is_taken = self._writer.put(Job(sum(len(block.data) for block in blocks), lambda: self._write(draft, done)))
+        is_taken = self._writer.put(
+            WriterJob(sum(len(block.data) for block in blocks), lambda: self._write(draft, done))
+        )
         if not is_taken:
             with self._lock:
                 self._pending.discard(key)
@@ -211,11 +214,11 @@ class KVStore(Closable):
         return is_taken
 
     def flush(self, timeout: float = CLOSE_SECONDS) -> bool:
-        """Waits until what was put is written and has reached the disk; returns whether it did in ``timeout``."""
+        """Waits until what was put has reached the disk, at most ``timeout`` seconds; returns whether all of it did."""
         if self._writer is None:
             return True
-        self._writer.put(Job(0, self._sync))
-        return self._writer.drain(timeout)
+        self._writer.put(WriterJob(0, self._sync))
+        return self._writer.drain(timeout) and not self._problem
 
     def close(self) -> None:
         """Writes what was put, gives the folder to the next process, and finds nothing any more."""

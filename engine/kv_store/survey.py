@@ -85,7 +85,8 @@ def _row(folder: StoreFolder, file: SegmentFile, verify: bool) -> SegmentRow | N
     try:
         with folder.opened(file.number) as fd:
             written = datetime.fromtimestamp(os.fstat(fd).st_mtime, UTC).isoformat(timespec="seconds")
-            return _read(fd, folder, file, replace(row, written=written), verify)
+            row = replace(row, written=written)
+            return _read(fd, folder, file, row, verify)
     except FileNotFoundError:
         return None
     except (OSError, StoreError) as error:
@@ -106,7 +107,7 @@ def _read(fd: int, folder: StoreFolder, file: SegmentFile, row: SegmentRow, veri
     if scan.tail_nbytes:
         status, detail = CUT, f"{scan.tail_nbytes:,} bytes at its end are no records"
     if num_damaged or scan.num_gaps:
-        status, detail = DAMAGED, f"{num_damaged} records were altered, {scan.num_gaps} stretches are no records"
+        status, detail = DAMAGED, f"altered records: {num_damaged}, stretches without records: {scan.num_gaps}"
     return replace(
         row,
         status=status,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 logger = logging.getLogger("qkv_engine")
 
 
-class Job(NamedTuple):
+class WriterJob(NamedTuple):
     """Work for the thread, which holds ``nbytes`` of memory of somebody until it is done."""
 
     nbytes: int
@@ -24,7 +24,7 @@ class WriterThread:
     def __init__(self, max_nbytes: int):
         """``max_nbytes``: the most that waiting jobs may hold; one job alone may hold more."""
         self._max_nbytes = max_nbytes
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[WriterJob] = deque()
         self._changed = Condition()
         self._closing = False
         self._nbytes = 0
@@ -36,7 +36,7 @@ class WriterThread:
         """Bytes that waiting jobs hold."""
         return self._nbytes
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: WriterJob) -> bool:
         """Takes a job, or returns ``False`` where the queue is full or closed."""
         with self._changed:
             is_full = self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import msgspec
 
 from qkv_engine.errors import ConfigError
 from qkv_engine.kv_store.namespace import Namespace, StoredGroup, StoredRung
+from qkv_engine.kv_store.record import RecordHeader
 
 from .code import Code
 from .logs import warnings
@@ -65,7 +68,10 @@ def check_one_process_writes_and_others_read(code: Code, path: Path) -> None:
         with opened(code, path) as other:
             assert found(other) == [1] and not other.stats().is_writable and str(os.getpid()) in other.stats().problem
             assert not put(other, 2) and other.flush() and other.stats().num_dropped == 1
-            for number in range(2, 60):
+            assert put(owner, 2) and owner.flush() and found(other) == [1]
+            other.refresh()
+            assert found(other) == [1, 2]
+            for number in range(3, 60):
                 put(owner, number)
                 owner.flush()
             assert 59 not in found(other, range(60))
@@ -208,12 +214,23 @@ def check_namespaces_share_a_folder_and_no_blocks(code: Code, path: Path) -> Non
     filled(code, path)
     for other in others:
         with opened(code, path, other) as store:
-            assert found(store) == []
+            assert found(store) == [] and store.stats().num_pieces == 0
             assert put(store, 3) and store.flush() and found(store) == [3]
     with opened(code, path, others[1]) as store:
         assert found(store) == [3]
     with opened(code, path, change(NAMESPACE, model=change(MODEL, name="another name"))) as store:
         assert found(store) == list(range(9))
+
+
+def check_keys_in_files_differ_by_folder_and_namespace(code: Code, path: Path) -> None:
+    """So nothing can be said of a salt without the folder's secret."""
+    spaces, keys = (NAMESPACE, msgspec.structs.replace(NAMESPACE, ladder="other")), set()
+    for folder in (path, path.with_name("another")):
+        for namespace in spaces:
+            with opened(code, folder, namespace) as store:
+                assert put(store, 3) and store.flush()
+                keys.add(store.find(piece(3).key).key)
+    assert len(keys) == 4
 
 
 def check_a_lower_limit_deletes_the_oldest(code: Code, path: Path) -> None:
@@ -240,6 +257,20 @@ def check_a_limit_that_is_too_low_is_refused_with_one_that_works(code: Code, pat
             assert sum(file.stat().st_size for file in path.glob("*.kv")) <= float(size) * 1024
 
 
+def check_any_limit_is_kept(code: Code, path: Path) -> None:
+    """While records in use are handed on."""
+    least = code.store.limits_of(SMALL, code.copy_of(NAMESPACE)).segment_nbytes
+    for fifths in range(20, 30):
+        limit, folder = least * fifths // 5, path.with_name(f"limit-{fifths}")
+        with opened(code, folder, max_nbytes=limit) as store:
+            for number in range(40):
+                put(store, number)
+                assert store.flush()
+                for each in range(number - 3, number + 1):
+                    read(store, piece(each))
+                assert sum(file.stat().st_size for file in folder.glob("*.kv")) <= limit
+
+
 def check_a_copy_of_a_segment_is_ignored(code: Code, path: Path) -> None:
     filled(code, path)
     data = (path / "0000000000000001.kv").read_bytes()
@@ -251,3 +282,75 @@ def check_a_copy_of_a_segment_is_ignored(code: Code, path: Path) -> None:
         assert 0 not in found(store)
     (path / "0000000000000123.kv").unlink()
     assert blocks(piece(0).key)[0].data.tobytes() in data, "the bytes of a block stand in the file in one piece"
+
+
+def check_forged_records_are_ignored(code: Code, path: Path) -> None:
+    """Records that say the right key and tokens, signed by somebody who has not the secret."""
+    filled(code, path)
+    with opened(code, path) as store:
+        places = [store.find(piece(number).key) for number in range(9)]
+    for place in places:
+        file = path / f"{place.segment:016x}.kv"
+        data = bytearray(file.read_bytes())
+        secret = (path / "secret").read_bytes()
+        header = RecordHeader.unpack(bytes(data[place.offset :]), secret)
+        start, nbytes = header.offsets[0], header.parts[0].nbytes
+        data[start : start + nbytes] = bytes(nbytes)
+        parts = (header.parts[0]._replace(checksum=zlib.crc32(bytes(nbytes))), *header.parts[1:])
+        data[place.offset : place.offset + header.header_nbytes] = replace(header, parts=parts).pack(b"x" * 32)
+        file.write_bytes(data)
+    with opened(code, path) as store:
+        assert found(store) == []
+
+
+def check_an_altered_header_loses_one_record(code: Code, path: Path) -> None:
+    small = ((1, 0),)
+    with opened(code, path) as store:
+        for number in range(6):
+            assert put(store, number, small) and store.flush()
+        places = [store.find(piece(number).key) for number in range(6)]
+    for number, place in enumerate(places):
+        file = path / f"{place.segment:016x}.kv"
+        sound = file.read_bytes()
+        for offset in (place.offset, place.offset + 9, place.offset + 60, place.offset + 120):
+            data = bytearray(sound)
+            data[offset] ^= 64
+            file.write_bytes(data)
+            with warnings() as told, opened(code, path) as store:
+                assert found(store, range(6)) == [n for n in range(6) if n != number]
+                assert len(told) == 1 and store.stats().num_damaged == 1
+            file.write_bytes(sound)
+
+
+def check_a_record_in_the_place_of_another_is_none(code: Code, path: Path) -> None:
+    filled(code, path)
+    with opened(code, path) as store:
+        first, *_, last = [place for n in range(9) if (place := store.find(piece(n).key)).segment == 1]
+    file = path / f"{1:016x}.kv"
+    data = bytearray(file.read_bytes())
+    data[first.offset : first.offset + first.nbytes] = data[last.offset : last.offset + last.nbytes]
+    file.write_bytes(data)
+    with opened(code, path) as store:
+        assert found(store) == list(range(1, 9))
+
+
+def check_a_record_that_is_cut_off_is_none(code: Code, path: Path) -> None:
+    filled(code, path)
+    with opened(code, path) as store:
+        last = store.find(piece(8).key)
+    file = path / f"{last.segment:016x}.kv"
+    for nbytes in (last.nbytes - 1, last.nbytes // 2, 4096, 4095, 1):
+        file.write_bytes(file.read_bytes()[: last.offset + nbytes])
+        with warnings() as told, opened(code, path) as store:
+            assert store.find(piece(8).key) is None and found(store) == list(range(8))
+            assert len(told) == 1 and "its end is cut off" in told[0]
+            assert (
+                file.stat().st_size
+                == last.offset
+                == store.stats().nbytes - sum(other.stat().st_size for other in path.glob("*.kv") if other != file)
+            )
+            assert put(store, 8)
+        with warnings() as told, opened(code, path) as store:
+            assert told == []
+            last = store.find(piece(8).key)
+        file = path / f"{last.segment:016x}.kv"

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from . import checks_folder, checks_store
 from .code import Code, load
-
-CHECKS = [
-    check
-    for module in (checks_folder, checks_store)
-    for name, check in sorted(vars(module).items())
-    if name.startswith("check_")
-]
+from .hunt import CHECKS
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from dataclasses import replace
+from struct import unpack_from
 
 import pytest
 from hypothesis import given
@@ -22,7 +24,7 @@ from qkv_engine.kv_store.record import (
     key_digest,
     pack_tokens,
 )
-from qkv_engine.kv_store.segment import SegmentHeader, SegmentScan
+from qkv_engine.kv_store.segment import VERSION, SegmentHeader, SegmentScan
 from qkv_engine.window import RecentWindow
 
 from .pieces import MODEL, NAMESPACE
@@ -91,6 +93,25 @@ def test_a_header_claims_no_more_than_it_may():
     many = RecordHeader(1, 0, bytes(32), bytes(32), pack_tokens([1]), (PartHeader(0, 0, 0, 1),) * (MAX_PARTS + 1))
     with pytest.raises(StoreError):
         RecordHeader.unpack(many.pack(SECRET), SECRET)
+
+
+def test_fields_stand_where_the_page_says():
+    """docs/kv_store.md has a table of each header."""
+    parts = PartHeader(0, -1, 7, 700), PartHeader(1, 0, 8, 4096)
+    data = RecordHeader(3, 8192, b"k" * 32, b"p" * 32, pack_tokens([5, 6]), parts).pack(SECRET)
+    assert data[:8] == b"QKVBLOCK" and unpack_from("<QQII", data, 24) == (3, 8192, 2, 2)
+    assert (data[48:80], data[80:112]) == (b"k" * 32, b"p" * 32)
+    assert unpack_from("<HhIQ", data, 112) == parts[0] and unpack_from("<HhIQ", data, 128) == parts[1]
+    assert unpack_from("<2q", data, 144) == (5, 6) and not any(data[160:]) and len(data) == ALIGNMENT
+    assert data[8:24] == signed(data[:8] + bytes(16) + data[24:160])
+    data = SegmentHeader(9, NAMESPACE).pack(SECRET)
+    text = NAMESPACE.encode()
+    assert data[:8] == b"QKVSTORE" and unpack_from("<IIQ", data, 24) == (VERSION, len(text), 9)
+    assert data[40:].rstrip(b"\0") == text and data[8:24] == signed(data[:8] + bytes(16) + data[24 : 40 + len(text)])
+
+
+def signed(header: bytes) -> bytes:
+    return hashlib.blake2b(header, key=SECRET, digest_size=16, person=b"qkv store header").digest()
 
 
 def test_keys_differ_by_namespace_and_secret():
