@@ -244,9 +244,8 @@ class SegmentLog:
         return self.nbytes - (0 if self._tip is None else self._sizes[self._tip.number])
 
     def _victim(self) -> int | None:
-        """The segment to be given up next."""
-        others = [number for number in self._sizes if self._tip is None or number != self._tip.number]
-        return min(others, key=lambda number: (number not in self._unusable, number), default=None)
+        """The segment to be given up next; never the tip, which is the newest."""
+        return min(self._sizes, key=lambda number: (number not in self._unusable, number), default=None)
 
     def _give_up(self, number: int) -> None:
         """Deletes a segment, which nobody finds any more by then."""

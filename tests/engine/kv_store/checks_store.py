@@ -244,6 +244,19 @@ def check_a_full_disk_ends_writing_and_no_reading(code: Code, path: Path) -> Non
         assert found(store) == [0, 1, 2] and put(store, 10) and told == []
 
 
+def check_a_segment_that_cannot_begin_leaves_no_file(code: Code, path: Path) -> None:
+    write = os.pwritev
+
+    def torn(fd: int, parts: Any, offset: int) -> int:
+        write(fd, [parts[0][:1000]], offset)
+        raise OSError(errno.ENOSPC, "full")
+
+    with opened(code, path) as store:
+        with replaced("pwritev", torn):
+            assert put(store, 1) and not store.flush() and not store.stats().is_writable
+        assert list(path.glob("*.kv")) == [] and store.stats().nbytes == 0
+
+
 def check_a_torn_write_is_taken_back(code: Code, path: Path) -> None:
     """A record that the disk took half of, with an error then, leaves nothing."""
     write = os.pwritev
@@ -363,3 +376,19 @@ def check_a_place_that_was_written_again_is_a_miss(code: Code, path: Path) -> No
             place = store.find(other.key)
             assert (place.segment, place.offset) == (stored.segment, stored.offset)
         assert not reader.read(stored, one, buffers(stored)), "the blocks of another salt"
+
+
+def check_damaged_records_are_not_handed_on(code: Code, path: Path) -> None:
+    """They would get a new checksum."""
+    with opened(code, path) as store, warnings() as told:
+        for number in range(4):
+            put(store, number)
+            assert store.flush() and read(store, piece(number)) is not None
+        place = store.find(piece(0).key)
+        with (path / f"{place.segment:016x}.kv").open("r+b") as file:
+            file.seek(place.offset + 6000)
+            file.write(b"damage")
+        for number in range(100, 140):
+            put(store, number)
+            assert store.flush()
+        assert found(store, range(4)) == [1, 2] and len(told) == 1 and store.stats().num_damaged == 1

@@ -186,7 +186,6 @@ LOG = (
         "number not in self._unusable",
         "number in self._unusable",
     ),
-    Patch("the tip may go", "log", "SegmentLog._victim", "self._tip is None or number != self._tip.number", "True"),
     Patch("files of old segments stay", "log", "SegmentLog._give_up", "self._folder.remove(number)", ""),
     Patch("a short write is the end", "log", "_write", "left[0] = left[0][done:]", "left.pop(0)"),
     Patch(
