@@ -52,7 +52,8 @@ class PieceIndex:
     def __init__(self) -> None:
         self._pieces: dict[bytes, StoredPiece] = {}
         self._of_segment: dict[int, set[bytes]] = {}
-        self._used: set[bytes] = set()  # since their records were written
+        self._used: dict[bytes, int] = {}  # since their records were written: the newest segment at the last use
+        self._newest = 0
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -61,37 +62,39 @@ class PieceIndex:
         """The piece of ``key``."""
         return self._pieces.get(key)
 
-    def add(self, record: RecordHeader) -> None:
-        """Files a record in place of an older one of its key."""
-        self.discard(record.key)
-        piece = StoredPiece.of(record)
+    def add(self, piece: StoredPiece) -> None:
+        """Files a piece in place of an older one of its key."""
+        self.discard(piece.key)
         self._pieces[piece.key] = piece
         self._of_segment.setdefault(piece.segment, set()).add(piece.key)
+        self._newest = max(self._newest, piece.segment)
 
     def discard(self, key: bytes) -> None:
         """Forgets the piece of ``key`` if there is one."""
         piece = self._pieces.pop(key, None)
-        self._used.discard(key)
+        self._used.pop(key, None)
         if piece is not None:
             self._of_segment[piece.segment].discard(key)
 
     def use(self, key: bytes) -> None:
         """Notes that the piece of ``key`` is in use."""
         if key in self._pieces:
-            self._used.add(key)
+            self._used[key] = self._newest
 
     def drop_segment(self, segment: int) -> int:
         """Forgets all pieces of a segment; returns how many."""
         keys = self._of_segment.pop(segment, set())
         for key in keys:
             del self._pieces[key]
-            self._used.discard(key)
+            self._used.pop(key, None)
         return len(keys)
 
     def used_of(self, segment: int) -> list[StoredPiece]:
-        """Pieces of a segment that were used since they were written there, in the order of their records.
+        """Pieces of a segment that were used since they were written there, the last used first.
 
-        So the beginning of a prefix comes before what follows it, which is worth nothing alone.
+        Those used while the same segment was the newest are in the order of their records, so that the beginning of a
+        prefix comes before what follows it, which is worth nothing alone.
         """
-        keys = self._of_segment.get(segment, set()) & self._used
-        return sorted((self._pieces[key] for key in keys), key=lambda piece: piece.offset)
+        keys = self._of_segment.get(segment, set()) & self._used.keys()
+        pieces = (self._pieces[key] for key in keys)
+        return sorted(pieces, key=lambda piece: (-self._used[piece.key], piece.offset))

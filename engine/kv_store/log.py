@@ -9,12 +9,13 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
 
 from ..errors import StoreError
+from .contents import Contents, contents_nbytes, entry_nbytes
 from .folder import StoreFolder, segment_name
 from .index import PieceIndex, StoredPiece
 from .namespace import Namespace
@@ -77,6 +78,8 @@ class SegmentLog:
         self._index, self._counters, self._lock = index, counters, lock
         self._digest = namespace.digest()
         self._tip: _Tip | None = None
+        self._written: list[StoredPiece] = []  # in the tip
+        self._table_nbytes = 0  # of their entries in its table of contents
         self._sizes: dict[int, int] = {}  # of all files with names of segments
         self._ends: dict[int, int] = {}  # where the last record that was read or written ends; of segments of ours
         self._unusable: set[int] = set()
@@ -136,10 +139,13 @@ class SegmentLog:
         self._unusable.discard(number)
         if header.namespace.digest() != self._digest:
             return
+        contents = Contents.read(fd, number, nbytes, self._folder.secret)
+        if contents is not None:
+            self._add(piece for piece in contents.pieces if piece.offset >= self._ends.get(number, 0))
+            self._ends[number] = contents.end
+            return
         scan = SegmentScan(fd, header, self._folder.secret, nbytes, self._ends.get(number))
-        for record in scan.records():
-            with self._lock:
-                self._index.add(record)
+        self._add(map(StoredPiece.of, scan.records()))
         self._ends[number] = scan.end
         if scan.num_gaps:
             self.complain(number, "some records were altered")
@@ -147,6 +153,11 @@ class SegmentLog:
             self.complain(number, "its end is cut off or was altered")
             self._folder.truncate(number, scan.end)
             self._sizes[number] = scan.end
+
+    def _add(self, pieces: Iterable[StoredPiece]) -> None:
+        for piece in pieces:
+            with self._lock:
+                self._index.add(piece)
 
     def _forget(self, number: int) -> None:
         """Takes a segment that is gone out of the books."""
@@ -164,22 +175,20 @@ class SegmentLog:
             PartHeader(block.group, block.rung, zlib.crc32(block.data), len(block.data)) for block in draft.blocks
         )
         record = self._place(draft, parts)
-        if self._tip is None or record.end > self._limits.segment_nbytes:
+        if self._tip is None or not self._fits(record):
             self._begin()
             record = self._place(draft, parts)
         assert self._tip is not None
         pieces = [memoryview(record.pack(self._folder.secret))]
         for block in draft.blocks:
             pieces += [block.data, memoryview(_PADDING)[: -len(block.data) % ALIGNMENT]]
-        try:
-            _write(self._tip.fd, pieces, record.offset)
-        except BaseException:
-            with suppress(OSError):
-                os.ftruncate(self._tip.fd, record.offset)
-            raise
+        _write_or_cut(self._tip.fd, pieces, record.offset)
         self._sizes[self._tip.number] = self._ends[self._tip.number] = record.end
+        piece = StoredPiece.of(record)
+        self._written.append(piece)
+        self._table_nbytes += entry_nbytes(piece)
         with self._lock:
-            self._index.add(record)
+            self._index.add(piece)
             self._counters["num_written"] += 1
             self._counters["written_nbytes"] += record.end - record.offset
 
@@ -189,10 +198,14 @@ class SegmentLog:
             os.fdatasync(self._tip.fd)
 
     def close(self) -> None:
-        """Ends the tip; the next record begins a segment. Raises ``OSError``."""
+        """Ends the tip with a table of its contents; the next record begins a segment. Raises ``OSError``."""
         if self._tip is not None:
-            fd, self._tip = self._tip.fd, None
+            (number, fd), self._tip = self._tip, None
+            contents = Contents(self._ends[number], self._written)
+            self._written, self._table_nbytes = [], 0
             try:
+                _write_or_cut(fd, [memoryview(contents.pack(number, self._folder.secret))], contents.end)
+                self._sizes[number] = os.fstat(fd).st_size
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
@@ -206,6 +219,11 @@ class SegmentLog:
         """The header of a record at the tip's end."""
         number = 0 if self._tip is None else self._tip.number
         return RecordHeader(number, self._ends.get(number, 0), draft.key, draft.parent, draft.tokens, parts)
+
+    def _fits(self, record: RecordHeader) -> bool:
+        """Whether the tip has room for a record and its entry in the table of contents."""
+        table_nbytes = self._table_nbytes + entry_nbytes(StoredPiece.of(record))
+        return record.end + contents_nbytes(table_nbytes) <= self._limits.segment_nbytes
 
     def _begin(self) -> None:
         """Begins a segment behind all others, with the used records of those that are given up for it.
@@ -285,6 +303,16 @@ class SegmentLog:
             self.complain(piece.segment, error)
             return None
         return Draft(header.key, header.parent, header.tokens, blocks)
+
+
+def _write_or_cut(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
+    """Writes ``pieces`` at the end of a file, or leaves it as it was. Raises ``OSError``."""
+    try:
+        _write(fd, pieces, offset)
+    except BaseException:
+        with suppress(OSError):
+            os.ftruncate(fd, offset)
+        raise
 
 
 def _write(fd: int, pieces: Sequence[memoryview], offset: int) -> None:

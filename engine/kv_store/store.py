@@ -20,6 +20,7 @@ import msgspec
 from ..closable import Closable
 from ..errors import ConfigError, StoreError
 from ..sizes import format_least
+from .contents import most_contents_nbytes
 from .folder import OPTION, SIZE_OPTION, StoreFolder
 from .index import PieceIndex, StoredPiece
 from .log import Draft, SegmentLog, StoredBlock, StoreLimits
@@ -314,7 +315,8 @@ class KVStore(Closable):
 
 def limits_of(max_nbytes: int, namespace: Namespace) -> StoreLimits:
     """Sizes of a store and its segments. Raises ``ConfigError`` for a size in which too few blocks fit."""
-    least = RECORDS * namespace.largest_record + aligned(len(namespace.encode()) + ALIGNMENT)
+    header = aligned(len(namespace.encode()) + ALIGNMENT)
+    least = RECORDS * namespace.largest_record + header + most_contents_nbytes(RECORDS)
     if max_nbytes < LEAST_SEGMENTS * least:
         remedy = f"Give at least {format_least(LEAST_SEGMENTS * least)}"
         raise ConfigError("too few blocks fit", field=SIZE_OPTION, value=max_nbytes, remedy=remedy)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from ..errors import ConfigError, QKVError, StoreError
+from .contents import Contents
 from .folder import OPTION, SegmentFile, StoreFolder, segment_name
 from .reader import read_checked
 from .record import RecordHeader
@@ -97,14 +98,17 @@ def _read(fd: int, folder: StoreFolder, file: SegmentFile, row: SegmentRow, veri
     header = SegmentHeader.read(fd, folder.secret)
     if header.number != file.number:
         raise StoreError(f"a copy of {segment_name(header.number)}")
-    scan = SegmentScan(fd, header, folder.secret, file.nbytes)
+    contents = Contents.read(fd, file.number, file.nbytes, folder.secret)
+    scan = SegmentScan(fd, header, folder.secret, file.nbytes if contents is None else contents.end)
     num_records = num_tokens = num_damaged = 0
-    for record in scan.records():
+    for record in scan.records() if verify or contents is None else contents.pieces:
         num_records += 1
         num_tokens += record.num_tokens
-        num_damaged += verify and not _is_intact(fd, record)
+        num_damaged += verify and isinstance(record, RecordHeader) and not _is_intact(fd, record)
+    if contents is not None:
+        num_damaged += len(contents.pieces) - num_records
     status, detail = OK, ""
-    if scan.tail_nbytes:
+    if contents is None and scan.tail_nbytes:
         status, detail = CUT, f"{scan.tail_nbytes:,} bytes at its end are no records"
     if num_damaged or scan.num_gaps:
         status, detail = DAMAGED, f"altered records: {num_damaged}, stretches without records: {scan.num_gaps}"

@@ -354,3 +354,14 @@ def check_a_record_that_is_cut_off_is_none(code: Code, path: Path) -> None:
             assert told == []
             last = store.find(piece(8).key)
         file = path / f"{last.segment:016x}.kv"
+
+
+def check_a_table_of_another_segment_is_none(code: Code, path: Path) -> None:
+    filled(code, path)
+    files = [path / f"{number:016x}.kv" for number in (1, 2)]
+    first, second = (file.read_bytes() for file in files)
+    assert len(first) == len(second)
+    files[0].write_bytes(first[:-8192] + second[-8192:])
+    files[1].write_bytes(second[:-8192] + first[-8192:])
+    with warnings() as told, opened(code, path) as store:
+        assert found(store) == list(range(9)) and len(told) == 2

@@ -392,3 +392,50 @@ def check_damaged_records_are_not_handed_on(code: Code, path: Path) -> None:
             put(store, number)
             assert store.flush()
         assert found(store, range(4)) == [1, 2] and len(told) == 1 and store.stats().num_damaged == 1
+
+
+def check_the_beginning_of_a_prefix_is_handed_on_first(code: Code, path: Path) -> None:
+    """Of records that were used at about the same time; those that were used later come before."""
+    with opened(code, path) as store:
+        for number in range(4):
+            put(store, number)
+        assert store.flush()
+        for number in (3, 2, 1, 0):
+            assert read(store, piece(number)) is not None
+        fill(store, 100, 8)
+        assert read(store, piece(3)) is not None
+        fill(store, 120, 25)
+        assert found(store, range(4)) == [0, 3]
+
+
+def fill(store: Any, first: int, number: int) -> None:
+    """Puts pieces one after the other."""
+    for each in range(first, first + number):
+        assert put(store, each) and store.flush()
+
+
+def check_a_full_segment_opens_by_its_table(code: Code, path: Path) -> None:
+    """Of its records no header is read, and a torn or altered table is done without."""
+    filled(code, path)
+    for kind in ("sound", "altered", "torn"):
+        reads, read_at = list[int](), os.pread
+        for file in path.glob("*.kv"):
+            data = bytearray(file.read_bytes())
+            if kind == "altered":
+                data[-8192] ^= 1
+            file.write_bytes(data[: len(data) - 4096 * (kind == "torn")])
+
+        def counted(fd: int, number: int, offset: int, reads: list[int] = reads, at: Any = read_at) -> bytes:
+            reads.append(offset)
+            return at(fd, number, offset)
+
+        with replaced("pread", counted), warnings() as told:
+            store = opened(code, path)
+        segments = len(list(path.glob("*.kv")))
+        assert (len(reads) <= 4 * segments + 2) == (kind == "sound"), "headers are read one by one"
+        assert len(told) == (0 if kind == "sound" else segments), told
+        assert found(store) == list(range(9))
+        store.close()
+        for file in path.glob("*.kv"):
+            file.unlink()
+        filled(code, path)

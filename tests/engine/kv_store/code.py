@@ -16,7 +16,18 @@ from typing import Any
 from tests.sim.patch import Patch, apply
 
 HOME = "qkv_engine.kv_store"
-MODULES = ("record", "namespace", "segment", "folder", "index", "reader", "log", "writer", "store")  # as they import
+MODULES = (
+    "record",
+    "namespace",
+    "segment",
+    "folder",
+    "index",
+    "contents",
+    "reader",
+    "log",
+    "writer",
+    "store",
+)  # as they import
 _copies = count()
 
 

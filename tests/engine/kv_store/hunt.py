@@ -42,8 +42,7 @@ def walk(code: Code, path: Path, seed: int, num_steps: int = 60) -> None:
             store.damage(draw.randrange(9), offset, draw.choice(KINDS))
         else:
             getattr(store, kind)()
-        if FAVOURITE in store.lost:
-            store.put(FAVOURITE)
+        store.put(FAVOURITE)
     store.close()
 
 

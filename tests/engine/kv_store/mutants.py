@@ -29,8 +29,8 @@ INDEX = (
         "an older record stays",
         "index",
         "PieceIndex.add",
-        "self.discard(record.key)",
-        "if record.key in self._pieces:\n    return",
+        "self.discard(piece.key)",
+        "if piece.key in self._pieces:\n    return",
     ),
     Patch("pieces outlive their segment", "index", "PieceIndex.drop_segment", "del self._pieces[key]", ""),
     Patch(
@@ -40,8 +40,22 @@ INDEX = (
         "self._of_segment[piece.segment].discard(key)",
         "",
     ),
-    Patch("uses are not noted", "index", "PieceIndex.use", "self._used.add(key)", ""),
-    Patch("a use is for ever", "index", "PieceIndex.discard", "self._used.discard(key)", ""),
+    Patch("uses are not noted", "index", "PieceIndex.use", "self._used[key] = self._newest", ""),
+    Patch(
+        "old uses come first",
+        "index",
+        "PieceIndex.used_of",
+        "(-self._used[piece.key], piece.offset)",
+        "(self._used[piece.key], piece.offset)",
+    ),
+    Patch(
+        "the end of a prefix comes first",
+        "index",
+        "PieceIndex.used_of",
+        "(-self._used[piece.key], piece.offset)",
+        "(-self._used[piece.key], -piece.offset)",
+    ),
+    Patch("a use is for ever", "index", "PieceIndex.discard", "self._used.pop(key, None)", ""),
 )
 READER = (
     Patch(
@@ -120,7 +134,15 @@ LOG = (
         "SegmentScan(fd, header, self._folder.secret, nbytes, self._ends.get(number))",
         "SegmentScan(fd, header, self._folder.secret, nbytes, header.nbytes + 4096)",
     ),
-    Patch("segments have no limit", "log", "SegmentLog.append", "record.end > self._limits.segment_nbytes", "False"),
+    Patch("segments have no limit", "log", "SegmentLog.append", "not self._fits(record)", "False"),
+    Patch("a table is not counted", "log", "SegmentLog._fits", "contents_nbytes(table_nbytes)", "0"),
+    Patch(
+        "a table has entries of the one before",
+        "log",
+        "SegmentLog.close",
+        "self._written, self._table_nbytes = [], 0",
+        "self._table_nbytes = 0",
+    ),
     Patch(
         "a record is placed by the old tip",
         "log",
@@ -128,7 +150,7 @@ LOG = (
         "self._begin()\nrecord = self._place(draft, parts)",
         "self._begin()",
     ),
-    Patch("a torn write stays", "log", "SegmentLog.append", "os.ftruncate(self._tip.fd, record.offset)", "None"),
+    Patch("a torn write stays", "log", "_write_or_cut", "os.ftruncate(fd, offset)", "None"),
     Patch(
         "the end of the tip is not moved on",
         "log",

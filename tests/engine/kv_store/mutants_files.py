@@ -99,6 +99,25 @@ SEGMENTS = (
         "place = record.end",
     ),
 )
+CONTENTS = (
+    Patch(
+        "signatures of tables are not compared",
+        "contents",
+        "Contents.read",
+        "if mac != signature(page[:_MAC.start] + bytes(16) + page[_MAC.stop:] + table, secret):\n    return None",
+        "",
+    ),
+    Patch("a table lacks the last record", "contents", "Contents.pack", "self.pieces", "self.pieces[:-1]"),
+    Patch("a table is that of any segment", "contents", "Contents.read", "segment != number", "False"),
+    Patch(
+        "records of a table stand one page on",
+        "contents",
+        "_unpack",
+        "pieces.append(StoredPiece(key, number, offset, num_tokens, parts))",
+        "pieces.append(StoredPiece(key, number, offset + 4096, num_tokens, parts))",
+    ),
+    Patch("tables are not read", "contents", "Contents.read", "page[:8] != CONTENTS_MAGIC", "True"),
+)
 FOLDER = (
     Patch(
         "the lock is not taken",
@@ -167,4 +186,4 @@ FOLDER = (
     ),
     Patch("segments come in any order", "folder", "StoreFolder.segments", "sorted(found)", "sorted(found)[::-1]"),
 )
-FILES = (*RECORDS, *NAMESPACES, *SEGMENTS, *FOLDER)
+FILES = (*RECORDS, *NAMESPACES, *SEGMENTS, *CONTENTS, *FOLDER)
