@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 ACTIONS = ("list", "prune", "verify")
 EPILOG = """\
-  list    the segments, oldest first, by the headers of their records; an
+  list    the segments, oldest first, as their tables of contents say; an
           engine may be using the folder
-  verify  the same, with the checksum of each block. Exit code 1: something
-          was altered. An engine ignores it, whatever it is
+  verify  the same, with each record's header and each block's checksum. Exit
+          code 1: something was altered. An engine ignores it, whatever it is
   prune   delete segments that no engine can use, and with --max-size the
           oldest until the rest is no larger; cut torn ends off. No engine may
           be using the folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import zlib
 from collections.abc import Callable
@@ -320,6 +321,23 @@ def check_an_altered_header_loses_one_record(code: Code, path: Path) -> None:
                 assert found(store, range(6)) == [n for n in range(6) if n != number]
                 assert len(told) == 1 and store.stats().num_damaged == 1
             file.write_bytes(sound)
+
+
+def check_an_altered_header_after_a_crash_loses_one_record(code: Code, path: Path) -> None:
+    """Without a table of contents the walk goes on behind it, and tells."""
+    with opened(code, path) as store:
+        for number in range(4):
+            assert put(store, number) and store.flush()
+        place = store.find(piece(1).key)
+        copy = Path(shutil.copytree(path, path.with_name("copy")))
+    file = copy / f"{place.segment:016x}.kv"
+    data = bytearray(file.read_bytes())
+    data[place.offset + 50] ^= 1
+    file.write_bytes(data)
+    for _ in range(2):
+        with warnings() as told, opened(code, copy) as store:
+            assert found(store, range(4)) == [0, 2, 3] and store.stats().num_pieces == 3
+            assert len(told) == 1 and "some records were altered" in told[0]
 
 
 def check_a_record_in_the_place_of_another_is_none(code: Code, path: Path) -> None:

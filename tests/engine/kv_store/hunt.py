@@ -10,18 +10,18 @@ from pathlib import Path
 
 from tests.sim.patch import Patch
 
-from . import checks_folder, checks_store
+from . import checks_faults, checks_folder, checks_store
 from .code import Code, load
 from .model import FAVOURITE, KINDS, STEPS, CheckedStore
 
 NUM_WALKS = 20
 CHECKS = [
     check
-    for module in (checks_folder, checks_store)
+    for module in (checks_folder, checks_store, checks_faults)
     for name, check in sorted(vars(module).items())
     if name.startswith("check_")
 ]
-SLOW = (checks_store.check_the_disk_may_fail_at_any_call, checks_store.check_opening_fails_in_words)
+SLOW = (checks_faults.check_the_disk_may_fail_at_any_call, checks_faults.check_opening_fails_in_words)
 
 
 def walk(code: Code, path: Path, seed: int, num_steps: int = 60) -> None:

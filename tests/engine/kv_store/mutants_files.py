@@ -88,7 +88,7 @@ SEGMENTS = (
         "segment",
         "SegmentScan._read",
         "(record.segment, record.offset) == (self._header.number, place)",
-        "True",
+        "record.segment == self._header.number and record.offset >= place",
     ),
     Patch("the end is that of the file", "segment", "SegmentScan.tail_nbytes", "max(0, self._nbytes - self.end)", "0"),
     Patch(

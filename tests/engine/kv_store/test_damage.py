@@ -19,13 +19,13 @@ NUMBERS = range(20)
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a few segments."""
+    """A store of a few segments, the last of which is still written."""
     path, draw = tmp_path_factory.mktemp("sound") / "store", random.Random(1)
     with KVStore(path, SMALL, NAMESPACE) as store:
         for number in NUMBERS:
             put(store, number, draw.choice(STEPS))
             store.flush()
-    return path
+        return Path(shutil.copytree(path, path.with_name("copy")))
 
 
 def damage(folder: Path, draw: random.Random) -> list[str]:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from qkv_engine.errors import StoreError
 from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
+from qkv_engine.kv_store.contents import Contents, contents_nbytes, entry_nbytes, most_contents_nbytes
+from qkv_engine.kv_store.index import StoredPiece
 from qkv_engine.kv_store.namespace import Namespace, StoredGroup, StoredRung
 from qkv_engine.kv_store.record import (
     ALIGNMENT,
@@ -108,6 +110,48 @@ def test_fields_stand_where_the_page_says():
     text = NAMESPACE.encode()
     assert data[:8] == b"QKVSTORE" and unpack_from("<IIQ", data, 24) == (VERSION, len(text), 9)
     assert data[40:].rstrip(b"\0") == text and data[8:24] == signed(data[:8] + bytes(16) + data[24 : 40 + len(text)])
+
+
+def test_a_table_stands_where_the_page_says():
+    pieces = [
+        StoredPiece(b"k" * 32, 9, 8192, 16, ((0, -1, 700), (1, 0, 4096))),
+        StoredPiece(b"l" * 32, 9, 24576, 5, ()),
+    ]
+    data = Contents(40960, pieces).pack(9, SECRET)
+    assert data[:32] == b"k" * 32 and unpack_from("<QII", data, 32) == (8192, 16, 2)
+    assert unpack_from("<HhQHhQ", data, 48) == (0, -1, 700, 1, 0, 4096) and data[72:104] == b"l" * 32
+    page = data[ALIGNMENT:]
+    assert page[:8] == b"QKVINDEX" and unpack_from("<QQQ", page, 24) == (9, 40960, 120) and len(page) == ALIGNMENT
+    assert page[8:24] == signed(page[:8] + bytes(16) + page[24:48] + data[:120])
+
+
+PIECES = st.lists(
+    st.builds(
+        StoredPiece,
+        *(KEY, st.just(9), st.integers(0, 2**40), st.integers(1, MAX_TOKENS)),
+        st.lists(st.tuples(U16, st.integers(-9, 9), U63), min_size=1, max_size=MAX_PARTS).map(tuple),
+    ),
+    max_size=90,
+)
+
+
+@given(PIECES, st.integers(0, 9), st.data())
+def test_a_table_comes_back_and_an_altered_one_does_not(pieces: list[StoredPiece], pages: int, data: st.DataObject):
+    contents = Contents(pages * ALIGNMENT, pieces)
+    packed = contents.pack(9, SECRET)
+    nbytes = contents.end + len(packed)
+    table_nbytes = sum(map(entry_nbytes, pieces))
+    assert len(packed) == contents_nbytes(table_nbytes) <= most_contents_nbytes(len(pieces))
+    with tempfile.TemporaryFile() as file:
+        fd = file.fileno()
+        os.pwrite(fd, packed, contents.end)
+        assert Contents.read(fd, 9, nbytes, SECRET) == contents
+        assert Contents.read(fd, 8, nbytes, SECRET) is None and Contents.read(fd, 9, nbytes, b"other") is None
+        assert Contents.read(fd, 9, nbytes - ALIGNMENT, SECRET) is None and Contents.read(fd, 9, 3, SECRET) is None
+        used = [*range(table_nbytes), *range(len(packed) - ALIGNMENT, len(packed) - ALIGNMENT + 48)]
+        place = contents.end + data.draw(st.sampled_from(used))
+        os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ data.draw(st.integers(1, 255))]), place)
+        assert Contents.read(fd, 9, nbytes, SECRET) is None
 
 
 def signed(header: bytes) -> bytes:
