@@ -7,10 +7,12 @@ from typing import Self
 
 import msgspec
 
+from ..errors import ConfigError
 from ..fingerprint import ModelFingerprint
 from ..kv.block import slot_rung
 from ..kv.spec import KVSpec
 from ..layer_kv import MAX_GROUPS
+from .folder import OPTION
 from .record import MAX_TOKENS, aligned, header_size
 
 
@@ -48,7 +50,9 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, model: ModelFingerprint, spec: KVSpec, layout: str) -> Self:
-        """The namespace of a ladder's blocks under a model."""
+        """The namespace of a ladder's blocks under a model. Raises ``ConfigError`` for random weights."""
+        if model.weights is None:
+            raise ConfigError("the model has random weights, which no name tells apart", field=OPTION)
         groups = (
             StoredGroup(
                 tuple(StoredRung(rung.name, rung.nbytes) for rung in group.rungs),

@@ -16,18 +16,10 @@ from typing import Any
 from tests.sim.patch import Patch, apply
 
 HOME = "qkv_engine.kv_store"
-MODULES = (
-    "record",
-    "namespace",
-    "segment",
-    "folder",
-    "index",
-    "contents",
-    "reader",
-    "log",
-    "writer",
-    "store",
-)  # as they import
+MODULES = (  # as they import each other
+    *("record", "folder", "namespace", "segment", "index", "contents"),
+    *("reader", "log", "writer", "store"),
+)
 _copies = count()
 
 

@@ -8,11 +8,12 @@ import tempfile
 from dataclasses import replace
 from struct import unpack_from
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv_engine.errors import StoreError
+from qkv_engine.errors import ConfigError, StoreError
 from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
 from qkv_engine.kv_store.contents import Contents, contents_nbytes, entry_nbytes, most_contents_nbytes
 from qkv_engine.kv_store.index import StoredPiece
@@ -242,6 +243,8 @@ def test_a_namespace_is_made_of_a_spec():
     assert [space.nbytes(0, rung) for rung in (0, 1, 2, -1, -2)] == [4000, 100, None, 640, None]
     assert space.nbytes(1, 0) is None and space.nbytes(-1, 0) is None
     assert space.largest_record == 2 * ALIGNMENT and Namespace.decode(space.encode()) == space
+    with pytest.raises(ConfigError, match="random weights"):
+        Namespace.of(msgspec.structs.replace(MODEL, weights=None), KVSpec("mine", (group,), False, 0), "ab")
 
 
 @pytest.mark.parametrize(
