@@ -347,7 +347,7 @@ def check_a_record_in_the_place_of_another_is_none(code: Code, path: Path) -> No
     file = path / f"{1:016x}.kv"
     data = bytearray(file.read_bytes())
     data[first.offset : first.offset + first.nbytes] = data[last.offset : last.offset + last.nbytes]
-    file.write_bytes(data)
+    file.write_bytes(data[:-4096])  # without a table of contents
     with opened(code, path) as store:
         assert found(store) == list(range(1, 9))
 
