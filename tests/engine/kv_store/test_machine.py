@@ -79,4 +79,4 @@ def test_operations_in_any_order():
 
 @pytest.mark.slow
 def test_many_operations_in_any_order():
-    run(150, 50)
+    run(60, 40)
