@@ -28,6 +28,7 @@ ROOMS: tuple[str, ...] = (
     "sampling",
     "models",
     "kv",
+    "kv_store",
     "scheduler",
     "device",
     "loading",
