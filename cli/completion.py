@@ -58,5 +58,5 @@ def _offer_values(actions: Iterable[argparse.Action]) -> None:
             action.choices = list(words[action.dest])
         elif action.type is Path:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.dest == "model":
+        elif action.dest in ("model", "folder"):
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

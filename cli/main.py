@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "choose formats layer by layer for a model, and write them to a file that --kv takes",
     "serve": "answer requests over HTTP, in the form of OpenAI's API",
     "fit": "show which formats of weights and KV fit a memory together, best first",
+    "store": "list, verify and prune a folder of stored KV blocks",
     "env": "show versions, the device, and how many tokens fit",
     "completion": "print the script that makes a shell complete this command",
 }

@@ -62,6 +62,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     add("--api-key", action="append", metavar="KEY", help="a key that clients must have; other users see it in ps")
     add("--api-key-file", type=Path, metavar="FILE", help="file with a line TENANT KEY, or KEY, for each key")
     add("--no-api-key", action="store_true", help="let anybody who reaches --host call, on any address")
+    add("--admin-key-file", type=Path, metavar="FILE", help="file with the key of who may POST /admin/resize")
     add("--allow-origin", action="append", metavar="URL", help="site whose pages may call it from a browser (CORS)")
     add("--allow-host", action="append", metavar="NAME", help="name that a server without keys answers to")
     add("--no-page", action="store_true", help="leave out the chat at /")
@@ -84,20 +85,20 @@ def run(args: argparse.Namespace) -> int:
     server = _require("qkv_engine.serve.server", "serve")
     make_app = _require("qkv_engine.serve.app", "serve").make_app
     check_shape(args)
-    limits, keys, sites = _limits(args), _keys(args), _sites(args)
+    limits, keys, sites, admin_key = _limits(args), _keys(args), _sites(args), _admin_key(args)
     if args.replicas is not None:
         return _run_replicas(args, limits, keys, sites)
     sock = server.bind(args.host, args.port)
     with sock:
         name = args.shape or args.model or common.DEMO
         note(f"loading {name}")
-        with common.open_engine(args, **engine_options(args)) as engine:
+        with common.open_engine(args, **engine_options(args), resizable=admin_key is not None) as engine:
             for line in engine.describe() if not args.verbose else ():  # which logs them
                 note(line)
             _log_to_stderr(args)
             names = args.served_name or [name]
             sys.setswitchinterval(server.SWITCH_SECONDS)
-            app = make_app(engine, names, limits=limits, keys=keys, **sites)
+            app = make_app(engine, names, limits=limits, keys=keys, admin_key=admin_key, **sites)
             running = server.Server(app, sock, limits)
             server.keep_for_life()
             note(f"serving {names[0]} on {server.url_of(sock)}")
@@ -164,6 +165,16 @@ def _keys(args: argparse.Namespace) -> Keys:
         remedy = "Give --api-key-file, or --no-api-key to let anybody call"
         raise ConfigError("others could call without a key", field="host", value=args.host, remedy=remedy)
     return Keys(found)
+
+
+def _admin_key(args: argparse.Namespace) -> str | None:
+    """The admin key, if there is one. Raises ``ConfigError`` for a file without a key, and beside replicas."""
+    from qkv_engine.serve.keys import read_keys
+
+    path = args.admin_key_file
+    if path is not None and args.replicas is not None:
+        raise ConfigError("replicas have no admin requests", field="admin_key_file", value=str(path))
+    return None if path is None else read_keys(path)[0][1]
 
 
 def _sites(args: argparse.Namespace) -> dict[str, Any]:

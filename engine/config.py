@@ -210,7 +210,7 @@ _INTEGERS = {
 WARM_UPS = ("lazy", "full")
 WEIGHTS = ("int8", "int4", "fp8")  # what a plain checkpoint can be quantized to while it is read
 MAX_CONTEXT = 2**24  # tokens of a request
-_FLAGS = ("prefix_caching", "extend_context", "cuda_graphs")
+_FLAGS = ("prefix_caching", "resizable", "extend_context", "cuda_graphs")
 _TEXTS = ("dtype", "device", "load_format", "warm_up")
 
 
@@ -268,6 +268,7 @@ class EngineConfig:
     fit: Fit | None = None
     kv_quota: float | None = None
     prefix_caching: bool = True
+    resizable: bool = False
     kv_memory: int | str | float | None = None
     dtype: str = "auto"
     device: str = "auto"

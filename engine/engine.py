@@ -19,7 +19,9 @@ from .fit import fitted
 from .intake import Conversation, Intake, Prompt, takes_long
 from .metrics import EngineStats
 from .presets import resolve_kv
+from .progress_bar import with_bar
 from .request import RequestOutput, SamplingParams
+from .resizing import resize
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot
 from .serving.submission import Submission
@@ -35,15 +37,12 @@ class Engine(Closable):
     Raises ``ConfigError``, ``ModelError`` or ``CapacityError``, each naming the remedy.
 
     Model
-        model: local folder or Hub id; with ``load_format="random"`` also a named shape; None is the demo model inside
-            the package.
+        model: local folder or Hub id; with ``load_format="random"`` also a named shape; None is the demo model.
         revision: branch, tag or commit of a Hub model; None for its default branch.
         token: access token of the Hub; None for ``HF_TOKEN``.
-        dtype: of weights and activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU and
-            float32 on the CPU.
+        dtype: of activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU, else float32.
         device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU without one.
-        weights: "int8", "int4" or "fp8" quantizes a plain checkpoint's linear layers while they are read; None leaves
-            weights as the checkpoint has them. See docs/weights.md.
+        weights: "int8", "int4" or "fp8" quantizes linear layers of a plain checkpoint while they are read.
         load_format: "auto" reads safetensors; "random" makes random weights of the model's shape.
         seed: of random weights, 0 to 2^63 - 1.
 
@@ -54,6 +53,7 @@ class Engine(Closable):
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
+        resizable: let ``resize`` change KV memory of a GPU, by cuda-bindings; that of a CPU always can.
 
     Limits
         max_model_len: tokens of the longest request, prompt and output together; None for the model's own context,
@@ -83,6 +83,7 @@ class Engine(Closable):
         fit: Fit | None = None,
         kv_quota: float | None = None,
         prefix_caching: bool = True,
+        resizable: bool = False,
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
@@ -108,6 +109,7 @@ class Engine(Closable):
             fit=fit,
             kv_quota=kv_quota,
             prefix_caching=prefix_caching,
+            resizable=resizable,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
@@ -280,6 +282,15 @@ class Engine(Closable):
         """Sets counters to zero and the peak to the memory in use now."""
         self._loop.call(self._alive.core.reset_counters)
 
+    def resize(self, size: int | str | float, *, timeout: float | None = None) -> int:
+        """Changes the size of KV memory while requests run; returns the bytes held, at most ``size`` of them.
+
+        ``size`` is bytes, "4GiB", or a share of the ``kv_memory`` of the start, which is the most. Memory grows at
+        once, and shrinks beside the steps: blocks step down and move, nobody is preempted. Returns after ``timeout``
+        seconds while a shrink goes on. Raises ``CapacityError``, which names the smallest size possible now.
+        """
+        return resize(self._alive, self._loop, self._intake, size, timeout)
+
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
@@ -321,7 +332,7 @@ class Engine(Closable):
         """Submits all, waits for all; an interrupt of the wait aborts the requests that are left."""
         try:
             self._loop.submit(submissions)
-            return [_final(submission) for submission in _with_bar(submissions, show_bar)]
+            return [_final(submission) for submission in with_bar(submissions, show_bar)]
         except BaseException:
             for submission in submissions:
                 self._loop.drop(submission)
@@ -384,17 +395,6 @@ def _final(submission: Submission) -> RequestOutput:
     while output is None or not output.finished:
         output = submission.stream.get()
     return output
-
-
-def _with_bar(submissions: list[Submission], show: bool) -> Iterator[Submission]:
-    if not show:
-        return iter(submissions)
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # draws in notebooks, too
-
-    class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # without tqdm's thread, which would outlive the call
-
-    return iter(Bar(submissions, desc="Requests"))
 
 
 __all__ = ["Engine", "RequestStream"]

@@ -56,6 +56,10 @@ class DeviceLostError(EngineDeadError):
     """The device computes nothing any more, as after an illegal access to memory; only a new process can use it."""
 
 
+class StoreError(QKVError):
+    """A file of a KV store cannot be used, or no longer be written; requests go on without it."""
+
+
 class RankLostError(EngineDeadError):
     """The process of a tensor-parallel rank ended, stood still, or fell out of step with the others."""
 

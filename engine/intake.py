@@ -41,7 +41,7 @@ class Intake:
         self._vocab_size, self._max_model_len = started.config.vocab_size, started.max_model_len
         self._default_params = started.default_params
         self._rungs = started.ladder.names
-        self._capacities = started.core.space.capacities
+        self.capacities = started.core.space.capacities  # by floor
         self._eos_ids, self._grammars = started.core.eos_ids, cast(Grammars | None, None)
         self._marks = None if self._tokenizer is None else find_marks(self._tokenizer)
         self._names, self._serials = f"request-{secrets.token_hex(4)}", count()  # no caller's id is like it by chance
@@ -131,7 +131,7 @@ class Intake:
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, floor: int) -> int:
         """Output tokens of a request, which must fit in its context and alone in KV memory."""
         max_tokens = validate_lengths(num_prompt_tokens, params.max_tokens, self._max_model_len)
-        capacity = self._capacities[floor]
+        capacity = self.capacities[floor]
         if params.max_tokens is None:
             max_tokens = max(1, min(max_tokens, capacity + 1 - num_prompt_tokens))
         num_tokens = num_prompt_tokens + max_tokens - 1

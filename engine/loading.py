@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkv_engine.models.bases import read_bases
 from qkv_engine.models.basis import check_bases, fold_bases
@@ -37,6 +37,7 @@ from .device.cpu.backend import CpuBackend
 from .device.layouts import Ladder, group_layers, ladder_of_layers
 from .device.logits import CausalLM
 from .device.memory import free_memory, memory_or_error
+from .device.resizable import KVMemory
 from .errors import CapacityError, ConfigError, ModelError
 from .kv.table_rows import TableLayout
 from .layer_kv import MAX_GROUPS, kv_of_layers
@@ -69,13 +70,13 @@ def rank_ladder(
     return ladder_of_layers(kv, kv_of_layers(model.share(num_ranks), max_model_len), dtype)
 
 
-def make_backend(model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Backend:
+def make_backend(model: CausalLM, memory: KVMemory, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Backend:
     """The backend of the device on which ``memory`` is, over block tables of ``layout``."""
-    if memory.is_cpu:
-        return CpuBackend(model, memory, layout, ladder)
+    if memory.tensor.is_cpu:
+        return CpuBackend(model, memory.tensor, layout, ladder, memory.dig)
     from .device.gpu.backend import GpuBackend  # needs Triton
 
-    return GpuBackend(model, memory, layout, ladder, cuda_graphs)
+    return GpuBackend(model, memory.tensor, layout, ladder, cuda_graphs, memory.dig)
 
 
 def load(

@@ -48,6 +48,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         kv_tokens_capacity, kv_tokens_floor: tokens of one request that fits alone on the first rung, and on the last.
         effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
             nothing was.
+        basis_miss: of a plan with bases, how much more the last channels with codes of the newest graded blocks vary
+            than in calibration: about 1 for its texts, a warning above 2; None before there are such blocks.
     """
 
     time: float
@@ -88,6 +90,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_tokens_capacity: int
     kv_tokens_floor: int
     effective_bits: float
+    basis_miss: float | None = None
 
     def to_dict(self) -> dict[str, object]:
         return msgspec.structs.asdict(self)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from qkv_engine.models.basis import calibrated_variances
 from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
@@ -30,6 +31,7 @@ from .kv.table_rows import TableLayout
 from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device
 from .model_files import file_names, read_json_object
 from .parallel.all_ranks import AllRanks
+from .serving.basis_watch import watch_bases
 from .serving.core import EngineCore
 from .sizes import format_size, parse_size
 from .started import Started
@@ -83,7 +85,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     )
     limit = config.max_model_len or model_config.max_position_embeddings
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
-    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit)
+    cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
 
     def make_space() -> KVManager:
@@ -98,12 +100,12 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
     layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
-    backend = make_backend(cast(CausalLM, loaded.model), cache.memory, layout, ladder, config.cuda_graphs)
+    backend = make_backend(cast(CausalLM, loaded.model), cache.backing, layout, ladder, config.cuda_graphs)
     threads = choose_threads(config.num_threads, weights_nbytes(model_config, dtype, ranks.size, device))
     if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         workers.replies()  # their weights are loaded
-        workers.set_up(cache.nbytes, layout, threads.number)
+        workers.set_up(cache.nbytes, cache.arena.hole.chunk_nbytes, layout, threads.number)
         backend = AllRanks(workers, backend)
     runner = Runner(cache, backend, layout)
     if device.type == "cuda":
@@ -111,7 +113,16 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     captured = None
     if config.warm_up == "full":
         captured = backend.capture(StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
-    core = EngineCore(scheduler, runner, tokenizer, eos_ids, make_space, runs_ahead=device.type == "cuda")
+    basis_watch = watch_bases(cache, calibrated_variances(loaded.model))
+    core = EngineCore(
+        scheduler,
+        runner,
+        tokenizer,
+        eos_ids,
+        make_space,
+        runs_ahead=device.type == "cuda",
+        basis_watch=basis_watch,
+    )
     summary = _summarize(name, device, dtype, cache, max_model_len)
     if captured is not None:
         summary.append(

@@ -44,10 +44,12 @@ class Attention(Layer):
     """Grouped-query attention of one layer, with the biases and the q/k norm that ``config`` asks for.
 
     Each of ``ranks`` has its part of the query heads and the KV heads that they share. ``key_basis`` is that in which
-    keys are cached, None for the model's own channels (``models/basis.py``).
+    keys are cached, None for the model's own channels (``models/basis.py``). ``variances``: those of such
+    channels of K and of V within blocks, as calibrated, [H, D] float32.
     """
 
     key_basis: KeyBasis | None = None
+    variances: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Files of bases: for each layer and KV head a matrix of K and one of V, as safetensors beside the plan that names it.
+"""Files of bases: a matrix and variances of K and of V for each layer and KV head, as safetensors beside their plan.
 
-A cached vector x of a head is stored as P x. Its digest binds the file to a plan, its metadata bind it to a model.
+A cached vector x of a head is stored as P x. The plan has the file's digest, the file's metadata say of which model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from .config import ModelConfig
 
 MOST_CONDITION = 1e4  # of a matrix; rounding errors of scores grow with it
 FORMAT: Final = "qkv-engine bases"
-VERSION: Final = "1"  # of the format; files of another version are refused
+VERSION: Final = "2"  # of the format; files of another version are refused
 _MAX_HEADER_NBYTES = 2**20
 _MAX_WHY_CHARS = 400
 _ALIGNMENT = 8  # of the data, in bytes
+_NUM_DIMS = (2, 2, 1, 1)  # of the tensors of ``LayerBases``, heads not counted
 
 
 class LayerBases(NamedTuple):
-    """The bases of one layer's K and V, float32 [H, D, D] for the KV heads of all ranks. Rows are the new channels."""
+    """The bases of one layer's K and V, float32 [H, D, D] for the KV heads of all ranks. Rows are the new channels.
+
+    ``k_variance``, ``v_variance``: of the new channels within blocks of the texts of calibration, float32 [H, D].
+    """
 
     k: Tensor
     v: Tensor
+    k_variance: Tensor
+    v_variance: Tensor
 
 
 def bases_bytes(bases: Sequence[LayerBases], model: ModelFingerprint) -> bytes:
@@ -62,9 +68,9 @@ def read_bases(file: BasesFile, config: ModelConfig, weights: str | None = None)
     Raises ``ConfigError`` for any other file.
     """
     shapes = {
-        name: (spec.num_kv_heads, spec.head_dim, spec.head_dim)
+        name: (spec.num_kv_heads, *(spec.head_dim,) * num_dims)
         for number, spec in enumerate(config.attention)
-        for name in _names(number)
+        for name, num_dims in zip(_names(number), _NUM_DIMS, strict=True)
     }
     nbytes = 8 + _MAX_HEADER_NBYTES + sum(4 * math.prod(shape) for shape in shapes.values())
     try:
@@ -88,10 +94,12 @@ def read_bases(file: BasesFile, config: ModelConfig, weights: str | None = None)
         if (dtype, own) != ("F32", shape):
             raise _refusal(file, f"tensor {name} is {dtype} {list(own)}, not F32 {list(shape)}")
     found = {name: _tensor(data, tensors[name]) for name in shapes}
-    for name, matrices in found.items():
-        if not bool(matrices.isfinite().all()):
+    for name, x in found.items():
+        if not bool(x.isfinite().all()):
             raise _refusal(file, f"tensor {name} has values that are not finite")
-        if not condition(matrices) <= MOST_CONDITION:
+        if x.dim() == 2 and not bool((x >= 0).all()):
+            raise _refusal(file, f"tensor {name} has variances below 0")
+        if x.dim() == 3 and not condition(x) <= MOST_CONDITION:
             raise _refusal(file, f"a matrix of tensor {name} cannot be inverted well")
     return [LayerBases(*(found[name] for name in _names(number))) for number in range(len(config.attention))]
 
@@ -102,8 +110,10 @@ def condition(matrices: Tensor) -> float:
     return float((values[:, 0] / values[:, -1]).max())
 
 
-def _names(layer: int) -> tuple[str, str]:
-    return f"layers.{layer}.k", f"layers.{layer}.v"
+def _names(layer: int) -> tuple[str, str, str, str]:
+    """The tensors of ``LayerBases``."""
+    k, v = f"layers.{layer}.k", f"layers.{layer}.v"
+    return k, v, f"{k}.variance", f"{v}.variance"
 
 
 def _read_header(data: bytes) -> tuple[ModelFingerprint, dict[str, StoredTensor]]:

@@ -31,13 +31,21 @@ def fold_bases(net: nn.Module, bases: Sequence[LayerBases]) -> None:
     if any(not isinstance(weight, Tensor) for attention in attentions for weight in _weights(attention)):
         raise _codes()
     with torch.no_grad():
-        for attention, (k, v) in zip(attentions, bases, strict=True):
+        for attention, layer in zip(attentions, bases, strict=True):
             first, size = attention.kv_heads.first, attention.kv_heads.size
             weight = attention.qkv_proj.weight
-            k, v = (each[first : first + size].to(weight.device, torch.float64) for each in (k, v))
+            own = [each[first : first + size].to(weight.device) for each in layer]
+            k, v = (each.double() for each in own[:2])
+            attention.variances = (own[2], own[3])
             matrices = (k, torch.linalg.inv(k).mT)
             attention.key_basis = KeyBasis(*(each.to(weight.dtype).contiguous() for each in matrices))
             _fold_values(attention, v)
+
+
+def calibrated_variances(net: nn.Module) -> list[tuple[Tensor, Tensor]] | None:
+    """Variances of the channels of K and V that ``net`` caches, by layer, [H, D] float32 each; None without bases."""
+    found = [module.variances for module in net.modules() if isinstance(module, Attention)]
+    return [each for each in found if each is not None] or None
 
 
 def check_bases(net: nn.Module) -> None:

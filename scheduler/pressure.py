@@ -24,6 +24,7 @@ logger = logging.getLogger("qkv_engine")
 RELIEF_BLOCKS = 8
 AHEAD_SHARE = 32  # of a block's tokens: room is made for blocks that begin within as many steps; more stays free
 AHEAD_PER_STEP = 1  # blocks demoted ahead of need, for every 2 running requests
+SHRINK_EVICTIONS = 64  # cached blocks that a shrink of memory gives up in a step
 EAGER_PER_STEP = 8  # blocks that an eager ladder demotes, for every 32 running requests
 
 
@@ -64,6 +65,30 @@ class Pressure:
         if self.space.is_eager:
             self._settle()
         self._look_ahead()
+
+    def shrink(self) -> None:
+        """Gives memory back that is to become smaller: free bytes, then idle cached blocks', then running requests'.
+
+        A few blocks a step, so that nobody has to wait.
+        """
+        for _ in range(SHRINK_EVICTIONS):
+            if not self.space.shrink():
+                return
+            if self._step_down_idle(RELIEF_BLOCKS, self.space.shortage_of_shrink()):
+                break
+            if not self.space.evict():
+                self._step_down_for_shrink()
+                break
+        self.space.shrink()
+
+    def _step_down_for_shrink(self) -> None:
+        """Steps a few blocks of running requests down; under quotas each tenant pays for its own part."""
+        if self.space.num_rungs == 1:
+            return
+        for tenant in dict.fromkeys(r.params.tenant for r in self.running) if self._has_quota else (None,):
+            shortage = self.space.shortage_of_shrink()
+            if self._step_down(tenant, RELIEF_BLOCKS, shortage) or self._step_down_any(tenant):
+                return
 
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
@@ -197,7 +222,7 @@ class Pressure:
         found = self._coldest.take(number, lambda c: shortage.eased(c.block.group, c.rung, c.rung + 1))
         return self._demote([(candidate, candidate.rung + 1) for candidate in found])
 
-    def _step_down_any(self, tenant: str) -> bool:
+    def _step_down_any(self, tenant: str | None) -> bool:
         """Steps down the coldest block that finds a slot, when the coldest of all find none: the last resort.
 
         Blocks that are on a narrower rung already, since they are shared, count even in a recent window.

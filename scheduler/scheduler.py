@@ -78,6 +78,8 @@ class Scheduler:
         if self.space.has_windows:
             self._trim()
         self.pressure.begin_step()
+        if self.space.is_shrinking:
+            self.pressure.shrink()
         for request in self.running:  # a request preempted for one before it is the last, and leaves
             if budget == 0:
                 break

@@ -135,6 +135,19 @@ class KVSpace(Protocol):
         """Computed tokens, more than now, at which another block of ``request`` is old enough to step down, if any."""
         ...
 
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether memory is to become smaller than it is."""
+        ...
+
+    def shrink(self) -> int:
+        """Takes free bytes out of memory that is to become smaller; returns the bytes that it lacks."""
+        ...
+
+    def shortage_of_shrink(self) -> ShortageLike:
+        """The room that a shrink has to take still."""
+        ...
+
     def demote(self, steps: list[tuple[Any, int]]) -> int:
         """Lets blocks step down to the given rungs, in order; returns how many did."""
         ...

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qkv_engine import Engine, RequestError, __version__
 from qkv_engine.text.tokenizer import Tokenizer
 
+from .admin import admin_routes
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
 from .errors import ApiError, ClientGoneError, as_api_error, ended, error_response, refused
@@ -50,16 +51,19 @@ def make_app(
     allow_origins: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
     page: bool = True,
+    admin_key: str | None = None,
 ) -> Starlette:
     """The application over ``engine``, which it does not close, for a model that clients call by ``names``.
 
     ``allow_origins`` are sites whose pages may call it from a browser. ``allow_hosts`` are the server's names beside
     "localhost" and IP addresses; with keys any name will do. ``page`` adds the chat at ``/``.
+    ``admin_key`` is asked of who changes the engine; without one nobody can.
     """
     keys = Keys() if keys is None else keys
     frontend = Frontend(engine, names, Limits() if limits is None else limits, num_tenants=keys.num_tenants)
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
-    open_paths = {HEALTH, READY, *(route.path for route in pages)}
+    guarded = admin_routes(admin_key)  # by a key of their own
+    open_paths = {HEALTH, READY, *(route.path for route in (*pages, *guarded))}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
         cors = Middleware(
@@ -70,7 +74,9 @@ def make_app(
             expose_headers=["x-request-id", "retry-after"],
         )
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
-    app = Starlette(routes=[*_ROUTES, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse})
+    app = Starlette(
+        routes=[*_ROUTES, *guarded, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse}
+    )
     app.state.frontend = frontend
     return app
 

@@ -138,6 +138,7 @@ class _EngineCollector(Collector):
 
 def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
     total, used, cached = stats.kv_bytes_total, stats.kv_bytes_used, stats.kv_bytes_cached
+    miss = [] if stats.basis_miss is None else [stats.basis_miss]
     return [
         ("num_requests_running", "completions in the running batch", stats.num_running),
         ("num_requests_waiting", "completions that wait", stats.num_waiting),
@@ -151,6 +152,7 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("kv_capacity_tokens", "tokens of one request on the first rung", stats.kv_tokens_capacity),
         ("kv_floor_tokens", "tokens of one request on the last rung", stats.kv_tokens_floor),
         ("kv_effective_bits", "bits a KV element when the most was held, metadata counted", stats.effective_bits),
+        *(("kv_basis_miss", "energy of a plan's last coded channels over the calibrated", value) for value in miss),
     ]
 
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle
 from typing import NamedTuple, cast
 
 import torch
@@ -29,7 +29,7 @@ from qkv_engine.kernels.formats.graded.layout import UNIT
 from qkv_engine.layer_kv import LayerKV
 from qkv_engine.loading import load
 from qkv_engine.models.llama import LlamaForCausalLM
-from qkv_engine.planner.allocate import allocate
+from qkv_engine.planner.allocate import Choice, allocate
 from qkv_engine.planner.basis import Basis, solve_basis
 from qkv_engine.planner.gradients import Text, profile_texts
 from qkv_engine.planner.mixed import SINK
@@ -92,18 +92,19 @@ def spectral(
     moments: Sequence[tuple[SideMoments, SideMoments]], bits: float, shrink: float, variant: str, name: str
 ) -> Codec:
     """The planner's codec of at most ``bits``, or a variant of it."""
-    solved = list[tuple[SideMoments, Basis]]()
-    for side in chain(*moments):
+    solved, items, num_elements = list[Basis](), list[list[Choice]](), 0
+    for name_of_side, side in zip(cycle(SIDES), chain(*moments)):
         for part in _heads(side) if variant == "heads" else [side]:
-            metric = part.gradient if variant == "gradient-metric" else part.metric
-            solved.append((part, solve_basis(metric, part.covariance, shrink)))
-    items = [choices(LayerKV(*part.metric.shape[:2]), _energies(basis, part, variant)) for part, basis in solved]
-    num_elements = sum(len(part.metric) * part.metric.shape[-1] * BLOCK_TOKENS for part, _ in solved)
+            basis = solve_basis(part.gradient if variant == "gradient-metric" else part.metric, part.covariance, shrink)
+            layer = LayerKV(*part.metric.shape[:2])
+            solved.append(basis)
+            items.append(choices(layer, name_of_side, _energies(basis, part, variant)))
+            num_elements += layer.num_kv_heads * layer.head_dim * BLOCK_TOKENS
     picked = allocate(items, int(bits * num_elements / 8))
     assert picked is not None, "a floor of few bits fits"
     parts = [
         (choice.name, basis.matrix.float(), basis.matrix.inverse().float())
-        for choice, (_, basis) in zip(picked, solved, strict=True)
+        for choice, basis in zip(picked, solved, strict=True)
     ]
     number = len(parts) // (2 * len(moments))
     sides = [parts[first : first + number] for first in range(0, len(parts), number)]

@@ -13,8 +13,10 @@ import pytest
 
 from qkv_engine import Engine
 from qkv_engine.cli.main import COMMANDS, main
+from qkv_engine.kv_store.store import KVStore
 
 from .doc_pages import PAGES, ROOT, Block, blocks, each_page
+from .engine.kv_store.pieces import NAMESPACE, SMALL, put
 
 REASONS = {
     *("needs a GPU", "needs the Hub", "needs a terminal", "takes minutes"),
@@ -39,6 +41,8 @@ def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     """Each page has a folder of its own, and leaves the program's logging as it was."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("Sort: 5 99 23 11. What is 47*86? " * 20)
+    with KVStore(tmp_path / "kv-store", SMALL, NAMESPACE) as store:
+        put(store, 1)
     (tmp_path / "mine.jsonl").write_text('{"text": "Sort: 5 99 23 11. What is 47*86?"}\n')
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 12+30?\n"))
     logger = logging.getLogger("qkv_engine")

@@ -82,6 +82,8 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "  for reuse": _by_rung(stats.idle_demotions),
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
     }
+    if stats.basis_miss is not None:
+        rows["basis miss"] = f"{stats.basis_miss:.2f} times the energy of calibration"
     if last is not None:
         share = last.context_tokens / stats.max_model_len
         context = f"{last.context_tokens:,} of {stats.max_model_len:,} tokens ({share:.0%} of the context)"

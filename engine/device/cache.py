@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
-from functools import cached_property
+from types import ModuleType
 
 import torch
-from torch import Tensor
 
+from ..errors import ConfigError
 from ..kv.arena import Arena
 from ..kv.block import Block, slot_rung
 from ..kv.moves import take_moves
 from ..kv.slabs import make_tables
 from ..sizes import format_size
+from .gpu.mapped import REMEDY, MappedMemory, find_driver
+from .gpu.mapped import granule_nbytes as mapped_granule_nbytes
 from .layouts import Ladder, LayerGroup
-from .memory import memory_or_error
+from .memory import check_free, free_memory, memory_or_error
 from .mover import MoveBackend, PendingMoves
+from .resizable import FixedMemory, HostMemory, KVMemory, is_fixed
+
+RESIZABLE = "Make an Engine with resizable=True"
 
 
 class KVCache:
-    """KV memory of an engine: allocated once at start, never grown. ``tables`` is the scheduler's view of it."""
+    """KV memory of an engine: its addresses are those of the start. ``tables`` is the scheduler's view of it."""
 
-    def __init__(self, ladder: Ladder, nbytes: int, device: torch.device, context: int | None = None):
-        """``context``: tokens of the longest request that the model takes."""
+    def __init__(
+        self,
+        ladder: Ladder,
+        nbytes: int,
+        device: torch.device,
+        context: int | None = None,
+        *,
+        resizable: bool = False,
+    ):
+        """``context``: tokens of the longest request that the model takes. ``resizable``: of a GPU, too."""
         self.ladder, self._context = ladder, context
-        self.tables = make_tables(ladder.spec, nbytes)
-        self.memory = allocate(self.arena.nbytes, device)
+        self.tables = make_tables(ladder.spec, nbytes, granule_nbytes(device, resizable))
+        self.backing = allocate(self.arena.nbytes, device, self.arena.hole.chunk_nbytes, resizable)
+        self.memory = self.backing.tensor
+        self._capacity = 0, (0, 0)  # for a size
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
 
@@ -36,21 +52,33 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated on the device."""
-        return self.memory.nbytes
+        """Bytes held on the device."""
+        return self.arena.hole.held_nbytes
 
-    @cached_property
+    @property
     def capacity(self) -> tuple[int, int]:
-        """Tokens of one request that fits alone on the first rung, and on the last; searched for once.
+        """Tokens of one request that fits alone on the first rung, and on the last; searched for once a size.
 
         If all layers have windows, no length is too much, and it is the model's context.
         """
-        first, last = (self.tables.max_tokens(rung, context=self._context) for rung in (0, self.ladder.last))
-        return first, last
+        if self._capacity[0] != self.arena.goal_nbytes:
+            empty = self.tables.renewed()
+            first, last = (empty.max_tokens(rung, context=self._context) for rung in (0, self.ladder.last))
+            self._capacity = self.arena.goal_nbytes, (first, last)
+        return self._capacity[1]
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""
-        self.tables = make_tables(self.ladder.spec, self.nbytes)
+        self.tables = self.tables.renewed()
+
+    def check_resize(self, nbytes: int) -> None:
+        """Raises ``ConfigError`` for memory of fixed size, ``CapacityError`` if the device has not ``nbytes`` of it."""
+        device = self.memory.device
+        if is_fixed(self.backing):
+            raise ConfigError("KV memory of this engine is fixed", field="size", value=nbytes, remedy=RESIZABLE)
+        more = nbytes - self.nbytes
+        if more > 0:
+            check_free(more, free_memory(device), device, field="size", value=format_size(nbytes))
 
     def bytes_in_use(self) -> Counter[str]:
         """Live blocks by kind of byte, "codes", "meta" (with all padding) and "dense", and their KV "elements"."""
@@ -111,11 +139,32 @@ def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int
         found["elements"] += count * rung.num_elements
 
 
-def allocate(nbytes: int, device: torch.device) -> Tensor:
-    """KV memory [nbytes] uint8, undefined. Raises ``CapacityError`` if the system does not give it."""
+def allocate(nbytes: int, device: torch.device, chunk_nbytes: int, resizable: bool = False) -> KVMemory:
+    """KV memory of [nbytes], which may be given back in chunks on a CPU, and on a GPU if it is to be ``resizable``.
+
+    Raises ``CapacityError`` if the system does not give it, ``ConfigError`` for a GPU whose memory cannot be mapped.
+    """
     message = f"the system does not give so much memory on {device}"
     with memory_or_error(message, field="kv_memory", value=format_size(nbytes), remedy="Lower kv_memory"):
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            return HostMemory(nbytes)
+        if not resizable:
+            return FixedMemory(nbytes, device)
+        return MappedMemory(nbytes, chunk_nbytes, device, _driver(device))
+
+
+def granule_nbytes(device: torch.device, resizable: bool = False) -> int:
+    """Bytes of which a device gives and takes KV memory in multiples. Raises ``ConfigError`` as ``allocate``."""
+    if device.type == "cpu" or not resizable:
+        return mmap.PAGESIZE
+    return mapped_granule_nbytes(_driver(device), device)
+
+
+def _driver(device: torch.device) -> ModuleType:
+    driver = find_driver(device)
+    if driver is None:
+        raise ConfigError(f"memory of {device} cannot be mapped", field="resizable", value=True, remedy=REMEDY)
+    return driver
 
 
 def total_nbytes(found: Counter[str]) -> int:

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ENOMEM
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,7 +80,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     # torch has no type of its own for an allocation that fails on the CPU.
     words = "can't allocate memory", "not enough memory"
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in words)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == ENOMEM:
+        return True
+    return any(text in str(error) for text in words)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .gpu.graphs import Graphs
 
 MOST = 128  # blocks of one launch; more take several
+Dig = Callable[[int, int], None]  # ``KVMemory.dig``
 FEW = 8  # blocks; launches of up to so many recur and are captured as graphs
 
 
@@ -48,9 +50,9 @@ class MoveBackend(Protocol):
 class Mover:
     """Rewrites blocks of ``memory`` at other places. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, ladder: Ladder, graphs: Graphs | None = None):
-        """``graphs``: of launches that recur."""
-        self.memory, self.ladder = memory, ladder
+    def __init__(self, memory: Tensor, ladder: Ladder, graphs: Graphs | None = None, dig: Dig | None = None):
+        """``graphs``: of launches that recur;  ``dig``: has memory be held elsewhere, where it may be."""
+        self.memory, self.ladder, self._dig = memory, ladder, dig
         # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
         # that are sealed under one, with the windows whose patterns they may choose from.
         self._words = torch.zeros(5 * MOST, dtype=torch.int64, device=memory.device)
@@ -61,7 +63,9 @@ class Mover:
         """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
         checks = []
         layouts = [(group.widest.layout, group.narrowest.layout) for group in self.ladder.groups]
-        for mined, centres, launches in command.waves:
+        for mined, centres, launches, hole in command.waves:
+            if hole is not None and self._dig is not None:
+                self._dig(*hole)
             for group, bank, mining in mined:
                 mine(self.memory, *mining, bank, *layouts[group])
             for group, bank, windows in centres:

@@ -9,6 +9,7 @@ import torch
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from ..kv.moves import MoveCommand, Wave
 from ..kv.table_rows import TableLayout, TableRows
 from ..request import Request
 from ..sampling.sample_row import SampleRow
@@ -75,6 +76,14 @@ class Runner:
     def check_device(self) -> None:
         """See ``Backend.check``."""
         self.backend.check()
+
+    def check_resize(self, nbytes: int) -> None:
+        """See ``KVCache.check_resize``."""
+        self.cache.check_resize(nbytes)
+
+    def dig(self, hole: tuple[int, int]) -> None:
+        """Has memory be held everywhere but in ``hole``, at once. Raises ``CapacityError`` if the device lacks some."""
+        self.backend.move(MoveCommand([Wave([], [], [], hole)], []))
 
     def launch_moves(self) -> PendingMoves:
         """Enqueues the moves that stand in the books; they go ahead of the next step."""

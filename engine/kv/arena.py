@@ -3,17 +3,21 @@
 Blocks on the widest rung lie side by side at the end of the arena. All other slots lie in slabs of equal size, which
 grow from its beginning. A slab is given to one slot size and carved into equal slots; an empty one serves any size.
 Free bytes may lie anywhere, but can always be gathered between the two (`evacuate`): `room` counts as if they had been.
+There, too, lies the hole of an arena that has shrunk: addresses without memory.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ..errors import QKVError
+from .hole import Hole
+from .places import Places
 
 
 class ArenaError(QKVError):
@@ -36,56 +40,24 @@ class _Slab:
     live: dict[int, Slot] = field(default_factory=dict)  # by address
 
 
-class _Places:
-    """Equal places in a row, numbered from an end of the arena; the lowest free one is taken first.
-
-    ``extent``: places up to the last one that is taken. ``free``: those before it that are not.
-    """
-
-    def __init__(self) -> None:
-        self.extent = 0
-        self.free: set[int] = set()
-        self._lowest: list[int] = []  # heap of ``free``, some out of date
-
-    def take(self) -> int:
-        number = self.lowest_free
-        if number is None:
-            self.extent += 1
-            return self.extent - 1
-        self.free.remove(number)
-        return number
-
-    @property
-    def lowest_free(self) -> int | None:
-        while self._lowest and self._lowest[0] not in self.free:
-            heapq.heappop(self._lowest)
-        return self._lowest[0] if self._lowest else None
-
-    def last_taken(self) -> Iterator[int]:
-        """Places that are taken, from the last one on."""
-        return (number for number in range(self.extent - 1, -1, -1) if number not in self.free)
-
-    def give(self, number: int) -> None:
-        self.free.add(number)
-        heapq.heappush(self._lowest, number)
-        while self.extent - 1 in self.free:
-            self.extent -= 1
-            self.free.remove(self.extent)
-
-
 class Arena:
     """Slots in ``nbytes`` bytes: those of ``block_nbytes`` side by side, all others in slabs of ``slab_nbytes``.
 
     ``reserve_nbytes`` are kept out of ordinary allocations, so that a demotion always finds a place to write. Owned by
-    the KV cache for the engine's life.
+    the KV cache for the engine's life. Memory may shrink, and grow again up to the ``range_nbytes`` of the start, in
+    chunks of ``chunk_nbytes``: ``nbytes`` may be used now, ``goal_nbytes`` once a shrink under way is done.
     """
 
-    def __init__(self, nbytes: int, slab_nbytes: int, reserve_nbytes: int = 0, *, block_nbytes: int = 0):
-        self.nbytes, self.slab_nbytes, self.block_nbytes = nbytes, slab_nbytes, block_nbytes
+    def __init__(
+        self, nbytes: int, slab_nbytes: int, reserve_nbytes: int = 0, *, block_nbytes: int = 0, chunk_nbytes: int = 1
+    ):
+        self.range_nbytes = self.nbytes = self.goal_nbytes = nbytes
+        self.slab_nbytes, self.block_nbytes = slab_nbytes, block_nbytes
         self.reserve_nbytes = reserve_nbytes
+        self.hole = Hole(nbytes, chunk_nbytes)
         self._slabs: dict[int, _Slab] = {}  # slabs in use, by place
         self._blocks: dict[int, Slot] = {}  # slots of ``block_nbytes``, by place
-        self._slab_places, self._block_places = _Places(), _Places()  # from the beginning, and from the end
+        self._slab_places, self._block_places = Places(), Places()  # from the beginning, and from the end
         self._partial: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self._ranked: dict[int, list[tuple[int, int]]] = {}  # size -> heap of (-live slots, slab), some out of date
         self.live: Counter[int] = Counter()  # slot size -> live slots
@@ -104,17 +76,17 @@ class Arena:
             if number  # a size of 0 comes with no slots
         )
 
-    def has_room(self, extra: Mapping[int, int]) -> bool:
+    def has_room(self, extra: Mapping[int, int], nbytes: int = 0) -> bool:
         """Whether ordinary allocations could still get ``extra`` slots by size if free bytes were gathered.
 
-        A negative number is of slots that are given back before.
+        A negative number is of slots that are given back before. ``nbytes``: to be left beside them.
         """
-        needed = 0
-        for nbytes, number in extra.items():
-            if nbytes == self.block_nbytes:
-                needed += number * nbytes
+        needed = nbytes
+        for size, number in extra.items():
+            if size == self.block_nbytes:
+                needed += number * size
             elif number:
-                per_slab, live = self.per_slab(nbytes), self.live[nbytes]
+                per_slab, live = self.per_slab(size), self.live[size]
                 needed += (-(-(live + number) // per_slab) - -(-live // per_slab)) * self.slab_nbytes
         return needed <= self._spare_nbytes
 
@@ -166,6 +138,47 @@ class Arena:
         """
         return self._move_blocks() or self._empty(self._last_slabs() or self._sparsest())
 
+    def resize(self, nbytes: int) -> None:
+        """Has at most ``nbytes`` of memory held, at most those of the start: more at once, less by ``shrink``."""
+        number = self.hole.number_for(nbytes)
+        self.goal_nbytes = self.hole.usable(number)
+        if self.goal_nbytes > self.nbytes:
+            self._dig(number)
+
+    def hole_beside(self, nbytes: int) -> tuple[int, int]:
+        """Addresses of the hole after ``resize`` if memory grows by it."""
+        hole = copy(self.hole)
+        hole.place(hole.number_for(nbytes), self._slabs_end, self._blocks_start)
+        return hole.span
+
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether more may be used than was asked for."""
+        return self.nbytes > self.goal_nbytes
+
+    @property
+    def asked_nbytes(self) -> int:
+        """Bytes of memory that were asked for, in whole chunks."""
+        return self.hole.held_beside(self.hole.most_beside(self.goal_nbytes))
+
+    def shrink(self) -> int:
+        """Takes free bytes between slabs and blocks towards the goal.
+
+        Returns the bytes that it still lacks, wherever they are: 0 if all that is left to do is to gather free ones.
+        """
+        free = min(self._spare_nbytes, self._gap)
+        if free > 0 and self.is_shrinking:
+            self._dig(self.hole.most_beside(max(self.goal_nbytes, self.nbytes - free)))
+        return max(0, self.nbytes - self.goal_nbytes - max(0, self._spare_nbytes))
+
+    def renewed(self, nbytes: int, reserve_nbytes: int) -> Arena:
+        """An empty arena over the same addresses of which at most ``nbytes`` are held."""
+        slab, block, chunk = self.slab_nbytes, self.block_nbytes, self.hole.chunk_nbytes
+        arena = Arena(self.range_nbytes, slab, reserve_nbytes, block_nbytes=block, chunk_nbytes=chunk)
+        arena.resize(nbytes)
+        arena.shrink()
+        return arena
+
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless every byte is owned once and every counter agrees."""
         live: Counter[int] = Counter()
@@ -174,6 +187,11 @@ class Arena:
                 raise ArenaError("a place is neither free nor taken, or both")
         if self._gap < 0:
             raise ArenaError("blocks and slabs overlap")
+        (start, end), hole = self.hole.span, self.hole
+        if hole.number and not self._slabs_end <= start <= end <= self._blocks_start:
+            raise ArenaError("slabs or blocks lie in the hole")
+        if self.nbytes != hole.usable(hole.number) or self.nbytes < self.goal_nbytes:
+            raise ArenaError(f"{self.nbytes} bytes may be used beside a hole of {hole.number} chunks")
         for number, slot in self._blocks.items():
             if slot.nbytes != self.block_nbytes or self._block_place(slot) != number or not slot.alive:
                 raise ArenaError(f"slot at {slot.address} disagrees with place {number}")
@@ -204,10 +222,23 @@ class Arena:
             raise ArenaError(f"slab {number} is filed wrongly among the partial slabs")
 
     @property
+    def _slabs_end(self) -> int:
+        return self._slab_places.extent * self.slab_nbytes
+
+    @property
+    def _blocks_start(self) -> int:
+        return self.range_nbytes - self._block_places.extent * self.block_nbytes
+
+    @property
     def _gap(self) -> int:
-        """Bytes between the last slab and the last block."""
+        """Bytes between the last slab and the last block that may be used."""
         slabs, blocks = self._slab_places.extent * self.slab_nbytes, self._block_places.extent * self.block_nbytes
         return self.nbytes - slabs - blocks
+
+    def _dig(self, number: int) -> None:
+        """Makes the hole ``number`` chunks, or moves it out of the way of slabs and blocks."""
+        self.hole.place(number, self._slabs_end, self._blocks_start)
+        self.nbytes = self.hole.usable(number)
 
     @property
     def _spare_nbytes(self) -> int:
@@ -216,12 +247,14 @@ class Arena:
         return self.nbytes - self.reserve_nbytes - taken
 
     def _block_place(self, slot: Slot) -> int:
-        return (self.nbytes - slot.address) // self.block_nbytes - 1
+        return (self.range_nbytes - slot.address) // self.block_nbytes - 1
 
     def _take_block(self) -> Slot:
         """The lowest free place of a block. There must be one."""
         number = self._block_places.take()
-        slot = self._blocks[number] = Slot(self.nbytes - (number + 1) * self.block_nbytes, self.block_nbytes)
+        slot = self._blocks[number] = Slot(self.range_nbytes - (number + 1) * self.block_nbytes, self.block_nbytes)
+        if self.hole.number:
+            self._dig(self.hole.number)
         self._count(slot)
         return slot
 
@@ -232,6 +265,8 @@ class Arena:
 
     def _carve(self, number: int, nbytes: int) -> None:
         base = number * self.slab_nbytes
+        if self.hole.number:
+            self._dig(self.hole.number)
         self._slabs[number] = _Slab(nbytes, [base + i * nbytes for i in range(self.per_slab(nbytes))])
         self._file(number, nbytes)
 

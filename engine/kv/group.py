@@ -41,7 +41,7 @@ class GroupTables:
     @property
     def max_blocks(self) -> int:
         """The most live blocks there can be; every block number is smaller."""
-        return self.store.arena.nbytes // min(self.sizes.values())
+        return self.store.arena.range_nbytes // min(self.sizes.values())
 
     def live_blocks(self) -> list[Block]:
         """Every block of the group that owns a slot."""

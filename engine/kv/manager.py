@@ -31,7 +31,7 @@ class KVManager:
         # Codes under patterns mean nothing without their request's bank, so nothing is shared.
         self.prefix = None if any(group.has_bank for group in self.spec.groups) else prefix
         self.demand = RunningDemand(tables, open_end_blocks)
-        self.capacities = tuple(tables.max_tokens(rung, quota or 1.0) for rung in range(self.num_rungs))  # by floor
+        self.capacities = self.capacities_of(tables)  # by floor
         self._demotable_at: dict[Request, int] = {}  # computed tokens at which a block can first step down, if known
         self._floor_epoch = 0  # of the tables, for which these are known
 
@@ -53,6 +53,26 @@ class KVManager:
 
     def rung_name(self, group: int, rung: int) -> str:
         return self.spec.groups[group].rungs[rung].name
+
+    def capacities_of(self, empty: BlockTables) -> tuple[int, ...]:
+        """Tokens of one request that fits alone in its tenant's share of ``empty`` tables, by its floor."""
+        return tuple(empty.max_tokens(rung, self.quota or 1.0) for rung in range(self.num_rungs))
+
+    def resize(self, nbytes: int) -> None:
+        """Has at most ``nbytes`` of memory held: more at once, less as far as ``shrink`` takes it."""
+        self.tables.store.resize(nbytes)
+        self.capacities = self.capacities_of(self.tables.renewed())
+
+    @property
+    def is_shrinking(self) -> bool:
+        return self.tables.arena.is_shrinking
+
+    def shrink(self) -> int:
+        return self.tables.store.shrink()
+
+    def shortage_of_shrink(self) -> Shortage:
+        arena = self.tables.arena
+        return Shortage(self.tables, {}, arena.nbytes - arena.goal_nbytes)
 
     def capacity(self, request: Request) -> int:
         return self.capacities[request.floor]
@@ -204,7 +224,7 @@ class KVManager:
 
     def over_quota(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are more than one tenant's share."""
-        return self.quota is not None and nbytes > self.quota * self.tables.arena.nbytes
+        return self.quota is not None and nbytes > self.quota * self.tables.arena.goal_nbytes
 
     def usage(self, request: Request) -> KVUsage:
         """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends.

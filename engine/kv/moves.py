@@ -32,12 +32,14 @@ class MoveLaunch(NamedTuple):
 class Wave(NamedTuple):
     """Moves of which none reads what another one writes; before them banks get patterns.
 
-    Each bank is named by its group and address.
+    Each bank is named by its group and address. Before all that the arena's ``hole`` comes to lie at other addresses:
+    its first byte and the byte behind it; None: it stays.
     """
 
     mined: list[tuple[int, int, Mining]]
     centres: list[tuple[int, int, Centres]]
     launches: list[MoveLaunch]
+    hole: tuple[int, int] | None = None
 
 
 class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
@@ -51,8 +53,9 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     """Moves noted in the books since the last call, and the blocks that lose dense values, in the command's order."""
     store = tables.store
     noted, store.waves = store.waves, []
+    holes, store.holes = store.holes, {}
     waves, blocks = [], list[Block]()
-    for moves in noted:
+    for number, moves in enumerate(noted):
         banked = [(move.block.group, move.bank, move) for move in moves if move.bank is not None]
         mined = [(group, bank, move.mining) for group, bank, move in banked if move.mining is not None]
         centres = [(group, bank, move.centres) for group, bank, move in banked if move.centres is not None]
@@ -66,7 +69,9 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
             launches.append(MoveLaunch(index, old, new, group.sizes[old], src, dst, banks, num_windows))
             if old != new and group.spec.rungs[old].has_dense:
                 blocks += [move.block for move in part]
-        waves.append(Wave(mined, centres, launches))
+        waves.append(Wave(mined, centres, launches, holes.get(number)))
+    if len(noted) in holes:
+        waves.append(Wave([], [], [], holes[len(noted)]))
     return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in store.take_fresh()]), blocks
 
 

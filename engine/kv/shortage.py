@@ -9,10 +9,10 @@ from .table import BlockTables
 
 
 class Shortage:
-    """Slots by size that are wanted; ``eased`` tells when those that blocks leave are enough for them."""
+    """Slots by size, and bytes, that are wanted; ``eased`` tells when those that blocks leave are enough for them."""
 
-    def __init__(self, tables: BlockTables, wanted: Mapping[int, int]):
-        self._tables, self._extra = tables, Counter(wanted)
+    def __init__(self, tables: BlockTables, wanted: Mapping[int, int], nbytes: int = 0):
+        self._tables, self._extra, self._nbytes = tables, Counter(wanted), nbytes
 
     def eased(self, group: int, old: int, new: int, number: int = 1) -> bool:
         """Counts in that ``number`` blocks of a group step down from rung ``old`` to ``new``.
@@ -22,9 +22,9 @@ class Shortage:
         sizes = self._tables.groups[group].sizes
         self._extra[sizes[old]] -= number
         self._extra[sizes[new]] += number
-        return self._tables.arena.has_room(self._extra)
+        return self._tables.arena.has_room(self._extra, self._nbytes)
 
     def without(self, group: int, rung: int, number: int) -> bool:
         """Counts in that ``number`` blocks of a group on ``rung`` are given up; returns whether all fits then."""
         self._extra[self._tables.groups[group].sizes[rung]] -= number
-        return self._tables.arena.has_room(self._extra)
+        return self._tables.arena.has_room(self._extra, self._nbytes)

@@ -14,8 +14,14 @@ from .table import BlockTables
 MAX_SLAB_BLOCKS = 16  # widest blocks of a slab: larger ones save little, and cost copies where one is emptied
 
 
-def make_tables(spec: KVSpec, nbytes: int) -> BlockTables:
-    """Empty block tables over ``nbytes``. Raises ``CapacityError`` if a request alone finds no room in them."""
+RESIZE_STEPS = 256  # chunks at most that memory is given back in: more would cost a GPU calls, fewer are coarse
+
+
+def make_tables(spec: KVSpec, nbytes: int, granule: int = 1) -> BlockTables:
+    """Empty block tables over ``nbytes``, which the device gives and takes in multiples of ``granule``.
+
+    Raises ``CapacityError`` if a request alone finds no room in them.
+    """
     least = least_nbytes(spec)
     if nbytes < least:
         raise CapacityError(
@@ -24,7 +30,7 @@ def make_tables(spec: KVSpec, nbytes: int) -> BlockTables:
             value=format_size(nbytes),
             remedy=f"Give at least {format_least(least)}",
         )
-    return BlockTables(make_arena(spec, nbytes), spec)
+    return BlockTables(make_arena(spec, nbytes, granule), spec)
 
 
 def capacity(spec: KVSpec, nbytes: int, rung: int, context: int) -> int:
@@ -35,25 +41,25 @@ def capacity(spec: KVSpec, nbytes: int, rung: int, context: int) -> int:
     return make_tables(spec, nbytes).max_tokens(rung, context=context)
 
 
-def make_arena(spec: KVSpec, nbytes: int) -> Arena:
+def make_arena(spec: KVSpec, nbytes: int, granule: int = 1) -> Arena:
     """An arena for blocks of ``spec`` in ``nbytes``, aligned, with the slabs that waste least.
 
-    ``nbytes``: at least ``least_nbytes``.
+    ``nbytes``: at least ``least_nbytes``;  ``granule``: of the chunks in which it may be resized.
     """
-    block = spec.main.widest.nbytes
+    block, chunk = spec.main.widest.nbytes, -(-nbytes // RESIZE_STEPS // granule) * granule
     if not _slab_sizes(spec):
-        return Arena(nbytes // block * block, block, block_nbytes=block)
+        return Arena(nbytes // block * block, block, block_nbytes=block, chunk_nbytes=chunk)
     nbytes -= nbytes % _align(spec)
-    fitting = [slab for slab in _slabs(spec) if _least_with(spec, slab) <= nbytes]
+    fitting = [slab for slab in _slabs(spec) if least_with(spec, slab) <= nbytes]
     slab = min(fitting, key=lambda slab: (_expected_loss(spec, slab, nbytes), slab))
-    return Arena(nbytes, slab, _reserve(spec, slab), block_nbytes=block)
+    return Arena(nbytes, slab, _reserve(spec, slab), block_nbytes=block, chunk_nbytes=chunk)
 
 
 def least_nbytes(spec: KVSpec) -> int:
     """The least memory in which a request alone has a block on each rung beside an open one, or a window of them."""
     if not _slab_sizes(spec):
-        return _least_with(spec, spec.main.widest.nbytes)
-    return min(_least_with(spec, slab) for slab in _slabs(spec))
+        return least_with(spec, spec.main.widest.nbytes)
+    return min(least_with(spec, slab) for slab in _slabs(spec))
 
 
 def _align(spec: KVSpec) -> int:
@@ -88,7 +94,8 @@ def _reserve(spec: KVSpec, slab: int) -> int:
     return reserve_nbytes(rungs, spec.main.widest.nbytes, slab)
 
 
-def _least_with(spec: KVSpec, slab: int) -> int:
+def least_with(spec: KVSpec, slab: int) -> int:
+    """``least_nbytes`` with slabs of ``slab`` bytes."""
     return sum(_least_of(group, spec.main.widest.nbytes, slab) for group in spec.groups) + _reserve(spec, slab)
 
 

@@ -2,13 +2,14 @@
 
 Books only: changes of bytes are noted as waves of moves, which the cache carries out before the next step. Within a
 wave no slot is both read and written, except banks, which are mined before anything is moved; a slot that a wave frees
-may be written by the next.
+may be written by the next. Where the arena's hole moves, its new place is noted between the waves that left it and the
+first that writes where it was.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from .arena import Arena, ArenaError, Slot
@@ -26,16 +27,22 @@ class BlockStore:
         self.arena = arena
         self.groups: tuple[GroupTables, ...] = ()
         self.waves: list[list[Move]] = []
+        self.holes: dict[int, tuple[int, int]] = {}  # addresses of the arena's hole, by the number of waves before
         self.on_lone: Callable[[Block], None] | None = None  # called with each block left with one owner
         self.num_demotions: Counter[tuple[str, str]] = Counter()  # of requests' blocks, by names of rungs
         self.num_idle_demotions: Counter[tuple[str, str]] = Counter()  # of blocks that no request holds
         self._owner: dict[Slot, Block] = {}
         self._fresh: dict[Slot, None] = {}
         self._retiring: list[Slot] = []  # old slots of the wave in progress
+        self._hole = (0, 0)  # noted last
 
     def live_blocks(self) -> list[Block]:
         """Every block that owns a slot."""
         return list(self._owner.values())
+
+    def newest_blocks(self) -> Iterator[Block]:
+        """Every block that owns a slot, those that got it last first."""
+        return reversed(self._owner.values())
 
     def new_block(self, group: GroupTables, rung: int, floor: int, bank: Bank | None = None) -> Block:
         """A block of ``group`` with one owner, a request of that ``floor``. Raises ``ArenaError`` without room."""
@@ -47,6 +54,7 @@ class BlockStore:
             slot = self.arena.allocate(size)
         block = self._owner[slot] = Block(slot, group.index, rung, floor, group.number(), holders=[floor], bank=bank)
         self._fresh[slot] = None
+        self.note_hole()
         group.made(block)
         return block
 
@@ -97,6 +105,24 @@ class BlockStore:
         self._end_wave(wave)
         return done
 
+    def resize(self, nbytes: int) -> None:
+        """Has at most ``nbytes`` of memory held: more at once, less as far as ``shrink`` takes it."""
+        self.arena.resize(nbytes)
+        self.note_hole()
+
+    def shrink(self) -> int:
+        """Takes free bytes towards the arena's goal, and gathers some; returns the bytes that it lacks."""
+        lacks = self.arena.shrink()
+        if not lacks and self.arena.is_shrinking and self._evacuate():
+            lacks = self.arena.shrink()
+        self.note_hole()
+        return lacks
+
+    def note_hole(self, always: bool = False) -> None:
+        """Notes where the arena's hole is if it has moved, or ``always``, as the wave in progress finds it."""
+        if always or self.arena.hole.span != self._hole:
+            self._hole = self.holes[len(self.waves)] = self.arena.hole.span
+
     def check_integrity(self) -> None:
         """Raises ``ArenaError`` unless tables, blocks and arena agree."""
         self.arena.check_integrity()
@@ -137,6 +163,7 @@ class BlockStore:
 
     def _end_wave(self, wave: list[Move]) -> None:
         """Notes the moves of ``wave``, empties it, and frees the slots that the moves leave."""
+        self.note_hole()
         if wave:
             self.waves.append(wave[:])
             wave.clear()

@@ -58,7 +58,7 @@ class BlockTables:
 
     def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
         """Whether ``share`` of the arena holds ``demand`` when nothing else is in it."""
-        return self.arena.packed_nbytes(demand) <= share * (self.arena.nbytes - self.arena.reserve_nbytes)
+        return self.arena.packed_nbytes(demand) <= share * (self.arena.goal_nbytes - self.arena.reserve_nbytes)
 
     def fits_whatever_stepped_down(self, demand: Mapping[int, int], floors: Iterable[int]) -> bool:
         """``fits``, also while some of the blocks counted dense have stepped down to ``floors`` already.
@@ -73,7 +73,7 @@ class BlockTables:
                 early = 1 + -demand.get(size, 0) % arena.per_slab(size)  # blocks that begin a slab: later ones fill it
                 if early <= demand.get(dense, 0):
                     nbytes += max(0, arena.slab_nbytes - early * dense * (dense == arena.block_nbytes))
-        return nbytes <= arena.nbytes - self._reserve_for(floors)
+        return nbytes <= arena.goal_nbytes - self._reserve_for(floors)
 
     def _reserve_for(self, floors: Collection[int]) -> int:
         """Bytes to keep for demotions while requests with ``floors``, each named once, hold blocks."""
@@ -212,6 +212,16 @@ class BlockTables:
         self._num_tables[floor] = had + number
         if not had or had + number == 0:
             self.arena.reserve_nbytes = self._reserve_for(+self._num_tables)
+
+    # ---- other sizes
+
+    def renewed(self, nbytes: int | None = None) -> BlockTables:
+        """Empty tables over the same memory, of which at most ``nbytes`` are held; None: as much as was asked for."""
+        arena = self.arena.renewed(self.arena.asked_nbytes if nbytes is None else nbytes, self._least_reserve)
+        tables = BlockTables(arena, self.spec)
+        if arena.hole.number:
+            tables.store.note_hole(always=True)
+        return tables
 
     # ---- stepping down
 

@@ -15,11 +15,13 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
     Fields
         kv_nbytes: KV memory of each rank.
+        chunk_nbytes: in which it is given back.
         layout: of the block tables.
         num_threads: CPU threads that the rank computes with.
     """
 
     kv_nbytes: int
+    chunk_nbytes: int
     layout: TableLayout
     num_threads: int
 

@@ -36,7 +36,7 @@ class RankWorker:
 
     def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
         ladder = rank_ladder(config.kv, model.config, model.ranks.size, dtype, config.max_model_len)
-        memory = allocate(setup.kv_nbytes, device)
+        memory = allocate(setup.kv_nbytes, device, setup.chunk_nbytes, config.resizable)
         self._backend = make_backend(model, memory, setup.layout, ladder, config.cuda_graphs)
         self._under_way: deque[Computed | list[RowsCopy]] = deque()
 

@@ -66,9 +66,9 @@ class WorkerGroup:
             if isinstance(reply, QKVError):
                 raise reply
 
-    def set_up(self, kv_nbytes: int, layout: TableLayout, num_threads: int) -> None:
+    def set_up(self, kv_nbytes: int, chunk_nbytes: int, layout: TableLayout, num_threads: int) -> None:
         """Has all workers allocate KV memory as rank 0 did. Raises the error that one replies with."""
-        message = encode(Setup(kv_nbytes, layout, num_threads))
+        message = encode(Setup(kv_nbytes, chunk_nbytes, layout, num_threads))
         for worker in self._workers:
             worker.send(message)
         self.replies()

@@ -20,9 +20,11 @@ from ..kv.manager import KVManager
 from ..metrics import Counters
 from ..request import FINISHED, SamplingParams
 from ..text.tokenizer import Tokenizer
+from .basis_watch import BasisWatch
 from .launched import Launched, NotLaunched, StepTimer
 from .recovery import Recovery
 from .registry import Registry
+from .resizer import Resize, Resizer
 from .submission import Completion, Submission
 
 
@@ -44,13 +46,15 @@ class EngineCore:
         make_space: Callable[[], KVManager],
         *,
         runs_ahead: bool = False,
+        basis_watch: BasisWatch | None = None,
     ):
-        """``make_space`` makes new books over the cache."""
+        """``make_space`` makes new books over the cache. ``basis_watch``: of KV in bases."""
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.eos_ids = eos_ids
-        self.runs_ahead = runs_ahead
+        self.runs_ahead, self.basis_watch = runs_ahead, basis_watch
         self.registry = Registry(scheduler, tokenizer, eos_ids)
         self.recovery = Recovery(self.registry, scheduler, runner, make_space)
+        self.resizer = Resizer(runner, self._carry_out_moves)
         self._in_flight: deque[Launched] = deque()
         self._timer = StepTimer(scheduler.pace)
         self.last_step: tuple[int | None, float] | None = None  # its single tokens, None with chunks, and seconds
@@ -72,7 +76,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight) or self.recovery.in_trials
+        busy = self.scheduler.has_work or bool(self._in_flight) or self.recovery.in_trials
+        return busy or self.resizer.is_pending
 
     def add(self, submission: Submission) -> None:
         """Takes a submission in; an error goes to its stream alone. May be called again after an interrupt."""
@@ -101,6 +106,17 @@ class EngineCore:
         for submission in list(self.live.values()):
             submission.stream.fail(error)
         self.live.clear()
+        self.resizer.end(error)
+
+    def resize(self, nbytes: int) -> Resize:
+        """Has at most ``nbytes`` of KV memory held: more at once, less in the steps to come.
+
+        Raises ``CapacityError``, which names the smallest size that requests allow, and changes nothing then.
+        """
+        for submission in self.live.values():
+            submission.make_completions()  # one that waits for trials to end may have none yet
+        requests = [each.request for submission in self.live.values() for each in submission.completions]
+        return self.resizer.begin(self.space, nbytes, [request for request in requests if not request.is_finished])
 
     def reset_counters(self) -> None:
         """Starts counting anew; the peak of KV memory becomes the memory in use."""
@@ -113,7 +129,7 @@ class EngineCore:
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
         self._in_flight.clear()
-        del self.runner, self.scheduler, self.recovery, self.registry
+        del self.runner, self.scheduler, self.recovery, self.registry, self.basis_watch, self.resizer
 
     def step(self) -> None:
         """Launches the next step, then waits for the steps under way: all, or all but the new one if it may run ahead.
@@ -129,11 +145,16 @@ class EngineCore:
         while len(self._in_flight) > may_run_ahead:
             self._collect(is_followed=num_followed > 0)
             num_followed -= 1
+        self.resizer.note(self.space)
         self.counters.num_preemptions = self.scheduler.num_preemptions
+        if self.basis_watch is not None:
+            self.basis_watch.look()
 
     def _launch(self, batch: ScheduledBatch, began_at: float) -> bool:
         """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched."""
         if not batch.items:
+            if self.resizer.is_pending and not self._in_flight:
+                self._carry_out_moves()
             return False
         moves = self.runner.launch_moves()
         for request in batch.started:
@@ -148,6 +169,10 @@ class EngineCore:
         self._in_flight.append(Launched(batch, moves, pending, began_at))
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
+
+    def _carry_out_moves(self) -> None:
+        """Carries out the moves that stand in the books, for which no step comes."""
+        self.recovery.fail_holders(self.runner.launch_moves().wait())
 
     def _collect(self, is_followed: bool) -> None:
         """Waits for the oldest step under way, and accepts its results.

@@ -58,6 +58,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_group_blocks=tuple(dict(each) for each in blocks) if len(blocks) > 1 else (),
         kv_tokens_capacity=widest_tokens,
         kv_tokens_floor=floor_tokens,
+        basis_miss=core.basis_watch.read() if core.basis_watch else None,
         effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),
     )
 

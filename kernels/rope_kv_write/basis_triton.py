@@ -12,8 +12,7 @@ from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
 from .key_basis import KeyBasis
 
-FEW_TOKENS = 16  # of the tile of a step of single tokens
-MANY_TOKENS = 32  # of the tile of chunks: a matrix is read once for all of them
+TILE_TOKENS = 16  # the fewest of a dot: most programs at once, and chunks gain 1 us a layer at most by larger tiles
 
 
 @triton.jit(do_not_specialize=["layer", "num_tokens"])
@@ -104,7 +103,7 @@ def rope_basis_kv_write_triton(
     num_heads = heads - 2 * num_kv_heads
     norm, itemsize = norm_weight is not None, qkv.dtype.itemsize
     constexprs, num_warps = rope_basis_kv_write_variant(
-        num_heads, num_kv_heads, head_dim, eps, norm=norm, itemsize=itemsize, many=num_tokens > FEW_TOKENS
+        num_heads, num_kv_heads, head_dim, eps, norm=norm, itemsize=itemsize
     )
     rope_basis_kv_write_kernel[(heads, triton.cdiv(num_tokens, constexprs["TILE_N"]))](
         qkv, cos, signed_sin, rows, pages, norm_weight, key_basis.q, key_basis.k, num_tokens, layer,
@@ -114,15 +113,15 @@ def rope_basis_kv_write_triton(
 
 
 def rope_basis_kv_write_variant(
-    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, norm: bool, itemsize: int, many: bool
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, norm: bool, itemsize: int
 ) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments and warps for a model's heads, elements of ``itemsize`` bytes, and few or ``many`` tokens.
+    """Compile-time arguments and warps for a model's heads and elements of ``itemsize`` bytes.
 
-    Products of float32 are unrolled, so they are narrower.
+    Heads of at most 128 channels take all their pairs at once. Products of float32 are unrolled, so they are narrower.
     """
-    is_wide = itemsize > 2
+    block = max(16, triton.next_power_of_2(head_dim))
     constexprs = {"HQ": num_heads, "H": num_kv_heads, "D": head_dim, "NORM": norm, "EPS": eps}
-    constexprs["TILE_N"] = MANY_TOKENS if many and not is_wide else FEW_TOKENS
-    constexprs["BLOCK_D"] = block = max(16, triton.next_power_of_2(head_dim))
-    constexprs["BLOCK_K"] = 32 if not is_wide and 32 < block <= 256 else 16
-    return constexprs, 8 if block * constexprs["TILE_N"] > 4096 else 4
+    constexprs |= {"TILE_N": TILE_TOKENS, "BLOCK_D": block}
+    if itemsize > 2 or block > 128:
+        return constexprs | {"BLOCK_K": 16 if itemsize > 2 else 32}, 4
+    return constexprs | {"BLOCK_K": max(16, block // 2)}, 8

@@ -47,13 +47,20 @@ HEADS, HEAD_DIM, SINK = 8, 128, 32
 GROUP = 4  # query heads a KV head, where no other number is asked for
 BF16 = torch.bfloat16
 KITTY_V = "int2-token-128"  # V beside Kitty's K, as in its paper
+GRADED = {  # layouts of K and V by code bits an element; the last as plans of 1.4 bits have them
+    "graded-1.25": ("graded-16x4-48x2",) * 2,
+    "graded-1.5": ("graded-32x4-32x2",) * 2,
+    "graded-2": ("graded-16x8-16x4-32x2",) * 2,
+    "spectral-1.38": ("graded-48x4-16x2", "graded-16x8"),
+}
 SPLITS = (8, 16, 32)  # blocks an item
 TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2, 5))]
 
 
 def named_pages() -> dict[str, PageLayout]:
     """Pages by name: K's format; or bits of K and V, "t" for K per token, "g" and the elements of a smaller group,
-    "eta" for calibrated levels, "shared" for V's codes in the layer below, "P" and the number of patterns.
+    "eta" for calibrated levels, "shared" for V's codes in the layer below, "P" and the number of patterns; and those of
+    ``GRADED``.
     """
     pairs = [(8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2), (2, 4), (2, 2), (2, 1), (1, 1)]
     found = {"16": dense_page(BF16, HEADS, HEAD_DIM)}
@@ -67,6 +74,7 @@ def named_pages() -> dict[str, PageLayout]:
         names = f"int{k}-channel-{T}-{eta[k]}", f"int{v}-token-{T}-{eta[v]}"
         found[f"K{k}V{v}shared"] = shared_page(*names, HEADS, HEAD_DIM)
     found |= {f"K{b}V{b}P{m}": pattern_page(b, m, HEADS, HEAD_DIM) for b, m in ((4, 32), (2, 32), (2, 64), (2, 128))}
+    found |= {name: named_page(*pair, HEADS, HEAD_DIM) for name, pair in GRADED.items()}
     return found | {name: named_page(name, KITTY_V, HEADS, HEAD_DIM) for name in ("kitty-12.5", "kitty-25")}
 
 
@@ -159,6 +167,9 @@ def check_cases(device: str) -> Iterator[tuple[str, Case]]:
         pages = [dense_page(BF16, heads, dim), *(pattern_page(bits, number, heads, dim) for bits in (4, 2, 1))]
         name = f"patterns{number} H{heads} G{group} D{dim}"
         yield name, make_case(pages, lengths, group=group, sink_tokens=20, device=device)
+    for heads, group, dim in ((8, 4, 128), (2, 8, 128), (3, 7, 80), (1, 4, 256)):
+        pages = [dense_page(BF16, heads, dim), *(named_page(*pair, heads, dim) for pair in GRADED.values())]
+        yield f"graded H{heads} G{group} D{dim}", make_case(pages, lengths, group=group, sink_tokens=20, device=device)
     pages = [dense_page(BF16, 2, 128), *(uniform_page(4, 2, 128, k_axis="token", group=g) for g in (32, 64))]
     yield "float tiles", make_case(pages, lengths, group=4, sink_tokens=20, device=device)
 
@@ -279,7 +290,7 @@ def measure(
 
 def print_row(row: Row) -> None:
     print(
-        f"{row.format:10} {row.batch:3} x {row.length:6} G {row.queries}  {row.stored_bits:5.2f} bits  {row.tuning:16} "
+        f"{row.format:13} {row.batch:3} x {row.length:6} G {row.queries}  {row.stored_bits:5.2f} bits  {row.tuning:16} "
         f"split {row.split:3} {row.us:8.1f} us  limit {row.limit_us:7.1f}  eta {row.eta:.3f}"
         + ("" if row.window is None else f"  window {row.window}"),
         flush=True,

@@ -38,6 +38,7 @@ from .token_rows import token_rows
 
 BOUND = {torch.float32: 16.0, torch.bfloat16: 2.0, torch.float16: 2.0}  # roundings of the dtype
 ALONE = {"OVERLAP": False}
+TILES = ("ROWS", "TILE", "TILE_H", "TILE_N", "BLOCK_K")  # of launch parameters, which a row names
 
 Call = Callable[[], Any]
 
@@ -132,7 +133,9 @@ def measure(shape: str, case: Case, products: list[Call]) -> Iterator[Row]:
     """Every variant of a case, the failing ones left out."""
     overlap = overlap_options(torch.device("cuda"))
     for number, (constexprs, warps) in enumerate(case.variants):
-        tiles = " ".join(f"{key} {constexprs[key]}" for key in ("ROWS", "TILE", "TILE_H") if key in constexprs)
+        tiles = " ".join(
+            f"{key} {constexprs[key]}" for key in ("ROWS", "TILE", "TILE_H", "TILE_N", "BLOCK_K") if key in constexprs
+        )
         try:
             us = 1e6 * time_calls([partial(launch, constexprs, warps, overlap) for launch in case.launches])
         except Exception as error:
@@ -170,7 +173,7 @@ def print_row(row: Row) -> None:
     if row.after is not None:
         in_layer = f"  after {row.after:6.2f} us  waits {row.waits:6.2f} us  torch {row.torch:7.2f} us"
     print(
-        f"{row.shape:14} {row.kernel:18} {row.tokens:5} tokens  {row.launch:20} {row.nbytes / 1e6:8.3f} MB "
+        f"{row.shape:14} {row.kernel:25} {row.tokens:5} tokens  {row.launch:20} {row.nbytes / 1e6:8.3f} MB "
         f"{row.us:7.2f} us  share {row.share:.3f}{in_layer}",
         flush=True,
     )

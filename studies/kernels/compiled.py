@@ -158,11 +158,15 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
 
 
 def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Rotation and KV write in a basis of keys, of few tokens and of many, behind a norm."""
-    for d, many in product(head_dims, (False, True)):
-        constexprs, num_warps = rope_basis_kv_write_variant(32, 8, d, 1e-6, norm=True, itemsize=2, many=many)
-        name = f"rope_basis_kv_write 32/8 D{d}" + many * " many"
-        yield name, rope_basis_kv_write_kernel, {**constexprs, "OVERLAP": overlap}, Tuning(num_warps, 2)
+    """Rotation and KV write in a basis of keys, behind a norm."""
+    for d in head_dims:
+        constexprs, num_warps = rope_basis_kv_write_variant(32, 8, d, 1e-6, norm=True, itemsize=2)
+        yield (
+            f"rope_basis_kv_write 32/8 D{d}",
+            rope_basis_kv_write_kernel,
+            {**constexprs, "OVERLAP": overlap},
+            Tuning(num_warps, 2),
+        )
 
 
 def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

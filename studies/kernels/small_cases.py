@@ -13,6 +13,11 @@ from torch import Tensor
 
 from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
+from qkv_engine.kernels.rope_kv_write.basis_triton import (
+    rope_basis_kv_write_kernel,
+    rope_basis_kv_write_variant,
+)
+from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
@@ -24,6 +29,7 @@ from .token_rows import token_rows
 BF16 = torch.bfloat16
 L2_NBYTES = 200 << 20  # bytes; copies of a case's inputs together exceed it where a few dozen can
 MAX_COPIES = 48  # of a case's inputs at most: tiny ones stay in L2 even so
+BASIS_TILES = [{"TILE_N": n, "BLOCK_K": k} for n in (16, 32, 64) for k in (32, 64)]
 BLOCK, SINK, LAYERS = 128, 32, 4  # of the arena that K and V are written to
 
 Constexprs = dict[str, Any]
@@ -47,7 +53,8 @@ def make_cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
     yield norm_case(config, tokens, add=False)
     yield norm_case(config, tokens, add=True)
     yield swiglu_case(config, tokens)
-    yield rope_case(config, tokens)
+    yield rope_case(config, tokens, basis=False)
+    yield rope_case(config, tokens, basis=True)
 
 
 def norm_case(config: ModelConfig, tokens: int, *, add: bool) -> Case:
@@ -101,12 +108,13 @@ def swiglu_case(config: ModelConfig, tokens: int) -> Case:
     return Case("swiglu", tokens, nbytes, launches, separate, [(constexprs, warps), *others])
 
 
-def rope_case(config: ModelConfig, tokens: int) -> Case:
+def rope_case(config: ModelConfig, tokens: int, *, basis: bool) -> Case:
     """Single tokens of many requests, or, of more than 256, chunks of one; K and V go to random blocks."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     all_heads, eps, layer = heads + 2 * kv_heads, config.norm_eps, LAYERS - 1
     nbytes = tokens * (2 * all_heads * dim * 2 + dim * 4 + 16)
     weight = _random(heads + kv_heads, dim) if config.qk_norm else None
+    matrices = _random(2, kv_heads, dim, dim) if basis else None
     slot_rows = LAYERS * 2 * kv_heads * BLOCK
     pages = torch.zeros(256 * slot_rows, dim, dtype=BF16, device="cuda")
     block_rows = pages[2 * layer * kv_heads * BLOCK :], pages[(2 * layer + 1) * kv_heads * BLOCK :]
@@ -122,9 +130,28 @@ def rope_case(config: ModelConfig, tokens: int) -> Case:
             constexprs: Constexprs, warps: int, options: dict[str, Any],
             qkv: Tensor = qkv, cos: Tensor = cos, sin: Tensor = sin, rows: Tensor = rows,
         ) -> None:  # fmt: skip
-            grid = (tokens * -(-all_heads // constexprs["TILE_H"]),)
-            rope_kv_write_kernel[grid](
-                qkv, cos, sin, rows, pages, weight, layer, **constexprs, num_warps=warps, **options, **FUSED
+            if matrices is None:
+                grid: tuple[int, ...] = (tokens * -(-all_heads // constexprs["TILE_H"]),)
+                rope_kv_write_kernel[grid](
+                    qkv, cos, sin, rows, pages, weight, layer, **constexprs, num_warps=warps, **options, **FUSED
+                )
+                return
+            grid = (all_heads, -(-tokens // constexprs["TILE_N"]))
+            rope_basis_kv_write_kernel[grid](
+                qkv,
+                cos,
+                sin,
+                rows,
+                pages,
+                weight,
+                *matrices,
+                tokens,
+                layer,
+                **constexprs,
+                num_warps=warps,
+                num_stages=2,
+                **options,
+                **FUSED,
             )
 
         def apart(qkv: Tensor = qkv, cos: Tensor = cos, sin: Tensor = sin, where: Tensor = where) -> None:
@@ -132,14 +159,21 @@ def rope_case(config: ModelConfig, tokens: int) -> Case:
             if weight is not None:
                 qk = F.rms_norm(qk, (dim,), None, eps).mul_(weight)
             qk = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin).to(BF16)
+            if matrices is not None:
+                parts = zip(qk.split_with_sizes((heads, kv_heads), 1), matrices, strict=True)
+                qk = torch.cat([in_basis(*part) for part in parts], 1)
             block_rows[0].index_copy_(0, where, qk[:, heads:].reshape(-1, dim))
             block_rows[1].index_copy_(0, where, v.reshape(-1, dim))
 
         launches.append(launch)
         separate.append(apart)
+    name = "norm_rope_kv_write" if config.qk_norm else "rope_kv_write"
+    if basis:
+        constexprs, warps = rope_basis_kv_write_variant(heads, kv_heads, dim, eps, norm=config.qk_norm, itemsize=2)
+        others = [({**constexprs, **tiles}, w) for tiles in BASIS_TILES for w in (2, 4, 8)]
+        return Case(f"{name}, basis", tokens, nbytes, launches, separate, [(constexprs, warps), *others])
     constexprs, warps = rope_kv_write_variant(heads, kv_heads, dim, eps, norm=config.qk_norm)
     others = [({**constexprs, "TILE_H": tile}, w) for tile, w in ((4, 1), (8, 4), (16, 4), (16, 8))]
-    name = "norm_rope_kv_write" if config.qk_norm else "rope_kv_write"
     return Case(name, tokens, nbytes, launches, separate, [(constexprs, warps), *others])
 
 

@@ -341,6 +341,13 @@ def test_kv_lists_the_blocks_of_two_groups(shell: Shell, monkeypatch: pytest.Mon
     assert rows == [["of", "group", "0", "3 dense16, 1,200 int4"], ["of", "group", "1", "none"]]
 
 
+def test_kv_tells_how_far_a_plan_s_bases_are(shell: Shell, monkeypatch: pytest.MonkeyPatch):
+    stats = msgspec.structs.replace(FakeEngine().stats(), basis_miss=1.234)
+    assert "basis miss" not in run(shell, "/kv")
+    monkeypatch.setattr(FakeEngine, "stats", lambda self: stats)
+    assert "basis miss" in (text := run(shell, "/kv")) and "1.23 times the energy of calibration" in text
+
+
 def test_stats_are_grouped_and_in_words(shell: Shell):
     lines = run(shell, "/stats").splitlines()
     found = {line[:21].strip(): line[21:].strip() for line in lines}

@@ -234,6 +234,7 @@ def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bench --shape llama-3.1-8", ["llama-3.1-8b"]),
         ("env --dtype bf", ["bfloat16"]),
         ("completion z", ["zsh"]),
+        ("store ver", ["verify"]),
         ("bench --trace READM", ["README.md"]),
     ],
 )

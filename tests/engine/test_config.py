@@ -114,6 +114,7 @@ def test_a_least_size_in_words_suffices(nbytes: int):
         ("weights", [True, *OBJECTS, *NUMBERS, *TEXTS, "int3"]),
         ("kv_quota", [True, 0, 2, *OBJECTS, *NUMBERS, *TEXTS]),
         ("prefix_caching", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("resizable", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("cuda_graphs", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),
         ("warm_up", [None, True, *OBJECTS, *NUMBERS, *TEXTS, "eager"]),
         ("extend_context", [None, 1, *OBJECTS, *NUMBERS, *TEXTS]),

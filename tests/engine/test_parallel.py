@@ -180,13 +180,10 @@ def test_a_worker_that_does_not_start_is_a_typed_error(monkeypatch: pytest.Monke
 
 def test_a_worker_that_gets_no_memory_is_a_typed_error(monkeypatch: pytest.MonkeyPatch):
     patch = """
-import torch
-real = torch.empty
-def empty(*args, **options):
-    if options.get("dtype") is torch.uint8:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    return real(*args, **options)
-torch.empty = empty
+import errno, mmap
+def no_pages(*args, **options):
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+mmap.mmap = no_pages
 """
     monkeypatch.setattr(process, "_CODE", process._CODE.replace("from qkv", patch + "from qkv"))
     with pytest.raises(CapacityError, match=r"kv_memory='.* MiB': the system does not give so much memory on cpu"):

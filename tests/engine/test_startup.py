@@ -143,7 +143,7 @@ def test_memory_that_the_system_does_not_give_is_a_capacity_error(folder: Path, 
                 open_tiny(folder)
         assert caught.value.remedy
         messages.add(str(caught.value))
-    assert any("kv_memory='1.0 MiB': the system does not give so much memory on cpu" in text for text in messages)
+    assert any("the system gives no more memory to start with" in text for text in messages)
 
 
 def test_other_errors_of_a_start_stay_what_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,8 @@ from ..kernels import (
     window_cases,
 )
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
+from ..kernels.graded_cases import graded_sides, layouts
+from ..kernels.graded_cases import steps as graded_steps
 
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -238,11 +240,15 @@ def _head_dim(rng: random.Random) -> int:
 
 
 def _pages(rng: random.Random, dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[PageLayout]:
-    """Dense pages, and up to three others: uniform, with the widest groups or any; Kitty's; with patterns."""
+    """Dense pages, and up to three others: uniform, with the widest groups or any; Kitty's; graded; with patterns."""
     pages, number = [dense_page(dtype, kv_heads, head_dim)], rng.randint(1, 255)  # of patterns: requests have one bank
     for _ in range(rng.randrange(4)):
         if rng.random() < 0.2:
             k, v = (f"int{rng.choice(BITS)}-{axis}-128-patterns{number}" for axis in ("channel", "token"))
+            pages.append(named_page(k, v, kv_heads, head_dim))
+        elif rng.random() < 0.2:
+            wide = [f"int{bits}-channel-128" for bits in (8, 4)]
+            k, v = (rng.choice((*layouts(head_dim), *wide)) for _ in range(2))
             pages.append(named_page(k, v, kv_heads, head_dim))
         elif rng.random() < 0.5:
             pages.append(uniform_page(rng.choice((8, 4, 2)), kv_heads, head_dim))
@@ -264,10 +270,15 @@ def _bound(dtype: torch.dtype, pages: Sequence[PageLayout]) -> float:
 def _steps(
     rng: random.Random, shape: PageShape, dtype: torch.dtype, number: int
 ) -> tuple[tuple[Side, ...], tuple[Side, ...]]:
-    """Sides of a layout and of one that it may step down to, 3 bits to 3 bits alone; a dense side may be among them."""
+    """Sides of a layout and of one that it may step down to, 3 bits to 3 bits alone, some to graded ones."""
     old: list[Side] = []
     new: list[Side] = []
     for _ in range(number):
+        if rng.random() < 0.25:
+            before, after = rng.choice(graded_steps(graded_sides(shape.head_dim, shape.num_kv_heads)))
+            old.append(before)
+            new.append(after)
+            continue
         bits, axis, group, side = rng.choice(BITS), rng.choice(AXES), rng.choice(GROUPS), rng.choice(("k", "v"))
         lower = rng.choice([b for b in (8, 4, 2, 1) if b <= bits]) if bits != 3 else 3
         old.append(Uniform(bits, axis, group).layout(shape, side))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from qkv_engine import Engine, RequestOutput, SamplingParams
+from qkv_engine import Engine, KVConfig, RequestOutput, SamplingParams
 from qkv_engine.device.gpu.steps import DecodeShape
 from qkv_engine.models.loader import read_config
 
@@ -113,7 +113,9 @@ def under_pressure(folder: Path, itemsize: int) -> int:
     return PRESSURE * itemsize * sum(2 * spec.num_kv_heads * spec.head_dim for spec in read_config(folder).attention)
 
 
-def generate(folder: Path, device: str, kv: str, memory: str | int, **options: Any) -> tuple[list[RequestOutput], Any]:
+def generate(
+    folder: Path, device: str, kv: str | KVConfig, memory: str | int, **options: Any
+) -> tuple[list[RequestOutput], Any]:
     """Outputs of all prompts twice, first greedy without log-probabilities, then on their cached prefixes with them."""
     with Engine(folder, kv=kv, kv_memory=memory, device=device, **OPTIONS, **options) as engine:
         outputs = engine.generate(PROMPTS, GREEDY) + engine.generate(PROMPTS, WITH_LOGPROBS)

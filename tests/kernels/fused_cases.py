@@ -10,7 +10,7 @@ from torch import Tensor
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write_reference
-from qkv_engine.kernels.rope_kv_write.basis_triton import FEW_TOKENS, rope_basis_kv_write_triton
+from qkv_engine.kernels.rope_kv_write.basis_triton import TILE_TOKENS, rope_basis_kv_write_triton
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
@@ -183,11 +183,11 @@ def cases() -> dict[str, Callable[[], float]]:
         types = DTYPES[model], DTYPES[stored]
         found[f"rope {model}, pages {stored}"] = lambda t=types: rope_kv_write(4, 2, 16, *t, True)
     for name, dtype in DTYPES.items():
-        for head_dim, norm, tokens in ((64, False, 7), (80, True, FEW_TOKENS + 20), (96, True, 7), (256, False, 7)):
+        for head_dim, norm, tokens in ((64, False, 7), (80, True, TILE_TOKENS + 20), (96, True, 7), (256, False, 7)):
             shape = (4, 2, head_dim, dtype, dtype, norm, tokens, True)
             found[f"rope basis {name} D{head_dim} {tokens} tokens"] = lambda s=shape: rope_kv_write(*s)
     types = DTYPES["bf16"], DTYPES["fp32"]
-    found["rope basis bf16 D128, pages fp32"] = lambda: rope_kv_write(3, 1, 128, *types, True, FEW_TOKENS + 1, True)
+    found["rope basis bf16 D128, pages fp32"] = lambda: rope_kv_write(3, 1, 128, *types, True, TILE_TOKENS + 1, True)
     found["rope basis fp32 D6"] = lambda: rope_kv_write(6, 3, 6, types[1], types[1], True, 7, True)
     return found
 

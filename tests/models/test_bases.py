@@ -19,7 +19,7 @@ from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
 from qkv_engine.loading import load
 from qkv_engine.models.bases import LayerBases, bases_bytes, read_bases
-from qkv_engine.models.basis import check_bases, fold_bases
+from qkv_engine.models.basis import calibrated_variances, check_bases, fold_bases
 from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import ModelSource, find_model, load_weights
@@ -38,7 +38,7 @@ DENSE = RungConfig("dense32", "dense32", "dense32")
 
 
 def random_bases(config: ModelConfig) -> list[LayerBases]:
-    """Orthogonal matrices whose rows are stretched by up to two."""
+    """Orthogonal matrices whose rows are stretched by up to two, and falling variances."""
     generator = torch.Generator().manual_seed(0)
 
     def matrices(heads: int, size: int) -> Tensor:
@@ -46,7 +46,8 @@ def random_bases(config: ModelConfig) -> list[LayerBases]:
         return (rotated * (1 + torch.rand(heads, size, 1, generator=generator))).contiguous()
 
     shapes = [(spec.num_kv_heads, spec.head_dim) for spec in config.attention]
-    return [LayerBases(matrices(*shape), matrices(*shape)) for shape in shapes]
+    falling = [torch.rand(shape, generator=generator).sort(descending=True)[0] for shape in shapes]
+    return [LayerBases(matrices(*shape), matrices(*shape), x, 2 * x) for shape, x in zip(shapes, falling, strict=True)]
 
 
 def run(source: ModelSource, bases: list[LayerBases] | None, ranks: Ranks = ALONE) -> tuple[Tensor, DenseBatch]:
@@ -70,7 +71,7 @@ def test_logits_stay_the_same_and_the_cache_holds_coordinates(family, changes, m
     bases = random_bases(source.config)
     (plain, cached), (found, stored) = run(source, None), run(source, bases)
     assert float((found - plain).norm() / plain.norm()) < 1e-4 and torch.equal(found.argmax(-1), plain.argmax(-1))
-    for layer, (k, v) in enumerate(bases):
+    for layer, (k, v, *_) in enumerate(bases):
         torch.testing.assert_close(stored.keys[layer], in_basis(cached.keys[layer], k), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(stored.values[layer], in_basis(cached.values[layer], v), rtol=1e-3, atol=1e-3)
 
@@ -82,6 +83,25 @@ def test_a_rank_has_the_matrices_of_its_heads(num_kv_heads, make_reference, tmp_
     expected, _ = run(source, None)
     for logits in on_ranks(2, lambda ranks: run(source, random_bases(source.config), ranks)[0]):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_a_rank_has_the_variances_of_its_heads(num_kv_heads, make_reference, tmp_path):
+    make_reference("Qwen2", num_key_value_heads=num_kv_heads).save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    bases = random_bases(source.config)
+
+    def load_part(ranks: Ranks) -> Any:
+        net = load_weights(
+            source, dtype=torch.float32, device=CPU, ranks=ranks, prepare=lambda net: fold_bases(net, bases)
+        ).model
+        return calibrated_variances(net)
+
+    for rank, found in enumerate(on_ranks(2, load_part)):
+        head = slice(rank, rank + 1) if num_kv_heads == 2 else slice(1)
+        for own, whole in zip(found, bases, strict=True):
+            assert torch.equal(own[0], whole.k_variance[head]) and torch.equal(own[1], whole.v_variance[head])
+    assert calibrated_variances(load_weights(source, dtype=torch.float32, device=CPU).model) is None
 
 
 def test_models_that_take_no_bases_are_refused_before_their_weights_are_read(make_reference, tmp_path):
@@ -118,7 +138,7 @@ def file(folder: Path, config: ModelConfig, tmp_path: Path) -> BasesFile:
 
 def test_a_file_is_read_as_it_was_written(file: BasesFile, config: ModelConfig, folder: Path):
     for found, expected in zip(read_bases(file, config, weights_digest(folder)), random_bases(config), strict=True):
-        assert torch.equal(found.k, expected.k) and torch.equal(found.v, expected.v)
+        assert all(map(torch.equal, found, expected))
 
 
 def changed_header(how: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -133,13 +153,18 @@ def changed_header(how: Callable[[dict[str, Any]], object]) -> Callable[[bytes],
 
 
 def changed_matrix(value: float) -> Callable[[bytes], bytes]:
-    """The last matrix with all rows, or one element, of ``value``."""
+    """The last matrix with all rows, or one element, of ``value``; four rows of variances follow it."""
 
     def change(data: bytes) -> bytes:
-        count = 16 * 16 if value == 1 else 1
-        return data[: -4 * count] + torch.full((count,), value).numpy().tobytes()
+        count, end = 16 * 16 if value == 1 else 1, len(data) - 4 * 4 * 16
+        return data[: end - 4 * count] + torch.full((count,), value).numpy().tobytes() + data[end:]
 
     return change
+
+
+def changed_variance(value: float) -> Callable[[bytes], bytes]:
+    """The last variance of the file."""
+    return lambda data: data[:-4] + torch.tensor([value]).numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -151,12 +176,17 @@ def changed_matrix(value: float) -> Callable[[bytes], bytes]:
         (lambda data: data + bytes(4), "after its last tensor"),
         (lambda data: data + bytes(2**21), "larger than"),
         (lambda data: b"\xff" * 8 + data[8:], "truncated"),
-        (changed_header(lambda header: header["__metadata__"].update(version="2")), "version 1"),
+        (changed_header(lambda header: header["__metadata__"].update(version="1")), "version 2"),
         (changed_header(lambda header: header.pop("__metadata__")), "metadata"),
         (changed_header(lambda header: header["__metadata__"].update(model="{}")), "missing required field"),
         (changed_header(lambda header: header.update({"x": header.pop("layers.1.v")})), "tensor layers.1.v is missing"),
         (changed_header(lambda header: header["layers.0.k"].update(shape=[1, 32, 16])), r"\[1, 32, 16\], not F32"),
         (changed_header(lambda header: header["layers.0.k"].update(dtype="I32")), "is I32"),
+        (changed_header(lambda header: header["layers.0.k.variance"].update(shape=[16, 2])), r"\[16, 2\], not F32"),
+        (changed_header(lambda header: header.update(x=header.pop("layers.0.v.variance"))), "v.variance is missing"),
+        (changed_variance(float("nan")), "layers.1.v.variance has values that are not finite"),
+        (changed_variance(float("inf")), "layers.1.v.variance has values that are not finite"),
+        (changed_variance(-1e-9), "layers.1.v.variance has variances below 0"),
         (changed_matrix(float("nan")), "layers.1.v has values that are not finite"),
         (changed_matrix(float("inf")), "layers.1.v has values that are not finite"),
         (changed_matrix(1.0), "layers.1.v cannot be inverted well"),

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from qkv_engine import CapacityError, ConfigError, ModelError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import PageShape, make_format
+from qkv_engine.kernels.formats.graded import GradedSide
 from qkv_engine.layer_kv import LayerKV
 from qkv_engine.models.bases import MOST_CONDITION
 from qkv_engine.plan_file import plan_bytes
@@ -96,7 +97,9 @@ def test_moments_of_a_model_give_bases(tmp_path: Path):
     for side in chain(*moments):
         assert all(x.shape == (2, 16, 16) and x.dtype == torch.float64 and x.any() for x in vars(side).values())
     bases, spectra = solve_spectra(moments, 0.3)
-    assert [x.shape for layer in bases for x in layer] == [(2, 16, 16)] * 4
+    assert [x.shape for layer in bases for x in layer] == [(2, 16, 16), (2, 16, 16), (2, 16), (2, 16)] * 2
+    coded = bases[0].k.double() @ moments[0][0].covariance @ bases[0].k.double().mT
+    torch.testing.assert_close(coded.diagonal(dim1=1, dim2=2).float(), bases[0].k_variance, rtol=1e-3, atol=1e-6)
     assert all(len(layer) == 1 and layer[0] > 0 for layer in (*spectra.k, *spectra.v))
     sums[0].scatters[0][0, 0, 0] = float("nan")
     with pytest.raises(ModelError, match="not finite"):
@@ -114,13 +117,15 @@ def test_errors_fall_with_bits_and_bytes():
     layer, energies = LayerKV(8, 128), [0.4**run for run in range(8)]
     for wide, narrow in pairwise((8, 4, 2, 1, 0)):
         assert error([wide] * 8, energies) < error([narrow] * 8, energies)
-    found = choices(layer, energies)
-    assert all(a.nbytes < b.nbytes and a.cost > b.cost for a, b in pairwise(found))
-    assert found[0].name == "graded-16x1" and found[-1].name == "int8-channel-128"
     shape = PageShape(8, 128, 128)
-    for choice in found:
-        for side in ("k", "v"):
-            assert make_format(choice.name, torch.bfloat16).layout(shape, side).nbytes == choice.nbytes
+    for side, least, step in (("k", "graded-32x1", 32), ("v", "graded-16x1", 16)):
+        found = choices(layer, side, energies)
+        assert all(a.nbytes < b.nbytes and a.cost > b.cost for a, b in pairwise(found))
+        assert found[0].name == least and found[-1].name == "int8-channel-128"
+        for choice in found:
+            layout = make_format(choice.name, torch.bfloat16).layout(shape, side)
+            assert layout.nbytes == choice.nbytes
+            assert not isinstance(layout, GradedSide) or all(run.channels % step == 0 for run in layout.runs)
 
 
 @pytest.mark.parametrize("budget", ["1.25bits", "1.75bits", "2.5bits", "5bits"])
@@ -131,7 +136,7 @@ def test_a_floor_fits_its_budget(budget: str):
     assert float(budget.removesuffix("bits")) - 0.06 < bits <= float(budget.removesuffix("bits"))
     floor = plan.config("plan").rungs[-1]
     assert floor.name == "spectral" and len(set(floor.k)) > 1
-    costs = [choice.cost for choice in choices(MODEL.kv_of_layers[0], plan.profile.spectra.k[3])]
+    costs = [choice.cost for choice in choices(MODEL.kv_of_layers[0], "k", plan.profile.spectra.k[3])]
     assert costs == sorted(costs, reverse=True)
 
 

@@ -124,3 +124,23 @@ def test_a_request_that_starts_again_tells_what_it_found_at_first():
         {"dense16": 3 * BLOCK},
         {},
     )
+
+
+def test_a_shrink_steps_idle_blocks_down_then_gives_them_up_and_then_a_request_pays():
+    scheduler = ended(make_scheduler(12, LADDER, prefix=True), "gone", 1, 3.5)
+    started(scheduler, make_request("a", ids(2, 3.5), 100))
+    arena = scheduler.space.tables.arena
+    found = []
+    for blocks in range(9, 3, -1):
+        scheduler.space.resize(16 * blocks)
+        while arena.is_shrinking:
+            step(scheduler)
+        found.append((cached(scheduler, 1, 3), *rungs(scheduler, "a")))
+    assert found == [
+        ([0, 0, 0], [0, 0, 0, 0]),
+        ([0, 1, 1], [0, 0, 0, 0]),
+        ([2, 2, 2], [0, 0, 0, 0]),
+        ([], [0, 0, 0, 0]),
+        ([], [1, 1, 0, 0]),
+        ([], [2, 2, 2, 0]),
+    ]

@@ -74,6 +74,7 @@ def running(
     allow_hosts: Sequence[str] = (),
     page: bool = True,
     send_buffer: int | None = None,
+    admin_key: str | None = None,
 ) -> Iterator[Running]:
     """A server over ``engine`` for the block, stopped and drained in the end."""
     sock = bind("127.0.0.1", 0)
@@ -81,7 +82,8 @@ def running(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sites = {"allow_origins": allow_origins, "allow_hosts": allow_hosts}
     limits = Limits() if limits is None else limits
-    server = Server(make_app(engine, names, limits=limits, keys=keys, page=page, **sites), sock, limits)
+    app = make_app(engine, names, limits=limits, keys=keys, page=page, admin_key=admin_key, **sites)
+    server = Server(app, sock, limits)
     url = url_of(sock)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
+import msgspec
 import openai
 import pytest
 import uvicorn
@@ -21,6 +24,7 @@ from qkv_engine import ConfigError, Engine, __version__
 from qkv_engine.serve.app import make_app
 from qkv_engine.serve.keys import Keys, read_keys
 from qkv_engine.serve.limits import Limits
+from qkv_engine.serve.metrics import Metrics
 from qkv_engine.serve.server import Server, bind
 
 from .running import ENDLESS_BODY, HELLO, Running, running
@@ -137,6 +141,15 @@ def test_metrics_are_prometheus_text_of_what_happened(demo_engine: Engine):
     assert sum(samples[(f"qkv:kv_{part}_bytes",)] for part in parts) == total == demo_engine.stats().kv_bytes_total
     assert samples[("qkv:kv_effective_bits",)] == 32 and ("qkv:kv_blocks", "dense32") in samples
     assert families["qkv:kv_demotions"].type == "counter" and families["qkv:kv_cache_usage_perc"].type == "gauge"
+
+
+def test_a_plan_s_basis_miss_is_a_gauge_once_there_is_one(demo_engine: Engine):
+    stats = demo_engine.stats()
+    assert stats.basis_miss is None
+    for miss in (None, 1.5):
+        engine = SimpleNamespace(stats=lambda miss=miss: msgspec.structs.replace(stats, basis_miss=miss))
+        found = Metrics(cast(Engine, engine), "demo").render()
+        assert (b'qkv:kv_basis_miss{model_name="demo"} 1.5' in found) is (miss is not None)
 
 
 def test_demotions_are_counted_by_step_and_bits_stand_in_usage():

@@ -114,6 +114,15 @@ def with_groups(options: Options) -> Options:
     return replace(changed, slabs=max(rng.choice((1, options.slabs)), _least_slabs(changed)))
 
 
+def with_resizes(options: Options) -> Options:
+    """The same options with changes of the memory's size in chunks, a quarter of them with two groups."""
+    rng = random.Random(f"resizes {options.seed}")
+    if rng.random() < 0.25:
+        options = with_groups(options)
+    chunk, slabs = rng.choice((1, 1, 3, options.sizes[0], 2 * options.slab_nbytes)), options.slabs + rng.choice((2, 6))
+    return replace(options, resizes=rng.choice((0.05, 0.3)), chunk_nbytes=chunk, slabs=slabs)
+
+
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
     """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
     if rng.random() < 0.5:
@@ -163,6 +172,10 @@ CASES = {
     "groups": Case(
         with_groups, range(8003, 8019), range(8100, 8600),
         (*KINDS, "trim"),
+    ),
+    "resizes": Case(
+        with_resizes, range(9000, 9024), range(9100, 9600),
+        (*KINDS, "shrink", "growth"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

@@ -16,6 +16,8 @@ from typing import Any
 from .patch import Patch, apply
 
 MODULES = {  # in order of their imports
+    "hole": "qkv_engine.kv.hole",
+    "places": "qkv_engine.kv.places",
     "arena": "qkv_engine.kv.arena",
     "bank": "qkv_engine.kv.bank",
     "spec": "qkv_engine.kv.spec",
@@ -29,6 +31,7 @@ MODULES = {  # in order of their imports
     "shortage": "qkv_engine.kv.shortage",
     "demand": "qkv_engine.kv.demand",
     "manager": "qkv_engine.kv.manager",
+    "resize": "qkv_engine.kv.resize",
     "queue": "qkv_engine.scheduler.queue",
     "output": "qkv_engine.scheduler.output",
     "coldest": "qkv_engine.scheduler.coldest",
@@ -37,6 +40,7 @@ MODULES = {  # in order of their imports
     "submission": "qkv_engine.serving.submission",
     "registry": "qkv_engine.serving.registry",
     "recovery": "qkv_engine.serving.recovery",
+    "resizer": "qkv_engine.serving.resizer",
     "core": "qkv_engine.serving.core",
 }
 
@@ -55,6 +59,7 @@ class Code:
     pressure: ModuleType
     reserve: ModuleType
     spec: ModuleType
+    resize: ModuleType
 
 
 def source_path(file: str) -> Path:
@@ -87,6 +92,7 @@ def load(patch: Patch | None = None) -> Code:
         modules["pressure"],
         modules["reserve"],
         modules["spec"],
+        modules["resize"],
     )
 
 

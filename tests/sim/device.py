@@ -50,17 +50,33 @@ class Device:
     def __init__(self, nbytes: int, groups: tuple[Group, ...], has_bank: bool):
         self.nbytes, self.groups, self.has_bank = nbytes, groups, has_bank
         self.runs_again = False  # a step broke off: its tokens, and those of a step after it, are written again
+        self.hole = (0, 0)  # addresses of bytes that are not there
         self._starts: list[int] = []
         self._records: dict[int, Record] = {}
 
     def apply(self, store: Any) -> list[Any]:
         """Carries out waves and clears fresh slots in the order the cache does; returns the moves."""
         waves, store.waves = store.waves, []
-        for wave in waves:
+        holes, store.holes = store.holes, {}
+        for number, wave in enumerate([*waves, []]):
+            if number in holes:
+                self.dig(holes[number])
             self._move(wave)
         for slot in store.take_fresh():
             self._put(slot.address, Record(slot.nbytes, ()))
         return [move for wave in waves for move in wave]
+
+    def dig(self, hole: tuple[int, int]) -> None:
+        """Takes the bytes of ``hole`` away, with all that lies there, and gives back those of the one before."""
+        if not 0 <= hole[0] <= hole[1] <= self.nbytes:
+            raise DeviceError("a hole lies outside the arena")
+        self.hole = hole
+        for start in [s for s, record in self._records.items() if self._is_gone(s, s + record.nbytes)]:
+            del self._records[start]
+            self._starts.remove(start)
+
+    def _is_gone(self, start: int, end: int) -> bool:
+        return start < self.hole[1] and self.hole[0] < end
 
     def _move(self, wave: list[Any]) -> None:
         spans, sources = list[tuple[int, int]](), {move.src for move in wave}
@@ -169,6 +185,8 @@ class Device:
         end = address + record.nbytes
         if address < 0 or end > self.nbytes:
             raise DeviceError(f"bytes {address}:{end} lie outside the arena")
+        if self._is_gone(address, end):
+            raise DeviceError(f"bytes {address}:{end} are written in a hole")
         first = bisect.bisect_left(self._starts, address)
         if first and self._starts[first - 1] + self._records[self._starts[first - 1]].nbytes > address:
             first -= 1

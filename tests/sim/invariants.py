@@ -12,6 +12,10 @@ holds a window and two blocks at most, G5 groups hold the same tokens. The model
 and no more; the spy G4 bytes come back at once, G8 room is for all groups or none, G9 nothing steps down before; the
 device G12 moves are of one group. G11 is S9, with the demand of all groups.
 
+Sizes of memory: H1 no slot lies in the hole, H2 bytes add up, H3 the books stay within the size asked for. The device
+has H4 nothing is read or written in the hole, the simulator H5 a size that is refused breaks a promise, and the
+smallest one that is named does not, H6 a shrink comes to its end; S9 holds whatever the size.
+
 Scheduler: S1 waiting or running, S2 waiting requests own nothing, S3 budget and room, S4 legal states, S8 order.
 The simulator and ``check_batch`` have S3 to S7, S11 to S16, S18 and S20, the spy S8, S10 and S19. S9: where admission
 sees all that requests may need nobody is preempted at all; elsewhere only the last one. S17, and S16 once more, need
@@ -63,7 +67,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(before is None or before <= rung, "a block widened")
         now[block] = rung
         if size == arena.block_nbytes:
-            require((arena.nbytes - slot.address) % size == 0, "a block is off its grid")
+            require((arena.range_nbytes - slot.address) % size == 0, "a block is off its grid")
         else:
             offset = slot.address % slab_nbytes
             require(offset % size == 0 and offset + size <= slab_nbytes, "a slot is off its grid")
@@ -78,7 +82,8 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     for address, size in spans:
         require(address >= end, f"two slots own byte {address}")
         end = address + size
-    require(end <= arena.nbytes, "a slot lies outside the arena")
+    require(end <= arena.range_nbytes, "a slot lies outside the arena")
+    check_hole(space, spans)
     require(used == arena.used_nbytes <= arena.peak_nbytes, f"{used} bytes are owned, {arena.used_nbytes} counted")
     require(live == +arena.live, f"{live} slots are owned, {+arena.live} counted")
     for group, found, named in zip(tables.groups, rungs, entries, strict=True):
@@ -89,6 +94,25 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     require(+store.num_demotions == space.replayed, "demotions are miscounted")
     require(+store.num_idle_demotions == space.replayed_idle, "demotions of idle blocks are miscounted")
     return now
+
+
+def check_hole(space: SpySpace, spans: list[tuple[int, int]]) -> None:
+    """Checks H1 to H3: no slot lies in the hole, bytes add up, and the books stay within the size asked for."""
+    arena, chunk = space.tables.arena, space.options.chunk_nbytes
+    start, end = arena.hole.span
+    require(start % chunk == end % chunk == 0, "a hole is off the chunks")
+    require(start >= chunk or end == 0, "the first chunk goes")
+    require(not any(address < end and start < address + size for address, size in spans), "a slot lies in the hole")
+    held = arena.range_nbytes - (end - start)
+    lost = chunk if end > start else 0
+    require(arena.nbytes == held - lost, "books and hole disagree on the memory")
+    slabs = max((number + 1 for number in arena._slabs), default=0) * arena.slab_nbytes
+    blocks = arena.range_nbytes - min((slot.address for slot in arena._blocks.values()), default=arena.range_nbytes)
+    require(slabs + blocks <= arena.nbytes, "slots take more than there is")
+    gone = -(-(arena.range_nbytes - space.size_asked) // chunk) * chunk
+    goal = arena.range_nbytes - gone - (chunk if gone else 0)
+    require(arena.goal_nbytes == goal <= arena.nbytes, f"{arena.goal_nbytes} bytes are promised, {goal} asked for")
+    require(arena.nbytes == goal or end - start <= gone, "more is taken than was asked for")
 
 
 def owners_of(group: Any, index: int, space: SpySpace) -> dict[Any, list[int]]:
@@ -178,7 +202,7 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
 def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int:
     """Checks a batch, perhaps ``ahead`` of a step under way; returns its items whose tokens are not known yet."""
     options, num_ahead = space.options, 0
-    require(ahead or batch.num_tokens > 0, "an empty step")
+    require(ahead or batch.num_tokens > 0 or not scheduler.requests, "an empty step")
     require(batch.num_tokens <= options.budget, f"{batch.num_tokens} tokens in a step")
     names = [item.request.request_id for item in batch.items]
     require(len(set(names)) == len(names), "a request is twice in a batch")

@@ -111,6 +111,8 @@ class Options:
     priorities: int = 1  # to choose from
     visible: int | None = None  # tokens that a token sees in the first group
     more_groups: tuple[Group, ...] = ()
+    resizes: float = 0.0  # changes of the memory's size, a step
+    chunk_nbytes: int = 1  # in which memory is given and taken
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

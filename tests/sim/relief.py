@@ -13,6 +13,7 @@ from .cached import Cached
 from .holdings import Holdings
 from .memory import Memory
 from .options import Options
+from .shrinks import bytes_to_take, check_steps, lacks_bytes
 
 
 class Eligible(NamedTuple):
@@ -46,6 +47,8 @@ class Relief:
         self.wanted: list[int] = []  # bytes of the slots that the last call asked for
         self.relieved: list[Any] = []  # waiting requests for which blocks stepped down
         self.num_ahead = 0  # blocks that stepped down ahead of need
+        self.shrinks = False  # whether smaller memory asks for bytes now
+        self.num_shrunk = 0  # blocks that stepped down for it
 
     def _is_last_resort(self, block: Any) -> bool:
         """Whether a block may step down alone: no block before it in order finds a slot; recent ones come last."""
@@ -80,6 +83,9 @@ class Relief:
         """Checks demotions: only under declared pressure, one rung, coldest first, quotas respected."""
         require(not self.cached.idle(), "blocks step down while cached ones are idle")
         self._check_stuck("a request's blocks step down while a cached one could")
+        if self.shrinks:
+            check_steps(self, steps)
+            return
         tenant = None if self.needy is None else self.needy.params.tenant
         wanted, most = self._need()
         if len(steps) == 1 and self.needy is not None and self._is_last_resort(steps[0][0]):
@@ -91,7 +97,6 @@ class Relief:
             f"the blocks that step down are not the {len(expected)} coldest, which are needed",
         )
         self._note_relieved()
-        self._note_ahead(len(steps))
         require(all(rung == block.rung + 1 for block, rung in steps), "a block jumps a rung")
 
     def _check_idle_relief(self, steps: list[tuple[Any, int]]) -> None:
@@ -100,24 +105,33 @@ class Relief:
         found = [id(block) for block, _ in steps]
         require(found == [e.key for e in expected], f"other idle blocks step down than the {len(expected)} coldest")
         self._note_relieved()
-        self._note_ahead(len(steps))
         require(all(rung == block.rung + 1 for block, rung in steps), "an idle block jumps a rung")
 
     def _need(self) -> tuple[list[int], int]:
         """What is wanted, which must not fit, and the most blocks that may step down for it."""
         require(self.needy is None or self.short, "blocks step down although there is room")
+        require(not self.shrinks or lacks_bytes(self), "blocks step down for a shrink that needs none")
         wanted, most = self._wanted()
-        require(self.memory.packed(wanted) > self.memory.limit(), "blocks step down for nobody")
+        require(self.memory.packed(wanted) > self._limit(), "blocks step down for nobody")
         return wanted, most
 
-    def _note_ahead(self, number: int) -> None:
-        """Counts blocks that step down ahead of need, few in a step."""
-        if self.needy is None:
+    def _limit(self) -> int:
+        """Bytes that may be in use when there is enough room."""
+        return self.memory.limit() - (bytes_to_take(self) if self.shrinks else 0)
+
+    def _note_few(self, number: int) -> None:
+        """Counts blocks that step down for a shrink, or ahead of need: few in a step."""
+        if self.shrinks:
+            self.num_shrunk += number
+            require(self.num_shrunk <= self._pressure.RELIEF_BLOCKS, "a shrink makes a step long")
+        elif self.needy is None:
             self.num_ahead += number
             require(self.num_ahead <= self._most_ahead(), "too many blocks step down ahead of need")
 
     def _wanted(self) -> tuple[list[int], int]:
         """Bytes of the slots that are wanted, and the most blocks that may step down for them at once."""
+        if self.shrinks:
+            return [], 8
         if self.needy is None:
             return self.holdings.dense(self._num_growing()), self._most_ahead()
         return self.wanted, 8
@@ -149,7 +163,7 @@ class Relief:
 
     def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
         """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
-        groups, limit = self.options.groups, self.memory.limit()
+        groups, limit = self.options.groups, self._limit()
         for number in range(1, len(expected) + 1):
             old, new = ([groups[e.group].sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
             if self.memory.packed(wanted + new, old) <= limit:
@@ -177,7 +191,7 @@ class Relief:
             for block in self.holdings.blocks_of(request):
                 holders = sum(block in self.holdings.blocks_of(r) for r in running)
                 usage[request.params.tenant] += block.slot.nbytes // holders
-        over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.nbytes}
+        over = {name for name, nbytes in usage.items() if nbytes > quota * self.tables.arena.goal_nbytes}
         ranked = [r for r in running if r.params.tenant in over or r.params.tenant == tenant]
         if tenant in over:
             return {r: int(r.params.tenant != tenant) for r in ranked}

@@ -26,6 +26,7 @@ from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
 from .patch import Patch
 from .requests import Requests
+from .resizes import Resizes
 from .spy import SpySpace
 from .stand_ins import SimulatedRunner, spy_scheduler
 from .truth import Truth
@@ -56,9 +57,9 @@ class Simulation:
         self.submissions: dict[str, Any] = {}
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
-        self._requests = Requests(options, self.rng)
+        self._requests, self._resizes = Requests(options, self.rng), Resizes(self)
         self.model = Model(self)
-        self.space: SpySpace = self._new_space()
+        self.space: SpySpace = self._new_space(self._new_tables())
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
             self.space,
             max_num_seqs=options.max_num_seqs,
@@ -75,23 +76,27 @@ class Simulation:
             runs_ahead=options.ahead,
         )
 
-    def _new_space(self) -> SpySpace:
+    def _new_tables(self) -> Any:
         options, code = self.options, self.code
-        block, slab = options.block_nbytes, options.slab_nbytes
+        block, slab, chunk = options.block_nbytes, options.slab_nbytes, options.chunk_nbytes
         reserve = code.reserve.reserve_nbytes([group.sizes for group in options.groups], block, slab)
-        arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block)
-        tables = code.BlockTables(arena, options.spec(code.spec))
+        arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block, chunk_nbytes=chunk)
+        return code.BlockTables(arena, options.spec(code.spec))
+
+    def _new_space(self, tables: Any) -> SpySpace:
+        options, code = self.options, self.code
         prefix = code.PrefixCache(tables, "model") if options.prefix else None
-        self.device = Device(arena.nbytes, options.groups, options.has_bank)
+        self.device = Device(options.nbytes, options.groups, options.has_bank)
         self.seen: dict[Any, Any] = {}
         space = code.KVManager(tables, prefix, options.quota, open_end_blocks=OPEN_END_BLOCKS)
         return SpySpace(space, options, code)
 
     def _renew_space(self) -> SpySpace:
         """Makes new books over the old bytes."""
-        device = self.device
-        self.space = self._new_space()
-        self.device._starts, self.device._records = device._starts, device._records
+        device, asked = self.device, self.space.size_asked
+        self.space = self._new_space(self.space.tables.renewed())
+        self.space.size_asked = asked
+        self.device._starts, self.device._records, self.device.hole = device._starts, device._records, device.hole
         self.space.scheduler = self.scheduler
         return self.space
 
@@ -107,21 +112,32 @@ class Simulation:
     def finish_all(self) -> None:
         """Lets all finish, in a step for each token left (two when running ahead), and checks that nothing is left."""
         self.is_calm = True
-        bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
-        bound = 2 * bound + 2 if self.options.ahead else bound
-        while self.core.has_work:
-            require(bound > 0, "requests do not finish")
-            bound -= 1
-            self.step()
+        self._finish()
+        if self.options.resizes:  # when nobody is there
+            self._resizes.ask(self.options.nbytes // 2)
+            self._finish()
         if self.space.prefix is not None:
             self.space.prefix.clear()
         self.event("end")
         require(self.space.tables.arena.used_nbytes == 0, "bytes are left when nobody is")
         require(not self.space.tables.arena._slabs, "slabs are left when nobody is")
         require(self.space.tables.arena._gap == self.space.tables.arena.nbytes, "places are left when nobody is")
+        require(not self.core.resizer.is_pending, "a shrink never ends")
         require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
             self._check_answer(name, submission.stream.get(0))
+
+    def _finish(self) -> None:
+        """Takes steps until there is no work."""
+        bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
+        bound = 2 * bound + 2 if self.options.ahead else bound
+        if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
+            rungs = max(len(group.sizes) for group in self.options.groups)
+            bound += (rungs + 1) * len(self.space.cached.blocks()) + self.options.slabs
+        while self.core.has_work:
+            require(bound > 0, "requests do not finish")
+            bound -= 1
+            self.step()
 
     def _check_answer(self, name: str, answer: Any) -> None:
         """Checks the final output of a request's reader."""
@@ -175,6 +191,8 @@ class Simulation:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
             self.recover()
+        if options.resizes and rng.random() < options.resizes:
+            self._resizes.ask(rng.randint(0, options.nbytes + options.nbytes // 8))
 
     def submit(self, name: str, ids: list[int], params: SamplingParams, length: int, seed: int) -> None:
         """Submits a request; without ``max_tokens`` it may go on as long as it fits."""
@@ -240,7 +258,9 @@ class Simulation:
             finally:
                 self.in_step = False
             self._check_core()
-            if not self.space.tables.store.waves:  # moves of an empty batch wait for the next one
+            self._resizes.check()
+            store = self.space.tables.store
+            if not store.waves and not store.holes:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()
                 self.model.check_cached()
 

@@ -15,6 +15,8 @@ from .cached import Cached
 from .code import Code
 from .options import OPEN_END_BLOCKS, Options
 from .relief import Relief
+from .sealing import check_sealing
+from .shrinks import check_end, lacks_bytes
 
 
 class SpySpace(Relief):
@@ -28,6 +30,7 @@ class SpySpace(Relief):
         self.replayed_idle: Counter[tuple[str, str]] = Counter()  # the same of blocks that nobody holds
         self.mined: set[Any] = set()  # banks that were mined
         self.num_trims = self.num_idle_demotions = 0  # since the simulator looked
+        self.size_asked = options.nbytes  # of memory
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._space, name)
@@ -51,6 +54,7 @@ class SpySpace(Relief):
         others = [
             r for r in self.scheduler.running if r is not request and r.num_computed_tokens >= self.holdings.held(r)
         ]
+        self._end_shrink()
         require(spare == len(others), f"{spare} blocks are spared, {len(others)} requests lack one")
         room = self._space.room_for(request, num_tokens, spare)
         require(0 <= room <= num_tokens, f"room for {room} of {num_tokens} tokens")
@@ -67,6 +71,7 @@ class SpySpace(Relief):
         return int(room)
 
     def reserve(self, request: Any, num_tokens: int) -> bool:
+        self._end_shrink()
         tables = self.holdings.tables_of(request)
         had = [len(table.blocks) for table in tables]
         promised = self._space.room_for(request, num_tokens) >= num_tokens
@@ -117,7 +122,29 @@ class SpySpace(Relief):
         """Tokens that fit alone for a request with ``params``."""
         return int(self._space.capacities[self.options.floor(params)])
 
+    def shrink(self) -> int:
+        self.shrinks = True
+        before, places = self.tables.arena.nbytes, self._places()
+        lacks = int(self._space.shrink())
+        now = self.tables.arena.nbytes
+        gathers = lacks > 0 or now == self.tables.arena.goal_nbytes or self._places() != places
+        require(gathers, "a shrink that lacks nothing does not go on")
+        require(self.tables.arena.goal_nbytes <= now <= before, "memory shrinks past its goal")
+        require((lacks > 0) == lacks_bytes(self), f"a shrink lacks {lacks} bytes")
+        return lacks
+
+    def _end_shrink(self) -> None:
+        """Notes that others ask for room from here on."""
+        if self.shrinks:
+            check_end(self)
+        self.shrinks = False
+
+    def _places(self) -> list[int]:
+        """Addresses of all slots."""
+        return [block.slot.address for block in self.tables.store.live_blocks()]
+
     def open(self, request: Any) -> int:
+        self._end_shrink()
         expected = self.cached.longest(request)
         found = self._space.open(request)
         require(found < request.num_tokens, "nothing is left to compute")
@@ -165,11 +192,13 @@ class SpySpace(Relief):
     def evict(self) -> bool:
         idle, had = self.cached.idle(), self.cached.blocks()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
-        if self.needy is None:
+        if self.shrinks:
+            needed = lacks_bytes(self)
+        elif self.needy is None:
             growing = self._num_growing()
             needed = growing > 0 and self.memory.packed(self.holdings.dense(growing)) > self.memory.limit()
         require(needed, "cached blocks are given up without need")
-        if self.scheduler.running:  # a lone request may be in the way of itself
+        if self.scheduler.running or self.shrinks:  # a lone request may be in the way of itself
             self._check_stuck("a cached block is given up while one could step down")
             self._note_relieved()
         expected = self.cached.of(min(idle)) if idle else set()
@@ -188,11 +217,10 @@ class SpySpace(Relief):
     def demote(self, steps: Iterable[tuple[Any, int]]) -> int:
         steps = list(steps)
         is_idle = any(not block.holders for block, _ in steps)
+        settles = not (is_idle or self.shrinks) and self.needy is None and self._is_settling(steps)
         if is_idle:
             self._check_idle_relief(steps)
-        elif self.needy is None and self._is_settling(steps):
-            pass
-        else:
+        elif not settles:
             self._check_relief(steps)
         require(
             not any(map(self.holdings.is_due, self.scheduler.running)), "blocks step down while others are out of sight"
@@ -221,10 +249,12 @@ class SpySpace(Relief):
             self.relieved.clear()
         for (block, rung), old in list(zip(steps, had, strict=True))[-1:]:
             self._check_last(block, rung, old)
+        if not settles:
+            self._note_few(done)
         require(done == moved, f"{moved} blocks stepped down, {done} are counted")
         for wave in waves[num_waves:]:
             for move in wave:
-                self._check_sealing(move)
+                check_sealing(self, move)
         require(used - self.tables.arena.used_nbytes == won, "other bytes were won than the slots differ by")
         self.demoted += done
         return int(done)
@@ -239,28 +269,6 @@ class SpySpace(Relief):
     def _size(self, block: Any, rung: int) -> int:
         """Bytes of a block on that rung."""
         return self.options.groups[block.group].size(rung)
-
-    def _check_sealing(self, move: Any) -> None:
-        """Checks that a block is sealed under its request's bank, mined before the first seal from computed tokens."""
-        options = self.options
-        if not options.has_bank or move.old or not move.new:
-            require(move.bank is None and move.mining is None, "a block that is not sealed needs no bank")
-            return
-        owners = [r for r in self.scheduler.running if move.block in self.holdings.tables_of(r)[0].blocks]
-        require(len(owners) == 1 and move.bank is not None, "a block under no bank, or under several")
-        request, table = owners[0], self.holdings.tables_of(owners[0])[0]
-        bank = table.slots[-1]
-        require((move.mining is not None) == (bank not in self.mined), "a bank is not mined with the first seal")
-        end = options.groups[0].end(table.blocks.index(move.block))
-        require(end <= request.num_computed_tokens, "a block is sealed before it is full")
-        ends = options.window_ends(request.num_prefill_tokens, end)
-        require(move.num_windows == len(ends), "a block may choose from other patterns")
-        if move.mining is not None:
-            self.mined.add(bank)
-            prompt = max(options.block, request.num_prefill_tokens - options.sink)
-            number = min(prompt, request.num_computed_tokens - options.sink)
-            require(move.mining.num_tokens == number >= options.block, "a bank is mined from other tokens")
-            require(len(move.mining.addresses) == -(-number // options.block), "a bank is mined from other blocks")
 
     def check_preemption(self) -> None:
         """Checks that nobody gives way while cached blocks are idle or a block that may step down finds a slot."""
@@ -278,7 +286,7 @@ class SpySpace(Relief):
         slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1))
         running, num_rungs = len(self.scheduler.running), sum(len(group.sizes) for group in groups)
         bound = self._most_ahead() + self._pressure.EAGER_PER_STEP * -(-running // 32)
-        bound += self._num_urgent()
+        bound += self._num_urgent() + self.num_shrunk
         for blocks in self.asked.values():
             bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv_engine.device.runner import StepResult
 from qkv_engine.device.steady_batch import SteadyBatch
+from qkv_engine.errors import CapacityError
 
 from .broken import require
 
@@ -93,6 +94,18 @@ class SimulatedRunner:
 
     def launch_moves(self) -> Later:
         return self.cache.launch_moves()
+
+    def check_resize(self, nbytes: int) -> None:
+        """Passes: the device finds out when memory is to be there."""
+
+    def dig(self, hole: tuple[int, int]) -> None:
+        """Has the device give memory, which it sometimes lacks."""
+        simulation = self.simulation
+        store = simulation.space.tables.store
+        require(not store.waves and not store.holes and not store._fresh, "memory grows before what is noted is done")
+        if simulation.rng.random() < simulation.options.faults:
+            raise CapacityError("on purpose")
+        simulation.device.dig(hole)
 
     def launch(self, batch: Any, rows: Mapping[Any, Any]) -> Later:
         for item in batch.items:

@@ -10,6 +10,8 @@ from .broken import Broken
 from .cases import CASES
 from .mutants_cases import BUGS, Bug
 from .mutants_groups import GROUP_BUGS
+from .mutants_resizes import RESIZE_BUGS
+from .mutants_shrinks import SHRINK_BUGS
 from .options import draw
 from .simulator import Simulation
 from .test_simulator import describe, swarm
@@ -40,7 +42,9 @@ def test_every_invariant_is_kept_for_long(name: str, report: list[str]):
     check(name, CASES[name].many, 500, report)
 
 
-@pytest.mark.parametrize("bug", (*BUGS, *GROUP_BUGS), ids=lambda bug: f"{bug.case}: {bug.name}")
+@pytest.mark.parametrize(
+    "bug", (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS), ids=lambda bug: f"{bug.case}: {bug.name}"
+)
 def test_a_seeded_bug_is_found(bug: Bug):
     simulation = Simulation(CASES[bug.case].change(draw(bug.seed)), bug)
     with pytest.raises(Broken):

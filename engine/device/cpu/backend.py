@@ -10,7 +10,7 @@ from ..backend import StepLimits
 from ..command import StepCommand
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed
-from ..mover import Mover
+from ..mover import Dig, Mover
 from ..pinned import RowsCopy
 from ..sampler import SampledTokens
 from .steps import CpuSteps
@@ -19,8 +19,9 @@ from .steps import CpuSteps
 class CpuBackend:
     """Steps and moves over ``memory``; see ``Backend``."""
 
-    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder):
-        self.steps, self.mover = CpuSteps(model, memory, layout, ladder), Mover(memory, ladder)
+    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, dig: Dig | None = None):
+        """``dig``: of the memory."""
+        self.steps, self.mover = CpuSteps(model, memory, layout, ladder), Mover(memory, ladder, dig=dig)
 
     def step(self, command: StepCommand) -> Computed:
         """Computes the KV of the command's tokens and the results that it asks for."""

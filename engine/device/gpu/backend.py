@@ -13,7 +13,7 @@ from ..command import StepCommand
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed
 from ..memory import is_out_of_memory
-from ..mover import Mover
+from ..mover import Dig, Mover
 from ..pinned import RowsCopy
 from ..sampler import SampledTokens
 from .captures import capture_all
@@ -24,10 +24,19 @@ from .steps import GpuSteps
 class GpuBackend:
     """Steps and moves over ``memory``, with CUDA graphs of each; see ``Backend``."""
 
-    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
+    def __init__(
+        self,
+        model: CausalLM,
+        memory: Tensor,
+        layout: TableLayout,
+        ladder: Ladder,
+        cuda_graphs: bool,
+        dig: Dig | None = None,
+    ):
+        """``dig``: of the memory."""
         self._device = memory.device
         self.steps = GpuSteps(model, memory, layout, ladder, cuda_graphs)
-        self.mover = Mover(memory, ladder, Graphs(memory.device) if cuda_graphs else None)
+        self.mover = Mover(memory, ladder, Graphs(memory.device) if cuda_graphs else None, dig)
 
     def step(self, command: StepCommand) -> Computed:
         """Enqueues the KV of the command's tokens and the results that it asks for."""

@@ -15,8 +15,9 @@ from ..uniform.integer_channels import (
     begin_channels,
     coded_blocks,
     finish_channels,
-    mean_blocks,
     run_blocks,
+    run_of,
+    split_channels,
 )
 from ..uniform.integer_codes import fixed, fixed_point, join8, join_tiles, split_rows, zero_value
 from ..uniform.integer_loads import DOT_DEPTH, load_channel_pairs, load_channels, load_query, load_top
@@ -41,18 +42,18 @@ def integer_functions(side: GradedSide) -> KeyFunctions | ValueFunctions | None:
 @triton.constexpr_function
 def blocks_before(side, i):
     """Blocks of the runs before run ``i``."""
-    return sum(len(run_blocks(run)) for run in side.RUNS[:i])
+    return sum(len(run_blocks(run.CHANNELS, run.BITS)) for run in side.RUNS[:i])
 
 
 @triton.jit
 def graded_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """(q of each block with codes, then of each without [channels, BLOCK_G]; largest magnitude [BLOCK_G])."""
     BLOCKS: tl.constexpr = coded_blocks(K)
-    MEANS: tl.constexpr = mean_blocks(K, D)
+    MEANS: tl.constexpr = split_channels(K.CODED, D)
     query: tl.tuple = ()
     b_top = tl.zeros([BLOCK_G], tl.float32)
     for r in tl.static_range(count(BLOCKS)):
-        b_q = load_query(p_q, BLOCKS[r][0].FIRST + BLOCKS[r][1], BLOCKS[r][2], b_heads, scale)
+        b_q = load_query(p_q, BLOCKS[r][3], BLOCKS[r][2], b_heads, scale)
         b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 0))
         query += (b_q,)
     for r in tl.static_range(count(MEANS)):
@@ -65,18 +66,24 @@ def graded_query(p_q, p_bank, i_h, b_heads, scale, K: tl.constexpr, D: tl.conste
 def scaled_query(query, b_fix, p_meta, K: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """(digits of q * range of each block with codes; bias [BLOCK_G])."""
     BLOCKS: tl.constexpr = coded_blocks(K)
-    MEANS: tl.constexpr = mean_blocks(K, D)
+    MEANS: tl.constexpr = split_channels(K.CODED, D)
     digits: tl.tuple = ()
     b_bias = tl.zeros([DEPTH, BLOCK_G], tl.float32)
     for r in tl.static_range(count(BLOCKS)):
-        b_low, b_range = load_channel_pairs(p_meta, BLOCKS[r][0].FIRST + BLOCKS[r][1], BLOCKS[r][2], K.CODED, DEPTH)
-        b_bias += query[r] * zero_value(b_low, b_range, BLOCKS[r][0].BITS, BLOCKS[r][0].ETA)[:, None]
+        b_low, b_range = load_channel_pairs(p_meta, BLOCKS[r][3], BLOCKS[r][2], K.CODED, DEPTH)
+        b_bias += query[r] * run_zero(b_low, b_range, run_of(K, BLOCKS[r][0]))[:, None]
         b_scaled = fixed(query[r] * b_fix[None, :] * b_range[:, None])
         digits += (split_rows(b_scaled, DEPTH, BLOCK_G),)
     for r in tl.static_range(count(MEANS)):
         b_mean = load_channels(p_meta, K.CODED + MEANS[r][0], MEANS[r][1], DEPTH)
         b_bias += query[count(BLOCKS) + r] * b_mean[:, None]
     return digits, tl.sum(b_bias, 0)
+
+
+@triton.jit
+def run_zero(b_low, b_range, RUN: tl.constexpr):
+    """``zero_value`` of a run's channels."""
+    return zero_value(b_low, b_range, RUN.BITS, RUN.ETA)
 
 
 @triton.jit
@@ -93,8 +100,8 @@ def run_tile(
 ):
     """Codes of token tile J and run N times q: [ROWS, BLOCK_G]; ``b_bound`` [BLOCK_G]: of q * range, all ``digits``."""
     ROWS: tl.constexpr = T // TILES
-    RUN: tl.constexpr = K.RUNS[N]
-    BLOCKS: tl.constexpr = run_blocks(RUN)
+    RUN: tl.constexpr = run_of(K, N)
+    BLOCKS: tl.constexpr = run_blocks(RUN.CHANNELS, RUN.BITS)
     TO: tl.constexpr = field_place(RUN.BITS, tile_shift(RUN.BITS, J, ROWS, T))
     b_s = tl.zeros([ROWS, 2 * BLOCK_G], tl.int32)
     for r in tl.static_range(count(BLOCKS)):

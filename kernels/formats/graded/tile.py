@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..uniform.codes_triton import load_codes
+from ..uniform.integer_channels import run_of
 from ..uniform.integer_tiles import count
 
 
@@ -24,7 +25,7 @@ def load_tile(
     b_span = tl.load(p_meta + SIDE.CODED + o_d, mask=m_coded, other=0.0).to(tl.float32)
     b_x = tl.zeros([o_t.shape[0], BLOCK_D], tl.float32)
     for i in tl.static_range(count(SIDE.RUNS)):
-        b_x += run_tile(p_codes, b_span, o_t, o_d, m_x, SIDE.RUNS[i], SIDE.IS_K, T)
+        b_x += run_tile(p_codes, b_span, o_t, o_d, m_x, run_of(SIDE, i), SIDE.IS_K, T)
     return tl.where(m_x, b_x + b_low[None, :], 0.0).to(DTYPE)
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..uniform.codes_triton import load_codes, shrink_codes, store_codes
+from ..uniform.integer_channels import run_of
 from ..uniform.integer_tiles import count
 from ..uniform.seal_triton import min_range, quantize_codes
 from .layout import MEAN_BITS
@@ -47,7 +48,7 @@ def _write_head(
     """Codes of ``BITS`` bits [T, TILE_D] int32 and (min, range) [TILE_D] fp16 as the bytes of head ``i_h``."""
     p_codes += i_h * SIDE.CODES
     for i in tl.static_range(count(SIDE.RUNS)):
-        _store_run(p_codes, b_codes, BITS, SIDE.RUNS[i], SIDE.IS_K, T, TILE_D)
+        _store_run(p_codes, b_codes, BITS, run_of(SIDE, i), SIDE.IS_K, T, TILE_D)
     o_d = tl.arange(0, TILE_D)
     m_coded = o_d < SIDE.CODED
     p_top = (p_meta + SIDE.TOP).to(tl.pointer_type(tl.float16)) + i_h

@@ -30,24 +30,25 @@ def split_channels(first, last):
 
 
 @triton.constexpr_function
-def run_blocks(run):
+def run_blocks(channels, bits):
     """``split_channels`` of a run, within its halves where they share the bytes of a set of 1 bit."""
-    if run.BITS % 2:
-        half = run.CHANNELS // 2
+    if bits % 2:
+        half = channels // 2
         return tuple((first + at, n) for at, n in split_channels(0, half) for first in (0, half))
-    return split_channels(0, run.CHANNELS)
+    return split_channels(0, channels)
+
+
+@triton.constexpr_function
+def run_of(side, i):
+    """Run ``i``. Only a function's result keeps its fields in Triton 3.6, where elements of tuples lose them."""
+    return side.RUNS[i]
 
 
 @triton.constexpr_function
 def coded_blocks(side):
-    """(run, first of its channels, channels) of the blocks of all runs."""
-    return tuple((run, *block) for run in side.RUNS for block in run_blocks(run))
-
-
-@triton.constexpr_function
-def mean_blocks(side, d):
-    """(first channel, channels) of the blocks without codes."""
-    return split_channels(num_coded(side), d)
+    """(number of the run, first of its channels, channels, first of the head's channels) of the blocks of all runs."""
+    runs = enumerate(side.RUNS)
+    return tuple((i, at, n, run.FIRST + at) for i, run in runs for at, n in run_blocks(run.CHANNELS, run.BITS))
 
 
 @triton.constexpr_function
@@ -60,7 +61,7 @@ def rows_of(n):
 def begin_channels(V: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr):
     """Zeroed sums [channels, BLOCK_G] of each block with codes, then of each without."""
     BLOCKS: tl.constexpr = coded_blocks(V)
-    MEANS: tl.constexpr = mean_blocks(V, D)
+    MEANS: tl.constexpr = split_channels(num_coded(V), D)
     sums: tl.tuple = ()
     for r in tl.static_range(count(BLOCKS)):
         sums += (tl.zeros([rows_of(BLOCKS[r][2]), BLOCK_G], tl.float32),)
@@ -85,7 +86,7 @@ def add_channels(
 ):
     """The sums times ``b_shrink``, plus a page weighed by ``b_p``."""
     BLOCKS: tl.constexpr = coded_blocks(V)
-    MEANS: tl.constexpr = mean_blocks(V, D)
+    MEANS: tl.constexpr = split_channels(num_coded(V), D)
     CODED: tl.constexpr = num_coded(V)
     p_codes, p_meta = p_codes + i_h * V.CODES, p_meta + i_h * V.META
     b_fix, _ = fixed_point(tl.full([BLOCK_G], 1.0, tl.float32), 1)  # weights are at most 1
@@ -97,7 +98,7 @@ def add_channels(
     outs: tl.tuple = ()
     for r in tl.static_range(count(BLOCKS)):
         b_o = sums[r] * b_shrink[None, :]
-        outs += (add_block(b_o, weights, b_total, p_codes, p_meta, *BLOCKS[r], CODED, TILES, T, BLOCK_G),)
+        outs += (add_block(b_o, weights, b_total, p_codes, p_meta, *BLOCKS[r], CODED, V, TILES, T, BLOCK_G),)
     for r in tl.static_range(count(MEANS)):
         b_mean = load_channels(p_meta, CODED + MEANS[r][0], MEANS[r][1], rows_of(MEANS[r][1]))
         outs += (sums[count(BLOCKS) + r] * b_shrink[None, :] + b_mean[:, None] * b_total[None, :],)
@@ -111,16 +112,19 @@ def add_block(
     b_total,
     p_codes,
     p_meta,
-    RUN: tl.constexpr,
+    N: tl.constexpr,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
+    HEAD_FIRST: tl.constexpr,
     CODED: tl.constexpr,
+    V: tl.constexpr,
     TILES: tl.constexpr,
     T: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """``b_o`` [channels, BLOCK_G] plus a block of a run's channels times digits of weights, whose sums are given."""
-    b_low, b_range = load_channel_pairs(p_meta, RUN.FIRST + FIRST, CHANNELS, CODED, rows_of(CHANNELS))
+    """``b_o`` [channels, BLOCK_G] plus a block of run N's channels times digits of weights, whose sums are given."""
+    RUN: tl.constexpr = run_of(V, N)
+    b_low, b_range = load_channel_pairs(p_meta, HEAD_FIRST, CHANNELS, CODED, rows_of(CHANNELS))
     b_codes = value_block(
         weights, p_codes + RUN.CODES, FIRST, CHANNELS, rows_of(CHANNELS), RUN, TILES, T, RUN.CHANNELS, BLOCK_G
     )
@@ -133,9 +137,9 @@ def add_block(
 def finish_channels(sums, b_total, p_o, p_bank, i_h, b_heads, V: tl.constexpr, D: tl.constexpr):
     """Stores the sums over ``b_total`` [BLOCK_G] as rows of D float32 at ``p_o`` [BLOCK_G]."""
     BLOCKS: tl.constexpr = coded_blocks(V)
-    MEANS: tl.constexpr = mean_blocks(V, D)
+    MEANS: tl.constexpr = split_channels(num_coded(V), D)
     for r in tl.static_range(count(BLOCKS)):
-        store_channels(sums[r], b_total, p_o, b_heads, BLOCKS[r][0].FIRST + BLOCKS[r][1], BLOCKS[r][2])
+        store_channels(sums[r], b_total, p_o, b_heads, BLOCKS[r][3], BLOCKS[r][2])
     for r in tl.static_range(count(MEANS)):
         store_channels(sums[count(BLOCKS) + r], b_total, p_o, b_heads, MEANS[r][0], MEANS[r][1])
 

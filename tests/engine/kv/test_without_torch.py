@@ -11,7 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 sys.modules["torch"] = None  # whoever imports it gets an ImportError
-for name in ("request", "config", "errors", "window", "table_words", "kv", "scheduler"):
+for name in ("request", "config", "errors", "window", "table_words", "kv", "kv_store", "scheduler"):
     module = import_module(f"qkv_engine.{name}")
     for found in iter_modules(getattr(module, "__path__", ())):
         import_module(f"{module.__name__}.{found.name}")
