@@ -28,7 +28,7 @@ from qkv_engine.models.bases import LayerBases
 from .allocate import Choice, efficient
 from .basis import GAIN, Basis, channel_energies, solve_basis
 from .budget import Budget, least_bits, solve
-from .mixed import SINK, can_step
+from .mixed import RECENT, SINK, can_step
 from .moments import SideMoments
 from .profile import Profile, Spectra
 
@@ -84,7 +84,7 @@ class Spectral(
 
         def make(floor: Sequence[Choice], number: int) -> KVConfig:
             rungs = (DENSE16, *self._rungs(floor, layers))
-            return KVConfig(name="plan", rungs=rungs, sink=SINK, eager=self.eager)
+            return KVConfig(name="plan", rungs=rungs, sink=SINK, recent=RECENT, eager=self.eager)
 
         return solve(self.parsed(), self.budget, items, make, len(WIDE) + 2, model)
 

@@ -72,7 +72,7 @@ def test_another_budget_takes_the_bases_along(words: list[str], capsys: pytest.C
         (["--sink", "1"], "--sink=1: no option of --method spectral"),
         (["--key-scale"], "--key-scale=True: no option of --method spectral"),
         (["--method", "mixed", "--shrink", "0.3"], "--shrink=0.3: no option of --method mixed. Use --method spectral"),
-        (["--context", "150"], "--context=150: no block leaves the window"),
+        (["--context", "250"], "--context=250: no block leaves the window"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(

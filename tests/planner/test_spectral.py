@@ -143,7 +143,7 @@ def test_a_floor_fits_its_budget(budget: str):
 def test_rungs_lead_to_the_floor_one_by_one():
     kv = made_up_plan("2bits").config("plan")
     assert [rung.name for rung in kv.rungs] == ["dense16", "int8", "int4", "spectral"]
-    assert (kv.sink, kv.recent, kv.eager) == (32, 0, False) and set(kv.rungs[1].k) == {"int8-channel-128"}
+    assert (kv.sink, kv.recent, kv.eager) == (32, 128, False) and set(kv.rungs[1].k) == {"int8-channel-128"}
     for above, floor in zip(kv.rungs[2].k + kv.rungs[2].v, kv.rungs[3].k + kv.rungs[3].v, strict=True):
         assert above == f"int{8 if 'x8' in floor else 4}-channel-128"
     eager = made_up_plan("2bits", eager=True).config("plan")
