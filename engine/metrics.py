@@ -49,7 +49,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
             nothing was.
         basis_miss: of a plan with bases, how much more the last channels with codes of the newest graded blocks vary
-            than in calibration: about 1 for its texts, a warning above 2; None before there are such blocks.
+            than in calibration: about 1 for its texts, a warning above 2.5; None before there are such blocks.
     """
 
     time: float

@@ -106,7 +106,7 @@ class StoreFolder(Closable):
         with self._opened(segment_name(number), os.O_RDWR if writable else os.O_RDONLY) as fd:
             yield fd
 
-    def create(self, number: int) -> int:
+    def add(self, number: int) -> int:
         """The descriptor of a new segment file, which the caller closes. Raises ``OSError``."""
         return os.open(segment_name(number), _NEW | _SAFE, 0o600, dir_fd=self._fd)
 

@@ -243,7 +243,7 @@ class SegmentLog:
         while self._tip is None:
             self._last += 1
             with suppress(FileExistsError):  # a file that is no segment of ours
-                self._tip = _Tip(self._last, self._folder.create(self._last))
+                self._tip = _Tip(self._last, self._folder.add(self._last))
         header = SegmentHeader(self._last, self._namespace)
         try:
             _write(self._tip.fd, [memoryview(header.pack(self._folder.secret))], 0)

@@ -17,9 +17,9 @@ logger = logging.getLogger("qkv_engine")
 PERIOD = 1.0  # seconds between two measurements: each is a few small kernels on a GPU, and nothing waits for them
 NUM_BLOCKS = 8  # that a measurement reads, spread over the newest: enough that own texts stay below the limit
 NEWEST = 64  # graded blocks from which these are taken
-# Times the calibrated energy. Of the demo model own tasks come up to 1.9, tasks that a plan fails on mostly above 2.8.
+# Times the calibrated energy. Of the demo model own tasks come up to 2.1, tasks that a plan fails on mostly above 2.8.
 # A lower one warns of texts that come to no harm, a higher one is silent while answers become wrong.
-LIMIT = 2.0
+LIMIT = 2.5
 LEAST_STEPS = 16  # blocks that step down while the miss stays above the limit, before it is told
 
 

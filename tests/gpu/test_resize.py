@@ -44,5 +44,5 @@ def test_memory_of_the_device_follows_beside_requests():
 
 
 def test_other_memory_is_fixed():
-    with Engine(kv_memory=GIB) as engine, pytest.raises(ConfigError, match="fixed.*resizable=True"):
+    with Engine(kv_memory=GIB) as engine, pytest.raises(ConfigError, match=r"fixed.*resizable=True"):
         engine.resize(GIB // 2)

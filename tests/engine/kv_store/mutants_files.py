@@ -149,7 +149,7 @@ FOLDER = (
         "os.stat(name, dir_fd=self._fd)",
     ),
     Patch("pipes are segments", "folder", "StoreFolder.segments", "stat.S_ISREG(status.st_mode)", "True"),
-    Patch("segments are open to all", "folder", "StoreFolder.create", "0o600", "0o666"),
+    Patch("segments are open to all", "folder", "StoreFolder.add", "0o600", "0o666"),
     Patch("the folder is open to all", "folder", "StoreFolder._make", "0o700", "0o777"),
     Patch("folders that others see are taken", "folder", "StoreFolder._check_private", "0o077", "0"),
     Patch("folders that others may enter are taken", "folder", "StoreFolder._check_private", "0o077", "0o066"),
