@@ -291,7 +291,7 @@ BOOKS = (
         "manager",
         "KVManager.admits",
         "together = self.demand.total.plus(self.demand.share(request))",
-        "together = Demand(self.tables).plus(self.demand.share(request))",
+        "together = type(self.demand.total)(self.tables).plus(self.demand.share(request))",
     ),
     Patch(
         "admission forgets what may still be written",
