@@ -19,7 +19,7 @@ from .doc_pages import PAGES, ROOT, Block, blocks, each_page
 from .engine.kv_store.pieces import NAMESPACE, SMALL, put
 
 REASONS = {
-    *("needs a GPU", "needs the Hub", "needs a terminal", "takes minutes"),
+    *("needs a GPU", "needs the Hub", "needs a terminal", "needs a key", "takes minutes"),
     *("installs packages", "make test runs it", "tests/serve runs it", "tests/cluster runs it"),
 }
 # Added to commands with an option or a name, the first that is there, so that they end in seconds: few, short questions
