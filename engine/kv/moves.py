@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -29,24 +30,39 @@ class MoveLaunch(NamedTuple):
     num_windows: list[int]
 
 
+class HostCopy(NamedTuple):
+    """``nbytes`` bytes at an address of KV memory and at one of the host tier, copied from one to the other."""
+
+    device: int
+    host: int
+    nbytes: int
+
+
 class Wave(NamedTuple):
     """Moves of which none reads what another one writes; before them banks get patterns.
 
     Each bank is named by its group and address. Before all that the arena's ``hole`` comes to lie at other addresses:
-    its first byte and the byte behind it; None: it stays.
+    its first byte and the byte behind it; None: it stays. First of all the blocks of ``outs`` leave for the host.
     """
 
     mined: list[tuple[int, int, Mining]]
     centres: list[tuple[int, int, Centres]]
     launches: list[MoveLaunch]
     hole: tuple[int, int] | None = None
+    outs: Sequence[HostCopy] = ()
 
 
 class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
-    """Waves of moves in their order, then slots (address, bytes) that hold an earlier owner's bytes."""
+    """Waves of moves in their order, then slots (address, bytes) that hold an earlier owner's bytes.
+
+    Beside the step that follows blocks are ``written`` to the host tier, and ``fetched`` from there: what the step
+    neither writes nor reads. The next command waits for them.
+    """
 
     waves: list[Wave]
     fresh: list[tuple[int, int]]
+    written: Sequence[HostCopy] = ()
+    fetched: Sequence[HostCopy] = ()
 
 
 def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
