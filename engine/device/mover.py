@@ -63,7 +63,7 @@ class Mover:
         """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
         checks = []
         layouts = [(group.widest.layout, group.narrowest.layout) for group in self.ladder.groups]
-        for mined, centres, launches, hole in command.waves:
+        for mined, centres, launches, hole, _ in command.waves:
             if hole is not None and self._dig is not None:
                 self._dig(*hole)
             for group, bank, mining in mined:
