@@ -34,7 +34,7 @@ def test_every_byte_counts(folder: Path):
 def test_a_file_of_the_hub_s_cache_has_its_digest_for_a_name(folder: Path, tmp_path: Path):
     before, file = checkpoint_digest(folder), folder / "model.safetensors"
     blob = tmp_path / "models--org--name" / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
-    blob.parent.mkdir()
+    blob.parent.mkdir(parents=True)
     snapshot = blob.parents[1] / "snapshots" / "0"
     shutil.copytree(folder, snapshot)
     shutil.move(snapshot / file.name, blob)
