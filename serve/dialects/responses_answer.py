@@ -101,15 +101,17 @@ class ResponsesAnswer:
         part, self._open = self._open, None
         if part is None:
             return []
-        text, item = part.text, _item(part, status, part.text)
-        done = self._event("response.output_item.done", output_index=part.index, item=item)
+        text = part.text
         if part.kind == "call":
-            whole = {"name": part.name, "arguments": text}
-            return [self._of_item("function_call_arguments.done", part, **whole), done]
-        content = self._of_part("content_part.done", part, part=_content(part, text))
-        if part.kind == "reasoning":
-            return [self._of_part("reasoning_text.done", part, text=text), content, done]
-        return [self._of_part("output_text.done", part, text=text, logprobs=[]), content, done]
+            events = [self._of_item("function_call_arguments.done", part, name=part.name, arguments=text)]
+        elif part.kind == "reasoning":
+            events = [self._of_part("reasoning_text.done", part, text=text)]
+        else:
+            events = [self._of_part("output_text.done", part, text=text, logprobs=[])]
+        if part.kind != "call":
+            events.append(self._of_part("content_part.done", part, part=_content(part, text)))
+        item = _item(part, status, text)
+        return [*events, self._event("response.output_item.done", output_index=part.index, item=item)]
 
     def _ended(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
         is_whole = self._turn.finish_reason == "stop"

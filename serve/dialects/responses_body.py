@@ -195,7 +195,8 @@ def _add_item(turns: Turns, item: JsonObject, field: str) -> None:
             turns.add("user" if message.role == "user" else "system", text)
     elif kind == "reasoning":
         reasoning = _read(item, ReasoningItem, field)
-        if text := _text(reasoning.content or reasoning.summary or "", field):
+        place = "content" if reasoning.content else "summary"
+        if text := _text(reasoning.content or reasoning.summary or "", f"{field}.{place}"):
             turns.think(text)
     elif kind == "function_call":
         call = _read(item, CallItem, field)

@@ -47,7 +47,7 @@ class Turn:
         has_calls = body.has_tools and tokenizer is not None and writes_calls(tokenizer.chat_template)
         self._parser = ToolCallParser() if has_calls else None
         self._calls_once, self._call_index = calls_once, -1  # of the last call
-        self._blank = ""  # white space that may turn out to stand before nothing
+        self._blank = ""  # white space that may turn out to stand before a call
         self._reasoning = _ReasoningTokens(tokenizer)
 
     @property
@@ -69,10 +69,11 @@ class Turn:
         self._reasoning.count(delta.token_ids)
         text, calls = delta.text, list[JsonObject]()
         if self._parser is not None:
-            text, calls = self._parser.push(text, is_last=delta.finish_reason is not None)
+            is_last = delta.finish_reason is not None
+            text, calls = self._parser.push(text, is_last=is_last)
+            text = self._without_blank(text, is_last=is_last and not calls)
         news = [self._add("reasoning", delta.reasoning)] if delta.reasoning else []
-        if text := self._without_blank(text):
-            news.append(self._add("text", text))
+        news += [self._add("text", text)] if text else []
         return news + [self._add_call(call) for call in calls if not (self._calls_once and call["index"])]
 
     def message(self) -> list[JsonObject]:
@@ -87,14 +88,13 @@ class Turn:
                 turns.call(part.call_id, part.name, part.text)
         return turns.messages
 
-    def _without_blank(self, text: str) -> str:
-        """``text``, held back while a part of text would begin with nothing but white space."""
-        if self.parts and self.parts[-1].kind == "text":
-            return text
-        text, self._blank = self._blank + text, ""
-        if text and not text.strip():
-            text, self._blank = "", text
-        return text
+    def _without_blank(self, text: str, *, is_last: bool) -> str:
+        """``text`` without white space at its end, held back until more text comes: before a call it is left out."""
+        text = self._blank + text
+        shown = text.rstrip()
+        self._blank = text[len(shown) :]
+        is_text = bool(shown) or (bool(self.parts) and self.parts[-1].kind == "text")
+        return text if is_last and is_text else shown
 
     def _add_call(self, call: JsonObject) -> tuple[Part, str]:
         """A call, or more of the arguments of the last one."""
