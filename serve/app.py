@@ -23,19 +23,19 @@ from qkv_engine.text.tokenizer import Tokenizer
 
 from .admin import admin_routes
 from .answers import ChatAnswer, CompletionAnswer
-from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, JsonObject, TokenizeBody, read_body
 from .dialects.messages import messages_routes
 from .dialects.response_store import ResponseStore
 from .dialects.responses import responses_routes
 from .errors import ApiError, ClientGoneError, as_api_error, error_response
 from .events import ChunkWriter
 from .frontend import Frontend
+from .generate import GenerationRequest, frontend_of, generate, json_response
 from .hosts import Hosts
 from .keys import Keys, authorization_of
 from .limits import Limits
 from .page import page_routes
 from .tools import for_template
-from .work import Work, frontend_of, json_response, perform
 
 HEALTH, READY = "/health", "/ready"
 MAX_ID_CHARS = 128  # of a client's own name for its request
@@ -149,8 +149,13 @@ async def chat_completions(request: Request) -> Response:
     answer_id = f"chatcmpl-{request.state.own_id}"
     answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
     writer = ChunkWriter(answer, with_usage=body.includes_usage)
-    work = Work(body, load, answer, writer, answer_id, body.renamed(), lambda: [for_template(body.messages)])
-    return await perform(request, work._replace(template_kwargs=body.template_kwargs()))
+
+    def prompts() -> list[list[JsonObject]]:
+        return [for_template(body.messages)]
+
+    kwargs = body.template_kwargs()
+    work = GenerationRequest(body, load, answer, writer, answer_id, body.renamed(), prompts, template_kwargs=kwargs)
+    return await generate(request, work)
 
 
 async def completions(request: Request) -> Response:
@@ -161,8 +166,8 @@ async def completions(request: Request) -> Response:
     answer = CompletionAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
     writer = ChunkWriter(answer, with_usage=body.includes_usage)
     body.check_length(frontend.engine.max_model_len)
-    work = Work(body, load, answer, writer, answer_id, body.renamed(), body.prompts, body.num_prompts())
-    return await perform(request, work)
+    work = GenerationRequest(body, load, answer, writer, answer_id, body.renamed(), body.prompts, body.num_prompts())
+    return await generate(request, work)
 
 
 async def models(request: Request) -> Response:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from qkv_engine import RequestOutput
 
 
-class KVUsage(NamedTuple):
+class AnswerKV(NamedTuple):
     """KV of all prompts of a request.
 
     Fields
@@ -25,11 +25,11 @@ class KVUsage(NamedTuple):
     blocks: Counter[str]
 
 
-def kv_usage(outputs: Sequence[RequestOutput]) -> KVUsage:
+def kv_usage(outputs: Sequence[RequestOutput]) -> AnswerKV:
     """The KV of the newest outputs of all prompts."""
     blocks, cached = Counter[str](), Counter[str]()
     for output in outputs:
         blocks.update(output.kv.blocks)
         cached.update(output.kv.cached_tokens)
     bits = min((o.kv.lowest_bits for o in outputs if o.kv.lowest_bits is not None), default=None)
-    return KVUsage(sum(output.num_cached_tokens for output in outputs), cached, bits, blocks)
+    return AnswerKV(sum(output.num_cached_tokens for output in outputs), cached, bits, blocks)

@@ -8,10 +8,10 @@ from starlette.routing import Route
 
 from qkv_engine.text.tokenizer import Tokenizer
 
-from ..bodies import read_with
+from ..bodies import JsonObject, read_with
 from ..errors import MESSAGES
+from ..generate import GenerationRequest, frontend_of, generate, json_response
 from ..tools import for_template
-from ..work import Work, frontend_of, json_response, perform
 from .messages_answer import MessagesAnswer
 from .messages_body import NAMES, read_count, read_messages
 
@@ -30,9 +30,15 @@ async def create(request: Request) -> Response:
     asked, load = await read_with(request, read_messages, frontend)
     answer_id = f"msg_{request.state.own_id}"
     answer = MessagesAnswer(asked, answer_id, frontend.name, frontend.engine.tokenizer, request.state.id)
-    chat = asked.chat
-    work = Work(chat, load, answer, answer, answer_id, NAMES, lambda: [for_template(chat.messages)], shortens=True)
-    return await perform(request, work._replace(template_kwargs=chat.template_kwargs()))
+    chat, kwargs = asked.chat, asked.chat.template_kwargs()
+
+    def prompts() -> list[list[JsonObject]]:
+        return [for_template(chat.messages)]
+
+    work = GenerationRequest(
+        chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs, shortens=True
+    )
+    return await generate(request, work)
 
 
 async def count_tokens(request: Request) -> Response:

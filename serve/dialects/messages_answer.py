@@ -14,8 +14,8 @@ from ..bodies import JsonObject
 from ..errors import ApiError
 from ..events import COMMENT, named_event
 from ..usage import kv_usage
+from .answer_parts import AnswerPart, AnswerReader
 from .messages_body import AskedMessages
-from .turn import Part, Turn
 
 _DELTAS = {  # by kind: the type of what is new, and the field that has it
     "text": ("text_delta", "text"),
@@ -30,23 +30,23 @@ class MessagesAnswer:
     closing = b""
 
     def __init__(self, asked: AskedMessages, answer_id: str, model: str, tokenizer: Tokenizer | None, request_id: str):
-        self._turn = Turn(asked.chat, tokenizer, calls_once=asked.body.calls_once)
+        self._reader = AnswerReader(asked.chat, tokenizer, calls_once=asked.body.calls_once)
         self._base = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
         self._max_tokens, self._request_id = asked.body.max_tokens, request_id
-        self._open: Part | None = None
+        self._open: AnswerPart | None = None
         self._has_begun = False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         (output,) = outputs
         (completion,) = output.outputs
-        self._turn.begin(output)
-        self._turn.read(completion)
+        self._reader.begin(output)
+        self._reader.read(completion)
         number = len(completion.token_ids)
-        content = [self._block(part, part.text) for part in self._turn.parts]
+        content = [self._block(part, part.text) for part in self._reader.parts]
         return {**self._base, "content": content, **self._end(number), "usage": self._usage(outputs, number)}
 
     def opening(self, number: int, output: RequestOutput) -> Iterable[bytes]:
-        self._turn.begin(output)
+        self._reader.begin(output)
         self._has_begun = True
         usage = self._usage([output], sum(len(completion.token_ids) for completion in output.outputs))
         begun: JsonObject = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -54,7 +54,7 @@ class MessagesAnswer:
 
     def part(self, number: int, delta: CompletionOutput) -> Iterable[bytes]:
         events: list[bytes] = []
-        for part, text in self._turn.read(delta):
+        for part, text in self._reader.read(delta):
             if part is not self._open:
                 start = _event("content_block_start", index=part.index, content_block=self._block(part, None))
                 events += [*self._close(), start]
@@ -87,7 +87,7 @@ class MessagesAnswer:
         """Of thinking: clients send none back without one. Nobody checks it here."""
         return self._base["id"]
 
-    def _block(self, part: Part, text: str | None) -> JsonObject:
+    def _block(self, part: AnswerPart, text: str | None) -> JsonObject:
         """A part as a block of the content; without content while there is no ``text``."""
         if part.kind == "call":
             given = {} if text is None else _arguments(text)
@@ -98,13 +98,13 @@ class MessagesAnswer:
 
     def _end(self, num_output: int) -> JsonObject:
         """Why the answer ended."""
-        stop = self._turn.stop_reason
-        reason = "end_turn"
-        if self._turn.has_called:
+        stop = self._reader.stop_reason
+        reason = "end_reader"
+        if self._reader.has_called:
             reason = "tool_use"
         elif isinstance(stop, str):
             reason = "stop_sequence"
-        elif self._turn.finish_reason == "length":
+        elif self._reader.finish_reason == "length":
             reason = "max_tokens" if num_output >= self._max_tokens else "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
@@ -115,13 +115,13 @@ class MessagesAnswer:
             "cache_read_input_tokens": kv.num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": num_output,
-            "output_tokens_details": {"thinking_tokens": self._turn.num_reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": self._reader.num_reasoning_tokens},
             "kv_bits": kv.bits,
             "kv_blocks": kv.blocks,
         }
 
 
-def _delta(part: Part, delta: JsonObject) -> bytes:
+def _delta(part: AnswerPart, delta: JsonObject) -> bytes:
     return _event("content_block_delta", index=part.index, delta=delta)
 
 

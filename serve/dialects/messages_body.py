@@ -24,7 +24,7 @@ NAMES = {
 }
 
 
-class Block(msgspec.Struct):
+class ContentBlock(msgspec.Struct):
     """A block of a message's content; which fields it has depends on its type."""
 
     type: str
@@ -34,14 +34,14 @@ class Block(msgspec.Struct):
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 class InputMessage(msgspec.Struct):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class MessagesTool(msgspec.Struct):
@@ -86,7 +86,7 @@ class CountBody(SharedFields, kw_only=True):
     """Body of ``/v1/messages/count_tokens``: the fields that make the prompt."""
 
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -182,7 +182,7 @@ def _add_message(turns: Turns, message: InputMessage, field: str) -> None:
         raise ApiError(400, "is empty", param=f"{field}.content")
 
 
-def _add_own(turns: Turns, block: Block, field: str) -> None:
+def _add_own(turns: Turns, block: ContentBlock, field: str) -> None:
     """A block of the assistant."""
     if block.type == "thinking":
         turns.think(need(block.thinking, f"{field}.thinking"))
@@ -199,14 +199,14 @@ def _flush(turns: Turns, texts: list[str]) -> None:
         texts.clear()
 
 
-def _text(content: str | list[Block], field: str) -> str:
+def _text(content: str | list[ContentBlock], field: str) -> str:
     """The text of all blocks. Raises ``ApiError`` for other blocks."""
     if isinstance(content, str):
         return content
     return "\n".join(_block_text(block, f"{field}[{number}]") for number, block in enumerate(content))
 
 
-def _block_text(block: Block, field: str) -> str:
+def _block_text(block: ContentBlock, field: str) -> str:
     if block.type != "text":
         raise unsupported(f"{field}.type", f"{block.type[:40]!r} is not supported here: send text")
     text: str = need(block.text, f"{field}.text")

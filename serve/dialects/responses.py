@@ -9,8 +9,8 @@ from starlette.routing import Route
 
 from ..bodies import JsonObject, read_with
 from ..errors import RESPONSES, ApiError
+from ..generate import GenerationRequest, frontend_of, generate, json_response
 from ..tools import for_template
-from ..work import Work, frontend_of, json_response, perform
 from .conversation import unsupported, with_system
 from .response_store import ResponseStore, StoredResponse
 from .responses_answer import ResponsesAnswer
@@ -41,8 +41,8 @@ def responses_routes(store: ResponseStore) -> list[Route]:
 
         answer = ResponsesAnswer(asked, answer_id, frontend.name, frontend.engine.tokenizer, keep, is_stored=is_stored)
         kwargs = asked.chat.template_kwargs()
-        work = Work(asked.chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs)
-        return await perform(request, work)
+        work = GenerationRequest(asked.chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs)
+        return await generate(request, work)
 
     async def retrieve(request: Request) -> Response:
         """``GET /v1/responses/ID``."""

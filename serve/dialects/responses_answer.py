@@ -15,8 +15,8 @@ from ..bodies import JsonObject
 from ..errors import ApiError
 from ..events import COMMENT, named_event
 from ..usage import kv_usage
+from .answer_parts import AnswerPart, AnswerReader
 from .responses_body import Asked, TextFormat
-from .turn import Part, Turn
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}  # of the ids of items
 
@@ -37,32 +37,32 @@ class ResponsesAnswer:
         is_stored: bool,
     ):
         """``keep`` is called with the response once it has ended, and with the answer as messages."""
-        self._turn = Turn(asked.chat, tokenizer, calls_once=asked.body.parallel_tool_calls is False)
+        self._reader = AnswerReader(asked.chat, tokenizer, calls_once=asked.body.parallel_tool_calls is False)
         self._base = _base(asked, answer_id, model, is_stored)
         self._keep, self._number = keep, 0
-        self._open: Part | None = None
+        self._open: AnswerPart | None = None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         (output,) = outputs
         (completion,) = output.outputs
-        self._turn.begin(output)
-        self._turn.read(completion)
+        self._reader.begin(output)
+        self._reader.read(completion)
         return self._ended(outputs, len(completion.token_ids))
 
     def opening(self, number: int, output: RequestOutput) -> Iterable[bytes]:
-        self._turn.begin(output)
+        self._reader.begin(output)
         return self._first_events()
 
     def part(self, number: int, delta: CompletionOutput) -> Iterable[bytes]:
         events: list[bytes] = []
-        for part, text in self._turn.read(delta):
+        for part, text in self._reader.read(delta):
             if part is not self._open:
                 events += [*self._close("completed"), *self._begin(part)]
             events += self._delta(part, text) if text else []
         return events
 
     def ending(self, outputs: Sequence[RequestOutput], num_output: int) -> Iterable[bytes]:
-        last = self._close("completed" if self._turn.finish_reason == "stop" else "incomplete")
+        last = self._close("completed" if self._reader.finish_reason == "stop" else "incomplete")
         response = self._ended(outputs, num_output)
         return [*last, self._event(f"response.{response['status']}", response=response)]
 
@@ -80,7 +80,7 @@ class ResponsesAnswer:
         begun = self._response("in_progress", [])
         return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
-    def _begin(self, part: Part) -> list[bytes]:
+    def _begin(self, part: AnswerPart) -> list[bytes]:
         self._open = part
         added = self._event(
             "response.output_item.added", output_index=part.index, item=_item(part, "in_progress", None)
@@ -89,7 +89,7 @@ class ResponsesAnswer:
             return [added]
         return [added, self._of_part("content_part.added", part, part=_content(part, ""))]
 
-    def _delta(self, part: Part, text: str) -> list[bytes]:
+    def _delta(self, part: AnswerPart, text: str) -> list[bytes]:
         if part.kind == "call":
             return [self._of_item("function_call_arguments.delta", part, delta=text)]
         if part.kind == "reasoning":
@@ -114,29 +114,29 @@ class ResponsesAnswer:
         return [*events, self._event("response.output_item.done", output_index=part.index, item=item)]
 
     def _ended(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
-        is_whole = self._turn.finish_reason == "stop"
+        is_whole = self._reader.finish_reason == "stop"
         status = "completed" if is_whole else "incomplete"
-        usage = _usage(outputs, num_output, self._turn.num_reasoning_tokens)
+        usage = _usage(outputs, num_output, self._reader.num_reasoning_tokens)
         response = self._response(status, self._items(status), usage=usage)
         if is_whole:
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._keep(response, self._turn.message())
+        self._keep(response, self._reader.message())
         return response
 
     def _items(self, last_status: str) -> list[JsonObject]:
-        parts = self._turn.parts
+        parts = self._reader.parts
         statuses = ["completed"] * (len(parts) - 1) + [last_status]
         return [_item(part, status, part.text) for part, status in zip(parts, statuses, strict=False)]
 
     def _response(self, status: str, items: list[JsonObject], **fields: Any) -> JsonObject:
         return {**self._base, "status": status, "output": items, **fields}
 
-    def _of_part(self, kind: str, part: Part, /, **fields: Any) -> bytes:
+    def _of_part(self, kind: str, part: AnswerPart, /, **fields: Any) -> bytes:
         return self._of_item(kind, part, content_index=0, **fields)
 
-    def _of_item(self, kind: str, part: Part, /, **fields: Any) -> bytes:
+    def _of_item(self, kind: str, part: AnswerPart, /, **fields: Any) -> bytes:
         return self._event(f"response.{kind}", item_id=_id(part), output_index=part.index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -144,11 +144,11 @@ class ResponsesAnswer:
         return named_event({"type": kind, "sequence_number": self._number - 1, **fields})
 
 
-def _id(part: Part) -> str:
+def _id(part: AnswerPart) -> str:
     return f"{_PREFIXES[part.kind]}_{part.id}"
 
 
-def _item(part: Part, status: str, text: str | None) -> JsonObject:
+def _item(part: AnswerPart, status: str, text: str | None) -> JsonObject:
     """A part as an item of the output; without content while there is no ``text``."""
     content = [] if text is None else [_content(part, text)]
     if part.kind == "call":
@@ -159,7 +159,7 @@ def _item(part: Part, status: str, text: str | None) -> JsonObject:
     return {"id": _id(part), "type": "message", "status": status, "role": "assistant", "content": content}
 
 
-def _content(part: Part, text: str) -> JsonObject:
+def _content(part: AnswerPart, text: str) -> JsonObject:
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -17,7 +17,7 @@ from .conversation import Turns
 Kind = Literal["reasoning", "text", "call"]
 
 
-class Part:
+class AnswerPart:
     """A part of an answer as far as it is known. A call's text is its arguments."""
 
     __slots__ = ("_pieces", "call_id", "id", "index", "kind", "name")
@@ -36,12 +36,12 @@ class Part:
         self._pieces.append(text)
 
 
-class Turn:
+class AnswerReader:
     """The one answer to a request, read from a stream's new parts or from the finished completion."""
 
     def __init__(self, body: ChatBody, tokenizer: Tokenizer | None, *, calls_once: bool = False):
         """``calls_once`` leaves out calls after the first."""
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         has_calls = body.has_tools and tokenizer is not None and writes_calls(tokenizer.chat_template)
@@ -63,7 +63,7 @@ class Turn:
         """Looks at the first output, for whether its prompt ends within reasoning."""
         self._reasoning.begin(output.prompt_token_ids)
 
-    def read(self, delta: CompletionOutput) -> list[tuple[Part, str]]:
+    def read(self, delta: CompletionOutput) -> list[tuple[AnswerPart, str]]:
         """What is new, each text with the part that it was added to; a part is complete when another one comes."""
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self._reasoning.count(delta.token_ids)
@@ -96,17 +96,17 @@ class Turn:
         is_text = bool(shown) or (bool(self.parts) and self.parts[-1].kind == "text")
         return text if is_last and is_text else shown
 
-    def _add_call(self, call: JsonObject) -> tuple[Part, str]:
+    def _add_call(self, call: JsonObject) -> tuple[AnswerPart, str]:
         """A call, or more of the arguments of the last one."""
         function = call["function"]
         if call["index"] != self._call_index:
             self._call_index, self._blank = call["index"], ""
-            self.parts.append(Part("call", len(self.parts), call_id=call["id"], name=function["name"]))
+            self.parts.append(AnswerPart("call", len(self.parts), call_id=call["id"], name=function["name"]))
         return self._add("call", function.get("arguments") or "")
 
-    def _add(self, kind: Kind, text: str) -> tuple[Part, str]:
+    def _add(self, kind: Kind, text: str) -> tuple[AnswerPart, str]:
         if not self.parts or self.parts[-1].kind != kind:
-            self.parts.append(Part(kind, len(self.parts)))
+            self.parts.append(AnswerPart(kind, len(self.parts)))
         part = self.parts[-1]
         part.add(text)
         return part, text

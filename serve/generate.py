@@ -27,7 +27,7 @@ class WholeAnswer(Protocol):
         ...
 
 
-class Work(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A body, the forms of its answer, and how its prompts are made, which takes long.
 
     Fields
@@ -47,32 +47,32 @@ class Work(NamedTuple):
     shortens: bool = False
 
 
-async def perform(request: Request, work: Work) -> Response:
+async def generate(request: Request, asked: GenerationRequest) -> Response:
     """The answer to ``request``, a stream where its body asks for one. Raises ``ApiError``."""
-    frontend, body, tenant = frontend_of(request), work.body, work.load.tenant
+    frontend, body, tenant = frontend_of(request), asked.body, asked.load.tenant
     frontend.check_model(body.model)
     if tenant and (body.priority or 0) < 0:
         raise ApiError(400, "below 0 no tenant may go: it would be served before the others", param="priority")
     changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
     try:
         generation = await frontend.submit(
-            work.load,
-            work.prompts,
+            asked.load,
+            asked.prompts,
             changes,
-            work.answer_id,
-            number=work.num_prompts * max(body.n or 1, 1),
-            template_kwargs=work.template_kwargs,
+            asked.answer_id,
+            number=asked.num_prompts * max(body.n or 1, 1),
+            template_kwargs=asked.template_kwargs,
             is_streamed=bool(body.stream),
-            shortens=work.shortens,
+            shortens=asked.shortens,
         )
     except RequestError as error:
-        raise refused(error, work.names) from error
+        raise refused(error, asked.names) from error
     if body.stream:
-        return EventStream(generation, work.writer, request.state.id, work.names)
-    return await _answer(request, generation, work)
+        return EventStream(generation, asked.writer, request.state.id, asked.names)
+    return await _answer(request, generation, asked)
 
 
-async def _answer(request: Request, generation: Generation, work: Work) -> Response:
+async def _answer(request: Request, generation: Generation, asked: GenerationRequest) -> Response:
     try:
         on_token = request.scope.get("extensions", {}).get(FIRST_TOKEN)
         outputs = await generation.result(request.receive, on_token)
@@ -80,8 +80,8 @@ async def _answer(request: Request, generation: Generation, work: Work) -> Respo
         generation.close()
     for output in outputs:
         if output.error is not None:
-            raise ended(output, request.state.id, work.names)
-    return json_response(work.answer.whole(outputs))
+            raise ended(output, request.state.id, asked.names)
+    return json_response(asked.answer.whole(outputs))
 
 
 def frontend_of(request: Request) -> Frontend:
