@@ -99,7 +99,7 @@ class MessagesAnswer:
     def _end(self, num_output: int) -> JsonObject:
         """Why the answer ended."""
         stop = self._reader.stop_reason
-        reason = "end_reader"
+        reason = "end_turn"
         if self._reader.has_called:
             reason = "tool_use"
         elif isinstance(stop, str):

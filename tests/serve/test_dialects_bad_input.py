@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from qkv_engine.serve.errors import ApiError, last_events
+
 from .running import HELLO, Running
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -190,6 +192,17 @@ def test_unknown_fields_and_nulls_are_ignored(server: Running):
     assert server.post(asked(**more, **dict.fromkeys(only)), RESPONSES).status_code == 200
     only = ("system", "thinking", "stop_sequences", "output_config", "mcp_servers", "container")
     assert server.post(told(**more, **dict.fromkeys(only)), MESSAGES).status_code == 200
+
+
+def test_a_stream_that_is_ended_from_outside_has_the_dialect_s_error():
+    lost = ApiError(503, "lost", code="replica_lost", param="input")
+    *_, done = last_events(lost, {"path": "/v1/chat/completions"}).split(b"\n\n")[:-1]
+    assert done == b"data: [DONE]"
+    for path in (MESSAGES, RESPONSES):
+        name, data = last_events(lost, {"path": path}).decode().strip().split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == "event: error" and event["type"] == "error"
+        assert event.get("code") == "replica_lost" or event["error"]["message"] == "input: lost"
 
 
 VALUES = [None, True, -1, 0, 1.5, 10**30, "", "x", "\ud800", [], [0], {}, {"type": "text"}, [[]], [{}], "\u0000"]
