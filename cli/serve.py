@@ -72,6 +72,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits").add_argument
     add("--max-requests", type=int, metavar="N", help="completions running and waiting; more get 429 (default: 1024)")
     add("--max-body", metavar="SIZE", help="longest body of a request; more get 413 (default: 8MiB)")
+    add(
+        "--response-memory", metavar="SIZE", help="responses kept for previous_response_id, 0 for none (default: 64MiB)"
+    )
     add("--max-connections", type=int, metavar="N", help="open connections (default: 4096)")
     add(
         "--read-timeout", type=float, metavar="S", help="seconds to send headers, then a body, or to read (default: 20)"
@@ -151,6 +154,8 @@ def _limits(args: argparse.Namespace) -> Limits:
     given = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
     if args.max_body is not None:
         given["max_body"] = parse_size(args.max_body, field="max_body", free=Limits.max_body)
+    if (size := args.response_memory) is not None:
+        given["response_memory"] = 0 if size == "0" else parse_size(size, field="response_memory", free=None)
     return Limits(**given)
 
 

@@ -22,9 +22,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from qkv_engine.serve.app import METRICS_TYPE
 from qkv_engine.serve.bodies import check_parts, read_bytes
-from qkv_engine.serve.errors import ApiError, ClientGoneError, as_api_error, error_response
+from qkv_engine.serve.errors import ApiError, ClientGoneError, as_api_error, error_response, last_events
 from qkv_engine.serve.fair_threads import LARGE
 from qkv_engine.serve.frontend import FIRST_TOKEN
+from qkv_engine.serve.keys import authorization_of
 from qkv_engine.serve.limits import Limits
 
 from .metrics import merged
@@ -36,7 +37,7 @@ ATTEMPTS = 2  # replicas that a request is sent to, as long as nothing of its an
 MAX_DEATHS = 2  # replicas that may be lost with equal bodies before a token; then such a body is refused
 REMEMBERED = 4096  # bodies with which a replica was lost
 RETRY_AFTER = "1"  # seconds after which a refused client may try again
-SESSION = b"x-session-id"  # header by which a client names its routing key
+SESSION = "x-session-id"  # header by which a client names its routing key
 _REQUEST_ID = b"x-request-id"  # header to which Ray's proxy gives an id of its own
 _FORWARDED = ("method", "path", "raw_path", "query_string", "headers", "http_version")  # of an ASGI scope
 
@@ -93,8 +94,8 @@ class Front:
             self._live.remove(limit)
 
     async def _forward(self, scope: dict[str, Any], body: bytes, answer: _Forwarded) -> None:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        authorization = headers.get(b"authorization", "")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        authorization = authorization_of(headers) or ""
         look = partial(_look_at, scope, body, authorization)
         digest, key = await to_thread.run_sync(look) if len(body) > LARGE else look()
         self._deaths.check(digest)
@@ -181,10 +182,9 @@ class _Forwarded:
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """Ends the answer with an error: a response, or the last event of a stream that has begun."""
         if not self.has_begun:
-            await error_response(error)(scope, receive, self._send)
+            await error_response(error, scope)(scope, receive, self._send)
         elif self._is_stream:
-            events = b"data: %b\n\ndata: [DONE]\n\n" % error.body()
-            await self._send({"type": "http.response.body", "body": events, "more_body": False})
+            await self._send({"type": "http.response.body", "body": last_events(error, scope), "more_body": False})
         else:
             raise error  # the connection breaks off, and nobody takes the part for the whole
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from anyio import to_thread
@@ -40,7 +41,8 @@ class Replica:
         """``options`` are those of ``Engine``; the others are those of ``make_app``."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._engine = Engine(**options)
-        self._app = make_app(self._engine, names, limits=limits, keys=keys, **sites)
+        own = replace(limits, response_memory=0)  # the next request of a conversation may reach another replica
+        self._app = make_app(self._engine, names, limits=own, keys=keys, **sites)
         keep_for_life()
         self._num_live = 0  # answers under way
         self._seats: int = options.get("max_num_seqs", EngineConfig.max_num_seqs)

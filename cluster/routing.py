@@ -16,6 +16,15 @@ class _Body(msgspec.Struct):
     prompt_cache_key: Any = None  # OpenAI's: the client's own word for "the same prefix"
     messages: Any = None
     prompt: Any = None
+    input: Any = None  # a text or items, of /v1/responses
+    instructions: Any = None
+    system: Any = None  # of /v1/messages
+
+    def opening(self) -> Any:
+        """What the prompt begins with, which no later turn changes."""
+        opening = _opening(self.messages) or _prefix(self.prompt) or _opening(self.input) or _prefix(self.input)
+        system = [text for text in (self.instructions, self.system) if text is not None]
+        return [*system, opening] if system and opening else opening
 
 
 def routing_key(body: bytes, authorization: str) -> str:
@@ -28,7 +37,7 @@ def routing_key(body: bytes, authorization: str) -> str:
         found = msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
-    beginning = found.prompt_cache_key or _opening(found.messages) or _prefix(found.prompt)
+    beginning = found.prompt_cache_key or found.opening()
     if not beginning:
         return ""
     return sha256(msgspec.json.encode([authorization, beginning])).hexdigest()

@@ -15,6 +15,7 @@ from qkv_engine.text.tokenizer import Tokenizer
 from .bodies import ChatBody, CompletionBody, JsonObject
 from .logprobs import chat_logprobs, completion_logprobs
 from .tools import ToolCallParser, writes_calls
+from .usage import kv_usage
 
 
 class Answer(Protocol):
@@ -60,20 +61,17 @@ class _Envelope:
 
     def usage(self, outputs: Sequence[RequestOutput], num_output: int) -> JsonObject:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        blocks, cached = Counter[str](), Counter[str]()
-        for output in outputs:
-            blocks.update(output.kv.blocks)
-            cached.update(output.kv.cached_tokens)
+        kv = kv_usage(outputs)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {
-                "cached_tokens": sum(output.num_cached_tokens for output in outputs),
-                "cached_tokens_by_rung": cached,
+                "cached_tokens": kv.num_cached,
+                "cached_tokens_by_rung": kv.cached_by_rung,
             },
-            "kv_bits": min((o.kv.lowest_bits for o in outputs if o.kv.lowest_bits is not None), default=None),
-            "kv_blocks": blocks,
+            "kv_bits": kv.bits,
+            "kv_blocks": kv.blocks,
         }
 
     def index(self, number: int, completion: int) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from hashlib import sha256
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 from uuid import uuid4
 
-import msgspec
 from anyio import to_thread
 from msgspec.structs import replace
 from starlette.applications import Starlette
@@ -20,18 +18,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv_engine import Engine, RequestError, __version__
+from qkv_engine import Engine, __version__
 from qkv_engine.text.tokenizer import Tokenizer
 
 from .admin import admin_routes
-from .answers import Answer, ChatAnswer, CompletionAnswer
-from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
-from .errors import ApiError, ClientGoneError, as_api_error, ended, error_response, refused
-from .events import EventStream
-from .fair_threads import Load
-from .frontend import FIRST_TOKEN, Frontend, Generation
+from .answers import ChatAnswer, CompletionAnswer
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, JsonObject, TokenizeBody, read_body
+from .dialects.messages import messages_routes
+from .dialects.response_store import ResponseStore
+from .dialects.responses import responses_routes
+from .errors import ApiError, ClientGoneError, as_api_error, error_response
+from .events import ChunkWriter
+from .frontend import Frontend
+from .generate import GenerationRequest, frontend_of, generate, json_response
 from .hosts import Hosts
-from .keys import Keys
+from .keys import Keys, authorization_of
 from .limits import Limits
 from .page import page_routes
 from .tools import for_template
@@ -62,6 +63,7 @@ def make_app(
     keys = Keys() if keys is None else keys
     frontend = Frontend(engine, names, Limits() if limits is None else limits, num_tenants=keys.num_tenants)
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
+    dialects = [*responses_routes(ResponseStore(frontend.limits.response_memory)), *messages_routes()]
     guarded = admin_routes(admin_key)  # by a key of their own
     open_paths = {HEALTH, READY, *(route.path for route in (*pages, *guarded))}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
@@ -75,14 +77,16 @@ def make_app(
         )
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
     app = Starlette(
-        routes=[*_ROUTES, *guarded, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse}
+        routes=[*_ROUTES, *dialects, *guarded, *pages],
+        middleware=middleware,
+        exception_handlers={HTTPException: _refuse},
     )
     app.state.frontend = frontend
     return app
 
 
 class Gate:
-    """Checks the key of every request, names it in ``x-request-id``, and puts every error into OpenAI's shape.
+    """Checks the key of every request, names it in ``x-request-id``, and puts every error into its dialect's shape.
 
     A name that the client gives in that header is kept. Once the server stops, all but ``HEALTH`` is refused.
     ``open_paths`` need no key. Without keys the name is checked by which the server was called.
@@ -116,7 +120,7 @@ class Gate:
         except (Exception, asyncio.CancelledError) as error:
             if has_begun:
                 raise
-            await error_response(as_api_error(error, request.state.id))(scope, receive, send_named)
+            await error_response(as_api_error(error, request.state.id), scope)(scope, receive, send_named)
 
     def _admit(self, request: Request) -> None:
         if self._frontend.is_stopping and request.scope["path"] != HEALTH:
@@ -124,10 +128,11 @@ class Gate:
             raise ApiError(503, message, code="server_stopping", headers=headers)
         if not self._keys:
             self._hosts.check(request.headers.get("host"))
-        tenant = self._keys.tenant_of(request.headers.get("authorization"))
+        tenant = self._keys.tenant_of(authorization_of(request.headers))
         if tenant is None and request.scope["path"] not in self._open_paths:
             headers = {"www-authenticate": "Bearer"}
-            raise ApiError(401, "send a key of this server as a bearer token", code="invalid_api_key", headers=headers)
+            message = "send a key of this server as a bearer token, or in x-api-key"
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
         request.state.tenant, request.state.is_operator = tenant, self._keys.is_operator(tenant)
 
 
@@ -139,87 +144,43 @@ def _client_id(request: Request) -> str | None:
 
 async def chat_completions(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
-    frontend = _frontend(request)
+    frontend = frontend_of(request)
     body, load = await read_body(request, ChatBody, frontend)
     answer_id = f"chatcmpl-{request.state.own_id}"
     answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
-    work = _Work(body, load, answer, answer_id, lambda: [for_template(body.messages)])
-    return await _generate(request, work, body.template_kwargs())
+    writer = ChunkWriter(answer, with_usage=body.includes_usage)
+
+    def prompts() -> list[list[JsonObject]]:
+        return [for_template(body.messages)]
+
+    kwargs = body.template_kwargs()
+    work = GenerationRequest(body, load, answer, writer, answer_id, body.renamed(), prompts, template_kwargs=kwargs)
+    return await generate(request, work)
 
 
 async def completions(request: Request) -> Response:
     """``POST /v1/completions``."""
-    frontend = _frontend(request)
+    frontend = frontend_of(request)
     body, load = await read_body(request, CompletionBody, frontend)
     answer_id = f"cmpl-{request.state.own_id}"
     answer = CompletionAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
+    writer = ChunkWriter(answer, with_usage=body.includes_usage)
     body.check_length(frontend.engine.max_model_len)
-    return await _generate(request, _Work(body, load, answer, answer_id, body.prompts, body.num_prompts()), None)
-
-
-class _Work(NamedTuple):
-    """A body, the form of its answer, and how its prompts are made, which takes long."""
-
-    body: GenerationBody
-    load: Load
-    answer: Answer
-    answer_id: str
-    prompts: Callable[[], Sequence[Any]]
-    num_prompts: int = 1
-
-
-async def _generate(request: Request, work: _Work, template_kwargs: dict[str, Any] | None) -> Response:
-    frontend, body, tenant = _frontend(request), work.body, work.load.tenant
-    frontend.check_model(body.model)
-    if tenant and (body.priority or 0) < 0:
-        raise ApiError(400, "below 0 no tenant may go: it would be served before the others", param="priority")
-    changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
-    try:
-        generation = await frontend.submit(
-            work.load,
-            work.prompts,
-            changes,
-            work.answer_id,
-            number=work.num_prompts * max(body.n or 1, 1),
-            template_kwargs=template_kwargs,
-            is_streamed=bool(body.stream),
-        )
-    except RequestError as error:
-        raise refused(error, body.renamed()) from error
-    if body.stream:
-        names = body.renamed()
-        return EventStream(generation, work.answer, request.state.id, names, with_usage=body.includes_usage)
-    return await _answer(request, generation, work)
-
-
-async def _answer(request: Request, generation: Generation, work: _Work) -> Response:
-    try:
-        on_token = request.scope.get("extensions", {}).get(FIRST_TOKEN)
-        outputs = await generation.result(request.receive, on_token)
-    finally:
-        generation.close()
-    for output in outputs:
-        if output.error is not None:
-            raise ended(output, request.state.id, work.body.renamed())
-    return _json(work.answer.whole(outputs))
-
-
-def _salt(tenant: str, own: str) -> str:
-    """A salt of the tenant's own: from the time of an answer nobody learns what another tenant has asked."""
-    return sha256(f"{tenant}\0{own}".encode()).hexdigest() if tenant else own
+    work = GenerationRequest(body, load, answer, writer, answer_id, body.renamed(), body.prompts, body.num_prompts())
+    return await generate(request, work)
 
 
 async def models(request: Request) -> Response:
     """``GET /v1/models``."""
-    frontend = _frontend(request)
-    return _json({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
+    frontend = frontend_of(request)
+    return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
 
 
 async def model(request: Request) -> Response:
     """``GET /v1/models/NAME``."""
-    frontend = _frontend(request)
+    frontend = frontend_of(request)
     frontend.check_model(name := request.path_params["name"])
-    return _json(_card(frontend, name))
+    return json_response(_card(frontend, name))
 
 
 def _card(frontend: Frontend, name: str) -> dict[str, Any]:
@@ -229,7 +190,7 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
 
 async def tokenize(request: Request) -> Response:
     """``POST /tokenize``: token ids of a prompt or a conversation."""
-    frontend = _frontend(request)
+    frontend = frontend_of(request)
     body, load = await read_body(request, TokenizeBody, frontend)
     frontend.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -243,12 +204,12 @@ async def tokenize(request: Request) -> Response:
         return tokenizer.chat_prompt(for_template(body.messages or []), kwargs, max_tokens=most)[1]
 
     ids = await frontend.with_tokenizer(load, encode)
-    return _json({"count": len(ids), "max_model_len": frontend.engine.max_model_len, "tokens": ids})
+    return json_response({"count": len(ids), "max_model_len": frontend.engine.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
     """``POST /detokenize``: the text of token ids."""
-    frontend = _frontend(request)
+    frontend = frontend_of(request)
     body, load = await read_body(request, DetokenizeBody, frontend)
     frontend.check_model(body.model)
     if len(body.tokens) > frontend.max_tokens:
@@ -257,32 +218,32 @@ async def detokenize(request: Request) -> Response:
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
         raise ApiError(400, f"the model's ids are 0 to {size - 1}", param="tokens")
     text = await frontend.with_tokenizer(load, lambda known: known.decode(body.tokens, skip_special_tokens=False))
-    return _json({"prompt": text})
+    return json_response({"prompt": text})
 
 
 async def health(request: Request) -> Response:
     """``GET /health``, and ``GET /ready``, which the gate refuses while it stops: 503 once the engine has stopped."""
-    _frontend(request).engine.describe()  # raises then
+    frontend_of(request).engine.describe()  # raises then
     return Response()
 
 
 async def version(request: Request) -> Response:
     """``GET /version``: the version of this package."""
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
     """``GET /metrics`` for Prometheus."""
     _check_operator(request)
-    return Response(await _frontend(request).render_metrics(), headers={"content-type": METRICS_TYPE})
+    return Response(await frontend_of(request).render_metrics(), headers={"content-type": METRICS_TYPE})
 
 
 async def stats(request: Request) -> Response:
     """``GET /stats``: ``EngineStats`` as JSON, under the model's name for clients."""
     _check_operator(request)
-    frontend = _frontend(request)
+    frontend = frontend_of(request)
     found = await to_thread.run_sync(frontend.engine.stats)  # waits for the engine between two steps
-    return _json(replace(found, model=frontend.name))
+    return json_response(replace(found, model=frontend.name))
 
 
 def _check_operator(request: Request) -> None:
@@ -296,24 +257,17 @@ async def _refuse(request: Request, error: Exception) -> Response:
     """The error of a path that is not there, or has other methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
-    message = _ELSEWHERE.get(path.rstrip("/")) if error.status_code == 404 else None
+    message = _ELSEWHERE.get(path.rstrip("/"))
     message = message or f"{error.detail}: {request.method} {path[:80]}"
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
 
-def _frontend(request: Request) -> Frontend:
-    frontend: Frontend = request.app.state.frontend
-    return frontend
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-# Paths of other servers with this interface, and what to do here.
+# Paths of other servers with these interfaces, and what to do here.
 _ELSEWHERE = {
-    "/v1/responses": "this server has no Responses API; use /v1/chat/completions",
-    "/v1/messages": "this server has no Messages API; use /v1/chat/completions",
+    "/v1/responses/compact": "this server compacts nothing; send fewer items to /v1/responses",
+    "/v1/responses/input_tokens": "this server counts the tokens of a conversation at /tokenize",
+    "/v1/conversations": "this server keeps no conversations; send previous_response_id to /v1/responses",
+    "/v1/messages/batches": "this server takes no batches; send the messages to /v1/messages, many at once",
     "/v1/embeddings": "this server makes no embeddings; it has /v1/chat/completions and /v1/completions",
     "/v1/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
     "/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",

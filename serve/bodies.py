@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ MAX_PARTS = 1 << 13  # lists and objects of a body, read at 8 a microsecond whil
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, OpenAI's
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 Ids = list[int]
 JsonObject = dict[str, Any]
 Messages = Annotated[list[JsonObject], msgspec.Meta(min_length=1)]
@@ -252,6 +254,14 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 async def read_body(request: Request, kind: type[T], frontend: Frontend) -> tuple[T, Load]:
     """The JSON body of ``request`` as a ``kind``, and whose it is. Raises ``ApiError`` and ``ClientGoneError``."""
+    return await read_with(request, lambda body: decode(body, kind), frontend)
+
+
+async def read_with(request: Request, read: Callable[[bytes], R], frontend: Frontend) -> tuple[R, Load]:
+    """What ``read`` makes of the body of ``request``, in a thread if that is large, and whose it is.
+
+    Raises ``ApiError`` and ``ClientGoneError``.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page of another site can send no JSON without being allowed to; its other requests all name the site, and
     # those of programs, such as ``curl -d``, name none.
@@ -262,8 +272,8 @@ async def read_body(request: Request, kind: type[T], frontend: Frontend) -> tupl
         body = await read_bytes(request, frontend.limits)
         load = Load(tenant, len(body))
         if load.nbytes <= LARGE:
-            return decode(body, kind), load
-        return await frontend.threads.run(load, lambda: decode(body, kind)), load
+            return read(body), load
+        return await frontend.threads.run(load, lambda: read(body)), load
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -272,15 +282,21 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at ")
-        path = re.search(r"`\$\.?([^`]+)`$", place)
-        raise ApiError(400, message, param=path and path[1]) from error
+        raise invalid(error) from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+
+
+def invalid(error: msgspec.ValidationError, field: str = "") -> ApiError:
+    """The error of a value that is not what its place wants; ``field`` is the path of what was read."""
+    message, _, place = str(error).partition(" - at ")
+    found = re.search(r"`\$([^`]+)`$", place)
+    param = field + (found[1] if found else "")
+    return ApiError(400, message, param=param.removeprefix(".") or None)
 
 
 def check_parts(body: bytes) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
+from msgspec.structs import replace
 from starlette.types import Receive
 
-from qkv_engine import Engine, RequestError, RequestOutput, RequestOutputKind, RequestStream
+from qkv_engine import Engine, RequestError, RequestOutput, RequestOutputKind, RequestStream, SamplingParams
+from qkv_engine.errors import CapacityError
 from qkv_engine.intake import Conversation, Prompt
 from qkv_engine.text.tokenizer import Tokenizer
 
@@ -69,10 +71,12 @@ class Frontend:
         number: int,
         template_kwargs: dict[str, Any] | None = None,
         is_streamed: bool,
+        shortens: bool = False,
     ) -> Generation:
         """Makes, tokenizes and submits ``prompts`` in a thread; a streamed request's outputs hold what is new.
 
-        ``number`` is that of all completions. Raises ``ApiError``, and ``RequestError`` for an invalid request.
+        ``number`` is that of all completions. With ``shortens`` a ``max_tokens`` that the context has no room for is
+        cut to what it has. Raises ``ApiError``, and ``RequestError`` for an invalid request.
         """
         kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
 
@@ -82,8 +86,8 @@ class Frontend:
             try:
                 for index, prompt in enumerate(given):
                     name = f"{request_id}-{index}" if len(given) > 1 else request_id
-                    stream = self.engine.stream(prompt, params, request_id=name, template_kwargs=template_kwargs)
-                    streams.append(stream)
+                    options: dict[str, Any] = {"request_id": name, "template_kwargs": template_kwargs}
+                    streams.append(self._stream(prompt, params, options, shortens))
             except BaseException:
                 for stream in streams:
                     stream.close()
@@ -97,6 +101,16 @@ class Frontend:
             self.seats.give_back(load.tenant, number)
             raise
         return Generation(self, streams, load.tenant, number)
+
+    def _stream(
+        self, prompt: Prompt | Conversation, params: SamplingParams, options: dict[str, Any], shortens: bool
+    ) -> RequestStream:
+        try:
+            return self.engine.stream(prompt, params, **options)
+        except RequestError as error:
+            if not (shortens and (error.field == "max_tokens" or isinstance(error, CapacityError))):
+                raise
+        return self.engine.stream(prompt, replace(params, max_tokens=None), **options)
 
     async def with_tokenizer(self, load: Load, function: Callable[[Tokenizer], T]) -> T:
         """The result of ``function`` on the tokenizer, in a thread. Raises ``RequestError`` for a bare shape."""

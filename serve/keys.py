@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,6 +46,12 @@ class Keys:
         given = _digest(key.strip())
         found = [tenant for digest, tenant in self._tenants.items() if hmac.compare_digest(digest, given)]
         return found[0] if found and scheme.lower() == "bearer" else None
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The header ``Authorization`` of a request, or what it would be with the key in ``x-api-key``, Anthropic's."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (key and f"Bearer {key}")
 
 
 def read_keys(path: Path) -> list[tuple[str, str]]:

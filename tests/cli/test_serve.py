@@ -55,6 +55,7 @@ def test_it_serves_until_a_signal_and_then_drains(tmp_path: Path):
         (["--host", "0.0.0.0"], "others could call without a key. Give --api-key-file, or --no-api-key"),
         (["--api-key", "short"], "at least 8 printable"),
         (["--max-body", "many"], "--max-body='many': not a size"),
+        (["--response-memory", "50%"], "--response-memory='50%': a share of memory that is not here"),
         (["--read-timeout", "0"], "--read-timeout=0.0: out of range"),
         (["--allow-origin", "ours.example"], "--allow-origin='ours.example': no site. Give it as browsers do"),
         (["--allow-origin", "https://ours.example/"], "no site"),

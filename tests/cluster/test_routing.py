@@ -37,6 +37,15 @@ def test_prompts_that_begin_alike_have_one_key():
     assert key_of(prompt=[1, 2, 3]) == key_of(prompt=[[1, 2, 3], [4]]) != key_of(prompt=[1, 2, 4])
 
 
+def test_responses_and_messages_have_keys_like_chats():
+    long = "x" * 5000
+    assert key_of(input=long + "a", instructions="A") == key_of(input=long + "b", instructions="A")
+    assert key_of(input=long, instructions="A") != key_of(input=long, instructions="B")
+    assert key_of(input=[user("So?"), ANSWER]) == key_of(input=[user("So?")]) != key_of(input=[user("No?")])
+    assert key_of(messages=[user("So?")], system="A") == key_of(messages=[user("So?"), ANSWER], system="A")
+    assert key_of(messages=[user("So?")], system=[{"type": "text", "text": "B"}]) != key_of(messages=[user("So?")])
+
+
 def test_a_client_can_name_the_key():
     assert key_of(prompt="a", prompt_cache_key="mine") == key_of(prompt="b", prompt_cache_key="mine")
 

@@ -123,7 +123,7 @@ def test_other_paths_methods_and_media_types_are_refused(server: Running):
     assert server.http.post(COMPLETIONS, content=VALID, headers=utf8).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/messages/"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/embeddings/", "/v1/rerank"])
 def test_paths_that_are_not_there_say_what_is(server: Running, path: str):
     refused = server.post({"model": "demo"}, path)
     assert refused.status_code == 404 and "/v1/chat/completions" in str(error_of(refused)["message"])

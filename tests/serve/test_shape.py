@@ -23,6 +23,9 @@ def test_a_shape_without_a_tokenizer_takes_and_gives_token_ids():
             server.post({"prompt": "Hi"}),
             server.post({"messages": HELLO}, "/v1/chat/completions"),
             server.post({"prompt": "Hi"}, "/tokenize"),
+            server.post({"input": "Hi"}, "/v1/responses"),
+            server.post({"messages": HELLO, "max_tokens": 1}, "/v1/messages"),
+            server.post({"messages": HELLO}, "/v1/messages/count_tokens"),
             server.post({**body, "structured_outputs": {"regex": "a"}}),
         ]
         assert all(answer.status_code == 400 and "tokenizer" in answer.text for answer in refused)
