@@ -12,7 +12,9 @@ import torch
 from qkv_engine.kernels.sample import pack_settings
 
 from ..request import SamplingParams
+from .allowed_tokens import AllowedTokens
 from .guide import Guide, as_array, indices
+from .ngrams import Ngrams
 
 
 class TokenCounts:
@@ -54,16 +56,19 @@ class SampleRow:
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
     guide: Guide | None = None  # of structured outputs
+    chooser: AllowedTokens | None = None
     num_in_flight: int = 0  # sampled tokens that ``token_ids`` does not have yet; 0 with ``needs_tokens``
     settings: bytes = field(init=False)
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
     fixed_ids: array[int] = field(init=False)  # tokens with a bias, which are the allowed ones where only these stay
     fixed_biases: array[float] = field(init=False)
-    _guide_bans: array[int] = field(init=False)  # tokens that the guide excludes in this step
+    _guide_bans: array[int] = field(init=False)  # tokens that guide and chooser exclude in this step
     _stops: array[int] = field(init=False)  # ``stop_ids``, each once
     _bad_tokens: array[int] = field(init=False)  # bad words of one token
     _bad_words: dict[int, list[tuple[list[int], int]]] = field(init=False)  # others, by the last token but one
+    _ngrams: Ngrams | None = field(init=False)  # where none may occur twice
     counts: TokenCounts | None = field(init=False)  # where there are penalties
+    is_guided: bool = field(init=False)  # ``follow_guide`` comes before each token
     is_edited: bool = field(init=False)
     is_plain: bool = field(init=False)  # greedy with nothing else to do
     needs_tokens: bool = field(init=False)  # its edits depend on the values of all tokens before
@@ -75,9 +80,10 @@ class SampleRow:
         self.counts = TokenCounts() if penalties != (1.0, 0.0, 0.0) else None
         self._fix(params.allowed_token_ids)
         self._guide_bans = array("i")
-        self.is_edited = bool(
-            self.counts or self.fixed_ids or params.min_tokens or self.bad_word_ids or self.guide is not None
-        )
+        self._ngrams = Ngrams(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
+        self.is_guided = self.guide is not None or self.chooser is not None
+        follows = self.counts is not None or self._ngrams is not None or self.is_guided
+        self.is_edited = bool(follows or self.fixed_ids or params.min_tokens or self.bad_word_ids)
         self.is_plain = params.is_greedy and not self.is_edited and params.logprobs is None
         self._stops = array("i", dict.fromkeys(self.stop_ids)) if params.min_tokens else array("i")
         self._bad_tokens = array("i", {word[0]: None for word in self.bad_word_ids if len(word) == 1})
@@ -85,7 +91,7 @@ class SampleRow:
         for *prefix, last in self.bad_word_ids:
             if prefix:
                 self._bad_words.setdefault(prefix[-1], []).append((prefix, last))
-        self.needs_tokens = self.counts is not None or bool(self._bad_words) or self.guide is not None
+        self.needs_tokens = follows or bool(self._bad_words)
 
     @property
     def position(self) -> int:
@@ -93,8 +99,15 @@ class SampleRow:
         return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens
 
     def follow_guide(self) -> None:
-        """Allows in this step what the guide does: by the tokens that may come, or the others if these are fewer."""
-        mask = None if self.guide is None else self.guide.allowed(self.token_ids, self.num_prompt_tokens)
+        """Allows in this step what guide and chooser do: by the tokens that may come, or the others if they are fewer.
+
+        Raises ``RequestError`` where one of them fails.
+        """
+        mask = None
+        for each in (self.guide, self.chooser):
+            found = None if each is None else each.allowed(self.token_ids, self.num_prompt_tokens)
+            if found is not None:
+                mask = found if mask is None else mask & found
         params, self._guide_bans = self.params, array("i")
         self._fix(params.allowed_token_ids)
         if mask is None:
@@ -126,6 +139,8 @@ class SampleRow:
         """Tokens that may not come next, some perhaps twice."""
         banned = self._bad_tokens + self._stops if self.position < self.params.min_tokens else self._bad_tokens[:]
         banned += self._guide_bans
+        if self._ngrams is not None:
+            banned.extend(self._ngrams.last_tokens(self.token_ids))
         if self._bad_words and self.position > 0:
             for prefix, last in self._bad_words.get(self.token_ids[-1], ()):
                 if len(prefix) <= self.position and self.token_ids[-len(prefix) :] == prefix:
