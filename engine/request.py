@@ -183,6 +183,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         delta_token_ids: output tokens since the previous output of the stream.
         reasoning: thinking that the model marked in a conversation, without the marks; None where there was none.
         reasoning_delta: reasoning since the previous output of the stream.
+        num_reasoning_tokens: output tokens of all the reasoning so far, its marks included.
         cumulative_logprob: sum of the output tokens' log-probabilities; None unless ``logprobs`` were asked for.
         logprobs: for each output token a dict from token ids to ``Logprob``; None unless asked for.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
@@ -196,6 +197,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     delta_token_ids: list[int] = []
     reasoning: str | None = None
     reasoning_delta: str = ""
+    num_reasoning_tokens: int = 0
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None

@@ -72,6 +72,9 @@ class _Envelope:
                 "cached_tokens": sum(output.num_cached_tokens for output in outputs),
                 "cached_tokens_by_rung": cached,
             },
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(c.num_reasoning_tokens for output in outputs for c in output.outputs)
+            },
             "kv_bits": min((o.kv.lowest_bits for o in outputs if o.kv.lowest_bits is not None), default=None),
             "kv_blocks": blocks,
         }
@@ -103,7 +106,7 @@ class ChatAnswer(_Envelope):
 
     def part(self, number: int, delta: CompletionOutput) -> JsonObject | None:
         text, calls = self._take_calls(delta)
-        new = {"content": text, "reasoning_content": delta.reasoning, "tool_calls": calls}
+        new = {"content": text, **_reasoning(delta), "tool_calls": calls}
         new = {name: value for name, value in new.items() if value}
         if not new and delta.finish_reason is None and delta.logprobs is None and not self._with_ids:
             return None
@@ -113,7 +116,7 @@ class ChatAnswer(_Envelope):
         text, calls = self._take_calls(delta)
         message: JsonObject = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if delta.reasoning:
-            message["reasoning_content"] = delta.reasoning
+            message |= _reasoning(delta)
         if calls:
             message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
         return self._with_delta(delta, {"message": message})
@@ -138,6 +141,11 @@ class ChatAnswer(_Envelope):
 
     def _choice(self, index: int, content: JsonObject, logprobs: Any, finish: str | None, stop: Any) -> JsonObject:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+
+
+def _reasoning(delta: CompletionOutput) -> JsonObject:
+    """The reasoning by both its names: DeepSeek's, and the one that vLLM and others have now."""
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
 
 class CompletionAnswer(_Envelope):

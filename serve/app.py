@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -23,9 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qkv_engine import Engine, RequestError, __version__
 from qkv_engine.text.tokenizer import Tokenizer
 
+from .access_log import log_answer
 from .admin import admin_routes
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
+from .elsewhere import refuse_path
 from .errors import ApiError, ClientGoneError, as_api_error, ended, error_response, refused
 from .events import EventStream
 from .fair_threads import Load
@@ -33,10 +36,11 @@ from .frontend import FIRST_TOKEN, Frontend, Generation
 from .hosts import Hosts
 from .keys import Keys
 from .limits import Limits
+from .openapi import openapi_route
 from .page import page_routes
 from .tools import for_template
 
-HEALTH, READY = "/health", "/ready"
+LIVE, READY = ("/health", "/live"), ("/ready", "/ping")  # probes: of the process, and of who may be sent requests
 MAX_ID_CHARS = 128  # of a client's own name for its request
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_GONE = 499  # nginx's status for it, in the log alone
@@ -63,7 +67,9 @@ def make_app(
     frontend = Frontend(engine, names, Limits() if limits is None else limits, num_tenants=keys.num_tenants)
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
     guarded = admin_routes(admin_key)  # by a key of their own
-    open_paths = {HEALTH, READY, *(route.path for route in (*pages, *guarded))}
+    routes = [*_ROUTES, *guarded]
+    routes = [*routes, openapi_route(routes), *pages]
+    open_paths = {*LIVE, *READY, *(route.path for route in (*pages, *guarded))}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
         cors = Middleware(
@@ -74,9 +80,7 @@ def make_app(
             expose_headers=["x-request-id", "retry-after"],
         )
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
-    app = Starlette(
-        routes=[*_ROUTES, *guarded, *pages], middleware=middleware, exception_handlers={HTTPException: _refuse}
-    )
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _refuse})
     app.state.frontend = frontend
     return app
 
@@ -84,7 +88,7 @@ def make_app(
 class Gate:
     """Checks the key of every request, names it in ``x-request-id``, and puts every error into OpenAI's shape.
 
-    A name that the client gives in that header is kept. Once the server stops, all but ``HEALTH`` is refused.
+    A name that the client gives in that header is kept. Once the server stops, all but ``LIVE`` is refused.
     ``open_paths`` need no key. Without keys the name is checked by which the server was called.
     """
 
@@ -98,12 +102,12 @@ class Gate:
         request = Request(scope, receive)
         request.state.own_id = uuid4().hex
         request.state.id = _client_id(request) or request.state.own_id
-        has_begun = False
+        began_at, status = time.monotonic(), 0  # of the answer, once it has begun
 
         async def send_named(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_begun = True
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request.state.id.encode())]
                 self._frontend.metrics.note_response(message["status"])
             await send(message)
@@ -114,12 +118,14 @@ class Gate:
         except ClientGoneError:
             await Response(status_code=CLIENT_GONE)(scope, receive, send_named)
         except (Exception, asyncio.CancelledError) as error:
-            if has_begun:
+            if status:
                 raise
             await error_response(as_api_error(error, request.state.id))(scope, receive, send_named)
+        finally:
+            log_answer(scope, status, began_at, request.state.id)
 
     def _admit(self, request: Request) -> None:
-        if self._frontend.is_stopping and request.scope["path"] != HEALTH:
+        if self._frontend.is_stopping and request.scope["path"] not in LIVE:
             message, headers = "the server is stopping", {"connection": "close"}
             raise ApiError(503, message, code="server_stopping", headers=headers)
         if not self._keys:
@@ -138,7 +144,7 @@ def _client_id(request: Request) -> str | None:
 
 
 async def chat_completions(request: Request) -> Response:
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``: the answer to a conversation."""
     frontend = _frontend(request)
     body, load = await read_body(request, ChatBody, frontend)
     answer_id = f"chatcmpl-{request.state.own_id}"
@@ -148,7 +154,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def completions(request: Request) -> Response:
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``: texts that go on from prompts."""
     frontend = _frontend(request)
     body, load = await read_body(request, CompletionBody, frontend)
     answer_id = f"cmpl-{request.state.own_id}"
@@ -210,13 +216,13 @@ def _salt(tenant: str, own: str) -> str:
 
 
 async def models(request: Request) -> Response:
-    """``GET /v1/models``."""
+    """``GET /v1/models``: the model, once for each of its names."""
     frontend = _frontend(request)
     return _json({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
 
 
 async def model(request: Request) -> Response:
-    """``GET /v1/models/NAME``."""
+    """``GET /v1/models/NAME``: the model, if it has that name."""
     frontend = _frontend(request)
     frontend.check_model(name := request.path_params["name"])
     return _json(_card(frontend, name))
@@ -260,8 +266,20 @@ async def detokenize(request: Request) -> Response:
     return _json({"prompt": text})
 
 
-async def health(request: Request) -> Response:
-    """``GET /health``, and ``GET /ready``, which the gate refuses while it stops: 503 once the engine has stopped."""
+async def tokenizer_info(request: Request) -> Response:
+    """``GET /tokenizer_info``: special tokens and chat template, in vLLM's form."""
+    frontend = _frontend(request)
+    return _json({**frontend.tokenizer.info, "model_max_length": frontend.engine.max_model_len})
+
+
+async def live(request: Request) -> Response:
+    """``GET /live``: 200, or 503 once the engine has stopped."""
+    _frontend(request).engine.describe()  # raises then
+    return Response()
+
+
+async def ready(request: Request) -> Response:
+    """``GET /ready``: 200, or 503 once the engine has stopped; the gate makes it 503 while the server stops."""
     _frontend(request).engine.describe()  # raises then
     return Response()
 
@@ -272,7 +290,7 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """``GET /metrics`` for Prometheus."""
+    """``GET /metrics``: figures for Prometheus."""
     _check_operator(request)
     return Response(await _frontend(request).render_metrics(), headers={"content-type": METRICS_TYPE})
 
@@ -295,10 +313,7 @@ def _check_operator(request: Request) -> None:
 async def _refuse(request: Request, error: Exception) -> Response:
     """The error of a path that is not there, or has other methods."""
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    message = _ELSEWHERE.get(path.rstrip("/")) if error.status_code == 404 else None
-    message = message or f"{error.detail}: {request.method} {path[:80]}"
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    return refuse_path(error.status_code, request.method, request.scope["path"], error.detail, error.headers)
 
 
 def _frontend(request: Request) -> Frontend:
@@ -310,14 +325,6 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-# Paths of other servers with this interface, and what to do here.
-_ELSEWHERE = {
-    "/v1/responses": "this server has no Responses API; use /v1/chat/completions",
-    "/v1/messages": "this server has no Messages API; use /v1/chat/completions",
-    "/v1/embeddings": "this server makes no embeddings; it has /v1/chat/completions and /v1/completions",
-    "/v1/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
-    "/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
-}
 _ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
@@ -325,8 +332,9 @@ _ROUTES = [
     Route("/v1/models/{name:path}", model),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
-    Route(HEALTH, health),
-    Route(READY, health),
+    Route("/tokenizer_info", tokenizer_info),
+    *(Route(path, live) for path in LIVE),
+    *(Route(path, ready) for path in READY),
     Route("/version", version),
     Route("/metrics", metrics),
     Route("/stats", stats),

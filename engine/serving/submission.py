@@ -84,7 +84,10 @@ class Completion:
             finish_reason=None if request.finish_reason is None else str(request.finish_reason),
             stop_reason=request.stop_reason,
         )
-        pieces, thoughts = ([], None) if output_text is None else (output_text.pieces, output_text.thoughts)
+        pieces, thoughts = list[str](), None
+        if output_text is not None:
+            pieces, thoughts = output_text.pieces, output_text.thoughts
+            output.num_reasoning_tokens = output_text.num_reasoning_tokens
         length = OutputLength(request.num_output_tokens, len(pieces), len(thoughts or ()))
         return CompletionReport(output, request, self.logprobs, pieces, thoughts, length)
 

@@ -1,0 +1,80 @@
+"""Paths of other servers that this one lacks: what a client is told to call instead, in the form it can read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from .errors import ApiError, error_response
+
+NOT_OFFERED, UNKNOWN = "not_offered", "unknown_url"  # ``code`` of an error
+_TEXT = "use /v1/chat/completions or /v1/completions"
+_STATELESS = "this server keeps no conversations; send all messages to /v1/chat/completions"
+_NO_FILES = "this server takes no files; send requests one by one to /v1/chat/completions, as many at once as you like"
+# A path stands for those below it, too.
+_INSTEAD = {
+    "/v1/responses": "this server has no Responses API; use /v1/chat/completions",
+    "/v1/messages": "this server has no Messages API; use /v1/chat/completions",
+    "/v1/complete": "this server has no Messages API; use /v1/chat/completions",
+    **dict.fromkeys(
+        ("/v1/embeddings", "/embeddings", "/embed", "/embedding", "/pooling", "/v1/pooling"),
+        f"this server makes no embeddings; {_TEXT}",
+    ),
+    **dict.fromkeys(
+        ("/v1/rerank", "/rerank", "/v2/rerank", "/reranking", "/v1/score", "/score", "/classify", "/v1/classify"),
+        "this server ranks no texts; /v1/completions with echo and logprobs tells how likely one is",
+    ),
+    "/v1/images": f"this server makes no images; {_TEXT}",
+    "/v1/videos": f"this server makes no videos; {_TEXT}",
+    "/v1/audio": f"this server neither hears nor speaks; {_TEXT}",
+    "/v1/realtime": "this server has no Realtime API; use /v1/chat/completions with stream=true",
+    "/v1/moderations": "this server judges no texts; ask the model by /v1/chat/completions",
+    "/v1/files": _NO_FILES,
+    "/v1/uploads": _NO_FILES,
+    "/v1/batches": _NO_FILES,
+    "/v1/messages/batches": _NO_FILES,
+    "/v1/vector_stores": _NO_FILES,
+    "/v1/containers": _NO_FILES,
+    "/v1/fine_tuning": "this server trains no models",
+    "/v1/evals": "this server runs no evaluations; qkv-engine eval does",
+    "/v1/assistants": _STATELESS,
+    "/v1/threads": _STATELESS,
+    "/v1/conversations": _STATELESS,
+    "/v1/engines": "use /v1/models, and name the model in the body",
+    "/v1/edits": "use /v1/chat/completions",
+    "/v1/v1": "the base URL ends in /v1 once: http://HOST:PORT/v1",
+    "/chat/completions": "use /v1/chat/completions: the base URL ends in /v1",
+    "/completions": "use /v1/completions: the base URL ends in /v1",
+    "/models": "use /v1/models: the base URL ends in /v1",
+    **dict.fromkeys(("/generate", "/generate_stream", "/completion", "/infill", "/invocations"), "use /v1/completions"),
+    "/api": "this server has no API of Ollama; use /v1/chat/completions",
+}
+
+
+def refuse_path(status: int, method: str, path: str, detail: str, headers: Mapping[str, str] | None) -> Response:
+    """The error of a path that is not here or has other methods, in the form of the API that it belongs to.
+
+    ``detail`` is what HTTP calls it, such as "Not Found".
+    """
+    instead = _instead(path) if status == 404 else None
+    message = instead or f"{detail}: {method} {path[:80]}"
+    if path.startswith("/api/"):
+        return _json({"error": message}, status, headers)
+    if path.startswith(("/v1/messages", "/v1/complete/")):
+        kind = "not_found_error" if status == 404 else "invalid_request_error"
+        return _json({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
+    code = None if status != 404 else NOT_OFFERED if instead else UNKNOWN
+    return error_response(ApiError(status, message, code=code, headers=headers))
+
+
+def _instead(path: str) -> str | None:
+    """What to call in place of ``path``, by the longest known path that it begins with."""
+    parts = path.rstrip("/").split("/")
+    known = ("/".join(parts[:number]) for number in range(min(len(parts), 5), 1, -1))
+    return next((_INSTEAD[name] for name in known if name in _INSTEAD), None)
+
+
+def _json(body: object, status: int, headers: Mapping[str, str] | None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
