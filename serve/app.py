@@ -28,7 +28,7 @@ from .access_log import log_answer
 from .admin import admin_routes
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, read_body
-from .elsewhere import refuse_path
+from .elsewhere import path_error
 from .errors import ApiError, ClientGoneError, as_api_error, ended, error_response, refused
 from .events import EventStream
 from .fair_threads import Load
@@ -313,7 +313,8 @@ def _check_operator(request: Request) -> None:
 async def _refuse(request: Request, error: Exception) -> Response:
     """The error of a path that is not there, or has other methods."""
     assert isinstance(error, HTTPException)
-    return refuse_path(error.status_code, request.method, request.scope["path"], error.detail, error.headers)
+    path = request.scope["path"]
+    return error_response(path_error(error.status_code, error.detail, request.method, path, error.headers))
 
 
 def _frontend(request: Request) -> Frontend:

@@ -1,17 +1,14 @@
-"""Paths of other servers that this one lacks: what a client is told to call instead, in the form it can read."""
+"""Paths of other servers that this one lacks, and what a client is told to call instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-from starlette.responses import Response
-
-from .errors import ApiError, error_response
+from .errors import ApiError
 
 NOT_OFFERED, UNKNOWN = "not_offered", "unknown_url"  # ``code`` of an error
 _TEXT = "use /v1/chat/completions or /v1/completions"
-_STATELESS = "this server keeps no conversations; send all messages to /v1/chat/completions"
+_STATELESS = "this server keeps no threads; send all messages to /v1/chat/completions"
 _NO_FILES = "this server takes no files; send requests one by one to /v1/chat/completions, as many at once as you like"
 # A path stands for those below it, too.
 _INSTEAD = {
@@ -24,7 +21,7 @@ _INSTEAD = {
     ),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank", "/reranking", "/v1/score", "/score", "/classify", "/v1/classify"),
-        "this server ranks no texts; /v1/completions with echo and logprobs tells how likely one is",
+        f"this server ranks no texts; {_TEXT}",
     ),
     "/v1/images": f"this server makes no images; {_TEXT}",
     "/v1/videos": f"this server makes no videos; {_TEXT}",
@@ -53,20 +50,13 @@ _INSTEAD = {
 }
 
 
-def refuse_path(status: int, method: str, path: str, detail: str, headers: Mapping[str, str] | None) -> Response:
-    """The error of a path that is not here or has other methods, in the form of the API that it belongs to.
-
-    ``detail`` is what HTTP calls it, such as "Not Found".
-    """
-    instead = _instead(path) if status == 404 else None
-    message = instead or f"{detail}: {method} {path[:80]}"
-    if path.startswith("/api/"):
-        return _json({"error": message}, status, headers)
-    if path.startswith(("/v1/messages", "/v1/complete/")):
-        kind = "not_found_error" if status == 404 else "invalid_request_error"
-        return _json({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
-    code = None if status != 404 else NOT_OFFERED if instead else UNKNOWN
-    return error_response(ApiError(status, message, code=code, headers=headers))
+def path_error(status: int, detail: str, method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
+    """The error of a path that is not here, or has other methods; ``detail`` is HTTP's word, such as "Not Found"."""
+    if status != 404:
+        return ApiError(status, f"{detail}: {method} {path[:80]}", headers=headers)
+    instead = _instead(path)
+    message, code = instead or f"{detail}: {method} {path[:80]}", UNKNOWN if instead is None else NOT_OFFERED
+    return ApiError(status, message, code=code, headers=headers)
 
 
 def _instead(path: str) -> str | None:
@@ -74,7 +64,3 @@ def _instead(path: str) -> str | None:
     parts = path.rstrip("/").split("/")
     known = ("/".join(parts[:number]) for number in range(min(len(parts), 5), 1, -1))
     return next((_INSTEAD[name] for name in known if name in _INSTEAD), None)
-
-
-def _json(body: object, status: int, headers: Mapping[str, str] | None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
