@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.utils import RemoteTokenizer
 
 from qkv_engine import Engine, Logprob
+from qkv_engine.bench.lm_eval import EngineLM
 from qkv_engine.serve.logprobs import completion_logprobs
 
-from .running import Running
+from ..bench.harness_tasks import write_tasks
+from ..bench.test_lm_eval import responses
+from .running import Running, running
 
 PROMPTS = [[500, 61, 300, 77, 5], [9, 9, 9], [301] * 40]
 CONTEXTS = [("What is 2+2?", " 4"), ("Sort: 5 99 23", " 5 23 99"), ("a", "b"), ("", "What is 47*86?"), ("é", "漢字")]
@@ -90,3 +94,24 @@ def test_lm_eval_tokenizes_by_the_server(server: Running, demo_engine: Engine):
     assert (tokenizer.bos_token, tokenizer.pad_token) == (None, "<|endoftext|>")
     question = [{"role": "user", "content": "Hi"}]
     assert tokenizer.apply_chat_template(question) == own.chat_prompt(question)[0]
+
+
+@pytest.mark.slow
+def test_lm_eval_finds_the_same_over_http(tmp_path: Path):
+    """Choices, rolling log-likelihoods and generated texts, as ``qkv-engine eval --lm-eval`` finds them."""
+    pytest.importorskip("tenacity")  # of lm-eval's extra for servers
+    folder = write_tasks(tmp_path)
+    with Engine(kv="fp32", kv_memory="64MiB", max_model_len=1024) as engine, running(engine) as server:
+        url = f"{server.url}/v1/completions"
+        remote = LocalCompletionsAPI(url, model="demo", tokenizer_backend="remote", max_length=1025, batch_size=4)
+        found, expected = responses(remote, folder), responses(EngineLM(engine), folder)
+    assert found["demo_generate"] == expected["demo_generate"]
+    for task in ("demo_choice", "demo_rolling"):
+        ours, theirs = ([float(value) for value in flat(each[task])] for each in (found, expected))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4) and len(ours) >= 2
+
+
+def flat(answers: Any) -> list[Any]:
+    if not isinstance(answers, list | tuple):
+        return [answers]
+    return [each for answer in answers for each in flat(answer)]
