@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 
-import torch
-
 from ..errors import RequestError
 from ..validation import check_ids
 
@@ -19,16 +17,16 @@ class AllowedTokens:
         """``vocab_size`` is the number of rows of the model's output."""
         self._function, self._vocab_size = function, vocab_size
 
-    def allowed(self, token_ids: Sequence[int], num_prompt_tokens: int) -> torch.Tensor | None:
-        """The tokens that may follow those of prompt and output, [V] bool; None for all. Raises ``RequestError``."""
+    def after(self, output_ids: Sequence[int]) -> list[int] | None:
+        """The tokens that may follow the output so far, each once; None for all. Raises ``RequestError``."""
         try:
-            found = self._function(list(token_ids[num_prompt_tokens:]))
+            found = self._function(list(output_ids))
             ids = list(found) if isinstance(found, Set | range) else found
         except BaseException as error:  # ``sys.exit()`` is no reason to end the engine's thread
             raise RequestError(f"the function raised {type(error).__name__}: {error}", field=FIELD) from error
         if ids is None:
             return None
-        checked = check_ids(FIELD, ids, self._vocab_size, self._vocab_size)
+        checked = list(dict.fromkeys(check_ids(FIELD, ids, self._vocab_size, self._vocab_size)))
         if not checked:
             raise RequestError("the function allows no token at all", field=FIELD, value=found)
-        return torch.zeros(self._vocab_size, dtype=torch.bool).index_fill_(0, torch.tensor(checked), True)
+        return checked

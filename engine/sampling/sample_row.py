@@ -62,7 +62,7 @@ class SampleRow:
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
     fixed_ids: array[int] = field(init=False)  # tokens with a bias, which are the allowed ones where only these stay
     fixed_biases: array[float] = field(init=False)
-    _guide_bans: array[int] = field(init=False)  # tokens that guide and chooser exclude in this step
+    _guide_bans: array[int] = field(init=False)  # tokens that the guide excludes in this step
     _stops: array[int] = field(init=False)  # ``stop_ids``, each once
     _bad_tokens: array[int] = field(init=False)  # bad words of one token
     _bad_words: dict[int, list[tuple[list[int], int]]] = field(init=False)  # others, by the last token but one
@@ -99,16 +99,17 @@ class SampleRow:
         return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens
 
     def follow_guide(self) -> None:
-        """Allows in this step what guide and chooser do: by the tokens that may come, or the others if they are fewer.
+        """Allows in this step what guide and chooser do: by the tokens that may come, or the guide's others if fewer.
 
         Raises ``RequestError`` where one of them fails.
         """
-        mask = None
-        for each in (self.guide, self.chooser):
-            found = None if each is None else each.allowed(self.token_ids, self.num_prompt_tokens)
-            if found is not None:
-                mask = found if mask is None else mask & found
-        params, self._guide_bans = self.params, array("i")
+        guide, chooser, params = self.guide, self.chooser, self.params
+        mask = None if guide is None else guide.allowed(self.token_ids, self.num_prompt_tokens)
+        chosen = None if chooser is None else chooser.after(self.token_ids[self.num_prompt_tokens :])
+        self._guide_bans = array("i")
+        if chosen is not None:
+            self._fix(_common(chosen, params.allowed_token_ids, mask))
+            return
         self._fix(params.allowed_token_ids)
         if mask is None:
             return
@@ -125,10 +126,10 @@ class SampleRow:
     def _fix(self, allowed: Sequence[int] | None) -> None:
         """Sets the biases; with ``allowed`` tokens these alone stay."""
         biases = self.params.logit_bias or {}
-        if allowed:
+        if allowed is not None:
             biases = {token_id: biases.get(token_id, 0.0) for token_id in allowed}
         self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
-        self.penalties = self._pack(is_limited=bool(allowed))
+        self.penalties = self._pack(is_limited=allowed is not None)
 
     def _pack(self, *, is_limited: bool) -> bytes:
         params = self.params
@@ -146,3 +147,13 @@ class SampleRow:
                 if len(prefix) <= self.position and self.token_ids[-len(prefix) :] == prefix:
                     banned.append(last)
         return banned
+
+
+def _common(chosen: list[int], allowed: Sequence[int] | None, mask: torch.Tensor | None) -> list[int]:
+    """Those of ``chosen`` that a request's other rules allow, too."""
+    if allowed is not None:
+        known = set(allowed)
+        chosen = [token_id for token_id in chosen if token_id in known]
+    if mask is not None:
+        chosen = [token_id for token_id, may_come in zip(chosen, mask[chosen].tolist(), strict=True) if may_come]
+    return chosen
